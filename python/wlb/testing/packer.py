@@ -1,0 +1,184 @@
+"""A naive stream of global batches with outlier queues: the oracle of `wlb.Packer`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import NamedTuple
+
+from wlb.testing.cost import Cost
+from wlb.testing.packing import Piece, Plan, algorithm_1, split_documents, sum_in_order
+
+
+class Waiting(NamedTuple):
+    piece: Piece
+    arrived: int
+
+
+@dataclass
+class NaivePacker:
+    """Same arguments and same plans as `wlb.Packer`. Input is taken to be valid."""
+
+    num_micro_batches: int
+    max_tokens: int
+    cost: Cost
+    outlier_thresholds: Sequence[int] = ()
+    max_delay: int | None = None
+    max_document_tokens: int | None = None
+    oversize: str = "error"
+
+    iteration: int = 0
+    next_id: int = 0
+    carried: list[Waiting] = field(default_factory=list)
+    queues: list[list[Waiting]] = field(default_factory=list)
+    log: "Log" = field(default_factory=lambda: Log())
+
+    def __post_init__(self) -> None:
+        self.queues = self.queues or [[] for _ in self.outlier_thresholds]
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens if self.max_document_tokens is None else self.max_document_tokens
+
+    @property
+    def waiting(self) -> list[Waiting]:
+        return [*self.carried, *(entry for queue in self.queues for entry in queue)]
+
+    def push(self, lengths: Sequence[int], ids: Sequence[int] | None = None) -> Plan:
+        if ids is None:
+            ids = range(self.next_id, self.next_id + len(lengths))
+        self.next_id = max([self.next_id, *(i + 1 for i in ids)])
+        new = []
+        for i, length in zip(ids, lengths, strict=True):
+            for piece in self._cut(Piece(i, 0, length)):
+                level = self._level(piece.length)
+                (self.queues[level] if level >= 0 else new).append(Waiting(piece, self.iteration))
+        released = [entry for level in range(len(self.queues)) for entry in self._release(level)]
+        plan = self._step(released, new, in_push=True)
+
+        batch_of = {piece.id: batch for batch, pieces in enumerate(plan.micro_batches) for piece in pieces}
+        for i, length in zip(ids, lengths, strict=True):
+            waits = any(entry.piece.id == i for entry in self.waiting)
+            was_split = self.oversize == "split" and length > self.limit
+            plan.assignment.append(-1 if waits or was_split else batch_of[i])
+        return plan
+
+    def flush(self) -> list[Plan]:
+        plans = []
+        while self.waiting:
+            released = [entry for queue in self.queues for entry in queue]
+            self.queues = [[] for _ in self.queues]
+            plans.append(self._step(released, [], in_push=False))
+        return plans
+
+    def refile(self) -> None:
+        """What a change of the thresholds does to everything that waits."""
+        waiting = sorted(self.waiting, key=lambda entry: (entry.arrived, entry.piece))
+        self.carried, self.queues = [], [[] for _ in self.outlier_thresholds]
+        for entry in waiting:
+            level = self._level(entry.piece.length)
+            (self.queues[level] if level >= 0 else self.carried).append(entry)
+
+    def _cut(self, piece: Piece) -> list[Piece]:
+        if piece.length <= self.limit:
+            return [piece]
+        if self.oversize == "truncate":
+            return [piece._replace(length=self.limit)]
+        return [part._replace(id=piece.id) for part in split_documents([piece.length], max_document_tokens=self.limit)]
+
+    def _level(self, length: int) -> int:
+        return sum(length >= threshold for threshold in self.outlier_thresholds) - 1
+
+    def _overdue(self, entry: Waiting) -> bool:
+        return self.max_delay is not None and self.iteration - entry.arrived >= self.max_delay
+
+    def _release(self, level: int) -> list[Waiting]:
+        queue, released = self.queues[level], []
+        while len(queue) >= self.num_micro_batches:
+            released += [queue.pop(0) for _ in range(self.num_micro_batches)]
+        overdue = [entry for entry in queue if self._overdue(entry)]
+        self.queues[level] = [entry for entry in queue if not self._overdue(entry)]
+        return released + overdue
+
+    def _step(self, released: list[Waiting], new: list[Waiting], in_push: bool) -> Plan:
+        listing = self.carried + released + new
+        urgent = [entry for entry in released if self._overdue(entry)]
+        others = [entry for entry in released if not self._overdue(entry)] + new
+        order = [*self.carried, *_longest_first(urgent), *_longest_first(others)]
+
+        placed, leftover, fallbacks = algorithm_1(
+            [entry.piece for entry in order],
+            num_micro_batches=self.num_micro_batches,
+            max_tokens=self.max_tokens,
+            cost=self.cost,
+        )
+        plan = Plan(
+            max_tokens=self.max_tokens,
+            micro_batches=[[entry.piece for entry in listing if entry.piece in pieces] for pieces in placed],
+            costs=[sum_in_order(self.cost(piece.length) for piece in pieces) for pieces in placed],
+            assignment=[],
+            leftover=leftover,
+            length_fallbacks=fallbacks,
+            document_costs=[self.cost(piece.length) for pieces in placed for piece in pieces],
+        )
+        self.carried = [entry for entry in order if entry.piece in leftover]
+        emitted = [entry for entry in order if entry.piece not in leftover]
+        self.log.record(plan, emitted, self.iteration, in_push)
+        self.iteration += 1
+        return plan
+
+
+@dataclass
+class Log:
+    """Everything that was emitted, for the metrics."""
+
+    steps: list[Plan] = field(default_factory=list)
+    delays: list[tuple[int, int]] = field(default_factory=list)
+    length_fallbacks: int = 0
+    carried_over: int = 0
+
+    def record(self, plan: Plan, emitted: list[Waiting], iteration: int, in_push: bool) -> None:
+        self.delays += [(iteration - entry.arrived, entry.piece.length) for entry in emitted]
+        self.length_fallbacks += plan.length_fallbacks
+        self.carried_over += len(plan.leftover)
+        if in_push and emitted:
+            self.steps.append(plan)
+
+    @property
+    def imbalances(self) -> list[float]:
+        return [plan.imbalance for plan in self.steps]
+
+    @property
+    def memory_skews(self) -> list[float]:
+        return [max(plan.tokens) * len(plan.tokens) / sum(plan.tokens) for plan in self.steps]
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for _, length in self.delays)
+
+    @property
+    def delay_mean(self) -> float:
+        return sum(delay * length for delay, length in self.delays) / self.tokens if self.delays else 0.0
+
+    @property
+    def delay_p99(self) -> int:
+        """The smallest delay with at least 99 % of the tokens at or below it."""
+        covered = 0
+        for delay, length in sorted(self.delays):
+            covered += length
+            if covered * 100 >= 99 * self.tokens:
+                return delay
+        return 0
+
+    @property
+    def delay_histogram(self) -> list[int]:
+        longest = max((delay for delay, _ in self.delays), default=-1)
+        return [sum(length for delay, length in self.delays if delay == k) for k in range(longest + 1)]
+
+    @property
+    def tokens_per_step_cv(self) -> float:
+        tokens = [sum(plan.tokens) for plan in self.steps]
+        return pstdev(tokens) / fmean(tokens) if tokens else 0.0
+
+
+def _longest_first(entries: list[Waiting]) -> list[Waiting]:
+    return sorted(entries, key=lambda entry: -entry.piece.length)

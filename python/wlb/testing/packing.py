@@ -1,0 +1,230 @@
+"""Naive packing of one global batch: the oracle of `wlb.pack`, `wlb.batch_offsets` and `wlb.split_documents`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import wlb
+from wlb.testing.cost import Cost, pairs
+
+
+class Piece(NamedTuple):
+    """`length` tokens of document `id`, from its token `start` on."""
+
+    id: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `wlb.Packing` holds, in plain Python."""
+
+    max_tokens: int
+    micro_batches: list[list[Piece]]
+    costs: list[float]
+    assignment: list[int]
+    leftover: list[Piece]
+    length_fallbacks: int
+    document_costs: list[float] = field(repr=False)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [sum(piece.length for piece in pieces) for pieces in self.micro_batches]
+
+    @property
+    def imbalance(self) -> float:
+        total = sum(self.costs)
+        return max(self.costs) * len(self.costs) / total if total > 0 else 1.0
+
+    @property
+    def lower_bound(self) -> float:
+        return max([sum(self.costs) / len(self.costs), *self.document_costs])
+
+    def plain(self) -> dict[str, Any]:
+        """The plan as JSON values; equal to `plain(packing)` when wlb computes the same plan."""
+        return {
+            "micro_batches": [[list(piece) for piece in pieces] for pieces in self.micro_batches],
+            "costs": self.costs,
+            "assignment": self.assignment,
+            "leftover": [list(piece) for piece in self.leftover],
+            "length_fallbacks": self.length_fallbacks,
+        }
+
+
+def plain(packing: wlb.Packing) -> dict[str, Any]:
+    """Everything that a `wlb.Packing` decides, as JSON values."""
+    return {
+        "micro_batches": [[list(piece) for piece in pieces_of(batch)] for batch in packing.micro_batches],
+        "costs": packing.costs.tolist(),
+        "assignment": packing.assignment.tolist(),
+        "leftover": [list(piece) for piece in leftover_of(packing)],
+        "length_fallbacks": packing.length_fallbacks,
+    }
+
+
+def pieces_of(batch: wlb.MicroBatch) -> list[Piece]:
+    return _pieces(batch.document_ids.tolist(), batch.starts.tolist(), batch.lengths.tolist())
+
+
+def leftover_of(packing: wlb.Packing) -> list[Piece]:
+    return _pieces(packing.leftover.tolist(), packing.leftover_starts.tolist(), packing.leftover_lengths.tolist())
+
+
+def original(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, cost: Cost) -> Plan:
+    """Documents in arrival order, concatenated, cut every `max_tokens` tokens."""
+    batches: list[list[Piece]] = [[] for _ in range(num_micro_batches)]
+    leftover: list[Piece] = []
+    position = 0
+    for document, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            batch, used = divmod(position, max_tokens)
+            whole = batch >= num_micro_batches
+            piece = Piece(document, start, length - start if whole else min(length - start, max_tokens - used))
+            (leftover if whole else batches[batch]).append(piece)
+            start += piece.length
+            position += piece.length
+    return _plan(lengths, batches, batches, leftover, max_tokens, cost)
+
+
+def fixed_length(
+    lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, cost: Cost, window: int = 1
+) -> Plan:
+    """Longest first, to the micro-batch with the least attention among those with room; else split."""
+    n = num_micro_batches * window
+    batches: list[list[Piece]] = [[] for _ in range(n)]
+    work = [0] * n
+    room = [max_tokens] * n
+    leftover: list[Piece] = []
+
+    def put(batch: int, piece: Piece) -> None:
+        batches[batch].append(piece)
+        work[batch] += pairs(piece.length, causal=cost.causal)
+        room[batch] -= piece.length
+
+    for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rest = Piece(document, 0, lengths[document])
+        while rest.length > 0:
+            fitting = [batch for batch in range(n) if room[batch] >= rest.length]
+            roomiest = room.index(max(room))
+            if fitting:
+                put(min(fitting, key=lambda batch: work[batch]), rest)
+                break
+            if room[roomiest] == 0:
+                leftover.append(rest)
+                break
+            head = room[roomiest]
+            put(roomiest, rest._replace(length=head))
+            rest = Piece(document, rest.start + head, rest.length - head)
+    return _plan(lengths, [sorted(pieces) for pieces in batches], batches, leftover, max_tokens, cost)
+
+
+def var_length(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, cost: Cost) -> Plan:
+    """The paper's Algorithm 1 on one global batch."""
+    documents = [Piece(i, 0, length) for i, length in enumerate(lengths)]
+    order = sorted(documents, key=lambda piece: -piece.length)
+    batches, leftover, fallbacks = algorithm_1(
+        order, num_micro_batches=num_micro_batches, max_tokens=max_tokens, cost=cost
+    )
+    listed = [sorted(pieces) for pieces in batches]
+    return _plan(lengths, listed, batches, leftover, max_tokens, cost, length_fallbacks=fallbacks)
+
+
+def algorithm_1(
+    order: Iterable[Piece], *, num_micro_batches: int, max_tokens: int, cost: Cost
+) -> tuple[list[list[Piece]], list[Piece], int]:
+    """Place pieces one after the other: (pieces of each micro-batch, what does not fit, length fallbacks)."""
+    batches: list[list[Piece]] = [[] for _ in range(num_micro_batches)]
+    costs = [0.0] * num_micro_batches
+    tokens = [0] * num_micro_batches
+    leftover: list[Piece] = []
+    fallbacks = 0
+    for piece in order:
+        cheapest = costs.index(min(costs))
+        shortest = tokens.index(min(tokens))
+        if tokens[cheapest] + piece.length <= max_tokens:
+            batch = cheapest
+        elif tokens[shortest] + piece.length <= max_tokens:
+            batch = shortest
+            fallbacks += 1
+        else:
+            leftover.append(piece)
+            continue
+        batches[batch].append(piece)
+        costs[batch] += cost(piece.length)
+        tokens[batch] += piece.length
+    return batches, leftover, fallbacks
+
+
+def best_maximum(costs: Sequence[float], lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int) -> float:
+    """The least possible maximum cost, by trying every assignment; infinite when the documents do not fit."""
+    best = float("inf")
+    for assignment in product(range(num_micro_batches), repeat=len(lengths)):
+        tokens = [0] * num_micro_batches
+        loads = [0.0] * num_micro_batches
+        for batch, length, cost in zip(assignment, lengths, costs, strict=True):
+            tokens[batch] += length
+            loads[batch] += cost
+        if max(tokens) <= max_tokens:
+            best = min(best, max(loads))
+    return best
+
+
+def batch_offsets(lengths: Sequence[int], *, tokens_per_batch: int) -> list[int]:
+    """Consecutive documents, as many as fit, at least one."""
+    offsets = [0]
+    tokens = 0
+    for i, length in enumerate(lengths):
+        if i > offsets[-1] and tokens + length > tokens_per_batch:
+            offsets.append(i)
+            tokens = 0
+        tokens += length
+    return [*offsets, len(lengths)] if len(lengths) > 0 else offsets
+
+
+def split_documents(lengths: Sequence[int], *, max_document_tokens: int) -> list[Piece]:
+    return [
+        Piece(i, start, min(max_document_tokens, length - start))
+        for i, length in enumerate(lengths)
+        for start in range(0, length, max_document_tokens)
+    ]
+
+
+def _plan(
+    lengths: Sequence[int],
+    listed: list[list[Piece]],
+    placed: list[list[Piece]],
+    leftover: list[Piece],
+    max_tokens: int,
+    cost: Cost,
+    length_fallbacks: int = 0,
+) -> Plan:
+    """`listed` and `placed` hold the same pieces: in the order to show, and in the order to sum their costs."""
+    assignment = [-1] * len(lengths)
+    for batch, pieces in enumerate(listed):
+        for piece in pieces:
+            if piece.length == lengths[piece.id]:
+                assignment[piece.id] = batch
+    return Plan(
+        max_tokens=max_tokens,
+        micro_batches=listed,
+        costs=[sum_in_order(cost(piece.length) for piece in pieces) for pieces in placed],
+        assignment=assignment,
+        leftover=leftover,
+        length_fallbacks=length_fallbacks,
+        document_costs=[cost(piece.length) for pieces in placed for piece in pieces],
+    )
+
+
+def sum_in_order(values: Iterable[float]) -> float:
+    """Plain left-to-right addition; the built-in `sum` compensates rounding from Python 3.12 on."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def _pieces(ids: list[int], starts: list[int], lengths: list[int]) -> list[Piece]:
+    return [Piece(*piece) for piece in zip(ids, starts, lengths, strict=True)]

@@ -1,0 +1,45 @@
+"""Hypothesis strategies: document lengths, cost models and packer settings, with the edges drawn often."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from wlb.testing.cost import AnalyticCost
+
+
+def document_lengths(
+    *, max_length: int, min_size: int = 0, max_size: int = 40
+) -> st.SearchStrategy[list[int]]:
+    """Lengths of the documents of one batch: mostly short, some near the limit, many equal ones."""
+    short = st.integers(1, min(max_length, 8))
+    near_limit = st.integers(max(1, max_length - 3), max_length)
+    anything = st.integers(1, max_length)
+    doubled = st.sampled_from([max(1, max_length // part) for part in (2, 3, 4)])
+    length = st.one_of(short, anything, doubled, near_limit)
+    return st.lists(length, min_size=min_size, max_size=max_size)
+
+
+def costs(*, exact: bool = False) -> st.SearchStrategy[AnalyticCost]:
+    """Cost models: `exact` ones have whole coefficients, so that sums of costs carry no rounding."""
+    whole = st.integers(0, 1000).map(float)
+    real = st.floats(1e-12, 1e3)
+    coefficient = whole if exact else st.one_of(whole, real)
+    return st.builds(AnalyticCost, coefficient, coefficient, st.booleans()).filter(
+        lambda cost: cost.attention > 0 or cost.linear > 0
+    )
+
+
+@st.composite
+def packer_settings(draw: st.DrawFn, *, max_tokens: int = 60) -> dict[str, Any]:
+    """Arguments of `wlb.Packer`, without its cost model."""
+    tokens = draw(st.integers(1, max_tokens))
+    limit = draw(st.none() | st.integers(1, tokens))
+    thresholds = draw(st.sets(st.integers(1, limit or tokens), max_size=3))
+    return {
+        "num_micro_batches": draw(st.integers(1, 5)),
+        "max_tokens": tokens,
+        "outlier_thresholds": tuple(sorted(thresholds)),
+        "max_delay": draw(st.none() | st.integers(0, 4)),
+        "max_document_tokens": limit,
+        "oversize": draw(st.sampled_from(["error", "split", "truncate"])),
+    }

@@ -1,0 +1,181 @@
+//! Everything that can be wrong with what a caller passes in.
+
+use thiserror::Error as ThisError;
+
+/// The crate's result.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// A bad argument. Fields rather than a sentence, so that a binding can hand them on.
+#[derive(Clone, Debug, PartialEq, ThisError)]
+pub enum Error {
+    /// A document has no tokens, a negative number of them, or more than int32 `cu_seqlens` can count.
+    #[error("{argument}[{index}] = {value}: a document has from 1 to 2147483647 tokens")]
+    #[allow(missing_docs)]
+    Length { argument: &'static str, index: usize, value: i64 },
+
+    /// A document is longer than a limit that the caller set.
+    #[error("{argument}[{index}] = {value} exceeds {limit_name} = {limit}{hint}")]
+    #[allow(missing_docs)]
+    TooLong {
+        argument: &'static str,
+        index: usize,
+        value: i64,
+        limit_name: &'static str,
+        limit: i64,
+        hint: &'static str,
+    },
+
+    /// The documents of one packed sequence are more tokens than int32 `cu_seqlens` can count.
+    #[error("{argument} holds {total} tokens in all: a packed sequence has at most 2147483647 (cu_seqlens are int32)")]
+    #[allow(missing_docs)]
+    TotalTooLong { argument: &'static str, total: i64 },
+
+    /// A number is outside its range.
+    #[error("{argument} = {value}: must be from {minimum} to {maximum}")]
+    #[allow(missing_docs)]
+    OutOfRange { argument: &'static str, value: i64, minimum: i64, maximum: i64 },
+
+    /// A real number is not finite, or outside its range.
+    #[error("{argument} = {value}: {requirement}")]
+    #[allow(missing_docs)]
+    Number { argument: &'static str, value: f64, requirement: &'static str },
+
+    /// One entry of a sequence does not fit the others.
+    #[error("{argument}[{index}] = {value}: {requirement}")]
+    #[allow(missing_docs)]
+    Entry { argument: &'static str, index: usize, value: f64, requirement: &'static str },
+
+    /// Two sequences that belong together have different lengths.
+    #[error("{argument} has {found} entries, but {other} has {expected}")]
+    #[allow(missing_docs)]
+    Mismatch { argument: &'static str, found: usize, other: &'static str, expected: usize },
+
+    /// An id stands twice in one push, or belongs to a document that is still waiting.
+    #[error("{argument}[{index}] = {value}: this id {clash}")]
+    #[allow(missing_docs)]
+    DuplicateId { argument: &'static str, index: usize, value: i64, clash: &'static str },
+
+    /// A name that is none of the choices.
+    #[error("{argument} = {value:?}: must be one of {choices}")]
+    #[allow(missing_docs)]
+    Choice { argument: &'static str, value: String, choices: String },
+
+    /// An argument is missing for, or has no meaning with, another argument's value.
+    #[error("{argument}: {requirement}")]
+    #[allow(missing_docs)]
+    Combination { argument: &'static str, requirement: &'static str },
+
+    /// Micro-batches cannot be dealt in equal numbers.
+    #[error("{argument} = {value}: does not divide the {total} micro-batches")]
+    #[allow(missing_docs)]
+    Indivisible { argument: &'static str, value: i64, total: usize },
+
+    /// The cost model gives infinite work.
+    #[error("{argument}[{index}] = {value}: the cost model gives this document infinite cost")]
+    #[allow(missing_docs)]
+    InfiniteCost { argument: &'static str, index: usize, value: i64 },
+
+    /// A profile is not what it says it is.
+    #[error("profile: {path}: {problem}")]
+    #[allow(missing_docs)]
+    Profile { path: String, problem: String },
+
+    /// A saved packer cannot be read: it is corrupt, truncated, of another version, or not ours.
+    #[error("state: {path}: {problem}")]
+    #[allow(missing_docs)]
+    State { path: String, problem: String },
+
+    /// A saved packer was configured otherwise than the one that loads it.
+    #[error(
+        "state: saved under another configuration ({fields}); \
+         pass allow_config_change=True to go on under the new one"
+    )]
+    #[allow(missing_docs)]
+    ConfigChanged { fields: String },
+}
+
+impl Error {
+    /// The argument that is wrong.
+    pub fn argument(&self) -> &'static str {
+        match self {
+            Self::Length { argument, .. }
+            | Self::TooLong { argument, .. }
+            | Self::TotalTooLong { argument, .. }
+            | Self::OutOfRange { argument, .. }
+            | Self::Number { argument, .. }
+            | Self::Entry { argument, .. }
+            | Self::Mismatch { argument, .. }
+            | Self::DuplicateId { argument, .. }
+            | Self::Choice { argument, .. }
+            | Self::Combination { argument, .. }
+            | Self::Indivisible { argument, .. }
+            | Self::InfiniteCost { argument, .. } => argument,
+            Self::Profile { .. } => "profile",
+            Self::State { .. } | Self::ConfigChanged { .. } => "state",
+        }
+    }
+
+    /// Where in the argument, if it is a sequence.
+    pub fn index(&self) -> Option<usize> {
+        match self {
+            Self::Length { index, .. }
+            | Self::TooLong { index, .. }
+            | Self::Entry { index, .. }
+            | Self::DuplicateId { index, .. }
+            | Self::InfiniteCost { index, .. } => Some(*index),
+            _ => None,
+        }
+    }
+}
+
+/// Checks that a whole number lies in `minimum..=maximum`.
+pub(crate) fn check_range(argument: &'static str, value: i64, minimum: i64, maximum: i64) -> Result<()> {
+    if (minimum..=maximum).contains(&value) {
+        Ok(())
+    } else {
+        Err(Error::OutOfRange { argument, value, minimum, maximum })
+    }
+}
+
+/// Makes an enum of named choices: `FromStr` whose error lists them, and `as_str`.
+macro_rules! named_choices {
+    ($(#[$meta:meta])* $name:ident, $argument:literal { $($(#[$doc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+        pub enum $name {
+            $($(#[$doc])* #[serde(rename = $text)] $variant),+
+        }
+
+        impl $name {
+            /// The name that a user writes.
+            pub fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $text),+ }
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = $crate::Error;
+
+            fn from_str(value: &str) -> $crate::Result<Self> {
+                match value {
+                    $($text => Ok(Self::$variant),)+
+                    _ => Err($crate::Error::Choice {
+                        argument: $argument,
+                        value: value.to_owned(),
+                        choices: [$($text),+].map(|choice| format!("{choice:?}")).join(", "),
+                    }),
+                }
+            }
+        }
+    };
+}
+pub(crate) use named_choices;
+
+/// Reads JSON; on failure says where (`carried.lengths[3]`) and what.
+pub(crate) fn from_json<'de, T: serde::Deserialize<'de>>(json: &'de str) -> std::result::Result<T, (String, String)> {
+    let mut deserializer = serde_json::Deserializer::from_str(json);
+    let value = serde_path_to_error::deserialize(&mut deserializer)
+        .map_err(|error| (error.path().to_string(), error.inner().to_string()))?;
+    deserializer.end().map_err(|error| (".".to_owned(), error.to_string()))?;
+    Ok(value)
+}

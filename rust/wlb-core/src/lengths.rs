@@ -1,0 +1,62 @@
+//! Document lengths, checked once at the border.
+
+use std::ops::Deref;
+
+use crate::error::{Error, Result};
+
+/// The longest document and the longest packed sequence, in tokens: `cu_seqlens` are int32 in every
+/// varlen attention kernel.
+pub const MAX_TOKENS: i64 = i32::MAX as i64;
+
+/// Lengths of documents, in tokens: each at least 1 and at most [`MAX_TOKENS`].
+///
+/// Every algorithm of this crate takes this type instead of a bare slice, so that none of them checks
+/// again what was checked at the border.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Lengths(Vec<i32>);
+
+impl Lengths {
+    /// Checks and narrows `values`; errors name `argument`.
+    ///
+    /// # Errors
+    /// [`Error::Length`] at the first value below 1 or above [`MAX_TOKENS`].
+    ///
+    /// # Complexity
+    /// O(n), one pass.
+    pub fn new(argument: &'static str, values: &[i64]) -> Result<Self> {
+        Self::from_values(argument, values.iter().copied())
+    }
+
+    /// [`Lengths::new`] for values that do not lie contiguously in memory.
+    ///
+    /// # Errors
+    /// As [`Lengths::new`].
+    pub fn from_values(argument: &'static str, values: impl ExactSizeIterator<Item = i64> + Clone) -> Result<Self> {
+        // A branch per value would stop vectorisation: accumulate "any bad?" and look for the culprit only then.
+        let mut narrowed = Vec::with_capacity(values.len());
+        let mut all_in_range = true;
+        narrowed.extend(values.clone().map(|value| {
+            all_in_range &= (1..=MAX_TOKENS).contains(&value);
+            value as i32
+        }));
+        if all_in_range {
+            return Ok(Self(narrowed));
+        }
+        let bad = values.enumerate().find(|(_, value)| !(1..=MAX_TOKENS).contains(value));
+        let (index, value) = bad.unwrap_or_default();
+        Err(Error::Length { argument, index, value })
+    }
+
+    /// Sum of all lengths, in tokens.
+    pub fn total(&self) -> i64 {
+        self.0.iter().map(|&length| i64::from(length)).sum()
+    }
+}
+
+impl Deref for Lengths {
+    type Target = [i32];
+
+    fn deref(&self) -> &[i32] {
+        &self.0
+    }
+}

@@ -1,0 +1,35 @@
+//! Plans that make every GPU of a long-context training run finish together.
+//!
+//! `lengths in -> plan out`: the crate is deterministic arithmetic on slices. It does no I/O, starts no
+//! threads, reads no clock and draws no random number, so that every rank of a job, given the same
+//! lengths, computes the same plan byte for byte.
+//!
+//! | question | module | WLB-LLM (OSDI'25) |
+//! | --- | --- | --- |
+//! | what does a document cost? | [`cost`] | section 2.1, 3.1 |
+//! | which documents go together in a micro-batch? | [`packing`] | sections 3.2, 4 |
+//! | which documents wait for others of their size? | [`packing::outlier_queue`], [`packing::packer`] | section 4.3, Algorithm 1 |
+//! | which tokens go to which context-parallel rank? | [`sharding`] | section 5 |
+//!
+//! ```
+//! use wlb_core::{CostModel, Lengths, Mask, Method, PackOptions, pack};
+//!
+//! let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
+//! let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
+//! let packing = pack(&lengths, &PackOptions { num_micro_batches: 2, max_tokens: 1500, method: Method::VarLength, window: 1 }, &cost)?;
+//! assert_eq!(packing.tokens, [900, 1100]);
+//! # Ok::<(), wlb_core::Error>(())
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod cost;
+pub mod error;
+pub mod lengths;
+pub mod packing;
+pub mod sharding;
+
+pub use cost::{CostModel, Mask};
+pub use error::{Error, Result};
+pub use lengths::Lengths;
+pub use packing::{Method, PackOptions, Packing, pack};
+pub use sharding::{Shard, ShardOptions, Strategy, shard};

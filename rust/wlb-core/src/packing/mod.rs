@@ -1,0 +1,119 @@
+//! Which documents go together in a micro-batch.
+//!
+//! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`]; a
+//! [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
+
+mod deal;
+mod fixed_length;
+pub mod metrics;
+mod original;
+pub mod outlier_queue;
+pub mod packer;
+mod plan;
+mod radix;
+pub mod state;
+pub mod stream;
+mod tournament;
+pub mod tune;
+mod var_length;
+mod var_length_fast;
+
+pub use plan::{Packing, Piece};
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result, check_range, named_choices};
+use crate::lengths::{Lengths, MAX_TOKENS};
+
+/// More micro-batches than any job has: a mistyped number is an error, not an exhausted memory.
+pub const MAX_MICRO_BATCHES: usize = 1 << 20;
+
+named_choices! {
+    /// How one global batch is packed.
+    #[derive(Default)]
+    Method, "method" {
+        /// Arrival order, cut every `max_tokens` tokens (Plain-4D).
+        Original = "original",
+        /// Longest first, to the micro-batch with the least attention work that has room (Fixed-4D).
+        FixedLength = "fixed_length",
+        /// Longest first, to the micro-batch with the least cost (WLB-LLM, Algorithm 1).
+        #[default]
+        VarLength = "var_length",
+        /// The same for heavy documents; the light tail is poured in arrival order.
+        VarLengthFast = "var_length_fast",
+    }
+}
+
+/// How to pack one global batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackOptions {
+    /// Micro-batches of one global batch.
+    pub num_micro_batches: usize,
+    /// Most tokens of one micro-batch (`S_max`): a memory bound.
+    pub max_tokens: i32,
+    /// How.
+    pub method: Method,
+    /// Global batches that are packed together; other than 1 only with [`Method::FixedLength`].
+    pub window: usize,
+}
+
+/// Packs one global batch.
+///
+/// # Arguments
+/// * `lengths` - documents in arrival order; their ids are their indices. With a `window` of `g` they are the
+///   documents of `g` global batches, and step `i` trains micro-batches `i * num_micro_batches ..`.
+///
+/// # Errors
+/// [`Error::OutOfRange`] for sizes, [`Error::TooLong`] for a document over `max_tokens` (methods that keep
+/// documents whole), [`Error::Combination`] for a window that the method does not have,
+/// [`Error::InfiniteCost`].
+///
+/// # Complexity
+/// O(n log N) for `n` documents and `N` micro-batches; O(n N) for [`Method::FixedLength`].
+pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) -> Result<Packing> {
+    let PackOptions { max_tokens, method, window, .. } = *options;
+    check_micro_batches(options.num_micro_batches)?;
+    check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
+    if window != 1 && method != Method::FixedLength {
+        let requirement = "a window other than 1 needs method=\"fixed_length\"";
+        return Err(Error::Combination { argument: "window", requirement });
+    }
+    check_range("window", saturating_i64(window), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
+    cost_model.check_finite(lengths)?;
+    let num_micro_batches = options.num_micro_batches * window;
+    match method {
+        Method::Original => Ok(original::pack(lengths, num_micro_batches, max_tokens, cost_model)),
+        Method::FixedLength => Ok(fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model)),
+        Method::VarLength => {
+            check_fit(lengths, max_tokens)?;
+            Ok(var_length::pack(lengths, num_micro_batches, max_tokens, cost_model))
+        }
+        Method::VarLengthFast => {
+            check_fit(lengths, max_tokens)?;
+            Ok(var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model))
+        }
+    }
+}
+
+/// Checks the number of micro-batches of a global batch.
+pub(crate) fn check_micro_batches(num_micro_batches: usize) -> Result<()> {
+    check_range("num_micro_batches", saturating_i64(num_micro_batches), 1, MAX_MICRO_BATCHES as i64)
+}
+
+fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
+    if lengths.iter().copied().max().unwrap_or(0) <= max_tokens {
+        return Ok(());
+    }
+    let index = lengths.iter().position(|&length| length > max_tokens).unwrap_or(0);
+    Err(Error::TooLong {
+        argument: "lengths",
+        index,
+        value: i64::from(lengths[index]),
+        limit_name: "max_tokens",
+        limit: i64::from(max_tokens),
+        hint: "; split it first (split_documents), or raise max_tokens",
+    })
+}
+
+fn saturating_i64(value: usize) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}

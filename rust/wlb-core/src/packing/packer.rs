@@ -1,0 +1,328 @@
+//! Packs a stream of global batches, holding outliers back until they can be balanced.
+
+use serde::{Deserialize, Serialize};
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result, check_range, named_choices};
+use crate::lengths::{Lengths, MAX_TOKENS};
+
+use super::metrics::Metrics;
+use super::outlier_queue::{OutlierQueue, Release, Waiting};
+use super::plan::{Packing, Piece};
+use super::stream::split;
+use super::var_length::Bins;
+use super::{Method, check_micro_batches, radix};
+
+named_choices! {
+    /// What happens to a document longer than `max_document_tokens`.
+    #[derive(Default)]
+    Oversize, "oversize" {
+        /// An error that names it.
+        #[default]
+        Error = "error",
+        /// It is cut into pieces, each a document of its own for attention.
+        Split = "split",
+        /// Its first tokens are kept.
+        Truncate = "truncate",
+    }
+}
+
+/// Highest iteration, arrival and delay: exact in any JSON reader.
+pub(super) const MAX_ITERATION: u64 = 1 << 53;
+
+/// How a stream is packed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PackerConfig {
+    /// Micro-batches of one global batch (`pp_size * dp_size` in the paper). May change on resume.
+    pub num_micro_batches: usize,
+    /// Most tokens of one micro-batch (`S_max`).
+    pub max_tokens: i32,
+    /// Longest document, at most `max_tokens`: the context window.
+    pub max_document_tokens: i32,
+    /// What happens to longer ones.
+    pub oversize: Oversize,
+    /// Where the levels of the queue begin, ascending; documents below the first never wait.
+    pub outlier_thresholds: Vec<i32>,
+    /// Which waiting documents join a batch.
+    pub release: Release,
+    /// Iterations after which a waiting document joins whatever its level holds.
+    pub max_delay: Option<u64>,
+    /// What documents cost.
+    pub cost_model: CostModel,
+}
+
+impl PackerConfig {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::Entry`] or [`Error::Number`] naming the first field that makes no sense.
+    pub fn check(&self) -> Result<()> {
+        check_micro_batches(self.num_micro_batches)?;
+        check_range("max_tokens", i64::from(self.max_tokens), 1, MAX_TOKENS)?;
+        check_range("max_document_tokens", i64::from(self.max_document_tokens), 1, i64::from(self.max_tokens))?;
+        let mut previous = 0;
+        for (index, &threshold) in self.outlier_thresholds.iter().enumerate() {
+            let requirement = if threshold <= previous {
+                "thresholds are at least 1 and ascend"
+            } else if threshold > self.max_document_tokens {
+                "is above max_document_tokens: no document would ever wait there"
+            } else {
+                previous = threshold;
+                continue;
+            };
+            let (argument, value) = ("outlier_thresholds", f64::from(threshold));
+            return Err(Error::Entry { argument, index, value, requirement });
+        }
+        if let Some(delay) = self.max_delay {
+            check_range("max_delay", i64::try_from(delay).unwrap_or(i64::MAX), 0, MAX_ITERATION as i64)?;
+        }
+        self.cost_model.check()?;
+        // Then no sum of costs can overflow, however long documents wait.
+        let value = self.cost_model.cost(self.max_document_tokens) * MAX_ITERATION as f64;
+        if !value.is_finite() {
+            let requirement = "the longest document's cost is so high that sums of costs would overflow";
+            return Err(Error::Number { argument: "cost_model", value, requirement });
+        }
+        Ok(())
+    }
+
+    /// A hash of everything that must not change on resume: all but the number of micro-batches.
+    pub fn fingerprint(&self) -> String {
+        let comparable = Self { num_micro_batches: 0, ..self.clone() };
+        blake3::hash(&serde_json::to_vec(&comparable).unwrap_or_default()).to_hex().to_string()
+    }
+}
+
+/// Packs a stream of global batches (WLB-LLM, Algorithm 1 with multi-level outlier queues).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Packer {
+    pub(super) config: PackerConfig,
+    pub(super) iteration: u64,
+    /// The id that the next document gets when the caller gives none; above every id seen.
+    /// `None` when int64 has no further one.
+    pub(super) next_id: Option<i64>,
+    pub(super) queue: OutlierQueue,
+    /// What did not fit in its iteration, in the order it was tried; goes first in the next.
+    pub(super) carried: Vec<Waiting>,
+    pub(super) metrics: Metrics,
+}
+
+impl Packer {
+    /// An empty packer.
+    ///
+    /// # Errors
+    /// As [`PackerConfig::check`].
+    pub fn new(config: PackerConfig) -> Result<Self> {
+        config.check()?;
+        let queue = OutlierQueue::new(&config.outlier_thresholds);
+        Ok(Self { config, iteration: 0, next_id: Some(0), queue, carried: Vec::new(), metrics: Metrics::default() })
+    }
+
+    /// How the stream is packed.
+    pub fn config(&self) -> &PackerConfig {
+        &self.config
+    }
+
+    /// Global batches packed so far.
+    pub fn iteration(&self) -> u64 {
+        self.iteration
+    }
+
+    /// Pieces that were pushed and not yet emitted.
+    pub fn pending(&self) -> usize {
+        self.queue.len() + self.carried.len()
+    }
+
+    /// The outliers that wait.
+    pub fn queue(&self) -> &OutlierQueue {
+        &self.queue
+    }
+
+    /// What did not fit and goes first in the next iteration.
+    pub fn carried(&self) -> &[Waiting] {
+        &self.carried
+    }
+
+    /// Balance, delay and memory so far.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// Packs one global batch: the new documents, what was carried over, and the outliers whose time has come.
+    ///
+    /// Documents that are no outliers and fit are emitted in the iteration they arrived in. The packing's
+    /// `assignment` follows `lengths`; its `leftover` is what is now carried over.
+    ///
+    /// # Arguments
+    /// * `ids` - names of the documents, unique among these and the pending ones; by default a running number.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] under [`Oversize::Error`], [`Error::Mismatch`], [`Error::DuplicateId`]; the packer is then
+    /// unchanged.
+    ///
+    /// # Complexity
+    /// O(n log N) for `n` documents new, carried over and released, in `N` micro-batches; with `ids`, O(p log p) more
+    /// for `p` new and pending documents.
+    pub fn push(&mut self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<Packing> {
+        let (first_id, next_id) = self.check_push(lengths, ids)?;
+        let arrived = self.iteration;
+
+        let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
+        let mut new = Vec::with_capacity(lengths.len());
+        // Where each pushed document stands in `new`; none for one that waits or was cut.
+        let mut listed_at: Vec<Option<usize>> = Vec::with_capacity(lengths.len());
+        for (index, &length) in lengths.iter().enumerate() {
+            let id = ids.map_or_else(|| first_id + index as i64, |ids| ids[index]);
+            let limit = self.config.max_document_tokens;
+            let cut = length > limit && self.config.oversize == Oversize::Split;
+            listed_at.push(None);
+            let kept = if cut { length } else { length.min(limit) };
+            for piece in split(Piece { id, start: 0, length: kept }, limit) {
+                let waiting = Waiting { piece, arrived };
+                match self.queue.level(piece.length) {
+                    Some(level) => self.queue.push(level, waiting),
+                    None => {
+                        listed_at[index] = (!cut).then_some(new.len());
+                        new.push(waiting);
+                    }
+                }
+            }
+        }
+        self.next_id = next_id;
+        self.queue.release(self.config.num_micro_batches, arrived, self.config.max_delay, &mut batch.pieces);
+        batch.released = batch.pieces.len() - batch.carried;
+        let first_new = batch.pieces.len();
+        batch.pieces.append(&mut new);
+
+        let mut packing = self.pack(batch, false);
+        let by_listing = std::mem::take(&mut packing.assignment);
+        packing.assignment = listed_at.into_iter().map(|at| at.map_or(-1, |at| by_listing[first_new + at])).collect();
+        Ok(packing)
+    }
+
+    /// Empties everything at the end of the stream, in as many global batches as it takes.
+    pub fn flush(&mut self) -> Vec<Packing> {
+        let mut packings = Vec::new();
+        while self.pending() > 0 {
+            let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
+            self.queue.release_all(&mut batch.pieces);
+            batch.released = batch.pieces.len() - batch.carried;
+            let mut packing = self.pack(batch, true);
+            packing.assignment.clear();
+            packings.push(packing);
+        }
+        packings
+    }
+
+    /// Algorithm 1's placement. What is carried over goes first, so that nothing is carried for ever: the first of
+    /// it meets empty micro-batches. Then what is due by `max_delay`, so that it is not crowded out.
+    fn pack(&mut self, batch: Batch, flushed: bool) -> Packing {
+        let Batch { pieces, carried, released } = batch;
+        let due = |index: usize| {
+            let waited = self.iteration - pieces[index].arrived;
+            self.config.max_delay.is_some_and(|delay| waited >= delay)
+        };
+        let first_new = carried + released;
+        let of_length = |index: usize| (index, pieces[index].piece.length);
+        let overdue = radix::descending_keys((carried..first_new).filter(|&index| due(index)).map(of_length));
+        let others =
+            radix::descending_keys((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
+
+        let config = &self.config;
+        let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);
+        let mut place = |index: usize| {
+            let length = pieces[index].piece.length;
+            bins.place(index, length, config.cost_model.cost(length));
+        };
+        (0..carried).for_each(&mut place);
+        overdue.chain(others).for_each(|(_, index)| place(index));
+
+        self.carried = bins.placement.leftover.iter().map(|&index| pieces[index]).collect();
+        let assignment = &bins.placement.assignment;
+        let emitted = pieces.iter().zip(assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
+        let delays: Vec<(i32, u64)> =
+            emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration - waiting.arrived)).collect();
+        let packing =
+            bins.placement.into_packing(Some(Method::VarLength), config.max_tokens, |index| pieces[index].piece);
+        self.metrics.record(&packing, flushed, delays.into_iter());
+        self.iteration += 1;
+        packing
+    }
+
+    /// Everything that can be wrong with a push, before anything changes. Gives the first default id and the next.
+    fn check_push(&self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<(i64, Option<i64>)> {
+        let config = &self.config;
+        let limit = config.max_document_tokens;
+        if config.oversize == Oversize::Error
+            && let Some(index) = lengths.iter().position(|&length| length > limit)
+        {
+            return Err(Error::TooLong {
+                argument: "lengths",
+                index,
+                value: i64::from(lengths[index]),
+                limit_name: "max_document_tokens",
+                limit: i64::from(limit),
+                hint: "; oversize=\"split\" or \"truncate\" accepts it",
+            });
+        }
+        check_range("iteration", self.iteration as i64, 0, MAX_ITERATION as i64 - 1)?;
+        let exhausted =
+            Error::Combination { argument: "ids", requirement: "int64 has no further running number; pass ids" };
+        let Some(ids) = ids else {
+            if lengths.is_empty() {
+                return Ok((0, self.next_id));
+            }
+            let first = self.next_id.ok_or_else(|| exhausted.clone())?;
+            let last = first.checked_add(lengths.len() as i64 - 1).ok_or(exhausted)?;
+            return Ok((first, last.checked_add(1)));
+        };
+        if ids.len() != lengths.len() {
+            let (found, expected) = (ids.len(), lengths.len());
+            return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected });
+        }
+        self.check_unique(ids)?;
+        // Default ids stay above every id seen, so that they never need this check.
+        let above = ids
+            .iter()
+            .max()
+            .map_or(self.next_id, |&max| self.next_id.and_then(|next| max.checked_add(1).map(|above| above.max(next))));
+        Ok((0, above))
+    }
+
+    /// Checks that no id stands twice, nor belongs to a document that waits.
+    fn check_unique(&self, ids: &[i64]) -> Result<()> {
+        let mut sorted: Vec<(i64, usize)> = ids.iter().copied().zip(0..).collect();
+        sorted.sort_unstable();
+        let argument = "ids";
+        let twice =
+            sorted.windows(2).filter(|pair| pair[0].0 == pair[1].0).map(|pair| pair[1]).min_by_key(|&(_, index)| index);
+        if let Some((value, index)) = twice {
+            return Err(Error::DuplicateId { argument, index, value, clash: "stands twice in this push" });
+        }
+        let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
+        let clashes = waiting.filter_map(|waiting| {
+            let found = sorted.binary_search_by_key(&waiting.piece.id, |&(id, _)| id).ok()?;
+            Some(sorted[found])
+        });
+        match clashes.min_by_key(|&(_, index)| index) {
+            None => Ok(()),
+            Some((value, index)) => {
+                Err(Error::DuplicateId { argument, index, value, clash: "belongs to a document that still waits" })
+            }
+        }
+    }
+}
+
+/// The documents of one iteration in listing order: carried over, released, new.
+struct Batch {
+    pieces: Vec<Waiting>,
+    carried: usize,
+    released: usize,
+}
+
+impl Batch {
+    fn starting_with(carried: Vec<Waiting>) -> Self {
+        Self { carried: carried.len(), released: 0, pieces: carried }
+    }
+}

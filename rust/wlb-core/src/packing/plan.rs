@@ -1,0 +1,301 @@
+//! A packing: plain data that can be printed, hashed, saved and sent.
+
+use std::ops::Range;
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result, check_range};
+use crate::lengths::{Lengths, MAX_TOKENS};
+
+use super::{Method, check_micro_batches};
+
+/// A document, or the part of it that lies in one micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The document.
+    pub id: i64,
+    /// First token, counted inside the document.
+    pub start: i32,
+    /// Tokens.
+    pub length: i32,
+}
+
+/// The micro-batches of one global batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Packing {
+    /// How it was made; `None` if it was made from somebody else's assignment.
+    pub method: Option<Method>,
+    /// Most tokens that a micro-batch was allowed.
+    pub max_tokens: i32,
+    /// All placed pieces, micro-batch by micro-batch; inside one, in arrival order.
+    pub pieces: Vec<Piece>,
+    /// Micro-batch `j` is `pieces[offsets[j]..offsets[j + 1]]`.
+    pub offsets: Vec<usize>,
+    /// Micro-batch of each document, -1 if it does not lie whole in one.
+    pub assignment: Vec<i32>,
+    /// Tokens of each micro-batch.
+    pub tokens: Vec<i64>,
+    /// Cost of each micro-batch, summed in the order in which documents were put there.
+    pub costs: Vec<f64>,
+    /// What was not placed, in the order in which it was tried.
+    pub leftover: Vec<Piece>,
+    /// Documents that were placed by token count, because they did not fit where the cost was least.
+    pub length_fallbacks: usize,
+    /// Cost of the heaviest placed piece.
+    pub largest_cost: f64,
+}
+
+impl Packing {
+    /// Number of micro-batches.
+    pub fn num_micro_batches(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Where in `pieces` micro-batch `j` lies.
+    pub fn range(&self, micro_batch: usize) -> Range<usize> {
+        self.offsets[micro_batch]..self.offsets[micro_batch + 1]
+    }
+
+    /// The pieces of micro-batch `j`.
+    pub fn micro_batch(&self, micro_batch: usize) -> &[Piece] {
+        &self.pieces[self.range(micro_batch)]
+    }
+
+    /// Tokens of all micro-batches.
+    pub fn num_tokens(&self) -> i64 {
+        self.tokens.iter().sum()
+    }
+
+    /// Cost of all micro-batches.
+    pub fn total_cost(&self) -> f64 {
+        self.costs.iter().sum()
+    }
+
+    /// Cost of the heaviest micro-batch.
+    pub fn max_cost(&self) -> f64 {
+        self.costs.iter().copied().fold(0.0, f64::max)
+    }
+
+    /// `max cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
+    pub fn imbalance(&self) -> f64 {
+        let total = self.total_cost();
+        if total > 0.0 { self.max_cost() * self.num_micro_batches() as f64 / total } else { 1.0 }
+    }
+
+    /// No packing of the placed pieces into as many micro-batches has a smaller maximum cost.
+    pub fn lower_bound(&self) -> f64 {
+        (self.total_cost() / self.num_micro_batches() as f64).max(self.largest_cost)
+    }
+
+    /// Memory skew: most tokens of a micro-batch over their mean. 1 if nothing is placed.
+    pub fn memory_skew(&self) -> f64 {
+        let total = self.num_tokens();
+        let most = self.tokens.iter().copied().max().unwrap_or(0);
+        if total > 0 { most as f64 * self.num_micro_batches() as f64 / total as f64 } else { 1.0 }
+    }
+
+    /// A hash of where every token goes; equal on two ranks iff their plans are equal.
+    ///
+    /// # Complexity
+    /// O(pieces), BLAKE3.
+    pub fn digest(&self) -> String {
+        let mut bytes = Vec::with_capacity(16 * (self.pieces.len() + self.leftover.len()) + 8 * self.offsets.len() + 8);
+        bytes.extend_from_slice(&(self.num_micro_batches() as u64).to_le_bytes());
+        for &offset in &self.offsets {
+            bytes.extend_from_slice(&(offset as u64).to_le_bytes());
+        }
+        for piece in self.pieces.iter().chain(&self.leftover) {
+            bytes.extend_from_slice(&piece.id.to_le_bytes());
+            bytes.extend_from_slice(&piece.start.to_le_bytes());
+            bytes.extend_from_slice(&piece.length.to_le_bytes());
+        }
+        blake3::hash(&bytes).to_hex().to_string()
+    }
+
+    /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
+    ///
+    /// # Arguments
+    /// * `assignment` - micro-batch of each document; -1 leaves it over.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`], [`Error::OutOfRange`], [`Error::Entry`] for a micro-batch that does not exist, and
+    /// [`Error::Combination`] if a micro-batch has more than `max_tokens` tokens.
+    pub fn from_assignment(
+        lengths: &Lengths,
+        assignment: &[i64],
+        num_micro_batches: usize,
+        max_tokens: i32,
+        cost_model: &CostModel,
+    ) -> Result<Self> {
+        check_micro_batches(num_micro_batches)?;
+        check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
+        cost_model.check_finite(lengths)?;
+        if assignment.len() != lengths.len() {
+            let (found, expected) = (assignment.len(), lengths.len());
+            return Err(Error::Mismatch { argument: "assignment", found, other: "lengths", expected });
+        }
+        let mut placement = Placement::new(lengths.len(), num_micro_batches);
+        for (index, (&length, &micro_batch)) in lengths.iter().zip(assignment).enumerate() {
+            match usize::try_from(micro_batch) {
+                Ok(j) if j < num_micro_batches => placement.put(index, j, length, cost_model.cost(length)),
+                Err(_) if micro_batch == -1 => placement.leftover.push(index),
+                _ => {
+                    let requirement = "must be a micro-batch, or -1 for a document left over";
+                    let (argument, value) = ("assignment", micro_batch as f64);
+                    return Err(Error::Entry { argument, index, value, requirement });
+                }
+            }
+        }
+        if placement.tokens.iter().any(|&tokens| tokens > i64::from(max_tokens)) {
+            let requirement = "puts more than max_tokens tokens into one micro-batch";
+            return Err(Error::Combination { argument: "assignment", requirement });
+        }
+        Ok(placement.into_packing(None, max_tokens, |index| whole(index, lengths[index])))
+    }
+}
+
+/// Document `index` of a batch, all of it.
+#[inline]
+pub(super) fn whole(index: usize, length: i32) -> Piece {
+    Piece { id: index as i64, start: 0, length }
+}
+
+/// Where whole documents were put: what the packing methods that keep documents whole fill in.
+pub(super) struct Placement {
+    pub(super) assignment: Vec<i32>,
+    pub(super) tokens: Vec<i64>,
+    pub(super) costs: Vec<f64>,
+    /// Indices of documents, in the order tried.
+    pub(super) leftover: Vec<usize>,
+    pub(super) length_fallbacks: usize,
+    pub(super) largest_cost: f64,
+}
+
+impl Placement {
+    pub(super) fn new(num_documents: usize, num_micro_batches: usize) -> Self {
+        Self {
+            assignment: vec![-1; num_documents],
+            tokens: vec![0; num_micro_batches],
+            costs: vec![0.0; num_micro_batches],
+            leftover: Vec::new(),
+            length_fallbacks: 0,
+            largest_cost: 0.0,
+        }
+    }
+
+    #[inline]
+    pub(super) fn put(&mut self, index: usize, micro_batch: usize, length: i32, cost: f64) {
+        self.assignment[index] = micro_batch as i32;
+        self.tokens[micro_batch] += i64::from(length);
+        self.costs[micro_batch] += cost;
+        self.largest_cost = self.largest_cost.max(cost);
+    }
+
+    /// Lists the pieces of each micro-batch in document order: a counting sort.
+    pub(super) fn into_packing(
+        self,
+        method: Option<Method>,
+        max_tokens: i32,
+        piece: impl Fn(usize) -> Piece,
+    ) -> Packing {
+        let num_micro_batches = self.tokens.len();
+        // One slot more: what is left over (-1) is counted in the first and cut off the front.
+        let mut cursors = vec![0_usize; num_micro_batches + 1];
+        for &micro_batch in &self.assignment {
+            cursors[(micro_batch + 1) as usize] += 1;
+        }
+        cursors[0] = 0;
+        let mut offsets = Vec::with_capacity(num_micro_batches + 1);
+        let mut total = 0;
+        offsets.push(0);
+        for cursor in &mut cursors[1..] {
+            (*cursor, total) = (total, total + *cursor);
+            offsets.push(total);
+        }
+        let mut pieces = vec![Piece { id: 0, start: 0, length: 0 }; total];
+        for (index, &micro_batch) in self.assignment.iter().enumerate() {
+            if micro_batch >= 0 {
+                let cursor = &mut cursors[(micro_batch + 1) as usize];
+                pieces[*cursor] = piece(index);
+                *cursor += 1;
+            }
+        }
+        Packing {
+            method,
+            max_tokens,
+            pieces,
+            offsets,
+            assignment: self.assignment,
+            tokens: self.tokens,
+            costs: self.costs,
+            leftover: self.leftover.into_iter().map(piece).collect(),
+            length_fallbacks: self.length_fallbacks,
+            largest_cost: self.largest_cost,
+        }
+    }
+}
+
+/// Where pieces of cut documents were put: what the packing methods that cut documents fill in.
+pub(super) struct Cuts {
+    placed: Vec<(usize, Piece)>,
+    tokens: Vec<i64>,
+    leftover: Vec<Piece>,
+}
+
+impl Cuts {
+    pub(super) fn new(num_documents: usize, num_micro_batches: usize) -> Self {
+        Self { placed: Vec::with_capacity(num_documents), tokens: vec![0; num_micro_batches], leftover: Vec::new() }
+    }
+
+    pub(super) fn tokens(&self) -> &[i64] {
+        &self.tokens
+    }
+
+    pub(super) fn put(&mut self, micro_batch: usize, piece: Piece) {
+        self.tokens[micro_batch] += i64::from(piece.length);
+        self.placed.push((micro_batch, piece));
+    }
+
+    pub(super) fn leave_over(&mut self, piece: Piece) {
+        self.leftover.push(piece);
+    }
+
+    pub(super) fn into_packing(
+        self,
+        method: Method,
+        max_tokens: i32,
+        lengths: &[i32],
+        cost_model: &CostModel,
+    ) -> Packing {
+        let mut costs = vec![0.0; self.tokens.len()];
+        let mut largest_cost = 0.0_f64;
+        let mut assignment = vec![-1; lengths.len()];
+        let mut counts = vec![0_usize; self.tokens.len()];
+        for &(micro_batch, piece) in &self.placed {
+            let cost = cost_model.cost(piece.length);
+            costs[micro_batch] += cost;
+            largest_cost = largest_cost.max(cost);
+            counts[micro_batch] += 1;
+            if piece.length == lengths[piece.id as usize] {
+                assignment[piece.id as usize] = micro_batch as i32;
+            }
+        }
+        let mut placed = self.placed;
+        placed.sort_unstable_by_key(|&(micro_batch, piece)| (micro_batch, piece.id, piece.start));
+        let mut offsets = vec![0; 1];
+        for count in counts {
+            offsets.push(offsets[offsets.len() - 1] + count);
+        }
+        Packing {
+            method: Some(method),
+            max_tokens,
+            pieces: placed.into_iter().map(|(_, piece)| piece).collect(),
+            offsets,
+            assignment,
+            tokens: self.tokens,
+            costs,
+            leftover: self.leftover,
+            length_fallbacks: 0,
+            largest_cost,
+        }
+    }
+}

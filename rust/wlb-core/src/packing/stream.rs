@@ -1,0 +1,60 @@
+//! From a long list of documents to global batches.
+
+use crate::error::{Result, check_range};
+use crate::lengths::{Lengths, MAX_TOKENS};
+
+use super::plan::Piece;
+
+/// Cuts a stream into global batches of whole documents: as many as fit in `tokens_per_batch`, at least one each.
+///
+/// Batch `i` is `lengths[offsets[i]..offsets[i + 1]]`; no documents, no batch.
+///
+/// # Errors
+/// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
+///
+/// # Complexity
+/// O(n).
+pub fn batch_offsets(lengths: &Lengths, tokens_per_batch: i64) -> Result<Vec<usize>> {
+    check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
+    let mut offsets = vec![0];
+    let mut tokens = 0_i64;
+    for (index, &length) in lengths.iter().enumerate() {
+        let length = i64::from(length);
+        if index > 0 && tokens + length > tokens_per_batch {
+            offsets.push(index);
+            tokens = 0;
+        }
+        tokens += length;
+    }
+    if !lengths.is_empty() {
+        offsets.push(lengths.len());
+    }
+    Ok(offsets)
+}
+
+/// Cuts documents into pieces of at most `max_document_tokens`; a piece's id is its document's index.
+///
+/// # Errors
+/// [`crate::Error::OutOfRange`] for `max_document_tokens`.
+///
+/// # Complexity
+/// O(pieces).
+pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Vec<Piece>> {
+    check_range("max_document_tokens", max_document_tokens, 1, MAX_TOKENS)?;
+    let mut pieces = Vec::with_capacity(lengths.len());
+    for (index, &length) in lengths.iter().enumerate() {
+        pieces.extend(split(Piece { id: index as i64, start: 0, length }, max_document_tokens as i32));
+    }
+    Ok(pieces)
+}
+
+/// The parts of one document, `limit` tokens each but for the last.
+pub(super) fn split(document: Piece, limit: i32) -> impl Iterator<Item = Piece> {
+    let mut rest = document;
+    std::iter::from_fn(move || {
+        let length = rest.length.min(limit);
+        let piece = Piece { length, ..rest };
+        rest = Piece { start: rest.start + length, length: rest.length - length, ..rest };
+        (length > 0).then_some(piece)
+    })
+}

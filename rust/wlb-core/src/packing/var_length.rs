@@ -1,0 +1,65 @@
+//! Algorithm 1 of WLB-LLM: micro-batches of equal work and unequal length.
+
+use crate::cost::CostModel;
+
+use super::plan::{Packing, Placement, whole};
+use super::tournament::{Tournament, ordered};
+use super::{Method, radix};
+
+/// Longest first, each document to the micro-batch with the least cost.
+///
+/// # Complexity
+/// O(n log N).
+pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
+    for (length, index) in radix::descending(lengths) {
+        bins.place(index, length, cost_model.cost(length));
+    }
+    bins.placement.into_packing(Some(Method::VarLength), max_tokens, |index| whole(index, lengths[index]))
+}
+
+/// Micro-batches being filled by Algorithm 1's rule.
+pub(super) struct Bins {
+    pub(super) placement: Placement,
+    max_tokens: i64,
+    by_cost: Tournament,
+    /// Built at the first document that does not fit where the cost is least: most batches never need it.
+    by_tokens: Option<Tournament>,
+}
+
+impl Bins {
+    pub(super) fn new(num_documents: usize, num_micro_batches: usize, max_tokens: i32) -> Self {
+        Self::resume(Placement::new(num_documents, num_micro_batches), max_tokens)
+    }
+
+    /// Goes on from micro-batches that already hold documents.
+    pub(super) fn resume(placement: Placement, max_tokens: i32) -> Self {
+        let by_cost = Tournament::new(placement.costs.iter().map(|&cost| ordered(cost)));
+        Self { placement, max_tokens: i64::from(max_tokens), by_cost, by_tokens: None }
+    }
+
+    /// Puts a document where the cost is least; else where the tokens are fewest; else leaves it over.
+    #[inline]
+    pub(super) fn place(&mut self, index: usize, length: i32, cost: f64) {
+        let mut micro_batch = self.by_cost.lightest();
+        if self.placement.tokens[micro_batch] + i64::from(length) > self.max_tokens {
+            micro_batch = self.fewest_tokens();
+            if self.placement.tokens[micro_batch] + i64::from(length) > self.max_tokens {
+                self.placement.leftover.push(index);
+                return;
+            }
+            self.placement.length_fallbacks += 1;
+        }
+        self.placement.put(index, micro_batch, length, cost);
+        self.by_cost.set(micro_batch, ordered(self.placement.costs[micro_batch]));
+        if let Some(by_tokens) = &mut self.by_tokens {
+            by_tokens.set(micro_batch, self.placement.tokens[micro_batch] as u64);
+        }
+    }
+
+    #[cold]
+    fn fewest_tokens(&mut self) -> usize {
+        let tokens = &self.placement.tokens;
+        self.by_tokens.get_or_insert_with(|| Tournament::new(tokens.iter().map(|&tokens| tokens as u64))).lightest()
+    }
+}

@@ -1,0 +1,127 @@
+//! What a rank feeds its attention kernel, written out from its segments.
+
+use crate::cost::Mask;
+use crate::error::{Error, Result, check_range};
+use crate::lengths::MAX_TOKENS;
+
+use super::plan::{Segment, Shard};
+
+/// The arrays of one rank. Tokens are in packed order; segment `i` is `cu_seqlens_q[i]..cu_seqlens_q[i + 1]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankLayout {
+    /// Tokens of the rank.
+    pub num_tokens: usize,
+    /// Where the queries of each segment begin among the rank's tokens; one entry more, their number.
+    pub cu_seqlens_q: Vec<i32>,
+    /// The same for keys, when the keys of all segments are copied one after the other.
+    pub cu_seqlens_k: Vec<i32>,
+    /// Where the keys of each segment begin in the packed sequence. Causal: the document up to the segment's end.
+    /// Full: the whole document.
+    pub k_starts: Vec<i32>,
+    /// Longest segment.
+    pub max_seqlen_q: i32,
+    /// Most keys of a segment.
+    pub max_seqlen_k: i32,
+}
+
+impl Shard {
+    /// The arrays of one rank.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when the keys of all its segments are
+    /// more than int32 `cu_seqlens_k` can count.
+    ///
+    /// # Complexity
+    /// O(segments).
+    pub fn layout(&self, rank: usize) -> Result<RankLayout> {
+        let segments = self.segments(rank)?;
+        let mut layout = RankLayout {
+            num_tokens: 0,
+            cu_seqlens_q: Vec::with_capacity(segments.len() + 1),
+            cu_seqlens_k: Vec::with_capacity(segments.len() + 1),
+            k_starts: Vec::with_capacity(segments.len()),
+            max_seqlen_q: 0,
+            max_seqlen_k: 0,
+        };
+        let (mut queries, mut keys) = (0_i32, 0_i64);
+        layout.cu_seqlens_q.push(0);
+        layout.cu_seqlens_k.push(0);
+        for segment in segments {
+            let document = segment.document as usize;
+            let segment_keys = match self.mask {
+                Mask::Causal => segment.end(),
+                Mask::Full => self.lengths[document],
+            };
+            queries += segment.length;
+            keys += i64::from(segment_keys);
+            layout.cu_seqlens_q.push(queries);
+            layout.cu_seqlens_k.push(keys as i32);
+            layout.k_starts.push(self.document_starts[document]);
+            layout.max_seqlen_q = layout.max_seqlen_q.max(segment.length);
+            layout.max_seqlen_k = layout.max_seqlen_k.max(segment_keys);
+        }
+        if keys > MAX_TOKENS {
+            return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total: keys });
+        }
+        layout.num_tokens = queries as usize;
+        Ok(layout)
+    }
+
+    /// The segments of one rank.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a rank that does not exist.
+    pub fn segments(&self, rank: usize) -> Result<&[Segment]> {
+        let last = self.cp_size() as i64 - 1;
+        check_range("rank", i64::try_from(rank).unwrap_or(i64::MAX), 0, last)?;
+        Ok(&self.ranks[rank])
+    }
+
+    /// Where each token of a rank stands in the packed sequence. Ascending.
+    ///
+    /// # Errors
+    /// As [`Shard::segments`].
+    ///
+    /// # Complexity
+    /// O(tokens of the rank).
+    pub fn token_indices(&self, rank: usize) -> Result<Vec<i32>> {
+        Ok(write_out(self.segments(rank)?, |segment| self.packed_start(segment)))
+    }
+
+    /// Where each token of a rank stands in its document.
+    ///
+    /// # Errors
+    /// As [`Shard::segments`].
+    ///
+    /// # Complexity
+    /// O(tokens of the rank).
+    pub fn position_ids(&self, rank: usize) -> Result<Vec<i32>> {
+        Ok(write_out(self.segments(rank)?, |segment| segment.start))
+    }
+
+    /// Where each packed token stands when the ranks' tokens are concatenated: `rank_major[restore] == packed`.
+    ///
+    /// # Complexity
+    /// O(tokens).
+    pub fn restore_indices(&self) -> Vec<i32> {
+        let mut restore = vec![0; self.num_tokens() as usize];
+        let mut position = 0;
+        for segment in self.ranks.iter().flatten() {
+            let start = self.packed_start(segment) as usize;
+            let span = &mut restore[start..start + segment.length as usize];
+            span.iter_mut().zip(position..).for_each(|(token, position)| *token = position);
+            position += segment.length;
+        }
+        restore
+    }
+}
+
+/// Counts up from `first(segment)` through every segment.
+fn write_out(segments: &[Segment], first: impl Fn(&Segment) -> i32) -> Vec<i32> {
+    let mut numbers = Vec::with_capacity(segments.iter().map(|segment| segment.length as usize).sum());
+    for segment in segments {
+        let first = first(segment);
+        numbers.extend(first..first + segment.length);
+    }
+    numbers
+}

@@ -1,0 +1,67 @@
+//! Chunks of every document: equal tokens and (almost) equal pairs on all ranks, without padding.
+
+use super::plan::{Builder, longest_first, owner};
+
+/// Cuts every document into `2*cp` chunks; left-over tokens lengthen chunks by one each.
+///
+/// Which chunks is decided by a cursor over the slots that goes on from document to document, longest first. So
+/// every slot has `total / (2*cp)` tokens, give or take one, and the pairs of ranks differ by at most `2 * d_max`.
+pub(super) fn cut(builder: &mut Builder, lengths: &[i32]) {
+    let cursors = cursors(lengths, builder.cp_size(), 0..lengths.len());
+    for (document, (&length, &cursor)) in lengths.iter().zip(&cursors).enumerate() {
+        cut_document(builder, document, length, cursor);
+    }
+}
+
+/// The slot from which each of `documents` is lengthened; 0 for the others.
+pub(super) fn cursors(lengths: &[i32], cp_size: usize, documents: impl Iterator<Item = usize>) -> Vec<u32> {
+    let slots = 2 * cp_size as u32;
+    let mut cursors = vec![0; lengths.len()];
+    let mut cursor = 0;
+    for document in longest_first(lengths, documents) {
+        cursors[document] = cursor;
+        cursor += lengths[document] as u32 % slots;
+        if cursor >= slots {
+            cursor -= slots;
+        }
+    }
+    cursors
+}
+
+/// Pushes the chunks of one document, `length % (2*cp)` of them from slot `cursor` on one token longer.
+#[inline]
+pub(super) fn cut_document(builder: &mut Builder, document: usize, length: i32, cursor: u32) {
+    let cp_size = builder.cp_size();
+    let slots = 2 * cp_size as u32;
+    let (base, longer) = (length as u32 / slots, length as u32 % slots);
+    let mut start = 0;
+    for slot in 0..slots {
+        // Distance from the cursor, going round.
+        let distance = if slot >= cursor { slot - cursor } else { slot + slots - cursor };
+        let size = (base + u32::from(distance < longer)) as i32;
+        builder.push(owner(slot as usize, cp_size), document, start, size);
+        start += size;
+    }
+}
+
+/// The variant of the paper's text: chunks of `length / (2*cp)`, and the document's last `length % (2*cp)` tokens dealt to
+/// ranks one by one.
+pub(super) fn cut_dealing_tokens(builder: &mut Builder, lengths: &[i32]) {
+    let cp_size = builder.cp_size();
+    let chunks = 2 * cp_size;
+    let mut first_rank = vec![0; lengths.len()];
+    let mut cursor = 0;
+    for document in longest_first(lengths, 0..lengths.len()) {
+        first_rank[document] = cursor;
+        cursor = (cursor + lengths[document] as usize % chunks) % cp_size;
+    }
+    for (document, &length) in lengths.iter().enumerate() {
+        let base = length / chunks as i32;
+        for chunk in 0..chunks {
+            builder.push(owner(chunk, cp_size), document, chunk as i32 * base, base);
+        }
+        for (token, start) in (base * chunks as i32..length).enumerate() {
+            builder.push((first_rank[document] + token) % cp_size, document, start, 1);
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! Chunks of the packed sequence: balanced for one document, badly unbalanced for many.
+
+use super::plan::{Builder, owner};
+
+/// Cuts the sequence into `2*cp` chunks, the first `total % (2*cp)` of them one token longer.
+pub(super) fn cut(builder: &mut Builder, lengths: &[i32], total: i32) {
+    let cp_size = builder.cp_size();
+    let chunks = 2 * cp_size;
+    let (base, longer) = (total / chunks as i32, total as usize % chunks);
+    let size = |chunk: usize| base + i32::from(chunk < longer);
+
+    let (mut chunk, mut room) = (0, size(0));
+    for (document, &length) in lengths.iter().enumerate() {
+        let mut start = 0;
+        while start < length {
+            while room == 0 {
+                chunk += 1;
+                room = size(chunk);
+            }
+            let taken = room.min(length - start);
+            builder.push(owner(chunk, cp_size), document, start, taken);
+            start += taken;
+            room -= taken;
+        }
+    }
+}
