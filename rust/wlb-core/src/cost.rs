@@ -286,6 +286,21 @@ impl CostModel {
         Self::from_tables(&lengths, &sums[0], &sums[1], mask)
     }
 
+    /// The model as JSON, for pickles and checkpoints.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// The model that [`CostModel::to_json`] wrote.
+    ///
+    /// # Errors
+    /// [`Error::Profile`] for anything else.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let model: Self = crate::error::from_json(json).map_err(|(path, problem)| Error::Profile { path, problem })?;
+        model.check()?;
+        Ok(model)
+    }
+
     /// Which keys a query attends to.
     pub fn mask(&self) -> Mask {
         self.mask

@@ -11,7 +11,7 @@ const RESOLUTION: f64 = 1000.0;
 
 /// Running sums and histograms: constant size however long the run, and part of a packer's state.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields)]
 pub struct Metrics {
     /// Push steps that emitted a document; the statistics of imbalance, tokens and memory are over these.
     pub steps: u64,

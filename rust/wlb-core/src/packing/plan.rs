@@ -2,14 +2,17 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use crate::cost::CostModel;
-use crate::error::{Error, Result, check_range};
+use crate::error::{Error, Result, check_range, from_json};
 use crate::lengths::{Lengths, MAX_TOKENS};
 
 use super::{Method, check_micro_batches};
 
 /// A document, or the part of it that lies in one micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(i64, i32, i32)", into = "(i64, i32, i32)")]
 pub struct Piece {
     /// The document.
     pub id: i64,
@@ -19,8 +22,21 @@ pub struct Piece {
     pub length: i32,
 }
 
+impl From<(i64, i32, i32)> for Piece {
+    fn from((id, start, length): (i64, i32, i32)) -> Self {
+        Self { id, start, length }
+    }
+}
+
+impl From<Piece> for (i64, i32, i32) {
+    fn from(piece: Piece) -> Self {
+        (piece.id, piece.start, piece.length)
+    }
+}
+
 /// The micro-batches of one global batch.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Packing {
     /// How it was made; `None` if it was made from somebody else's assignment.
     pub method: Option<Method>,
@@ -109,6 +125,27 @@ impl Packing {
             bytes.extend_from_slice(&piece.length.to_le_bytes());
         }
         blake3::hash(&bytes).to_hex().to_string()
+    }
+
+    /// The packing as JSON, for pickles.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// The packing that [`Packing::to_json`] wrote.
+    ///
+    /// # Errors
+    /// [`Error::State`] for anything else.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let packing: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
+        let micro_batches = packing.tokens.len();
+        let fits = packing.costs.len() == micro_batches
+            && packing.offsets.len() == micro_batches + 1
+            && packing.offsets.first() == Some(&0)
+            && packing.offsets.last() == Some(&packing.pieces.len())
+            && packing.offsets.is_sorted();
+        let problem = "its arrays do not belong together".to_owned();
+        if fits { Ok(packing) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }
     }
 
     /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.

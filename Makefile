@@ -1,0 +1,44 @@
+# `make demo` and `make test` each set up everything on a machine that has Python (3.10 or newer) and a Rust toolchain.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# What a wheel is built from.
+SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
+             -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
+
+.PHONY: demo test lint bench clean
+
+## Show what wlb does with real documents found on this machine; writes wlb-demo/.
+demo: $(VENV)/.wlb-cli
+	$(BIN)/wlb demo
+
+## Run all tests.
+test: $(VENV)/.wlb-test
+	cargo test --locked --package wlb-core
+	$(BIN)/python -m pytest
+
+## Formatting, lints, types, stubs.
+lint: $(VENV)/.wlb-test
+	$(BIN)/python -m pip install --quiet '.[lint]'
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- --deny warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest wlb._core
+
+## Compare with the floor and with other packers; writes benches/records/.
+bench: $(VENV)/.wlb-bench
+	$(BIN)/python benches/engine.py
+
+clean:
+	rm -rf $(VENV) target dist wlb-demo
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# A wheel, not an editable install: a stale library beside the sources would win over a fresh build.
+$(VENV)/.wlb-%: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet '.[$*]'
+	touch $@

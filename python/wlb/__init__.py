@@ -1,0 +1,58 @@
+"""wlb: every GPU of a long-context training run finishes together.
+
+Documents have unequal lengths and attention is quadratic, so micro-batches of equal token count have unequal work, and
+everyone waits for the slowest. wlb packs documents into micro-batches of equal *work* (:func:`pack`, :class:`Packer`),
+holds back only extreme outliers, and shards every document over context-parallel ranks without padding (:func:`shard`).
+
+    cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
+                                    vocab_size=32000, attention_efficiency=0.55)
+    plan = wlb.pack(lengths, num_micro_batches=16, max_tokens=196608, cost_model=cost)
+    for micro_batch in plan.micro_batches:
+        shard = wlb.shard(micro_batch.lengths, cp_size=4)
+
+The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
+"""
+
+from wlb._core import (
+    BUILD_PROFILE,
+    CostModel,
+    MicroBatch,
+    Packer,
+    PackerMetrics,
+    Packing,
+    RankShard,
+    Shard,
+    StateError,
+    TunedPoint,
+    TuneResult,
+    WlbError,
+    __version__,
+    batch_offsets,
+    pack,
+    pairs,
+    shard,
+    split_documents,
+    tune_outlier_thresholds,
+)
+
+__all__ = [
+    "BUILD_PROFILE",
+    "CostModel",
+    "MicroBatch",
+    "Packer",
+    "PackerMetrics",
+    "Packing",
+    "RankShard",
+    "Shard",
+    "StateError",
+    "TuneResult",
+    "TunedPoint",
+    "WlbError",
+    "__version__",
+    "batch_offsets",
+    "pack",
+    "pairs",
+    "shard",
+    "split_documents",
+    "tune_outlier_thresholds",
+]

@@ -1,0 +1,36 @@
+"""Measured cost profiles: JSON files, one per GPU and kernel, read by :meth:`wlb.CostModel.from_profile`."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from wlb._core import WlbError
+
+__all__ = ["names", "read"]
+
+
+def names() -> list[str]:
+    """Names of the profiles that came with wlb, sorted."""
+    files = resources.files(__name__).iterdir()
+    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+
+def read(path_or_name: str | os.PathLike[str]) -> str:
+    """The text of a profile.
+
+    Args:
+        path_or_name: path of a ``.json`` file, or a name in :func:`names`.
+
+    Raises:
+        WlbError: there is no such file, or it cannot be read as text.
+    """
+    name = os.fspath(path_or_name)
+    try:
+        if name in names():
+            return resources.files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        came_with_wlb = ", ".join(names()) or "none"
+        raise WlbError(f"profile: cannot read {name!r} ({error}); profiles that came with wlb: {came_with_wlb}") from error

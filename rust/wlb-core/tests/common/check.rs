@@ -1,0 +1,409 @@
+//! What must hold of every result, whatever the input: asserted by the property tests and by the fuzz targets.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use wlb_core::packing::metrics::Metrics;
+use wlb_core::packing::packer::Packer;
+use wlb_core::packing::{Packing, Piece};
+use wlb_core::sharding::layout::RankLayout;
+use wlb_core::sharding::{Remainder, Segment, Shard, ShardOptions, Strategy, shard};
+use wlb_core::{CostModel, Error, Lengths, Mask, Method, PackOptions, pack};
+
+use super::naive;
+
+/// Equal up to the rounding of sums.
+pub(crate) fn close(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-9 * a.abs().max(b.abs())
+}
+
+/// The packing is the oracle's plan, bit for bit.
+pub(crate) fn same_plan(packing: &Packing, plan: &naive::Plan) {
+    let micro_batches: Vec<Vec<Piece>> =
+        (0..packing.num_micro_batches()).map(|j| packing.micro_batch(j).to_vec()).collect();
+    assert_eq!(micro_batches, plan.micro_batches, "micro-batches");
+    assert_eq!(packing.assignment, plan.assignment, "assignment");
+    assert_eq!(packing.tokens, plan.tokens, "tokens");
+    let bits = |costs: &[f64]| costs.iter().map(|cost| cost.to_bits()).collect::<Vec<u64>>();
+    assert_eq!(bits(&packing.costs), bits(&plan.costs), "costs");
+    assert_eq!(packing.leftover, plan.leftover, "leftover");
+    assert_eq!(packing.length_fallbacks, plan.length_fallbacks, "length fallbacks");
+}
+
+/// Legal arrays, sums that are sums, and `max_tokens` never exceeded.
+pub(crate) fn packing_is_legal(packing: &Packing, cost: &CostModel) {
+    let n = packing.num_micro_batches();
+    assert_eq!(packing.offsets.len(), n + 1);
+    assert_eq!((packing.offsets[0], packing.offsets[n]), (0, packing.pieces.len()));
+    assert!(packing.offsets.is_sorted());
+    assert_eq!(packing.costs.len(), n);
+    let mut largest = 0.0_f64;
+    for j in 0..n {
+        let pieces = packing.micro_batch(j);
+        let tokens: i64 = pieces.iter().map(|piece| i64::from(piece.length)).sum();
+        assert_eq!(packing.tokens[j], tokens, "tokens of micro-batch {j}");
+        assert!(tokens <= i64::from(packing.max_tokens), "micro-batch {j} exceeds max_tokens");
+        let costs = pieces.iter().map(|piece| cost.cost(piece.length));
+        largest = costs.clone().fold(largest, f64::max);
+        assert!(close(packing.costs[j], costs.sum()), "cost of micro-batch {j}");
+    }
+    assert!(packing.pieces.iter().chain(&packing.leftover).all(|piece| piece.length >= 1 && piece.start >= 0));
+    assert_eq!(packing.largest_cost, largest);
+    assert_eq!(packing.num_tokens(), packing.tokens.iter().sum::<i64>());
+    if packing.pieces.is_empty() {
+        assert_eq!(packing.imbalance(), 1.0);
+        assert_eq!(packing.memory_skew(), 1.0);
+    } else {
+        assert!(packing.imbalance() >= 1.0 - 1e-9 && packing.imbalance() <= n as f64 * (1.0 + 1e-9));
+        assert!(packing.memory_skew() >= 1.0 - 1e-9);
+    }
+    assert!(packing.lower_bound() <= packing.max_cost() * (1.0 + 1e-9), "the bound is above what it bounds");
+}
+
+/// The pieces, placed and left over, are the documents, each token once.
+pub(crate) fn each_token_once(packing: &Packing, lengths: &[i32]) {
+    let mut pieces: Vec<Piece> = packing.pieces.iter().chain(&packing.leftover).copied().collect();
+    pieces.sort_by_key(|piece| (piece.id, piece.start));
+    let mut pieces = pieces.into_iter().peekable();
+    for (index, &length) in lengths.iter().enumerate() {
+        let mut end = 0;
+        while let Some(piece) = pieces.next_if(|piece| piece.id == index as i64) {
+            assert_eq!(piece.start, end, "document {index} overlaps or has a gap");
+            end += piece.length;
+        }
+        assert_eq!(end, length, "document {index}");
+    }
+    assert_eq!(pieces.next(), None, "a piece of no document");
+
+    assert_eq!(packing.assignment.len(), lengths.len());
+    for j in 0..packing.num_micro_batches() {
+        let listed = packing.micro_batch(j);
+        assert!(listed.is_sorted_by_key(|piece| (piece.id, piece.start)), "micro-batch {j} is not in arrival order");
+        for piece in listed {
+            let is_whole = piece.length == lengths[piece.id as usize];
+            assert_eq!(packing.assignment[piece.id as usize], if is_whole { j as i32 } else { -1 });
+        }
+    }
+    assert!(packing.leftover.iter().all(|piece| packing.assignment[piece.id as usize] == -1));
+}
+
+/// When no document went by token count: `W_max <= W/N + (1 - 1/N) * last document put into the heaviest`.
+pub(crate) fn certificate_holds(packing: &Packing, cost: &CostModel) {
+    if packing.length_fallbacks > 0 || packing.pieces.is_empty() {
+        return;
+    }
+    let n = packing.num_micro_batches() as f64;
+    let max = packing.max_cost();
+    let heaviest = packing.costs.iter().position(|&cost| cost == max).unwrap();
+    // Longest first, so that the last one put there is a shortest.
+    let last = packing.micro_batch(heaviest).iter().map(|piece| piece.length).min().unwrap();
+    let bound = packing.total_cost() / n + (1.0 - 1.0 / n) * cost.cost(last);
+    assert!(max <= bound * (1.0 + 1e-9), "{max} is above {bound}");
+}
+
+/// Packs by every method, against the oracles and the guarantees.
+pub(crate) fn pack_every_way(lengths: &[i32], num_micro_batches: usize, window: usize, max_tokens: i32, cost: &CostModel) {
+    let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
+    let run = |method, window| {
+        let packing = pack(&checked, &PackOptions { num_micro_batches, max_tokens, method, window }, cost)?;
+        packing_is_legal(&packing, cost);
+        each_token_once(&packing, lengths);
+        assert_eq!((packing.method, packing.max_tokens), (Some(method), max_tokens));
+        Ok::<_, Error>(packing)
+    };
+    let total = num_micro_batches * window;
+    same_plan(&run(Method::Original, 1).unwrap(), &naive::original(lengths, num_micro_batches, max_tokens, cost));
+    same_plan(&run(Method::FixedLength, window).unwrap(), &naive::fixed_length(lengths, total, max_tokens, cost));
+
+    if let Some(index) = lengths.iter().position(|&d| d > max_tokens) {
+        for method in [Method::VarLength, Method::VarLengthFast] {
+            let error = run(method, 1).unwrap_err();
+            assert!(matches!(error, Error::TooLong { argument: "lengths", index: at, .. } if at == index));
+        }
+        return;
+    }
+    let exact = run(Method::VarLength, 1).unwrap();
+    same_plan(&exact, &naive::var_length(lengths, num_micro_batches, max_tokens, cost));
+    certificate_holds(&exact, cost);
+    fast_is_as_good(&run(Method::VarLengthFast, 1).unwrap(), &exact);
+    scored_alike_elsewhere(&exact, &checked, cost);
+}
+
+/// `var_length_fast`'s promise.
+fn fast_is_as_good(fast: &Packing, exact: &Packing) {
+    if exact.leftover.is_empty() {
+        assert_eq!(fast.leftover, []);
+        let promised = exact.max_cost().max(1.001 * exact.lower_bound());
+        assert!(fast.max_cost() <= promised * (1.0 + 1e-9), "{} is above {promised}", fast.max_cost());
+    }
+    // A plan with something left over, or placed by token count, is Algorithm 1's own.
+    if !fast.leftover.is_empty() || fast.length_fallbacks > 0 {
+        assert_eq!(&Packing { method: exact.method, ..fast.clone() }, exact);
+    }
+}
+
+/// A plan's assignment, given back, is the same plan.
+fn scored_alike_elsewhere(packing: &Packing, lengths: &Lengths, cost: &CostModel) {
+    let assignment: Vec<i64> = packing.assignment.iter().map(|&j| i64::from(j)).collect();
+    let n = packing.num_micro_batches();
+    let again = Packing::from_assignment(lengths, &assignment, n, packing.max_tokens, cost).unwrap();
+    packing_is_legal(&again, cost);
+    assert_eq!(again.method, None);
+    assert_eq!((&again.pieces, &again.offsets, &again.tokens), (&packing.pieces, &packing.offsets, &packing.tokens));
+    assert_eq!((&again.assignment, again.largest_cost), (&packing.assignment, packing.largest_cost));
+    assert!(again.costs.iter().zip(&packing.costs).all(|(&a, &b)| close(a, b)));
+    let mut leftover = packing.leftover.clone();
+    leftover.sort_by_key(|piece| piece.id);
+    assert_eq!(again.leftover, leftover);
+}
+
+/// Equal counts, every micro-batch once, light ones at both ends, and no rank that greedy would have spared.
+pub(crate) fn dealt_fairly(packing: &Packing, dp_size: usize) {
+    let total = packing.num_micro_batches();
+    if dp_size == 0 || !total.is_multiple_of(dp_size) {
+        assert!(matches!(packing.deal(dp_size), Err(Error::Indivisible { argument: "dp_size", .. })));
+        return;
+    }
+    let dealt = packing.deal(dp_size).unwrap();
+    let mut sorted = dealt.clone();
+    sorted.sort_unstable();
+    assert_eq!(sorted, (0..total).collect::<Vec<_>>(), "not a permutation");
+    let rows: Vec<Vec<f64>> =
+        dealt.chunks(total / dp_size).map(|row| row.iter().map(|&j| packing.costs[j]).collect()).collect();
+    for row in &rows {
+        let top = row.iter().copied().fold(0.0, f64::max);
+        let peak = row.iter().position(|&cost| cost == top).unwrap();
+        assert!(row[..peak].is_sorted() && row[peak..].iter().rev().is_sorted(), "not lightest at both ends: {row:?}");
+    }
+    // Each deal goes to the least loaded: two ranks never differ by more than the heaviest micro-batch.
+    let loads: Vec<f64> = rows.iter().map(|row| row.iter().sum()).collect();
+    let (most, least) = (loads.iter().copied().fold(0.0, f64::max), loads.iter().copied().fold(f64::INFINITY, f64::min));
+    assert!(most - least <= packing.max_cost() * (1.0 + 1e-9), "{loads:?}");
+}
+
+/// The packer holds what the oracle holds.
+pub(crate) fn same_packer(packer: &Packer, expected: &naive::Packer) {
+    let waiting = |piece, arrived| naive::Waiting { piece, arrived };
+    let queues: Vec<Vec<naive::Waiting>> =
+        packer.queue().levels().iter().map(|level| level.iter().map(|w| waiting(w.piece, w.arrived)).collect()).collect();
+    assert_eq!(queues, expected.queues, "queues");
+    let carried: Vec<naive::Waiting> = packer.carried().iter().map(|w| waiting(w.piece, w.arrived)).collect();
+    assert_eq!(carried, expected.carried, "carried");
+    assert_eq!(packer.iteration(), expected.iteration, "iteration");
+    assert_eq!(packer.pending(), expected.pending().len(), "pending");
+    assert_eq!(packer.config(), &expected.config, "config");
+    same_metrics(packer.metrics(), &expected.steps);
+}
+
+/// The running sums are those of the steps.
+fn same_metrics(metrics: &Metrics, steps: &[naive::Step]) {
+    let mean = |values: &[f64], of_none: f64| {
+        if values.is_empty() { of_none } else { values.iter().sum::<f64>() / values.len() as f64 }
+    };
+    let tokens = |step: &naive::Step| step.plan.tokens.iter().sum::<i64>() as f64;
+    let of_pushes: Vec<&naive::Step> = steps.iter().filter(|step| !step.flushed && tokens(step) > 0.0).collect();
+    let over_mean = |values: &[f64]| {
+        values.iter().copied().fold(0.0, f64::max) * values.len() as f64 / values.iter().sum::<f64>()
+    };
+    let imbalances: Vec<f64> = of_pushes.iter().map(|step| over_mean(&step.plan.costs)).collect();
+    let skews: Vec<f64> = of_pushes
+        .iter()
+        .map(|step| over_mean(&step.plan.tokens.iter().map(|&tokens| tokens as f64).collect::<Vec<_>>()))
+        .collect();
+    let totals: Vec<f64> = of_pushes.iter().map(|&step| tokens(step)).collect();
+
+    assert_eq!(metrics.steps, of_pushes.len() as u64);
+    assert!(close(metrics.imbalance_mean(), mean(&imbalances, 1.0)));
+    let worst = imbalances.iter().copied().fold(1.0, f64::max);
+    assert!(close(metrics.imbalance_worst(), worst));
+    let mut ascending = imbalances.clone();
+    ascending.sort_by(f64::total_cmp);
+    for percent in [50_u64, 95, 99, 100] {
+        let found = metrics.imbalance_percentile(percent as f64 / 100.0);
+        // The smallest value that so many per cent of the steps do not exceed, never understated, at most 0.001 more.
+        let rank = (percent * ascending.len() as u64).div_ceil(100).max(1) as usize - 1;
+        let exact = ascending.get(rank).copied().unwrap_or(1.0).max(1.0);
+        assert!(found >= exact * (1.0 - 1e-9) && found <= exact + 0.001 + 1e-9, "p{percent}: {found}, exactly {exact}");
+        assert!(found <= worst * (1.0 + 1e-9));
+    }
+    assert!(close(metrics.memory_skew_mean(), mean(&skews, 1.0)));
+    assert!(close(metrics.memory_skew_worst(), skews.iter().copied().fold(1.0, f64::max)));
+    let average = mean(&totals, 1.0);
+    let variance = mean(&totals.iter().map(|total| (total - average).powi(2)).collect::<Vec<_>>(), 0.0);
+    // One pass over squares loses what cancels: compare variances, at the scale of the squares.
+    assert!((metrics.tokens_per_step_cv().powi(2) - variance / average.powi(2)).abs() <= 1e-9);
+
+    let delays: Vec<(i64, u64)> = steps.iter().flat_map(|step| step.delays.iter().copied()).collect();
+    let all_tokens: i64 = delays.iter().map(|&(tokens, _)| tokens).sum();
+    assert_eq!((metrics.documents, metrics.tokens), (delays.len() as u64, all_tokens as u64));
+    let longest = delays.iter().map(|&(_, delay)| delay).max().unwrap_or(0);
+    assert_eq!(metrics.delay_max(), longest);
+    let within = |most: u64| delays.iter().filter(|&&(_, delay)| delay <= most).map(|&(tokens, _)| tokens).sum::<i64>();
+    let p99 = delays.iter().map(|&(_, delay)| delay).filter(|&delay| within(delay) * 100 >= all_tokens * 99).min();
+    assert_eq!(metrics.delay_percentile(0.99), p99.unwrap_or(0));
+    let waited: f64 = delays.iter().map(|&(tokens, delay)| tokens as f64 * delay as f64).sum();
+    assert!(close(metrics.delay_mean(), if delays.is_empty() { 0.0 } else { waited / all_tokens as f64 }));
+    let mut seen = 0;
+    for (delay, tokens) in metrics.delays() {
+        seen += tokens as i64;
+        assert_eq!(seen, within(delay), "delay histogram at {delay}");
+    }
+    assert_eq!(seen, all_tokens);
+    let count = |of: fn(&naive::Plan) -> usize| steps.iter().map(|step| of(&step.plan) as u64).sum::<u64>();
+    assert_eq!(metrics.length_fallbacks, count(|plan| plan.length_fallbacks));
+    assert_eq!(metrics.carried_over, count(|plan| plan.leftover.len()));
+}
+
+/// What the queues promise after a push.
+pub(crate) fn queues_keep_their_word(packer: &Packer) {
+    let config = packer.config();
+    for (level, waiting) in packer.queue().levels().iter().enumerate() {
+        assert!(waiting.len() < config.num_micro_batches, "level {level} holds a full batch");
+        assert!(waiting.iter().is_sorted_by_key(|waiting| waiting.arrived), "level {level} is not in order of arrival");
+        let top = config.outlier_thresholds.get(level + 1).copied().unwrap_or(i32::MAX);
+        for waiting in waiting {
+            assert!(waiting.piece.length >= config.outlier_thresholds[level]);
+            assert!(waiting.piece.length < top || level + 1 == config.outlier_thresholds.len());
+            let age = packer.iteration() - 1 - waiting.arrived;
+            assert!(config.max_delay.is_none_or(|most| age < most), "waits for {age} iterations");
+        }
+    }
+}
+
+/// Every rank's segments: a cover of the documents, in packed order, tokens within one.
+pub(crate) fn shard_is_legal(shard: &Shard, lengths: &[i32]) {
+    assert_eq!(shard.lengths, lengths);
+    let total: i64 = lengths.iter().map(|&d| i64::from(d)).sum();
+    assert_eq!(i64::from(shard.num_tokens()), total);
+    let mut all: Vec<Segment> = shard.ranks.concat();
+    all.sort_by_key(|segment| (segment.document, segment.start));
+    let mut all = all.into_iter().peekable();
+    for (document, &length) in lengths.iter().enumerate() {
+        let mut end = 0;
+        while let Some(segment) = all.next_if(|segment| segment.document as usize == document) {
+            assert_eq!(segment.start, end, "document {document} overlaps or has a gap");
+            assert!(segment.length >= 1);
+            end = segment.end();
+        }
+        assert_eq!(end, length, "document {document}");
+    }
+    assert_eq!(all.next(), None, "a segment of no document");
+
+    for segments in &shard.ranks {
+        for pair in segments.windows(2) {
+            let ascend = (pair[0].document, pair[0].end()) < (pair[1].document, pair[1].start)
+                || pair[0].document < pair[1].document;
+            assert!(ascend, "segments overlap, touch or are out of order: {pair:?}");
+        }
+    }
+    let cp = shard.cp_size() as i64;
+    let within_one = [total / cp, total / cp + i64::from(total % cp > 0)];
+    assert!((0..shard.cp_size()).all(|rank| within_one.contains(&shard.tokens(rank))), "tokens differ by more than one");
+
+    let pairs: i128 = (0..shard.cp_size()).map(|rank| i128::from(shard.pairs(rank))).sum();
+    assert_eq!(pairs, lengths.iter().map(|&d| naive::naive_pairs(shard.mask, d)).sum::<i128>());
+}
+
+/// The published bounds of `per_document`, under a causal mask.
+pub(crate) fn per_document_is_balanced(shard: &Shard) {
+    let cp = shard.cp_size();
+    for segments in &shard.ranks {
+        assert!(segments.windows(3).all(|three| three[0].document != three[2].document), "more than two segments");
+    }
+    let pairs = || (0..cp).map(|rank| i128::from(shard.pairs(rank)));
+    let gap = pairs().max().unwrap_or(0) - pairs().min().unwrap_or(0);
+    let uneven = shard.lengths.iter().filter(|&&d| i64::from(d) % (2 * cp as i64) != 0).map(|&d| i128::from(d));
+    assert!(gap <= 2 * uneven.clone().sum::<i128>(), "gap of {gap} pairs");
+    assert!(gap <= 2 * uneven.max().unwrap_or(0), "gap of {gap} pairs");
+}
+
+/// Long documents in at most two segments a rank; short ones cut at most `cp - 1` times in all.
+pub(crate) fn hybrid_cuts_little(shard: &Shard, threshold: i64) {
+    let mut cuts = 0;
+    for document in 0..shard.lengths.len() {
+        let of_rank = |segments: &Vec<Segment>| segments.iter().filter(|s| s.document as usize == document).count();
+        let segments: Vec<usize> = shard.ranks.iter().map(of_rank).collect();
+        if i64::from(shard.lengths[document]) >= threshold {
+            assert!(segments.iter().all(|&count| count <= 2));
+        } else {
+            cuts += segments.iter().sum::<usize>() - 1;
+        }
+    }
+    assert!(cuts < shard.cp_size(), "{cuts} cuts");
+}
+
+/// The arrays that a kernel is fed. Writes every token out: for sequences that fit in memory.
+pub(crate) fn layout_is_legal(shard: &Shard) {
+    let total = shard.num_tokens() as usize;
+    let mut rank_major = Vec::with_capacity(total);
+    let mut position_of = Vec::with_capacity(total);
+    for &length in &shard.lengths {
+        position_of.extend(0..length);
+    }
+    for rank in 0..shard.cp_size() {
+        let RankLayout { num_tokens, cu_seqlens_q, cu_seqlens_k, k_starts, max_seqlen_q, max_seqlen_k } =
+            shard.layout(rank).unwrap();
+        let (indices, positions) = (shard.token_indices(rank).unwrap(), shard.position_ids(rank).unwrap());
+        let segments = shard.segments(rank).unwrap();
+        assert_eq!(segments, shard.ranks[rank]);
+        assert_eq!(num_tokens as i64, shard.tokens(rank));
+        assert_eq!((indices.len(), positions.len()), (num_tokens, num_tokens));
+        assert!(indices.is_sorted_by(|a, b| a < b), "not in packed order");
+        assert!(indices.iter().zip(&positions).all(|(&token, &at)| position_of[token as usize] == at));
+        assert_eq!([cu_seqlens_q.len(), cu_seqlens_k.len(), k_starts.len() + 1], [segments.len() + 1; 3]);
+        assert_eq!((cu_seqlens_q[0], cu_seqlens_k[0]), (0, 0));
+        assert_eq!(*cu_seqlens_q.last().unwrap() as usize, num_tokens);
+        let (mut longest_q, mut longest_k) = (0, 0);
+        for (i, segment) in segments.iter().enumerate() {
+            let (queries, keys) = (cu_seqlens_q[i + 1] - cu_seqlens_q[i], cu_seqlens_k[i + 1] - cu_seqlens_k[i]);
+            let length = shard.lengths[segment.document as usize];
+            let document_start: i32 = shard.lengths[..segment.document as usize].iter().sum();
+            let seen = if shard.mask == Mask::Causal { segment.start + segment.length } else { length };
+            assert_eq!((queries, keys, k_starts[i]), (segment.length, seen, document_start));
+            // The queries are where the arrays say, and the last one sees exactly its document so far.
+            let first = cu_seqlens_q[i] as usize;
+            assert_eq!((indices[first], positions[first]), (document_start + segment.start, segment.start));
+            let last = cu_seqlens_q[i + 1] as usize - 1;
+            assert!(shard.mask == Mask::Full || positions[last] + 1 == keys);
+            (longest_q, longest_k) = (longest_q.max(queries), longest_k.max(keys));
+        }
+        assert_eq!((max_seqlen_q, max_seqlen_k), (longest_q, longest_k));
+        rank_major.extend(indices);
+    }
+    let restore = shard.restore_indices();
+    assert_eq!(restore.len(), total);
+    let restored = restore.iter().map(|&at| rank_major[at as usize]);
+    assert!(restored.eq(0..total as i32), "restore_indices is not the inverse");
+}
+
+/// Shards by every strategy against the guarantees; against the oracles and written out when `exact`.
+pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, threshold: i64, exact: bool) {
+    let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
+    let ways = [
+        (Strategy::PerSequence, Remainder::Chunk),
+        (Strategy::PerDocument, Remainder::Chunk),
+        (Strategy::PerDocument, Remainder::Token),
+        (Strategy::Hybrid, Remainder::Chunk),
+    ];
+    for (strategy, remainder) in ways {
+        let hybrid_threshold = (strategy == Strategy::Hybrid).then_some(threshold);
+        let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold };
+        let shard = shard(&checked, &options).unwrap();
+        assert_eq!((shard.strategy, shard.mask, shard.cp_size()), (strategy, mask, cp_size));
+        shard_is_legal(&shard, lengths);
+        match (strategy, remainder) {
+            (Strategy::PerDocument, Remainder::Chunk) if mask == Mask::Causal => per_document_is_balanced(&shard),
+            (Strategy::Hybrid, _) => hybrid_cuts_little(&shard, threshold),
+            _ => {}
+        }
+        if exact {
+            let owners = match (strategy, remainder) {
+                (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
+                (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
+                (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
+                (Strategy::Hybrid, _) => naive::hybrid(lengths, cp_size, threshold),
+            };
+            assert_eq!(shard.ranks, naive::segments(&owners, cp_size), "{strategy:?} {remainder:?}");
+            layout_is_legal(&shard);
+        }
+    }
+}

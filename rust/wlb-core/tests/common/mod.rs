@@ -1,0 +1,5 @@
+//! What the property tests share.
+
+pub(crate) mod check;
+pub(crate) mod naive;
+pub(crate) mod strategies;

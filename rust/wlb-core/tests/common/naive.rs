@@ -1,0 +1,430 @@
+//! The specification, written out: slow, obvious, and without a line of the fast code.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::cmp::Reverse;
+
+use wlb_core::packing::Piece;
+use wlb_core::packing::packer::{Oversize, PackerConfig};
+use wlb_core::sharding::Segment;
+use wlb_core::{CostModel, Mask};
+
+/// What a packing says, in the plainest form.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Plan {
+    pub(crate) micro_batches: Vec<Vec<Piece>>,
+    pub(crate) assignment: Vec<i32>,
+    pub(crate) tokens: Vec<i64>,
+    pub(crate) costs: Vec<f64>,
+    pub(crate) leftover: Vec<Piece>,
+    pub(crate) length_fallbacks: usize,
+}
+
+impl Plan {
+    fn empty(num_documents: usize, num_micro_batches: usize) -> Self {
+        Self {
+            micro_batches: vec![Vec::new(); num_micro_batches],
+            assignment: vec![-1; num_documents],
+            tokens: vec![0; num_micro_batches],
+            costs: vec![0.0; num_micro_batches],
+            leftover: Vec::new(),
+            length_fallbacks: 0,
+        }
+    }
+
+    fn put(&mut self, micro_batch: usize, piece: Piece, cost: f64) {
+        self.micro_batches[micro_batch].push(piece);
+        self.tokens[micro_batch] += i64::from(piece.length);
+        self.costs[micro_batch] += cost;
+    }
+}
+
+fn whole(index: usize, length: i32) -> Piece {
+    Piece { id: index as i64, start: 0, length }
+}
+
+/// Indices from the longest document to the shortest, ties by index.
+pub(crate) fn longest_first(lengths: &[i32]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..lengths.len()).collect();
+    order.sort_by_key(|&index| (Reverse(lengths[index]), index));
+    order
+}
+
+/// The first index with the least value.
+fn first_least<T: PartialOrd>(values: impl IntoIterator<Item = (usize, T)>) -> Option<usize> {
+    let mut best: Option<(usize, T)> = None;
+    for (index, value) in values {
+        if best.as_ref().is_none_or(|(_, least)| value < *least) {
+            best = Some((index, value));
+        }
+    }
+    best.map(|(index, _)| index)
+}
+
+/// Micro-batch `j` is what lies in tokens `j*S .. (j+1)*S` of the concatenation.
+pub(crate) fn original(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
+    let mut plan = Plan::empty(lengths.len(), num_micro_batches);
+    let mut begin = 0_i64;
+    for (index, &length) in lengths.iter().enumerate() {
+        let end = begin + i64::from(length);
+        let part = |from: i64, to: i64| {
+            let (from, to) = (from.max(begin), to.min(end));
+            (from < to).then(|| Piece { id: index as i64, start: (from - begin) as i32, length: (to - from) as i32 })
+        };
+        for j in 0..num_micro_batches {
+            let cut = j as i64 * i64::from(max_tokens);
+            if let Some(piece) = part(cut, cut + i64::from(max_tokens)) {
+                plan.put(j, piece, cost.cost(piece.length));
+                if piece.length == length {
+                    plan.assignment[index] = j as i32;
+                }
+            }
+        }
+        plan.leftover.extend(part(num_micro_batches as i64 * i64::from(max_tokens), i64::MAX));
+        begin = end;
+    }
+    plan
+}
+
+/// Longest first, to the least pairs with room; cut at the boundary when it fits nowhere.
+pub(crate) fn fixed_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
+    let mut plan = Plan::empty(lengths.len(), num_micro_batches);
+    let mut pairs = vec![0_i128; num_micro_batches];
+    for index in longest_first(lengths) {
+        let mut rest = whole(index, lengths[index]);
+        while rest.length > 0 {
+            let room: Vec<i64> = plan.tokens.iter().map(|tokens| i64::from(max_tokens) - tokens).collect();
+            let fits = (0..num_micro_batches).filter(|&j| room[j] >= i64::from(rest.length));
+            let most_room = first_least((0..num_micro_batches).map(|j| (j, -room[j]))).unwrap_or(0);
+            let (j, taken) = match first_least(fits.map(|j| (j, pairs[j]))) {
+                Some(j) => (j, rest.length),
+                None if room[most_room] > 0 => (most_room, room[most_room] as i32),
+                None => {
+                    plan.leftover.push(rest);
+                    break;
+                }
+            };
+            plan.put(j, Piece { length: taken, ..rest }, cost.cost(taken));
+            pairs[j] += naive_pairs(cost.mask(), taken);
+            if taken == lengths[index] {
+                plan.assignment[index] = j as i32;
+            }
+            rest = Piece { start: rest.start + taken, length: rest.length - taken, ..rest };
+        }
+    }
+    for pieces in &mut plan.micro_batches {
+        pieces.sort_by_key(|piece| (piece.id, piece.start));
+    }
+    plan
+}
+
+/// Pairs of a whole document.
+pub(crate) fn naive_pairs(mask: Mask, length: i32) -> i128 {
+    let d = i128::from(length);
+    match mask {
+        Mask::Causal => d * (d + 1) / 2,
+        Mask::Full => d * d,
+    }
+}
+
+/// Algorithm 1 for documents in arrival order.
+pub(crate) fn var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
+    let pieces: Vec<Piece> = lengths.iter().enumerate().map(|(index, &length)| whole(index, length)).collect();
+    algorithm_1(&pieces, &longest_first(lengths), num_micro_batches, max_tokens, cost)
+}
+
+/// Places `pieces` in the given order: least cost; else fewest tokens; else left over.
+fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
+    let mut plan = Plan::empty(pieces.len(), num_micro_batches);
+    for &index in order {
+        let piece = pieces[index];
+        let fits = |j: usize| plan.tokens[j] + i64::from(piece.length) <= i64::from(max_tokens);
+        let least_cost = first_least(plan.costs.iter().copied().enumerate()).unwrap_or(0);
+        let fewest_tokens = first_least(plan.tokens.iter().copied().enumerate()).unwrap_or(0);
+        let j = if fits(least_cost) {
+            least_cost
+        } else if fits(fewest_tokens) {
+            plan.length_fallbacks += 1;
+            fewest_tokens
+        } else {
+            plan.leftover.push(piece);
+            continue;
+        };
+        plan.put(j, piece, cost.cost(piece.length));
+        plan.assignment[index] = j as i32;
+    }
+    // Listed as they came, not as they were placed.
+    for (j, listed) in plan.micro_batches.iter_mut().enumerate() {
+        *listed = (0..pieces.len()).filter(|&i| plan.assignment[i] == j as i32).map(|i| pieces[i]).collect();
+    }
+    plan
+}
+
+/// Batch `i` is documents `offsets[i]..offsets[i + 1]`.
+pub(crate) fn batch_offsets(lengths: &[i32], tokens_per_batch: i64) -> Vec<usize> {
+    let mut offsets = vec![0];
+    let mut next = 0;
+    while next < lengths.len() {
+        let begin = next;
+        let tokens = |end: usize| lengths[begin..end].iter().map(|&length| i64::from(length)).sum::<i64>();
+        next += 1;
+        while next < lengths.len() && tokens(next + 1) <= tokens_per_batch {
+            next += 1;
+        }
+        offsets.push(next);
+    }
+    offsets
+}
+
+/// Pieces of at most `limit` tokens, all full but a document's last.
+pub(crate) fn split(document: Piece, limit: i32) -> Vec<Piece> {
+    let whole_pieces = (document.length - 1) / limit;
+    let mut pieces: Vec<Piece> =
+        (0..whole_pieces).map(|k| Piece { start: document.start + k * limit, length: limit, ..document }).collect();
+    let done = whole_pieces * limit;
+    pieces.push(Piece { start: document.start + done, length: document.length - done, ..document });
+    pieces
+}
+
+/// A piece that waits, and the iteration it came in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Waiting {
+    pub(crate) piece: Piece,
+    pub(crate) arrived: u64,
+}
+
+/// One global batch that a packer emitted.
+#[derive(Clone, Debug)]
+pub(crate) struct Step {
+    pub(crate) plan: Plan,
+    pub(crate) flushed: bool,
+    /// `(tokens, iterations waited)` of each emitted piece.
+    pub(crate) delays: Vec<(i64, u64)>,
+}
+
+/// The packer of a stream, which remembers every step instead of sums of them.
+#[derive(Clone, Debug)]
+pub(crate) struct Packer {
+    pub(crate) config: PackerConfig,
+    pub(crate) iteration: u64,
+    pub(crate) next_id: i64,
+    pub(crate) queues: Vec<Vec<Waiting>>,
+    pub(crate) carried: Vec<Waiting>,
+    pub(crate) steps: Vec<Step>,
+}
+
+impl Packer {
+    pub(crate) fn new(config: PackerConfig) -> Self {
+        let queues = vec![Vec::new(); config.outlier_thresholds.len()];
+        Self { config, iteration: 0, next_id: 0, queues, carried: Vec::new(), steps: Vec::new() }
+    }
+
+    pub(crate) fn pending(&self) -> Vec<Waiting> {
+        self.queues.iter().flatten().chain(&self.carried).copied().collect()
+    }
+
+    /// The deepest level whose threshold a length reaches.
+    fn level(&self, length: i32) -> Option<usize> {
+        (0..self.queues.len()).rev().find(|&level| length >= self.config.outlier_thresholds[level])
+    }
+
+    /// A push of valid arguments.
+    pub(crate) fn push(&mut self, lengths: &[i32], ids: Option<&[i64]>) -> Plan {
+        let t = self.iteration;
+        let default_ids: Vec<i64> = (self.next_id..).take(lengths.len()).collect();
+        let ids = ids.unwrap_or(&default_ids);
+        self.next_id = ids.iter().map(|id| id + 1).chain([self.next_id]).max().unwrap_or(0);
+
+        let limit = self.config.max_document_tokens;
+        let mut new = Vec::new();
+        for (&id, &length) in ids.iter().zip(lengths) {
+            let document = Piece { id, start: 0, length };
+            let pieces = match self.config.oversize {
+                Oversize::Split => split(document, limit),
+                Oversize::Truncate | Oversize::Error => vec![Piece { length: length.min(limit), ..document }],
+            };
+            for piece in pieces {
+                let waiting = Waiting { piece, arrived: t };
+                match self.level(piece.length) {
+                    Some(level) => self.queues[level].push(waiting),
+                    None => new.push(waiting),
+                }
+            }
+        }
+
+        let mut released = Vec::new();
+        for queue in &mut self.queues {
+            while queue.len() >= self.config.num_micro_batches {
+                released.extend(queue.drain(..self.config.num_micro_batches));
+            }
+            if let Some(delay) = self.config.max_delay {
+                let (due, kept) = queue.iter().copied().partition(|waiting| t - waiting.arrived >= delay);
+                released.extend::<Vec<Waiting>>(due);
+                *queue = kept;
+            }
+        }
+        let mut plan = self.step(released, new, false);
+        plan.assignment = ids
+            .iter()
+            .zip(lengths)
+            .map(|(&id, &length)| {
+                let cut = length > limit && self.config.oversize == Oversize::Split;
+                let holds = |pieces: &Vec<Piece>| pieces.iter().any(|piece| piece.id == id);
+                plan.micro_batches.iter().position(holds).filter(|_| !cut).map_or(-1, |j| j as i32)
+            })
+            .collect();
+        plan
+    }
+
+    pub(crate) fn flush(&mut self) -> Vec<Plan> {
+        let mut plans = Vec::new();
+        while !self.pending().is_empty() {
+            let released = self.queues.iter_mut().flat_map(std::mem::take).collect();
+            let mut plan = self.step(released, Vec::new(), true);
+            plan.assignment.clear();
+            plans.push(plan);
+        }
+        plans
+    }
+
+    fn step(&mut self, released: Vec<Waiting>, new: Vec<Waiting>, flushed: bool) -> Plan {
+        let carried = std::mem::take(&mut self.carried);
+        let is_carried = 0..carried.len();
+        let is_released = carried.len()..carried.len() + released.len();
+        let listing: Vec<Waiting> = [carried, released, new].concat();
+
+        let overdue = |i: usize| {
+            let waited = self.iteration - listing[i].arrived;
+            is_released.contains(&i) && self.config.max_delay.is_some_and(|delay| waited >= delay)
+        };
+        let rank = |i: usize| match i {
+            _ if is_carried.contains(&i) => (0, 0),
+            _ if overdue(i) => (1, -listing[i].piece.length),
+            _ => (2, -listing[i].piece.length),
+        };
+        let mut order: Vec<usize> = (0..listing.len()).collect();
+        order.sort_by_key(|&i| (rank(i), i));
+
+        let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
+        let config = &self.config;
+        let plan = algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &config.cost_model);
+        self.carried = order.iter().filter(|&&i| plan.assignment[i] < 0).map(|&i| listing[i]).collect();
+        let delays = (0..listing.len())
+            .filter(|&i| plan.assignment[i] >= 0)
+            .map(|i| (i64::from(pieces[i].length), self.iteration - listing[i].arrived))
+            .collect();
+        self.steps.push(Step { plan: plan.clone(), flushed, delays });
+        self.iteration += 1;
+        plan
+    }
+
+    /// Goes on under another configuration: what is queued is filed anew, oldest first.
+    pub(crate) fn reconfigure(&mut self, config: PackerConfig) {
+        let but_for_n = |config: &PackerConfig| PackerConfig { num_micro_batches: 0, ..config.clone() };
+        if but_for_n(&config) != but_for_n(&self.config) {
+            let mut queued: Vec<Waiting> = std::mem::take(&mut self.queues).concat();
+            queued.sort_by_key(|waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start));
+            self.queues = vec![Vec::new(); config.outlier_thresholds.len()];
+            self.config = config.clone();
+            for waiting in queued {
+                match self.level(waiting.piece.length) {
+                    Some(level) => self.queues[level].push(waiting),
+                    None => self.carried.push(waiting),
+                }
+            }
+        }
+        self.config = config;
+    }
+}
+
+/// The rank of chunk `k` of `2*cp`.
+fn owner(k: usize, cp: usize) -> usize {
+    if k < cp { k } else { 2 * cp - 1 - k }
+}
+
+/// Rank of every token of every document.
+pub(crate) type Owners = Vec<Vec<usize>>;
+
+pub(crate) fn per_sequence(lengths: &[i32], cp: usize) -> Owners {
+    let total: usize = lengths.iter().map(|&d| d as usize).sum();
+    let mut of_packed = Vec::new();
+    for k in 0..2 * cp {
+        let size = total / (2 * cp) + usize::from(k < total % (2 * cp));
+        of_packed.extend(vec![owner(k, cp); size]);
+    }
+    let mut of_packed = of_packed.into_iter();
+    lengths.iter().map(|&d| of_packed.by_ref().take(d as usize).collect()).collect()
+}
+
+/// Per document, for those of at least `threshold` tokens; the others own nothing yet.
+pub(crate) fn per_document(lengths: &[i32], cp: usize, threshold: i64) -> Owners {
+    let mut owners = vec![Vec::new(); lengths.len()];
+    let mut cursor = 0;
+    for document in longest_first(lengths).into_iter().filter(|&document| i64::from(lengths[document]) >= threshold) {
+        let d = lengths[document] as usize;
+        let mut sizes = vec![d / (2 * cp); 2 * cp];
+        for _ in 0..d % (2 * cp) {
+            sizes[cursor] += 1;
+            cursor = (cursor + 1) % (2 * cp);
+        }
+        for (k, size) in sizes.into_iter().enumerate() {
+            owners[document].extend(vec![owner(k, cp); size]);
+        }
+    }
+    owners
+}
+
+/// `remainder="token"`.
+pub(crate) fn per_document_token(lengths: &[i32], cp: usize) -> Owners {
+    let mut owners = vec![Vec::new(); lengths.len()];
+    let mut cursor = 0;
+    for document in longest_first(lengths) {
+        let d = lengths[document] as usize;
+        for k in 0..2 * cp {
+            owners[document].extend(vec![owner(k, cp); d / (2 * cp)]);
+        }
+        for _ in 0..d % (2 * cp) {
+            owners[document].push(cursor);
+            cursor = (cursor + 1) % cp;
+        }
+    }
+    owners
+}
+
+/// Long documents per document; short ones whole to the rank with the most quota left.
+///
+/// The specification leaves open which ranks take the `total % cp` odd tokens: those that already hold one more.
+pub(crate) fn hybrid(lengths: &[i32], cp: usize, threshold: i64) -> Owners {
+    let mut owners = per_document(lengths, cp, threshold);
+    let total: usize = lengths.iter().map(|&d| d as usize).sum();
+    let held = |rank: usize| owners.iter().flatten().filter(|&&owner| owner == rank).count();
+    let held: Vec<usize> = (0..cp).map(held).collect();
+    let mut fullest_first: Vec<usize> = (0..cp).collect();
+    fullest_first.sort_by_key(|&rank| (Reverse(held[rank]), rank));
+    let mut quota: Vec<i64> = held.iter().map(|&held| (total / cp) as i64 - held as i64).collect();
+    fullest_first[..total % cp].iter().for_each(|&rank| quota[rank] += 1);
+
+    for document in longest_first(lengths).into_iter().filter(|&document| i64::from(lengths[document]) < threshold) {
+        while owners[document].len() < lengths[document] as usize {
+            let rank = first_least((0..cp).map(|rank| (rank, -quota[rank]))).unwrap_or(0);
+            while quota[rank] > 0 && owners[document].len() < lengths[document] as usize {
+                owners[document].push(rank);
+                quota[rank] -= 1;
+            }
+        }
+    }
+    owners
+}
+
+/// Runs of equal owners, rank by rank in packed order.
+pub(crate) fn segments(owners: &Owners, cp: usize) -> Vec<Vec<Segment>> {
+    let mut ranks = vec![Vec::new(); cp];
+    for (document, owners) in owners.iter().enumerate() {
+        let mut start = 0;
+        for run in owners.chunk_by(|a, b| a == b) {
+            let segment = Segment { document: document as u32, start: start as i32, length: run.len() as i32 };
+            ranks[run[0]].push(segment);
+            start += run.len();
+        }
+    }
+    ranks
+}

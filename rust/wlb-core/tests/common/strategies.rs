@@ -1,0 +1,166 @@
+//! Inputs that hit the corners: ties, single tokens, powers of two, long tails, memory that binds.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::test_runner::FileFailurePersistence;
+use wlb_core::cost::{FlopsOptions, Passes};
+use wlb_core::{CostModel, Lengths, Mask};
+
+/// `cases` of them, unless `PROPTEST_CASES` says how many.
+pub(crate) fn config(cases: u32) -> ProptestConfig {
+    let asked_for = ProptestConfig::default();
+    let cases = if std::env::var_os("PROPTEST_CASES").is_some() { asked_for.cases } else { cases };
+    // Beside the test file: a case that failed once is run first ever after.
+    let failure_persistence = Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions")) as _);
+    ProptestConfig { cases, failure_persistence, ..asked_for }
+}
+
+/// As `wlb_core` takes them.
+pub(crate) fn checked(lengths: &[i32]) -> Lengths {
+    Lengths::new("lengths", &lengths.iter().map(|&length| i64::from(length)).collect::<Vec<_>>()).unwrap()
+}
+
+/// Up to `most` documents of up to `longest` tokens.
+pub(crate) fn lengths(most: usize, longest: i32) -> BoxedStrategy<Vec<i32>> {
+    prop_oneof![
+        20 => lengths_of_count(0..24.min(most + 1), longest),
+        5 => lengths_of_count(0..most + 1, longest),
+    ]
+    .boxed()
+}
+
+fn lengths_of_count(count: std::ops::Range<usize>, longest: i32) -> impl Strategy<Value = Vec<i32>> {
+    let ties = vec(1..=longest, 1..4);
+    let range = count.clone();
+    prop_oneof![
+        1 => vec(Just(1), count.clone()),
+        3 => vec(1..=longest.min(6), count.clone()),
+        3 => vec(1..=longest, count.clone()),
+        3 => ties.prop_flat_map(move |values| vec(select(values), range.clone())),
+        3 => vec(near_power_of_two(longest), count.clone()),
+        3 => vec(log_uniform(1, longest), count.clone()),
+        4 => vec(long_tailed(longest), count),
+    ]
+}
+
+fn near_power_of_two(longest: i32) -> impl Strategy<Value = i32> {
+    (0..=longest.ilog2(), -1..=1).prop_map(move |(bit, off): (u32, i32)| ((1 << bit) + off).clamp(1, longest))
+}
+
+fn log_uniform(shortest: i32, longest: i32) -> impl Strategy<Value = i32> {
+    let (low, high) = (f64::from(shortest).ln(), f64::from(longest).ln());
+    (0.0..=1.0).prop_map(move |u: f64| ((low + u * (high - low)).exp() as i32).clamp(shortest, longest))
+}
+
+/// Close to the paper's histogram, scaled to `longest`: few documents hold many of the tokens.
+fn long_tailed(longest: i32) -> impl Strategy<Value = i32> {
+    let body = (longest / 20).max(1);
+    prop_oneof![9 => 1..=body, 1 => log_uniform(body, longest)]
+}
+
+/// How much memory a micro-batch has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Memory {
+    /// An equal share of the tokens, rounded up, and some per mille: `max_tokens` binds.
+    Share(i32),
+    /// That many tokens, whatever there is.
+    Tokens(i32),
+    /// All there can be.
+    Boundless,
+}
+
+impl Memory {
+    /// `max_tokens`, at least `least`.
+    pub(crate) fn max_tokens(self, lengths: &[i32], num_micro_batches: usize, least: i32) -> i32 {
+        let total: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+        let share = (total as u64).div_ceil(num_micro_batches as u64) as i64;
+        let tokens = match self {
+            Self::Share(per_mille) => share + (share as i128 * i128::from(per_mille) / 1000) as i64,
+            Self::Tokens(tokens) => i64::from(tokens),
+            Self::Boundless => i64::from(i32::MAX),
+        };
+        tokens.clamp(i64::from(least), i64::from(i32::MAX)) as i32
+    }
+}
+
+/// Mostly tight.
+pub(crate) fn memory(longest: i32) -> impl Strategy<Value = Memory> {
+    prop_oneof![
+        4 => prop_oneof![Just(0), -300..300].prop_map(Memory::Share),
+        2 => (300..2000).prop_map(Memory::Share),
+        1 => (1..=longest).prop_map(Memory::Tokens),
+        2 => Just(Memory::Boundless),
+    ]
+}
+
+/// Numbers of micro-batches: small, powers of two and their neighbours, many.
+pub(crate) fn num_micro_batches() -> impl Strategy<Value = usize> {
+    prop_oneof![6 => 1_usize..9, 2 => select(vec![15_usize, 16, 17, 31, 32, 33]), 1 => 1_usize..130]
+}
+
+/// Either mask.
+pub(crate) fn mask() -> impl Strategy<Value = Mask> {
+    prop_oneof![2 => Just(Mask::Causal), 1 => Just(Mask::Full)]
+}
+
+/// Analytic (quadratic, linear, both), a Llama's FLOPs, measured tables.
+pub(crate) fn cost_model() -> BoxedStrategy<CostModel> {
+    let analytic = |attention, linear, mask| CostModel::analytic(attention, linear, mask).unwrap();
+    prop_oneof![
+        1 => mask().prop_map(move |mask| analytic(1.0, 0.0, mask)),
+        1 => mask().prop_map(move |mask| analytic(0.0, 1.0, mask)),
+        2 => (1e-12..1e6, 1e-12..1e9, mask()).prop_map(move |(a, b, mask)| analytic(a, b, mask)),
+        1 => Just(llama_7b()),
+        2 => tables().prop_map(|(lengths, attention, linear, mask)| {
+            CostModel::from_tables(&checked(&lengths), &attention, &linear, mask).unwrap()
+        }),
+    ]
+    .boxed()
+}
+
+/// FLOPs of a 7B Llama.
+pub(crate) fn llama_7b() -> CostModel {
+    CostModel::from_flops(&llama_7b_flops()).unwrap()
+}
+
+/// The shape of a 7B Llama.
+pub(crate) fn llama_7b_flops() -> FlopsOptions {
+    FlopsOptions {
+        hidden_size: 4096,
+        ffn_hidden_size: 11008,
+        num_layers: 32,
+        num_heads: 32,
+        num_kv_heads: 32,
+        head_dim: 128,
+        vocab_size: 32000,
+        gated_ffn: true,
+        experts_per_token: 1,
+        attention_efficiency: 0.55,
+        flops_per_second: 1.0,
+        passes: Passes::ForwardBackward,
+        recompute: false,
+        mask: Mask::Causal,
+    }
+}
+
+/// Lengths and the times measured at them: ascending, and never decreasing.
+pub(crate) fn tables() -> impl Strategy<Value = (Vec<i32>, Vec<f64>, Vec<f64>, Mask)> {
+    // Plateaus too: a kernel can take as long for a longer document.
+    let rise = || prop_oneof![4 => 1e-9..1.0, 1 => Just(0.0)];
+    (vec((1..100_000, rise(), rise()), 1..6), 1e-9..1.0, mask()).prop_map(|(knots, first, mask)| {
+        let (mut length, mut attention, mut linear) = (0, first, first);
+        let mut rows = (Vec::new(), Vec::new(), Vec::new(), mask);
+        for (step, more_attention, more_linear) in knots {
+            length += step;
+            attention += more_attention;
+            linear += more_linear;
+            rows.0.push(length);
+            rows.1.push(attention);
+            rows.2.push(linear);
+        }
+        rows
+    })
+}

@@ -1,0 +1,212 @@
+//! Cost of documents against the formulas written out.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use common::check::close;
+use common::naive::naive_pairs;
+use common::strategies::{checked, config, cost_model, llama_7b_flops, mask, tables};
+use proptest::prelude::*;
+use wlb_core::cost::{FlopsOptions, Passes};
+use wlb_core::{CostModel, Error, Lengths, Mask};
+
+const ANY_LENGTH: std::ops::RangeInclusive<i32> = 1..=i32::MAX;
+
+/// A short or a long document.
+fn length() -> impl Strategy<Value = i32> {
+    prop_oneof![1..300, 1..200_000, ANY_LENGTH]
+}
+
+#[test]
+fn pairs_of_a_small_document_are_counted_one_by_one() {
+    for d in 1..40 {
+        let mut causal = 0;
+        for query in 0..d {
+            causal += (0..=query).count() as u64;
+        }
+        assert_eq!((Mask::Causal.pairs(d), Mask::Full.pairs(d)), (causal, (d * d) as u64));
+    }
+}
+
+proptest! {
+    #![proptest_config(config(500))]
+
+    #[test]
+    fn pairs_are_exact(d in length(), mask in mask()) {
+        prop_assert_eq!(i128::from(mask.pairs(d)), naive_pairs(mask, d));
+    }
+
+    /// Causal: query `i` of a segment sees `start + i + 1` keys. Cut anywhere, the parts are the whole.
+    #[test]
+    fn segments_add_up_to_the_document(d in length(), cut in 0.0..1.0, mask in mask()) {
+        let first = (f64::from(d) * cut) as i32;
+        let parts = mask.segment_pairs(0, first, d) + mask.segment_pairs(first, d - first, d);
+        prop_assert_eq!(parts, mask.pairs(d));
+        let (s, l) = (i128::from(first), i128::from(d - first));
+        let expected = if mask == Mask::Causal { l * s + l * (l + 1) / 2 } else { l * i128::from(d) };
+        prop_assert_eq!(i128::from(mask.segment_pairs(first, d - first, d)), expected);
+    }
+
+    /// To the last bit: every rank must find the same number.
+    #[test]
+    fn an_analytic_cost_is_the_formula(d in length(), attention in 1e-12..1e6, linear in 1e-12..1e9, mask in mask()) {
+        let model = CostModel::analytic(attention, linear, mask).unwrap();
+        let pairs = naive_pairs(mask, d) as f64;
+        prop_assert_eq!(model.cost(d).to_bits(), (attention * pairs + linear * f64::from(d)).to_bits());
+        prop_assert_eq!(model.attention_cost(d), attention * pairs);
+        prop_assert_eq!(model.linear_cost(d), linear * f64::from(d));
+        prop_assert_eq!(model.mask(), mask);
+    }
+
+    #[test]
+    fn many_costs_are_the_costs_of_each(lengths in common::strategies::lengths(40, i32::MAX), model in cost_model()) {
+        let expected: Vec<u64> = lengths.iter().map(|&d| model.cost(d).to_bits()).collect();
+        let found: Vec<u64> = model.costs(&lengths).unwrap().into_iter().map(f64::to_bits).collect();
+        prop_assert_eq!(found, expected);
+    }
+
+    /// Up to the last bit of a table's interpolation.
+    #[test]
+    fn longer_documents_never_cost_less(a in length(), b in length(), model in cost_model()) {
+        prop_assert!(model.cost(a.min(b)) <= model.cost(a.max(b)) * (1.0 + 1e-12));
+        prop_assert!(model.cost(a) > 0.0);
+    }
+
+    #[test]
+    fn tables_are_lines_between_their_knots((lengths, attention, linear, mask) in tables(), d in length()) {
+        let model = CostModel::from_tables(&checked(&lengths), &attention, &linear, mask).unwrap();
+        let line = |work: &dyn Fn(i32) -> f64, table: &[f64]| {
+            let knots: Vec<(f64, f64)> = std::iter::once((0.0, 0.0))
+                .chain(lengths.iter().map(|&d| work(d)).zip(table.iter().copied()))
+                .collect();
+            let x = work(d);
+            match knots.windows(2).find(|pair| x <= pair[1].0) {
+                Some(pair) => {
+                    let share = (x - pair[0].0) / (pair[1].0 - pair[0].0);
+                    pair[0].1 * (1.0 - share) + pair[1].1 * share
+                }
+                None => knots[knots.len() - 1].1 * x / knots[knots.len() - 1].0,
+            }
+        };
+        prop_assert!(close(model.attention_cost(d), line(&|d| naive_pairs(mask, d) as f64, &attention)));
+        prop_assert!(close(model.linear_cost(d), line(&f64::from, &linear)));
+        for (index, &knot) in lengths.iter().enumerate() {
+            prop_assert!(close(model.attention_cost(knot), attention[index]));
+            prop_assert!(close(model.linear_cost(knot), linear[index]));
+        }
+    }
+
+    #[test]
+    fn flops_follow_the_shape(
+        sizes in (1..20_000_i64, 1..60_000_i64, 1..200_i64, 1..200_i64, 1..200_i64, 1..512_i64, 1..300_000_i64, 1..9_i64),
+        (gated_ffn, recompute) in any::<(bool, bool)>(),
+        (attention_efficiency, flops_per_second) in (0.05..1.0, 1.0..1e15),
+        passes in prop_oneof![Just(Passes::Forward), Just(Passes::Backward), Just(Passes::ForwardBackward)],
+        (d, mask) in (1..1_000_000, mask()),
+    ) {
+        let (h, ffn, layers, heads, kv, hd, vocab, experts) = sizes;
+        let model = CostModel::from_flops(&FlopsOptions {
+            hidden_size: h,
+            ffn_hidden_size: ffn,
+            num_layers: layers,
+            num_heads: heads,
+            num_kv_heads: kv,
+            head_dim: hd,
+            vocab_size: vocab,
+            gated_ffn,
+            experts_per_token: experts,
+            attention_efficiency,
+            flops_per_second,
+            passes,
+            recompute,
+            mask,
+        })
+        .unwrap();
+        let matrices = if gated_ffn { 3 } else { 2 };
+        let parameters = layers * (h * heads * hd + 2 * h * kv * hd + heads * hd * h + matrices * h * ffn * experts) + h * vocab;
+        // (forward, backward) in units of a forward.
+        let weigh = |backward: f64| match passes {
+            Passes::Forward => 1.0,
+            Passes::Backward => backward + if recompute { 1.0 } else { 0.0 },
+            Passes::ForwardBackward => 1.0 + backward + if recompute { 1.0 } else { 0.0 },
+        };
+        let pair_flops = (4 * heads * hd * layers) as f64 * naive_pairs(mask, d) as f64;
+        let attention = pair_flops * weigh(2.5) / attention_efficiency / flops_per_second;
+        let linear = 2.0 * parameters as f64 * f64::from(d) * weigh(2.0) / flops_per_second;
+        prop_assert!(close(model.attention_cost(d), attention));
+        prop_assert!(close(model.linear_cost(d), linear));
+    }
+
+    /// A profile on disk is its tables.
+    #[test]
+    fn a_profile_is_its_tables((lengths, attention, linear, mask) in tables()) {
+        let pass = |factor: f64| serde_json::json!({
+            "attention_seconds": attention.iter().map(|seconds| seconds * factor).collect::<Vec<_>>(),
+            "linear_seconds": linear.iter().map(|seconds| seconds * factor).collect::<Vec<_>>(),
+        });
+        let profile = serde_json::json!({
+            "format": "wlb.cost_profile", "version": 1, "gpu": "none", "kernel": "none",
+            "causal": mask == Mask::Causal, "lengths": lengths, "forward": pass(1.0), "backward": pass(2.0),
+        })
+        .to_string();
+        for (passes, factor) in [(Passes::Forward, 1.0), (Passes::Backward, 2.0), (Passes::ForwardBackward, 3.0)] {
+            let model = CostModel::from_profile(&profile, passes).unwrap();
+            prop_assert_eq!(model.mask(), mask);
+            for (index, &d) in lengths.iter().enumerate() {
+                prop_assert!(close(model.attention_cost(d), attention[index] * factor));
+                prop_assert!(close(model.linear_cost(d), linear[index] * factor));
+            }
+        }
+        // Cut short anywhere it is an error, not a panic.
+        let cut = profile.len() / 2;
+        assert!(matches!(CostModel::from_profile(&profile[..cut], Passes::Forward), Err(Error::Profile { .. })));
+    }
+
+    /// Only finite rates, 0 or above and not both 0, make a model.
+    #[test]
+    fn rates_are_checked(attention in any::<f64>(), linear in any::<f64>(), mask in mask()) {
+        let legal = |rate: f64| rate.is_finite() && rate >= 0.0;
+        let expected = legal(attention) && legal(linear) && (attention > 0.0 || linear > 0.0);
+        prop_assert_eq!(CostModel::analytic(attention, linear, mask).is_ok(), expected);
+    }
+
+    /// One bad knot anywhere is named.
+    #[test]
+    fn a_bad_knot_is_named((lengths, mut attention, linear, mask) in tables(), at in any::<prop::sample::Index>(),
+        bad in prop_oneof![Just(f64::NAN), Just(f64::INFINITY), Just(0.0), Just(-1.0)],
+    ) {
+        let at = at.index(lengths.len());
+        attention[at] = bad;
+        let error = CostModel::from_tables(&checked(&lengths), &attention, &linear, mask).unwrap_err();
+        prop_assert_eq!(error.index(), Some(at));
+        prop_assert!(error.argument().starts_with("attention"));
+    }
+
+    #[test]
+    fn a_length_out_of_range_is_named(
+        mut values in prop::collection::vec(1..=i64::from(i32::MAX), 1..50),
+        at in any::<prop::sample::Index>(),
+        bad in prop_oneof![Just(0), Just(-1), Just(1_i64 << 31), Just(1_i64 << 32 | 5), any::<i64>()],
+    ) {
+        let at = at.index(values.len());
+        values[at] = bad;
+        let legal = (1..=i64::from(i32::MAX)).contains(&bad);
+        let expected = if legal { None } else { Some(Error::Length { argument: "lengths", index: at, value: bad }) };
+        prop_assert_eq!(Lengths::new("lengths", &values).err(), expected);
+    }
+}
+
+#[test]
+fn a_cost_beyond_floats_is_an_error_that_names_the_longest() {
+    let model = CostModel::analytic(1e300, 0.0, Mask::Causal).unwrap();
+    let error = model.costs(&[1, 1_000_000, 5]).unwrap_err();
+    assert_eq!(error, Error::InfiniteCost { argument: "lengths", index: 1, value: 1_000_000 });
+}
+
+#[test]
+fn a_shape_without_a_size_is_named() {
+    let error = CostModel::from_flops(&FlopsOptions { num_layers: 0, ..llama_7b_flops() }).unwrap_err();
+    assert_eq!(error.argument(), "num_layers");
+    let error = CostModel::from_flops(&FlopsOptions { attention_efficiency: 0.0, ..llama_7b_flops() }).unwrap_err();
+    assert_eq!(error.argument(), "attention_efficiency");
+}

@@ -1,0 +1,156 @@
+//! One global batch: every method against its oracle and its guarantees.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use common::check;
+use common::naive;
+use common::strategies::{checked, config, cost_model, lengths, memory, num_micro_batches};
+use proptest::prelude::*;
+use proptest::sample::Index;
+use wlb_core::packing::stream::{batch_offsets, split_documents};
+use wlb_core::packing::{MAX_MICRO_BATCHES, Piece};
+use wlb_core::{CostModel, Error, Mask, Method, PackOptions, Packing, pack};
+
+const METHODS: [Method; 4] = [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast];
+
+fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Packing {
+    let options = PackOptions { num_micro_batches, max_tokens, method: Method::VarLength, window: 1 };
+    pack(&checked(lengths), &options, cost).unwrap()
+}
+
+proptest! {
+    #![proptest_config(config(400))]
+
+    /// Every method: the oracle bit for bit, each document once, never over `max_tokens`, the certificate, the promise of
+    /// `var_length_fast`, and the same plan from its own assignment.
+    #[test]
+    fn plans_are_the_oracles(
+        lengths in lengths(600, 130_000), n in num_micro_batches(), window in 1_usize..4, memory in memory(1000),
+        cost in cost_model(),
+    ) {
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        check::pack_every_way(&lengths, n, window, memory.max_tokens(&lengths, n, longest), &cost);
+    }
+
+    /// The same where documents may be longer than a micro-batch, or as long as int32 counts.
+    #[test]
+    fn plans_are_the_oracles_for_documents_of_any_length(
+        lengths in lengths(60, i32::MAX), n in num_micro_batches(), window in 1_usize..4, memory in memory(i32::MAX),
+        cost in cost_model(),
+    ) {
+        check::pack_every_way(&lengths, n, window, memory.max_tokens(&lengths, n, 1), &cost);
+    }
+
+    /// Enough light documents that `var_length_fast` pours instead of sorting.
+    #[test]
+    fn a_poured_tail_keeps_the_promise(
+        lengths in prop::collection::vec(prop_oneof![60 => 1..400, 4 => 1..5000, 1 => 5000..60_000], 300..1500),
+        n in 1_usize..9, memory in memory(100_000), cost in cost_model(),
+    ) {
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        check::pack_every_way(&lengths, n, 1, memory.max_tokens(&lengths, n, longest), &cost);
+    }
+
+    #[test]
+    fn micro_batches_are_dealt_fairly(
+        lengths in lengths(200, 100_000), dp_size in 0_usize..10, per_rank in 1_usize..10, odd in 0_usize..2,
+        memory in memory(1000), cost in cost_model(),
+    ) {
+        let n = (dp_size * per_rank + odd).max(1);
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        let packing = pack_var_length(&lengths, n, memory.max_tokens(&lengths, n, longest), &cost);
+        check::dealt_fairly(&packing, dp_size);
+    }
+
+    /// Equal digests iff equal plans.
+    #[test]
+    fn a_digest_tells_plans_apart(
+        lengths in lengths(60, 50), n in 1_usize..5, a in (0_usize..4, 50_i32..100), b in (0_usize..4, 50_i32..100),
+    ) {
+        let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
+        let run = |(method, max_tokens): (usize, i32)| {
+            let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1 };
+            pack(&checked(&lengths), &options, &cost).unwrap()
+        };
+        let (a, b) = (run(a), run(b));
+        let same = (&a.pieces, &a.offsets, &a.leftover) == (&b.pieces, &b.offsets, &b.leftover);
+        prop_assert_eq!(a.digest() == b.digest(), same);
+    }
+
+    /// An assignment from elsewhere: scored if legal, an error that names the culprit if not.
+    #[test]
+    fn any_assignment_is_scored_or_refused(
+        lengths in lengths(60, 1000), n in 1_usize..6, max_tokens in 1_i32..20_000, cost in cost_model(),
+        wild in prop::collection::vec(prop_oneof![20 => -1_i64..6, 1 => any::<i64>()], 60),
+    ) {
+        let assignment = &wild[..lengths.len().min(60)];
+        let result = Packing::from_assignment(&checked(&lengths), assignment, n, max_tokens, &cost);
+        let bad = assignment.iter().position(|&j| j < -1 || j >= n as i64);
+        let mut tokens = vec![0_i64; n];
+        for (&length, &j) in lengths.iter().zip(assignment) {
+            if let Some(tokens) = usize::try_from(j).ok().and_then(|j| tokens.get_mut(j)) {
+                *tokens += i64::from(length);
+            }
+        }
+        match result {
+            Ok(packing) => {
+                prop_assert!(bad.is_none() && tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens)));
+                check::packing_is_legal(&packing, &cost);
+                check::each_token_once(&packing, &lengths);
+                prop_assert_eq!(packing.tokens, tokens);
+            }
+            Err(Error::Entry { argument: "assignment", index, .. }) => prop_assert_eq!(Some(index), bad),
+            Err(error) => {
+                assert!(matches!(error, Error::Combination { argument: "assignment", .. }));
+                prop_assert!(bad.is_none() && tokens.iter().any(|&tokens| tokens > i64::from(max_tokens)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_document_over_max_tokens_is_named(mut lengths in lengths(60, 1000), at in any::<Index>(), cost in cost_model()) {
+        lengths.push(1);
+        let at = at.index(lengths.len());
+        lengths[at] = 1001;
+        for method in [Method::VarLength, Method::VarLengthFast] {
+            let options = PackOptions { num_micro_batches: 3, max_tokens: 1000, method, window: 1 };
+            let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
+            prop_assert_eq!((error.argument(), error.index()), ("lengths", Some(at)));
+        }
+    }
+
+    #[test]
+    fn a_stream_is_cut_into_batches(lengths in lengths(100, 5000), tokens in prop_oneof![1_i64..200, 1_i64..100_000, Just(i64::MAX)]) {
+        prop_assert_eq!(batch_offsets(&checked(&lengths), tokens).unwrap(), naive::batch_offsets(&lengths, tokens));
+    }
+
+    #[test]
+    fn documents_are_split(lengths in lengths(60, 100_000), limit in 50_i32..100_000) {
+        let documents = lengths.iter().enumerate().map(|(id, &length)| Piece { id: id as i64, start: 0, length });
+        let expected: Vec<Piece> = documents.flat_map(|document| naive::split(document, limit)).collect();
+        prop_assert_eq!(split_documents(&checked(&lengths), i64::from(limit)).unwrap(), expected);
+    }
+}
+
+#[test]
+fn nothing_packs_into_empty_micro_batches() {
+    let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
+    check::pack_every_way(&[], 3, 2, 10, &cost);
+    assert_eq!(batch_offsets(&checked(&[]), 5).unwrap(), [0]);
+}
+
+#[test]
+fn sizes_out_of_range_are_named() {
+    let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
+    let good = PackOptions { num_micro_batches: 2, max_tokens: 10, method: Method::FixedLength, window: 1 };
+    let argument = |options: PackOptions| pack(&checked(&[1]), &options, &cost).unwrap_err().argument();
+    assert_eq!(argument(PackOptions { num_micro_batches: 0, ..good.clone() }), "num_micro_batches");
+    assert_eq!(argument(PackOptions { num_micro_batches: MAX_MICRO_BATCHES + 1, ..good.clone() }), "num_micro_batches");
+    assert_eq!(argument(PackOptions { num_micro_batches: usize::MAX, ..good.clone() }), "num_micro_batches");
+    assert_eq!(argument(PackOptions { max_tokens: 0, ..good.clone() }), "max_tokens");
+    assert_eq!(argument(PackOptions { max_tokens: -1, ..good.clone() }), "max_tokens");
+    assert_eq!(argument(PackOptions { window: 0, ..good.clone() }), "window");
+    assert_eq!(argument(PackOptions { window: usize::MAX, ..good.clone() }), "window");
+    assert_eq!(argument(PackOptions { method: Method::VarLength, window: 2, ..good }), "window");
+}

@@ -1,0 +1,143 @@
+//! numpy in, numpy out.
+
+use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::PyMemoryError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyInt};
+use wlb_core::Lengths;
+
+use crate::error::{raise, refuse};
+
+/// Documents from which on the GIL is released: below, the work takes less time than another thread needs to wake up.
+pub(crate) const DETACH_FROM: usize = 1024;
+
+/// Runs the core, without the GIL if there is enough to do.
+pub(crate) fn run<T: Send>(py: Python<'_>, documents: usize, work: impl FnOnce() -> T + Send) -> T {
+    if documents < DETACH_FROM { work() } else { py.detach(work) }
+}
+
+/// Lengths of documents: copied and checked before the GIL is released, because other threads may write to the array.
+pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
+    with_integers(argument, object, |values| Lengths::new(argument, values).map_err(raise))
+}
+
+/// Any int64 values.
+pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    with_integers(argument, object, |values| Ok(values.to_vec()))
+}
+
+/// Any float64 values.
+pub(crate) fn floats(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<f64>> {
+    let array = as_array(argument, object)?;
+    let converted = array.call_method1("astype", ("float64",)).map_err(|error| unreadable(argument, object, error))?;
+    Ok(converted.cast::<PyArray1<f64>>()?.to_vec()?)
+}
+
+/// One whole number; a bool is none.
+pub(crate) fn integer(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i64> {
+    if object.is_instance_of::<PyBool>() {
+        return Err(refuse(argument, None, Some(object), "must be a whole number"));
+    }
+    if let Ok(value) = object.extract::<i64>() {
+        return Ok(value);
+    }
+    let problem = if object.is_instance_of::<PyInt>() { "is out of range" } else { "must be a whole number" };
+    Err(refuse(argument, None, Some(object), problem))
+}
+
+/// One whole number that counts something; below zero is left to the core to refuse by name and range.
+pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i64, maximum: i64) -> PyResult<usize> {
+    let value = integer(argument, object)?;
+    if (minimum..=maximum).contains(&value) {
+        return Ok(value as usize);
+    }
+    Err(raise(wlb_core::Error::OutOfRange { argument, value, minimum, maximum }))
+}
+
+/// The most tokens that a document, a micro-batch or a packed sequence can have.
+pub(crate) fn tokens(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
+    size(argument, object, 1, wlb_core::lengths::MAX_TOKENS).map(|tokens| tokens as i32)
+}
+
+/// A new array that owns `values`.
+pub(crate) fn array<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<T>> {
+    PyArray1::from_vec(py, values)
+}
+
+fn with_integers<T>(
+    argument: &'static str,
+    object: &Bound<'_, PyAny>,
+    read: impl FnOnce(&[i64]) -> PyResult<T>,
+) -> PyResult<T> {
+    if let Ok(array) = object.cast_exact::<PyArray1<i64>>()
+        // SAFETY: the GIL is held until the values have been copied, so that nothing writes to them meanwhile. That
+        // they are aligned and contiguous is checked.
+        && let Ok(values) = unsafe { array.as_slice() }
+    {
+        return read(values);
+    }
+    let array = as_array(argument, object)?;
+    let kind: char = array.dtype().getattr("kind")?.extract()?;
+    let items = array.len();
+    if items > 0 && kind != 'i' && kind != 'u' {
+        return read(&item_by_item(argument, &array)?);
+    }
+    if kind == 'u' && array.dtype().itemsize() == 8 {
+        // The one integer type that int64 cannot hold.
+        return read(&item_by_item(argument, &array)?);
+    }
+    // A copy: in native byte order, aligned, contiguous.
+    let native = array.call_method1("astype", ("int64",))?;
+    read(&native.cast::<PyArray1<i64>>()?.to_vec()?)
+}
+
+/// Any 1-D array or sequence, as a numpy array of whatever dtype numpy gives it.
+fn as_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let array = object
+        .py()
+        .import("numpy")?
+        .call_method1("asarray", (object,))
+        .map_err(|error| unreadable(argument, object, error))?;
+    let array = array.cast_into::<PyUntypedArray>()?;
+    if array.ndim() == 1 {
+        return Ok(array);
+    }
+    let shape = array.shape().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let problem = format!("must be 1-dimensional, but its shape is ({shape})");
+    Err(refuse(argument, None, None, problem))
+}
+
+/// What numpy could not read is wrong input; running out of memory or a keyboard interrupt is not.
+fn unreadable(argument: &'static str, object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    let py = object.py();
+    if !error.is_instance_of::<pyo3::exceptions::PyException>(py) || error.is_instance_of::<PyMemoryError>(py) {
+        return error;
+    }
+    refuse(argument, None, Some(object), format!("is no array of numbers ({error})"))
+}
+
+/// Element by element, so that an error can name the culprit: dtypes that are not plain integers are wrong input,
+/// except Python integers in an object array.
+fn item_by_item(argument: &'static str, array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<i64>> {
+    let items: Vec<Bound<'_, PyAny>> = array.call_method0("tolist")?.extract()?;
+    let mut values = Vec::with_capacity(items.len());
+    let mut not_an_integer = None;
+    for (index, item) in items.iter().enumerate() {
+        if item.is_instance_of::<PyInt>() && !item.is_instance_of::<PyBool>() {
+            let too_large = |_| refuse(argument, Some(index), Some(item), "does not fit into int64");
+            values.push(item.extract::<i64>().map_err(too_large)?);
+        } else if item.extract::<f64>().is_ok_and(|value| value.fract() == 0.0) {
+            // Blame a fraction or NaN behind it first, if there is one.
+            not_an_integer.get_or_insert(index);
+        } else {
+            return Err(refuse(argument, Some(index), Some(item), "must be an integer"));
+        }
+    }
+    match not_an_integer {
+        None => Ok(values),
+        Some(index) => {
+            let problem = format!("must be an integer, but the array has dtype {}", array.dtype());
+            Err(refuse(argument, Some(index), Some(&items[index]), problem))
+        }
+    }
+}

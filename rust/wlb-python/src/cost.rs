@@ -1,0 +1,241 @@
+//! `wlb.CostModel` and `wlb.pairs`.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Passes};
+
+use crate::convert::{array, floats, integer, read_lengths};
+use crate::error::raise;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<CostModel>()?;
+    module.add_function(wrap_pyfunction!(pairs, module)?)
+}
+
+pub(crate) fn mask(causal: bool) -> Mask {
+    if causal { Mask::Causal } else { Mask::Full }
+}
+
+/// Cost of documents: ``cost(d) = attention * pairs(d) + linear * d``, in seconds or any one unit.
+///
+/// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear. Costs
+/// must come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a
+/// greedy packing does. Build one from rates, :meth:`from_flops`, :meth:`from_tables` or :meth:`from_profile`. Immutable;
+/// picklable; equal models compare equal.
+///
+/// Args:
+///     attention: cost of one (query, key) pair; 0 or above.
+///     linear: cost of one token; 0 or above, and not both 0.
+///     causal: count ``d(d+1)/2`` pairs (default) or, for bidirectional masks, ``d*d``.
+///
+/// Raises:
+///     WlbError: a rate is negative or not finite, or both are 0.
+#[pyclass(frozen, module = "wlb", name = "CostModel")]
+pub(crate) struct CostModel(pub(crate) Model);
+
+#[pymethods]
+impl CostModel {
+    #[new]
+    #[pyo3(signature = (*, attention, linear, causal = true))]
+    fn new(attention: f64, linear: f64, causal: bool) -> PyResult<Self> {
+        Model::analytic(attention, linear, mask(causal)).map(Self).map_err(raise)
+    }
+
+    /// Cost from the FLOPs of a decoder-only transformer.
+    ///
+    /// Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, 2 per parameter and token.
+    /// Backward: 2.5 times (flash attention recomputes the scores) and 2 times as much.
+    ///
+    /// Args:
+    ///     hidden_size, ffn_hidden_size, num_layers, num_heads, vocab_size: as in the model's configuration.
+    ///     num_kv_heads: key/value heads, for GQA and MQA; default ``num_heads``.
+    ///     head_dim: default ``hidden_size / num_heads``.
+    ///     gated_ffn: three feed-forward matrices (SwiGLU) instead of two.
+    ///     experts_per_token: experts that one token visits; 1 for a dense model.
+    ///     attention_efficiency: FLOP rate of attention relative to the GEMMs'; 0.55 means just over half.
+    ///     flops_per_second: FLOP rate of the GEMMs, for costs in seconds; by default the unit is one GEMM FLOP.
+    ///     passes: "forward", "backward" or "forward_backward".
+    ///     recompute: activations are recomputed: the backward pass runs one more forward.
+    ///     causal: mask.
+    ///
+    /// Raises:
+    ///     WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
+    #[staticmethod]
+    #[pyo3(
+        signature = (*, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads = None, vocab_size,
+                     head_dim = None, gated_ffn = true, experts_per_token = None, attention_efficiency = 1.0,
+                     flops_per_second = 1.0, passes = "forward_backward", recompute = false, causal = true),
+        text_signature = "(*, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads=None, vocab_size, \
+                          head_dim=None, gated_ffn=True, experts_per_token=1, attention_efficiency=1.0, \
+                          flops_per_second=1.0, passes='forward_backward', recompute=False, causal=True)"
+    )]
+    #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
+    fn from_flops(
+        hidden_size: &Bound<'_, PyAny>,
+        ffn_hidden_size: &Bound<'_, PyAny>,
+        num_layers: &Bound<'_, PyAny>,
+        num_heads: &Bound<'_, PyAny>,
+        num_kv_heads: Option<&Bound<'_, PyAny>>,
+        vocab_size: &Bound<'_, PyAny>,
+        head_dim: Option<&Bound<'_, PyAny>>,
+        gated_ffn: bool,
+        experts_per_token: Option<&Bound<'_, PyAny>>,
+        attention_efficiency: f64,
+        flops_per_second: f64,
+        passes: &str,
+        recompute: bool,
+        causal: bool,
+    ) -> PyResult<Self> {
+        let hidden_size = integer("hidden_size", hidden_size)?;
+        let num_heads = integer("num_heads", num_heads)?;
+        let head_dim = match head_dim {
+            Some(head_dim) => integer("head_dim", head_dim)?,
+            None if num_heads > 0 && hidden_size % num_heads == 0 => hidden_size / num_heads,
+            None => {
+                let (argument, requirement) = ("head_dim", "num_heads does not divide hidden_size: pass head_dim");
+                return Err(raise(wlb_core::Error::Combination { argument, requirement }));
+            }
+        };
+        Model::from_flops(&FlopsOptions {
+            hidden_size,
+            ffn_hidden_size: integer("ffn_hidden_size", ffn_hidden_size)?,
+            num_layers: integer("num_layers", num_layers)?,
+            num_heads,
+            num_kv_heads: num_kv_heads.map_or(Ok(num_heads), |heads| integer("num_kv_heads", heads))?,
+            head_dim,
+            vocab_size: integer("vocab_size", vocab_size)?,
+            gated_ffn,
+            experts_per_token: experts_per_token.map_or(Ok(1), |experts| integer("experts_per_token", experts))?,
+            attention_efficiency,
+            flops_per_second,
+            passes: passes.parse::<Passes>().map_err(raise)?,
+            recompute,
+            mask: mask(causal),
+        })
+        .map(Self)
+        .map_err(raise)
+    }
+
+    /// Cost from times measured at some document lengths.
+    ///
+    /// Attention is linear in pairs between knots, hence exact wherever it is quadratic in the length; the rest is
+    /// linear in tokens. Both start at 0 and are proportional to pairs (tokens) beyond the last knot.
+    ///
+    /// Args:
+    ///     lengths: int[k], tokens, strictly ascending.
+    ///     attention_seconds, linear_seconds: float[k], cost of one document of that length; above 0, never decreasing.
+    ///     causal: mask under which they were measured.
+    ///
+    /// Raises:
+    ///     WlbError: naming the entry that does not fit.
+    #[staticmethod]
+    #[pyo3(signature = (lengths, *, attention_seconds, linear_seconds, causal = true))]
+    fn from_tables(
+        lengths: &Bound<'_, PyAny>,
+        attention_seconds: &Bound<'_, PyAny>,
+        linear_seconds: &Bound<'_, PyAny>,
+        causal: bool,
+    ) -> PyResult<Self> {
+        let lengths = read_lengths("lengths", lengths)?;
+        let attention = floats("attention_seconds", attention_seconds)?;
+        let linear = floats("linear_seconds", linear_seconds)?;
+        Model::from_tables(&lengths, &attention, &linear, mask(causal)).map(Self).map_err(raise)
+    }
+
+    /// Cost from a measured profile: a JSON file, or the name of one that came with wlb.
+    ///
+    /// Args:
+    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
+    ///     passes: "forward", "backward" or "forward_backward" (their sum).
+    ///
+    /// Raises:
+    ///     WlbError: no such profile, or a malformed one; says where in the file.
+    #[staticmethod]
+    #[pyo3(signature = (path_or_name, *, passes = "forward_backward"))]
+    fn from_profile(path_or_name: &Bound<'_, PyAny>, passes: &str) -> PyResult<Self> {
+        let passes = passes.parse::<Passes>().map_err(raise)?;
+        let json: String =
+            path_or_name.py().import("wlb.profiles")?.call_method1("read", (path_or_name,))?.extract()?;
+        Model::from_profile(&json, passes).map(Self).map_err(raise)
+    }
+
+    /// Cost of each document.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens.
+    ///
+    /// Returns:
+    ///     float64[n].
+    fn cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
+        let lengths = read_lengths("lengths", lengths)?;
+        Ok(array(py, self.0.costs(&lengths).map_err(raise)?))
+    }
+
+    /// The part of :meth:`cost` that grows with the pairs. float64[n].
+    fn attention_cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
+        let lengths = read_lengths("lengths", lengths)?;
+        Ok(array(py, lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
+    }
+
+    /// The part of :meth:`cost` that grows with the tokens. float64[n].
+    fn linear_cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
+        let lengths = read_lengths("lengths", lengths)?;
+        Ok(array(py, lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
+    }
+
+    /// Whether pairs are counted under a causal mask.
+    #[getter]
+    fn causal(&self) -> bool {
+        self.0.mask() == Mask::Causal
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.0.to_json().hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CostModel({})", self.0.to_json())
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    }
+
+    #[staticmethod]
+    fn _from_json(json: &str) -> PyResult<Self> {
+        Model::from_json(json).map(Self).map_err(raise)
+    }
+}
+
+/// Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.
+///
+/// Args:
+///     lengths: int, or int[n]; tokens.
+///     causal: mask.
+///
+/// Returns:
+///     int, or int64[n].
+///
+/// Raises:
+///     WlbError: a length below 1 or above 2**31 - 1.
+#[pyfunction]
+#[pyo3(signature = (lengths, *, causal = true))]
+fn pairs<'py>(py: Python<'py>, lengths: &Bound<'py, PyAny>, causal: bool) -> PyResult<Bound<'py, PyAny>> {
+    let mask = mask(causal);
+    if lengths.hasattr("__index__")? && !lengths.hasattr("__len__")? {
+        let length = integer("lengths", lengths)?;
+        let one = wlb_core::Lengths::new("lengths", &[length]).map_err(raise)?;
+        return Ok(mask.pairs(one[0]).into_pyobject(py)?.into_any());
+    }
+    let lengths = read_lengths("lengths", lengths)?;
+    // At most 2^62.
+    Ok(array(py, lengths.iter().map(|&length| mask.pairs(length) as i64).collect()).into_any())
+}

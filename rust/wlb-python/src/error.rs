@@ -1,0 +1,105 @@
+//! Core errors as Python exceptions.
+
+use pyo3::create_exception;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use wlb_core::Error;
+
+create_exception!(
+    wlb,
+    WlbError,
+    PyValueError,
+    "Wrong input. Nothing was changed.\n\nAttributes:\n    argument: name of the argument that is wrong.\n    index: where in it, if \
+     it is a sequence.\n    value: the value that is wrong, if there is a single one."
+);
+create_exception!(
+    wlb,
+    StateError,
+    WlbError,
+    "A saved state that cannot be loaded: corrupt, foreign, or of another configuration."
+);
+
+/// The attributes exist on every instance, also on one that Python code raised itself.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    let base = py.get_type::<WlbError>();
+    for attribute in ["argument", "index", "value"] {
+        base.setattr(attribute, py.None())?;
+    }
+    module.add("WlbError", base)?;
+    module.add("StateError", py.get_type::<StateError>())
+}
+
+/// The exception for a core error.
+pub(crate) fn raise(error: Error) -> PyErr {
+    let message = error.to_string();
+    Python::attach(|py| {
+        let exception = match error {
+            Error::State { .. } | Error::ConfigChanged { .. } => StateError::new_err(message),
+            _ => WlbError::new_err(message),
+        };
+        annotate(py, exception, error.argument(), error.index(), value(py, &error))
+    })
+}
+
+/// An exception for input that never reached the core.
+pub(crate) fn refuse(
+    argument: &str,
+    index: Option<usize>,
+    value: Option<&Bound<'_, PyAny>>,
+    problem: impl AsRef<str>,
+) -> PyErr {
+    let problem = problem.as_ref();
+    Python::attach(|py| {
+        let place = index.map_or_else(|| argument.to_owned(), |index| format!("{argument}[{index}]"));
+        let message = match value {
+            Some(value) => {
+                let shown = value.repr().map_or_else(|_| "?".to_owned(), |repr| shorten(&repr.to_string()));
+                format!("{place} = {shown}: {problem}")
+            }
+            None => format!("{place}: {problem}"),
+        };
+        let value = value.map_or_else(|| py.None(), |value| value.clone().unbind());
+        annotate(py, WlbError::new_err(message), argument, index, value)
+    })
+}
+
+fn shorten(text: &str) -> String {
+    if text.chars().count() <= 80 { text.to_owned() } else { text.chars().take(77).chain("...".chars()).collect() }
+}
+
+fn annotate(py: Python<'_>, error: PyErr, argument: &str, index: Option<usize>, value: Py<PyAny>) -> PyErr {
+    let instance = error.value(py);
+    let annotated = instance
+        .setattr("argument", argument)
+        .and_then(|()| instance.setattr("index", index))
+        .and_then(|()| instance.setattr("value", value));
+    annotated.err().unwrap_or(error)
+}
+
+fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
+    let whole = |value: i64| value.into_pyobject(py).map(|value| value.into_any().unbind());
+    let object = match error {
+        Error::Length { value, .. }
+        | Error::TooLong { value, .. }
+        | Error::OutOfRange { value, .. }
+        | Error::DuplicateId { value, .. }
+        | Error::Indivisible { value, .. }
+        | Error::InfiniteCost { value, .. }
+        | Error::TotalTooLong { total: value, .. } => whole(*value),
+        Error::Mismatch { found, .. } => whole(*found as i64),
+        Error::Entry { value, .. } if value.fract() == 0.0 => whole(*value as i64),
+        Error::Number { value, .. } | Error::Entry { value, .. } => {
+            value.into_pyobject(py).map(|value| value.into_any().unbind())
+        }
+        Error::Choice { value, .. } => value.into_pyobject(py).map(|value| value.into_any().unbind()),
+        Error::Combination { .. } | Error::Profile { .. } | Error::State { .. } | Error::ConfigChanged { .. } => {
+            return py.None();
+        }
+    };
+    // The conversions of numbers and strings cannot fail.
+    match object {
+        Ok(object) => object,
+        Err(never) => match never {},
+    }
+}

@@ -1,0 +1,23 @@
+//! `wlb._core`: numpy in, plans out. Conversion only; every decision is made in `wlb-core`.
+
+use pyo3::prelude::*;
+
+mod convert;
+mod cost;
+mod error;
+mod packer;
+mod packing;
+mod sharding;
+
+/// The engine of wlb. Private: import its names from `wlb`.
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    // A benchmark refuses a debug build.
+    module.add("BUILD_PROFILE", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+    error::register(module)?;
+    cost::register(module)?;
+    packing::register(module)?;
+    packer::register(module)?;
+    sharding::register(module)
+}

@@ -1,0 +1,565 @@
+//! `wlb.Packer` and `wlb.tune_outlier_thresholds`.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use wlb_core::packing::metrics::Metrics;
+use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig};
+use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
+
+use crate::convert::{DETACH_FROM, array, integer, integers, read_lengths, run, size, tokens};
+use crate::cost::CostModel;
+use crate::error::{StateError, raise, refuse};
+use crate::packing::Packing;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Packer>()?;
+    module.add_class::<PackerMetrics>()?;
+    module.add_class::<TuneResult>()?;
+    module.add_class::<TunedPoint>()?;
+    module.add_function(wrap_pyfunction!(tune_outlier_thresholds, module)?)
+}
+
+/// Packs a stream of global batches, holding outliers back until they can be balanced.
+///
+/// Documents of ``outlier_thresholds[i]`` tokens or more, and fewer than the next threshold, wait in level ``i``. While a
+/// level holds ``num_micro_batches`` documents, that many leave it and join the batch being packed, one for
+/// each micro-batch. All others are emitted in the iteration they arrive in, if they fit; what does not fit
+/// goes first in the next. The same pushes give the same plans on every rank, and after every resume. Safe to share between
+/// threads; picklable.
+///
+/// Args:
+///     num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
+///     max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
+///     cost_model: what documents cost.
+///     outlier_thresholds: tokens, ascending; () holds nothing back. :func:`tune_outlier_thresholds` finds good ones.
+///     release: which waiting documents join a batch; "fifo" is the paper's rule.
+///     max_delay: iterations after which a waiting document joins whatever its level holds; ``None``: no limit.
+///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
+///     oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
+///
+/// Raises:
+///     WlbError: naming the argument that makes no sense.
+///
+/// WLB-LLM, section 4 and Algorithm 1.
+#[pyclass(frozen, module = "wlb", name = "Packer")]
+pub(crate) struct Packer(Mutex<Core>);
+
+impl Packer {
+    /// Nobody who holds the lock waits for the GIL, so that waiting for it with the GIL is safe.
+    fn lock(&self) -> MutexGuard<'_, Core> {
+        // The core leaves nothing half-done: it checks before it changes.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Packer {
+    #[new]
+    #[pyo3(
+        signature = (*, num_micro_batches, max_tokens, cost_model, outlier_thresholds = None, release = "fifo",
+                     max_delay = None, max_document_tokens = None, oversize = "error"),
+        text_signature = "(*, num_micro_batches, max_tokens, cost_model, outlier_thresholds=(), release='fifo', \
+                          max_delay=None, max_document_tokens=None, oversize='error')"
+    )]
+    #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
+    fn new(
+        num_micro_batches: &Bound<'_, PyAny>,
+        max_tokens: &Bound<'_, PyAny>,
+        cost_model: &Bound<'_, CostModel>,
+        outlier_thresholds: Option<&Bound<'_, PyAny>>,
+        release: &str,
+        max_delay: Option<&Bound<'_, PyAny>>,
+        max_document_tokens: Option<&Bound<'_, PyAny>>,
+        oversize: &str,
+    ) -> PyResult<Self> {
+        let thresholds = match outlier_thresholds {
+            Some(thresholds) => read_lengths("outlier_thresholds", thresholds)?.to_vec(),
+            None => Vec::new(),
+        };
+        let packer = Core::new(PackerConfig {
+            outlier_thresholds: thresholds,
+            release: release.parse().map_err(raise)?,
+            oversize: oversize.parse().map_err(raise)?,
+            ..config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens)?
+        });
+        packer.map(|packer| Self(Mutex::new(packer))).map_err(raise)
+    }
+
+    /// The packer that :meth:`state_dict` saved, configuration included.
+    ///
+    /// Raises:
+    ///     StateError: the state is corrupt, truncated, of another version, or not a packer's.
+    #[staticmethod]
+    fn from_state_dict(state: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Core::load(&to_json(state)?).map(|packer| Self(Mutex::new(packer))).map_err(raise)
+    }
+
+    /// Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the new documents; may be empty.
+    ///     ids: int64[n], their names, unique among these and the pending documents; default a running number.
+    ///
+    /// Returns:
+    ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was split);
+    ///     ``leftover`` is what is carried over to the next iteration.
+    ///
+    /// Raises:
+    ///     WlbError: wrong lengths or ids, or a document over ``max_document_tokens`` under oversize="error". The packer is
+    ///         unchanged.
+    ///
+    /// O(n log N) for the documents new, carried over and released. Releases the GIL from 1,024 new documents on.
+    #[pyo3(signature = (lengths, ids = None))]
+    fn push(&self, py: Python<'_>, lengths: &Bound<'_, PyAny>, ids: Option<&Bound<'_, PyAny>>) -> PyResult<Packing> {
+        let lengths = read_lengths("lengths", lengths)?;
+        let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
+        let plan = run(py, lengths.len(), || self.lock().push(&lengths, ids.as_deref()));
+        plan.map(|plan| Packing(Arc::new(plan))).map_err(raise)
+    }
+
+    /// Empties everything at the end of the stream, in as many global batches as it takes.
+    ///
+    /// Returns:
+    ///     list[Packing]; empty if nothing was pending.
+    fn flush(&self, py: Python<'_>) -> Vec<Packing> {
+        let pending = self.lock().pending();
+        let plans = run(py, pending, || self.lock().flush());
+        plans.into_iter().map(|plan| Packing(Arc::new(plan))).collect()
+    }
+
+    /// Documents (or pieces of split ones) that were pushed and not yet emitted.
+    #[getter]
+    fn pending(&self) -> usize {
+        self.lock().pending()
+    }
+
+    /// Documents that wait in each level.
+    #[getter]
+    fn queued<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let levels: Vec<usize> = self.lock().queue().levels().iter().map(|level| level.len()).collect();
+        PyTuple::new(py, levels)
+    }
+
+    /// Documents that did not fit and go first in the next iteration.
+    #[getter]
+    fn carried(&self) -> usize {
+        self.lock().carried().len()
+    }
+
+    /// Global batches packed so far.
+    #[getter]
+    fn iteration(&self) -> u64 {
+        self.lock().iteration()
+    }
+
+    /// Micro-batches of a global batch.
+    #[getter]
+    fn num_micro_batches(&self) -> usize {
+        self.lock().config().num_micro_batches
+    }
+
+    /// Hex hash of the configuration, all but ``num_micro_batches``: what must agree for a state to be loaded.
+    #[getter]
+    fn fingerprint(&self) -> String {
+        self.lock().config().fingerprint()
+    }
+
+    /// Balance, delay and memory since the stream began.
+    fn metrics(&self) -> PackerMetrics {
+        PackerMetrics(self.lock().metrics().clone())
+    }
+
+    /// The packer as plain JSON values: a dict of str, int, float, list, None.
+    ///
+    /// Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
+    /// the position of the data set that was *consumed*, not prefetched.
+    fn state_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let json = self.lock().save();
+        py.import("json")?.call_method1("loads", (json,))
+    }
+
+    /// Goes on where the saved packer stopped, under this packer's configuration.
+    ///
+    /// Args:
+    ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
+    ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
+    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches`` is always allowed.
+    ///
+    /// Raises:
+    ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs
+    ///         (says in which fields); or a waiting document is longer than this packer allows. The packer is unchanged.
+    #[pyo3(signature = (state, *, allow_config_change = false))]
+    fn load_state_dict(&self, state: &Bound<'_, PyAny>, allow_config_change: bool) -> PyResult<()> {
+        let json = to_json(state)?;
+        self.lock().restore(&json, allow_config_change).map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        let packer = self.lock();
+        let config = packer.config();
+        format!(
+            "Packer(num_micro_batches={}, max_tokens={}, outlier_thresholds={:?}, iteration={}, pending={})",
+            config.num_micro_batches,
+            config.max_tokens,
+            config.outlier_thresholds,
+            packer.iteration(),
+            packer.pending(),
+        )
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyAny>,))> {
+        Ok((slf.get_type().getattr("from_state_dict")?, (slf.get().state_dict(slf.py())?,)))
+    }
+}
+
+/// The configuration that a packer and its tuning share.
+fn config(
+    num_micro_batches: &Bound<'_, PyAny>,
+    max_tokens: &Bound<'_, PyAny>,
+    cost_model: &Bound<'_, CostModel>,
+    max_delay: Option<&Bound<'_, PyAny>>,
+    max_document_tokens: Option<&Bound<'_, PyAny>>,
+) -> PyResult<PackerConfig> {
+    let max_tokens = tokens("max_tokens", max_tokens)?;
+    Ok(PackerConfig {
+        num_micro_batches: size("num_micro_batches", num_micro_batches, 1, MAX_MICRO_BATCHES as i64)?,
+        max_tokens,
+        max_document_tokens: max_document_tokens
+            .map_or(Ok(max_tokens), |limit| tokens("max_document_tokens", limit))?,
+        oversize: Oversize::default(),
+        outlier_thresholds: Vec::new(),
+        release: Default::default(),
+        max_delay: max_delay.map(|delay| size("max_delay", delay, 0, i64::MAX)).transpose()?.map(|delay| delay as u64),
+        cost_model: cost_model.get().0.clone(),
+    })
+}
+
+/// The JSON text of a state. What JSON cannot hold is no state.
+fn to_json(state: &Bound<'_, PyAny>) -> PyResult<String> {
+    let py = state.py();
+    let refuse = |problem: String| {
+        let error = StateError::new_err(format!("state: {problem}"));
+        // Cannot fail: exceptions take attributes.
+        error.value(py).setattr("argument", "state").map(|()| error)
+    };
+    if !state.is_instance_of::<PyDict>() {
+        return Err(refuse(format!("is a {}, not a dict", state.get_type().name()?))?);
+    }
+    let options = PyDict::new(py);
+    options.set_item("allow_nan", false)?;
+    match py.import("json")?.call_method("dumps", (state,), Some(&options)) {
+        Ok(text) => text.extract(),
+        Err(error) if error.is_instance_of::<pyo3::exceptions::PyException>(py) => {
+            Err(refuse(format!("is not plain JSON values ({error})"))?)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Balance, delay and memory of a stream of packings.
+///
+/// Imbalance, tokens per step and memory skew are over the push steps that emitted a document; delays, documents and tokens
+/// over everything emitted, flushed batches included. Delays are in iterations, weighted by tokens.
+#[pyclass(frozen, module = "wlb", name = "PackerMetrics")]
+pub(crate) struct PackerMetrics(Metrics);
+
+#[pymethods]
+impl PackerMetrics {
+    /// Push steps that emitted a document.
+    #[getter]
+    fn steps(&self) -> u64 {
+        self.0.steps
+    }
+
+    /// Documents (or pieces of split ones) emitted.
+    #[getter]
+    fn documents(&self) -> u64 {
+        self.0.documents
+    }
+
+    /// Tokens emitted.
+    #[getter]
+    fn tokens(&self) -> u64 {
+        self.0.tokens
+    }
+
+    /// Mean of ``max cost * N / total cost`` over steps.
+    #[getter]
+    fn imbalance_mean(&self) -> f64 {
+        self.0.imbalance_mean()
+    }
+
+    /// 95th percentile of the imbalance, to 0.001.
+    #[getter]
+    fn imbalance_p95(&self) -> f64 {
+        self.0.imbalance_percentile(0.95)
+    }
+
+    /// 99th percentile of the imbalance, to 0.001.
+    #[getter]
+    fn imbalance_p99(&self) -> f64 {
+        self.0.imbalance_percentile(0.99)
+    }
+
+    /// Imbalance of the worst step.
+    #[getter]
+    fn imbalance_worst(&self) -> f64 {
+        self.0.imbalance_worst()
+    }
+
+    /// Mean wait of a token, in iterations.
+    #[getter]
+    fn delay_mean(&self) -> f64 {
+        self.0.delay_mean()
+    }
+
+    /// The wait that 99 % of the tokens do not exceed, in iterations.
+    #[getter]
+    fn delay_p99(&self) -> u64 {
+        self.0.delay_percentile(0.99)
+    }
+
+    /// Longest wait of a document, in iterations.
+    #[getter]
+    fn delay_max(&self) -> u64 {
+        self.0.delay_max()
+    }
+
+    /// Standard deviation over mean of the tokens in a step.
+    #[getter]
+    fn tokens_per_step_cv(&self) -> f64 {
+        self.0.tokens_per_step_cv()
+    }
+
+    /// Most over mean tokens of a step's micro-batches, mean over steps.
+    #[getter]
+    fn memory_skew_mean(&self) -> f64 {
+        self.0.memory_skew_mean()
+    }
+
+    /// Most over mean tokens of a step's micro-batches, worst step.
+    #[getter]
+    fn memory_skew_worst(&self) -> f64 {
+        self.0.memory_skew_worst()
+    }
+
+    /// Documents placed by token count instead of by cost, because they did not fit where the cost was least.
+    #[getter]
+    fn length_fallbacks(&self) -> u64 {
+        self.0.length_fallbacks
+    }
+
+    /// Documents that did not fit in their iteration, counted once for each such iteration.
+    #[getter]
+    fn carried_over(&self) -> u64 {
+        self.0.carried_over
+    }
+
+    /// int64[delay_max + 1]: tokens emitted after each number of iterations.
+    ///
+    /// Raises:
+    ///     WlbError: a document waited a million iterations or more; the histogram would not fit in memory.
+    #[getter]
+    fn delay_histogram<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let longest = self.0.delay_max();
+        if longest >= 1_000_000 {
+            let value = longest.into_pyobject(py)?;
+            return Err(refuse("delay_max", None, Some(&value), "is too long a wait for a histogram"));
+        }
+        let mut tokens = vec![0; if self.0.tokens == 0 { 0 } else { longest as usize + 1 }];
+        for (delay, count) in self.0.delays() {
+            tokens[delay as usize] = count as i64;
+        }
+        Ok(array(py, tokens))
+    }
+
+    /// All of the above but the histogram.
+    fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        dict.set_item("steps", self.steps())?;
+        dict.set_item("documents", self.documents())?;
+        dict.set_item("tokens", self.tokens())?;
+        dict.set_item("imbalance_mean", self.imbalance_mean())?;
+        dict.set_item("imbalance_p95", self.imbalance_p95())?;
+        dict.set_item("imbalance_p99", self.imbalance_p99())?;
+        dict.set_item("imbalance_worst", self.imbalance_worst())?;
+        dict.set_item("delay_mean", self.delay_mean())?;
+        dict.set_item("delay_p99", self.delay_p99())?;
+        dict.set_item("delay_max", self.delay_max())?;
+        dict.set_item("tokens_per_step_cv", self.tokens_per_step_cv())?;
+        dict.set_item("memory_skew_mean", self.memory_skew_mean())?;
+        dict.set_item("memory_skew_worst", self.memory_skew_worst())?;
+        dict.set_item("length_fallbacks", self.length_fallbacks())?;
+        dict.set_item("carried_over", self.carried_over())?;
+        Ok(dict)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "PackerMetrics(steps={}, imbalance_mean={:.4}, imbalance_p95={:.3}, imbalance_worst={:.3}, delay_mean={:.3}, \
+             delay_p99={}, delay_max={}, memory_skew_mean={:.3})",
+            self.steps(),
+            self.imbalance_mean(),
+            self.imbalance_p95(),
+            self.imbalance_worst(),
+            self.delay_mean(),
+            self.delay_p99(),
+            self.delay_max(),
+            self.memory_skew_mean(),
+        )
+    }
+}
+
+/// Finds thresholds for a :class:`Packer` on a sample of lengths.
+///
+/// Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds, then
+/// around the best. Deterministic. Documents over ``max_document_tokens`` are split.
+///
+/// Args:
+///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens: as for :class:`Packer`.
+///     num_queues: most levels, 0 to 4.
+///     max_mean_delay: most mean token delay, in iterations.
+///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``.
+///
+/// Returns:
+///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
+///     delay, if none keeps it), and the Pareto front of balance and delay.
+///
+/// Raises:
+///     WlbError: wrong lengths or options, or no documents.
+///
+/// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM, section 4.3.
+#[pyfunction]
+#[pyo3(
+    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = 0.5,
+                 max_delay = None, max_document_tokens = None, tokens_per_batch = None),
+    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, num_queues=2, max_mean_delay=0.5, \
+                      max_delay=None, max_document_tokens=None, tokens_per_batch=None)"
+)]
+#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
+fn tune_outlier_thresholds(
+    py: Python<'_>,
+    lengths: &Bound<'_, PyAny>,
+    num_micro_batches: &Bound<'_, PyAny>,
+    max_tokens: &Bound<'_, PyAny>,
+    cost_model: &Bound<'_, CostModel>,
+    num_queues: Option<&Bound<'_, PyAny>>,
+    max_mean_delay: f64,
+    max_delay: Option<&Bound<'_, PyAny>>,
+    max_document_tokens: Option<&Bound<'_, PyAny>>,
+    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+) -> PyResult<TuneResult> {
+    let packer = config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens)?;
+    let tokens_per_batch = match tokens_per_batch {
+        Some(tokens) => integer("tokens_per_batch", tokens)?,
+        None => packer.num_micro_batches as i64 * i64::from(packer.max_document_tokens),
+    };
+    let options = tune::TuneOptions {
+        packer,
+        num_queues: num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?,
+        max_mean_delay,
+        tokens_per_batch,
+    };
+    let lengths = read_lengths("lengths", lengths)?;
+    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, &options));
+    tuned.map(TuneResult).map_err(raise)
+}
+
+/// Thresholds found on a sample, and what else could be had.
+#[pyclass(frozen, module = "wlb", name = "TuneResult")]
+pub(crate) struct TuneResult(tune::Tuned);
+
+#[pymethods]
+impl TuneResult {
+    /// The best thresholds: tokens, ascending.
+    #[getter]
+    fn thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.best.thresholds)
+    }
+
+    /// What they give on the sample.
+    #[getter]
+    fn best(&self) -> TunedPoint {
+        TunedPoint(self.0.best.clone())
+    }
+
+    /// Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
+    #[getter]
+    fn pareto<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.pareto.iter().cloned().map(TunedPoint))
+    }
+
+    /// Number of choices tried.
+    #[getter]
+    fn evaluated(&self) -> usize {
+        self.0.evaluated
+    }
+
+    fn __repr__(&self) -> String {
+        format!("TuneResult(best={}, pareto of {} points)", describe(&self.0.best), self.0.pareto.len())
+    }
+}
+
+/// One choice of thresholds and what it gives on the sample.
+#[pyclass(frozen, module = "wlb", name = "TunedPoint")]
+pub(crate) struct TunedPoint(tune::TunedPoint);
+
+#[pymethods]
+impl TunedPoint {
+    /// Tokens, ascending.
+    #[getter]
+    fn thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.thresholds)
+    }
+
+    /// Mean imbalance over steps.
+    #[getter]
+    fn imbalance_mean(&self) -> f64 {
+        self.0.imbalance_mean
+    }
+
+    /// 95th percentile of the imbalance.
+    #[getter]
+    fn imbalance_p95(&self) -> f64 {
+        self.0.imbalance_p95
+    }
+
+    /// Imbalance of the worst step.
+    #[getter]
+    fn imbalance_worst(&self) -> f64 {
+        self.0.imbalance_worst
+    }
+
+    /// Mean wait of a token, in iterations, documents flushed at the end of the sample included.
+    #[getter]
+    fn delay_mean(&self) -> f64 {
+        self.0.delay_mean
+    }
+
+    /// Longest wait of a document, in iterations.
+    #[getter]
+    fn delay_max(&self) -> u64 {
+        self.0.delay_max
+    }
+
+    /// Most over mean tokens of a step's micro-batches, mean over steps.
+    #[getter]
+    fn memory_skew_mean(&self) -> f64 {
+        self.0.memory_skew_mean
+    }
+
+    fn __repr__(&self) -> String {
+        describe(&self.0)
+    }
+}
+
+fn describe(point: &tune::TunedPoint) -> String {
+    format!(
+        "TunedPoint(thresholds={:?}, imbalance_mean={:.4}, delay_mean={:.3}, delay_max={})",
+        point.thresholds, point.imbalance_mean, point.delay_mean, point.delay_max
+    )
+}
