@@ -2,6 +2,6 @@
 
 - `wlb.testing.strategies`: hypothesis strategies for document lengths, cost models and packer settings
   (needs the extra `wlb[testing]`).
-- `wlb.testing.cost`, `.packing`, `.packer`, `.sharding`: naive oracles, one per wing of wlb. Each is a second,
-  independent reading of the specification in plain Python: slow, obvious, and equal to wlb bit for bit.
+- `wlb.testing.cost`, `.packing`, `.packer`, `.sharding`: naive oracles, one per wing of wlb. Each is a
+  second, independent reading of the specification in plain Python: slow, obvious, equal to wlb bit for bit.
 """

@@ -16,9 +16,11 @@ class Cost(Protocol):
     """What the other oracles need to know of a cost model."""
 
     @property
-    def causal(self) -> bool: ...
+    def causal(self) -> bool:
+        """Whether pairs are counted under a causal mask."""
 
-    def __call__(self, length: int) -> float: ...
+    def __call__(self, length: int) -> float:
+        """Cost of one document."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,11 @@ class AnalyticCost:
     causal: bool = True
 
     def __call__(self, length: int) -> float:
+        """Cost of one document."""
         return self.attention * float(pairs(length, causal=self.causal)) + self.linear * float(length)
 
     def model(self) -> wlb.CostModel:
+        """The same cost as wlb computes it."""
         return wlb.CostModel(attention=self.attention, linear=self.linear, causal=self.causal)
 
 
@@ -40,8 +44,8 @@ class AnalyticCost:
 class TableCost:
     """Measured times: attention piecewise linear in pairs(d), the rest piecewise linear in d.
 
-    Both start from 0 at 0 and are proportional beyond the last knot. Equal to wlb up to rounding: the order of
-    the operations inside one interpolation is not part of the specification.
+    Both start from 0 at 0 and are proportional beyond the last knot. Equal to wlb up to rounding: the order
+    of the operations inside one interpolation is not part of the specification.
     """
 
     lengths: tuple[int, ...]
@@ -50,16 +54,20 @@ class TableCost:
     causal: bool = True
 
     def __call__(self, length: int) -> float:
+        """Cost of one document."""
         return self.attention(length) + self.linear(length)
 
     def attention(self, length: int) -> float:
+        """The part that follows the pairs."""
         knots = [pairs(knot, causal=self.causal) for knot in self.lengths]
         return _interpolate(pairs(length, causal=self.causal), knots, self.attention_seconds)
 
     def linear(self, length: int) -> float:
+        """The part that follows the tokens."""
         return _interpolate(length, self.lengths, self.linear_seconds)
 
     def model(self) -> wlb.CostModel:
+        """The same cost as wlb computes it."""
         return wlb.CostModel.from_tables(
             self.lengths,
             attention_seconds=self.attention_seconds,
@@ -76,9 +84,11 @@ class ModelCost:
 
     @property
     def causal(self) -> bool:
+        """Whether pairs are counted under a causal mask."""
         return self.of.causal
 
     def __call__(self, length: int) -> float:
+        """Cost of one document."""
         return float(self.of.cost([length])[0])
 
 
@@ -104,9 +114,11 @@ def flops(
     backward_pair, backward_token = 2.5 * forward_pair, 2.0 * forward_token
     if recompute:
         backward_pair, backward_token = backward_pair + forward_pair, backward_token + forward_token
-    pair = {"forward": forward_pair, "backward": backward_pair, "forward_backward": forward_pair + backward_pair}
-    token = {"forward": forward_token, "backward": backward_token, "forward_backward": forward_token + backward_token}
-    return pair[passes], token[passes]
+    return {
+        "forward": (forward_pair, forward_token),
+        "backward": (backward_pair, backward_token),
+        "forward_backward": (forward_pair + backward_pair, forward_token + backward_token),
+    }[passes]
 
 
 def _interpolate(x: int, knots: Sequence[int], values: Sequence[float]) -> float:

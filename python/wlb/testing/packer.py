@@ -10,6 +10,8 @@ from wlb.testing.packing import Piece, Plan, algorithm_1, split_documents, sum_i
 
 
 class Waiting(NamedTuple):
+    """A piece that waits, and the iteration in which it was pushed."""
+
     piece: Piece
     arrived: int
 
@@ -37,17 +39,20 @@ class NaivePacker:
 
     @property
     def limit(self) -> int:
+        """Longest document that is not cut."""
         return self.max_tokens if self.max_document_tokens is None else self.max_document_tokens
 
     @property
     def waiting(self) -> list[Waiting]:
+        """All that was pushed and has not come out."""
         return [*self.carried, *(entry for queue in self.queues for entry in queue)]
 
     def push(self, lengths: Sequence[int], ids: Sequence[int] | None = None) -> Plan:
+        """One global batch."""
         if ids is None:
             ids = range(self.next_id, self.next_id + len(lengths))
         self.next_id = max([self.next_id, *(i + 1 for i in ids)])
-        new = []
+        new: list[Waiting] = []
         for i, length in zip(ids, lengths, strict=True):
             for piece in self._cut(Piece(i, 0, length)):
                 level = self._level(piece.length)
@@ -63,6 +68,7 @@ class NaivePacker:
         return plan
 
     def flush(self) -> list[Plan]:
+        """The rest of the stream."""
         plans = []
         while self.waiting:
             released = [entry for queue in self.queues for entry in queue]
@@ -71,10 +77,10 @@ class NaivePacker:
         return plans
 
     def refile(self) -> None:
-        """What a change of the thresholds does to everything that waits."""
-        waiting = sorted(self.waiting, key=lambda entry: (entry.arrived, entry.piece))
-        self.carried, self.queues = [], [[] for _ in self.outlier_thresholds]
-        for entry in waiting:
+        """What a change of the configuration does to what waits in the queues."""
+        queued = [entry for queue in self.queues for entry in queue]
+        self.queues = [[] for _ in self.outlier_thresholds]
+        for entry in sorted(queued, key=lambda entry: (entry.arrived, entry.piece.id, entry.piece.start)):
             level = self._level(entry.piece.length)
             (self.queues[level] if level >= 0 else self.carried).append(entry)
 
@@ -83,7 +89,8 @@ class NaivePacker:
             return [piece]
         if self.oversize == "truncate":
             return [piece._replace(length=self.limit)]
-        return [part._replace(id=piece.id) for part in split_documents([piece.length], max_document_tokens=self.limit)]
+        parts = split_documents([piece.length], max_document_tokens=self.limit)
+        return [part._replace(id=piece.id) for part in parts]
 
     def _level(self, length: int) -> int:
         return sum(length >= threshold for threshold in self.outlier_thresholds) - 1
@@ -137,6 +144,7 @@ class Log:
     carried_over: int = 0
 
     def record(self, plan: Plan, emitted: list[Waiting], iteration: int, in_push: bool) -> None:
+        """Count one global batch."""
         self.delays += [(iteration - entry.arrived, entry.piece.length) for entry in emitted]
         self.length_fallbacks += plan.length_fallbacks
         self.carried_over += len(plan.leftover)
@@ -145,18 +153,22 @@ class Log:
 
     @property
     def imbalances(self) -> list[float]:
+        """Of each step."""
         return [plan.imbalance for plan in self.steps]
 
     @property
     def memory_skews(self) -> list[float]:
+        """Most over mean tokens of the micro-batches of each step."""
         return [max(plan.tokens) * len(plan.tokens) / sum(plan.tokens) for plan in self.steps]
 
     @property
     def tokens(self) -> int:
+        """Tokens emitted."""
         return sum(length for _, length in self.delays)
 
     @property
     def delay_mean(self) -> float:
+        """Mean wait of a token, in iterations."""
         return sum(delay * length for delay, length in self.delays) / self.tokens if self.delays else 0.0
 
     @property
@@ -171,11 +183,13 @@ class Log:
 
     @property
     def delay_histogram(self) -> list[int]:
+        """Tokens that waited 0, 1, 2... iterations."""
         longest = max((delay for delay, _ in self.delays), default=-1)
         return [sum(length for delay, length in self.delays if delay == k) for k in range(longest + 1)]
 
     @property
     def tokens_per_step_cv(self) -> float:
+        """Standard deviation over mean of the tokens in a step."""
         tokens = [sum(plan.tokens) for plan in self.steps]
         return pstdev(tokens) / fmean(tokens) if tokens else 0.0
 

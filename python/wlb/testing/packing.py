@@ -1,4 +1,4 @@
-"""Naive packing of one global batch: the oracle of `wlb.pack`, `wlb.batch_offsets` and `wlb.split_documents`."""
+"""Naive packing of one global batch: the oracle of `wlb.pack`, `.batch_offsets` and `.split_documents`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,15 +31,18 @@ class Plan:
 
     @property
     def tokens(self) -> list[int]:
+        """Tokens of each micro-batch."""
         return [sum(piece.length for piece in pieces) for pieces in self.micro_batches]
 
     @property
     def imbalance(self) -> float:
+        """Highest over mean cost of the micro-batches."""
         total = sum(self.costs)
         return max(self.costs) * len(self.costs) / total if total > 0 else 1.0
 
     @property
     def lower_bound(self) -> float:
+        """No packing of the placed pieces has a lower highest cost."""
         return max([sum(self.costs) / len(self.costs), *self.document_costs])
 
     def plain(self) -> dict[str, Any]:
@@ -65,11 +68,14 @@ def plain(packing: wlb.Packing) -> dict[str, Any]:
 
 
 def pieces_of(batch: wlb.MicroBatch) -> list[Piece]:
+    """What a micro-batch holds."""
     return _pieces(batch.document_ids.tolist(), batch.starts.tolist(), batch.lengths.tolist())
 
 
 def leftover_of(packing: wlb.Packing) -> list[Piece]:
-    return _pieces(packing.leftover.tolist(), packing.leftover_starts.tolist(), packing.leftover_lengths.tolist())
+    """What found no place."""
+    columns = packing.leftover, packing.leftover_starts, packing.leftover_lengths
+    return _pieces(*(column.tolist() for column in columns))
 
 
 def original(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, cost: Cost) -> Plan:
@@ -81,9 +87,10 @@ def original(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int,
         start = 0
         while start < length:
             batch, used = divmod(position, max_tokens)
-            whole = batch >= num_micro_batches
-            piece = Piece(document, start, length - start if whole else min(length - start, max_tokens - used))
-            (leftover if whole else batches[batch]).append(piece)
+            full = batch >= num_micro_batches
+            room = length if full else max_tokens - used
+            piece = Piece(document, start, min(length - start, room))
+            (leftover if full else batches[batch]).append(piece)
             start += piece.length
             position += piece.length
     return _plan(lengths, batches, batches, leftover, max_tokens, cost)
@@ -158,7 +165,9 @@ def algorithm_1(
     return batches, leftover, fallbacks
 
 
-def best_maximum(costs: Sequence[float], lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int) -> float:
+def best_maximum(
+    costs: Sequence[float], lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int
+) -> float:
     """The least possible maximum cost, by trying every assignment; infinite when the documents do not fit."""
     best = float("inf")
     for assignment in product(range(num_micro_batches), repeat=len(lengths)):
@@ -185,6 +194,7 @@ def batch_offsets(lengths: Sequence[int], *, tokens_per_batch: int) -> list[int]
 
 
 def split_documents(lengths: Sequence[int], *, max_document_tokens: int) -> list[Piece]:
+    """Pieces of at most `max_document_tokens`."""
     return [
         Piece(i, start, min(max_document_tokens, length - start))
         for i, length in enumerate(lengths)
@@ -201,7 +211,7 @@ def _plan(
     cost: Cost,
     length_fallbacks: int = 0,
 ) -> Plan:
-    """`listed` and `placed` hold the same pieces: in the order to show, and in the order to sum their costs."""
+    """`listed` and `placed` hold the same pieces, in the order to show and in the order to sum costs."""
     assignment = [-1] * len(lengths)
     for batch, pieces in enumerate(listed):
         for piece in pieces:

@@ -55,11 +55,12 @@ def owners(
 
 
 def hybrid_quotas(held: Sequence[int], total: int) -> list[int]:
-    """Tokens each rank may still take so that all hold the same number within one."""
+    """Tokens each rank may still take so that all hold the same number within one.
+
+    Where ranks hold one token more, these are the ranks that hold most already (ties: the lowest).
+    """
     base, extra = divmod(total, len(held))
-    above = [rank for rank in range(len(held)) if held[rank] > base]
-    below = [rank for rank in range(len(held)) if held[rank] <= base]
-    larger = (above + below)[:extra]
+    larger = sorted(range(len(held)), key=lambda rank: -held[rank])[:extra]
     return [base + (rank in larger) - held[rank] for rank in range(len(held))]
 
 
@@ -78,7 +79,8 @@ class Segment:
     def pairs(self) -> int:
         """Pairs it attends: every query to all of its keys, or to those up to itself."""
         return sum(
-            (query + 1 if self.causal else self.k_end) - self.k_start for query in range(self.q_start, self.q_end)
+            (query + 1 if self.causal else self.k_end) - self.k_start
+            for query in range(self.q_start, self.q_end)
         )
 
 
@@ -137,11 +139,18 @@ def plain(rank: wlb.RankShard) -> dict[str, Any]:
         "documents": rank.documents,
         "pairs": rank.pairs,
     }
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()
+    }
 
 
 def document_attention(
-    q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64], lengths: Sequence[int], *, causal: bool
+    q: NDArray[np.float64],
+    k: NDArray[np.float64],
+    v: NDArray[np.float64],
+    lengths: Sequence[int],
+    *,
+    causal: bool,
 ) -> NDArray[np.float64]:
     """Softmax attention of a packed sequence `[tokens, head_dim]`, under one mask over all of it."""
     document = np.repeat(np.arange(len(lengths)), lengths)
@@ -159,7 +168,7 @@ def rank_attention(
     *,
     causal: bool,
 ) -> NDArray[np.float64]:
-    """What a variable-length kernel computes for one rank: `q` holds its own tokens, `k` and `v` the packed ones.
+    """What a variable-length kernel computes for one rank: `q` holds its tokens, `k` and `v` the packed ones.
 
     A causal mask is aligned to the last key, as flash attention does.
     """

@@ -10,13 +10,16 @@ from wlb.testing.cost import AnalyticCost
 def document_lengths(
     *, max_length: int, min_size: int = 0, max_size: int = 40
 ) -> st.SearchStrategy[list[int]]:
-    """Lengths of the documents of one batch: mostly short, some near the limit, many equal ones."""
+    """Lengths of one batch: short ones, some near the limit, simple parts of it; often only few values."""
     short = st.integers(1, min(max_length, 8))
     near_limit = st.integers(max(1, max_length - 3), max_length)
     anything = st.integers(1, max_length)
-    doubled = st.sampled_from([max(1, max_length // part) for part in (2, 3, 4)])
-    length = st.one_of(short, anything, doubled, near_limit)
-    return st.lists(length, min_size=min_size, max_size=max_size)
+    parts = st.sampled_from([max(1, max_length // part) for part in (2, 3, 4)])
+    length = st.one_of(short, anything, parts, near_limit)
+    few_values = st.lists(length, min_size=1, max_size=3).flatmap(
+        lambda values: st.lists(st.sampled_from(values), min_size=min_size, max_size=max_size)
+    )
+    return st.lists(length, min_size=min_size, max_size=max_size) | few_values
 
 
 def costs(*, exact: bool = False) -> st.SearchStrategy[AnalyticCost]:

@@ -170,7 +170,8 @@ impl CostModel {
     ///     float64[n].
     fn cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
         let lengths = read_lengths("lengths", lengths)?;
-        Ok(array(py, self.0.costs(&lengths).map_err(raise)?))
+        self.0.check_finite(&lengths).map_err(raise)?;
+        Ok(array(py, self.0.costs(&lengths)))
     }
 
     /// The part of :meth:`cost` that grows with the pairs. float64[n].

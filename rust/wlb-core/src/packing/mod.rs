@@ -5,6 +5,7 @@
 
 mod deal;
 mod fixed_length;
+mod ladder;
 pub mod metrics;
 mod original;
 pub mod outlier_queue;
@@ -13,7 +14,6 @@ mod plan;
 mod radix;
 pub mod state;
 pub mod stream;
-mod tournament;
 pub mod tune;
 mod var_length;
 mod var_length_fast;

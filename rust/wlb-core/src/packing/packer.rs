@@ -243,8 +243,9 @@ impl Packer {
         let emitted = pieces.iter().zip(assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
         let delays: Vec<(i32, u64)> =
             emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration - waiting.arrived)).collect();
+        let piece = |index: usize| pieces[index].piece;
         let packing =
-            bins.placement.into_packing(Some(Method::VarLength), config.max_tokens, |index| pieces[index].piece);
+            bins.placement.into_packing(Some(Method::VarLength), config.max_tokens, &config.cost_model, piece);
         self.metrics.record(&packing, flushed, delays.into_iter());
         self.iteration += 1;
         packing

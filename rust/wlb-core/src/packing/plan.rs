@@ -186,7 +186,7 @@ impl Packing {
             let requirement = "puts more than max_tokens tokens into one micro-batch";
             return Err(Error::Combination { argument: "assignment", requirement });
         }
-        Ok(placement.into_packing(None, max_tokens, |index| whole(index, lengths[index])))
+        Ok(placement.into_packing(None, max_tokens, cost_model, |index| whole(index, lengths[index])))
     }
 }
 
@@ -204,7 +204,8 @@ pub(super) struct Placement {
     /// Indices of documents, in the order tried.
     pub(super) leftover: Vec<usize>,
     pub(super) length_fallbacks: usize,
-    pub(super) largest_cost: f64,
+    /// Longest document placed.
+    longest: i32,
 }
 
 impl Placement {
@@ -215,7 +216,7 @@ impl Placement {
             costs: vec![0.0; num_micro_batches],
             leftover: Vec::new(),
             length_fallbacks: 0,
-            largest_cost: 0.0,
+            longest: 0,
         }
     }
 
@@ -224,7 +225,7 @@ impl Placement {
         self.assignment[index] = micro_batch as i32;
         self.tokens[micro_batch] += i64::from(length);
         self.costs[micro_batch] += cost;
-        self.largest_cost = self.largest_cost.max(cost);
+        self.longest = self.longest.max(length);
     }
 
     /// Lists the pieces of each micro-batch in document order: a counting sort.
@@ -232,6 +233,7 @@ impl Placement {
         self,
         method: Option<Method>,
         max_tokens: i32,
+        cost_model: &CostModel,
         piece: impl Fn(usize) -> Piece,
     ) -> Packing {
         let num_micro_batches = self.tokens.len();
@@ -266,7 +268,8 @@ impl Placement {
             costs: self.costs,
             leftover: self.leftover.into_iter().map(piece).collect(),
             length_fallbacks: self.length_fallbacks,
-            largest_cost: self.largest_cost,
+            // Cost never decreases with length.
+            largest_cost: cost_model.cost(self.longest),
         }
     }
 }

@@ -2,29 +2,30 @@
 
 use crate::cost::CostModel;
 
+use super::ladder::Ladder;
 use super::plan::{Packing, Placement, whole};
-use super::tournament::{Tournament, ordered};
 use super::{Method, radix};
 
 /// Longest first, each document to the micro-batch with the least cost.
 ///
 /// # Complexity
-/// O(n log N).
+/// O(n) for the sort, and a few steps for each document (see [`Ladder`]); O(n N) at worst.
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
+    let costs = cost_model.costs(lengths);
     for (length, index) in radix::descending(lengths) {
-        bins.place(index, length, cost_model.cost(length));
+        bins.place(index, length, costs[index]);
     }
-    bins.placement.into_packing(Some(Method::VarLength), max_tokens, |index| whole(index, lengths[index]))
+    bins.placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| whole(index, lengths[index]))
 }
 
 /// Micro-batches being filled by Algorithm 1's rule.
 pub(super) struct Bins {
     pub(super) placement: Placement,
     max_tokens: i64,
-    by_cost: Tournament,
+    by_cost: Ladder,
     /// Built at the first document that does not fit where the cost is least: most batches never need it.
-    by_tokens: Option<Tournament>,
+    by_tokens: Option<Ladder>,
 }
 
 impl Bins {
@@ -34,7 +35,7 @@ impl Bins {
 
     /// Goes on from micro-batches that already hold documents.
     pub(super) fn resume(placement: Placement, max_tokens: i32) -> Self {
-        let by_cost = Tournament::new(placement.costs.iter().map(|&cost| ordered(cost)));
+        let by_cost = Ladder::new(placement.costs.iter().copied());
         Self { placement, max_tokens: i64::from(max_tokens), by_cost, by_tokens: None }
     }
 
@@ -51,15 +52,15 @@ impl Bins {
             self.placement.length_fallbacks += 1;
         }
         self.placement.put(index, micro_batch, length, cost);
-        self.by_cost.set(micro_batch, ordered(self.placement.costs[micro_batch]));
+        self.by_cost.set(micro_batch, self.placement.costs[micro_batch]);
         if let Some(by_tokens) = &mut self.by_tokens {
-            by_tokens.set(micro_batch, self.placement.tokens[micro_batch] as u64);
+            by_tokens.set(micro_batch, self.placement.tokens[micro_batch] as f64);
         }
     }
 
     #[cold]
     fn fewest_tokens(&mut self) -> usize {
         let tokens = &self.placement.tokens;
-        self.by_tokens.get_or_insert_with(|| Tournament::new(tokens.iter().map(|&tokens| tokens as u64))).lightest()
+        self.by_tokens.get_or_insert_with(|| Ladder::new(tokens.iter().map(|&tokens| tokens as f64))).lightest()
     }
 }

@@ -1,4 +1,4 @@
-//! Algorithm 1 for the documents that decide the balance; the light tail is poured.
+//! Algorithm 1 for the documents that decide the balance; the bulk of the light ones is poured.
 
 use crate::cost::CostModel;
 
@@ -6,70 +6,108 @@ use super::plan::{Packing, Placement, whole};
 use super::var_length::{self, Bins};
 use super::{Method, radix};
 
-/// A document below this share of a micro-batch's fair cost is tiny: pouring it cannot overshoot by more.
-const TINY: f64 = 0.0005;
+/// A document is light up to this many times the mean cost. At most a quarter of any batch is heavier.
+const LIGHT: f64 = 4.0;
+/// Light documents, of mean cost, a micro-batch that are not poured but levelled at the end.
+const LEVELLING: f64 = 16.0;
+/// With fewer documents a micro-batch there is too little to pour.
+const WORTHWHILE: usize = 48;
 /// How far above the lower bound the heaviest micro-batch may be.
 const TOLERANCE: f64 = 1.001;
 
-/// Heavy documents as in Algorithm 1; light ones poured in arrival order, then tiny ones to level.
+/// Heavy documents as in Algorithm 1; light ones poured in arrival order until a micro-batch has almost its fair share; the
+/// last of them, in arrival order, as in Algorithm 1 again, which levels what pouring left.
 ///
-/// Let `T` be the fair share, total cost over `N`. Tiny documents cost at most `0.0005 T` each and `R` a micro-batch in
-/// all. Light ones cost at most `R` each: poured in arrival order until a micro-batch reaches `T - R`, they cannot lift it
-/// over `T`. Tiny ones then fill every micro-batch up to `T`. Only the heavy rest is sorted, and it is placed as
-/// Algorithm 1 places it. The result costs at most the larger of Algorithm 1's maximum and 1.001 times the lower
-/// bound; where tokens run out, so that this might not hold, Algorithm 1 itself runs.
+/// Nothing is sorted but the heavy and the last. The result costs at most the larger of Algorithm 1's maximum and 1.001
+/// times the lower bound: that is checked, and Algorithm 1 itself runs where it does not hold (few documents, tokens
+/// that run out, a stream that ends in long documents only).
 ///
 /// # Complexity
-/// O(n + h log N) for `h` heavy documents.
+/// O(n) and a sort of the documents not poured.
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
-    pour(lengths, num_micro_batches, max_tokens, cost_model)
-        .map(|placement| {
-            placement.into_packing(Some(Method::VarLengthFast), max_tokens, |index| whole(index, lengths[index]))
-        })
-        .unwrap_or_else(|| Packing {
+    match pour(lengths, num_micro_batches, max_tokens, cost_model) {
+        Some(placement) => {
+            let piece = |index| whole(index, lengths[index]);
+            placement.into_packing(Some(Method::VarLengthFast), max_tokens, cost_model, piece)
+        }
+        None => Packing {
             method: Some(Method::VarLengthFast),
             ..var_length::pack(lengths, num_micro_batches, max_tokens, cost_model)
-        })
+        },
+    }
 }
 
-/// `None` if the guarantee does not hold.
+/// `None` where the guarantee would not hold, or not pay.
 fn pour(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Option<Placement> {
-    let share = |cost: f64| cost / num_micro_batches as f64;
-    let total: f64 = lengths.iter().map(|&length| cost_model.cost(length)).sum();
-    let fair = share(total);
-    // Cost never decreases with length, so that classes are intervals of length, told apart without computing a cost.
-    let tiny = longest_below(cost_model, fair * TINY, max_tokens);
-    let tiny_total: f64 = lengths.iter().filter(|&&length| length <= tiny).map(|&length| cost_model.cost(length)).sum();
-    let reserve = share(tiny_total);
-    let light = longest_below(cost_model, reserve, max_tokens).max(tiny);
-
-    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
-    let heavy = lengths.iter().copied().enumerate().filter(|&(_, length)| length > light);
-    for (length, index) in radix::descending_keys(heavy) {
-        bins.place(index, length, cost_model.cost(length));
-    }
-    let mut placement = bins.placement;
-    if placement.length_fallbacks > 0 || !placement.leftover.is_empty() {
+    if lengths.len() / num_micro_batches < WORTHWHILE {
         return None;
     }
+    let costs = cost_model.costs(lengths);
+    let total = sum(&costs);
+    let fair = total / num_micro_batches as f64;
+    let mean = total / lengths.len() as f64;
+    // Cost never decreases with length: which class a document is in is told by its length.
+    let longest_light = longest_below(cost_model, LIGHT * mean, max_tokens);
+
+    let (light, heavy) = partition(lengths, longest_light);
+    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
+    let place = |bins: &mut Bins, documents: &[u32]| {
+        let documents = documents.iter().map(|&index| (index as usize, lengths[index as usize]));
+        for (length, index) in radix::descending_keys(documents) {
+            bins.place(index, length, costs[index]);
+        }
+    };
+    place(&mut bins, &heavy);
+    let mut placement = bins.placement;
+    // Algorithm 1 places these first and in the same way, so that it ends no lower.
     let heavy_max = placement.costs.iter().copied().fold(0.0, f64::max);
 
-    for (class, level) in [(tiny + 1..=light, fair - reserve), (1..=tiny, fair)] {
-        let mut micro_batch = 0;
-        for (index, &length) in lengths.iter().enumerate().filter(|(_, length)| class.contains(length)) {
-            while placement.costs[micro_batch] >= level
-                || placement.tokens[micro_batch] + i64::from(length) > i64::from(max_tokens)
-            {
-                micro_batch += 1;
-                if micro_batch == num_micro_batches {
-                    return None;
-                }
-            }
-            placement.put(index, micro_batch, length, cost_model.cost(length));
+    let level = fair - LEVELLING * mean;
+    let mut poured = 0;
+    let mut micro_batch = 0;
+    while let Some(&index) = light.get(poured)
+        && micro_batch < num_micro_batches
+    {
+        let length = lengths[index as usize];
+        let has_room = placement.tokens[micro_batch] + i64::from(length) <= i64::from(max_tokens);
+        if placement.costs[micro_batch] < level && has_room {
+            placement.put(index as usize, micro_batch, length, costs[index as usize]);
+            poured += 1;
+        } else {
+            micro_batch += 1;
         }
     }
+    let mut bins = Bins::resume(placement, max_tokens);
+    place(&mut bins, &light[poured..]);
+    let placement = bins.placement;
     let max = placement.costs.iter().copied().fold(0.0, f64::max);
-    (max <= heavy_max.max(fair * TOLERANCE)).then_some(placement)
+    let whole = placement.length_fallbacks == 0 && placement.leftover.is_empty();
+    (whole && max <= heavy_max.max(fair * TOLERANCE)).then_some(placement)
+}
+
+/// Indices of the documents of up to `longest_light` tokens, and of the others; each in arrival order.
+///
+/// Without a branch a document: which class the next is in cannot be predicted.
+fn partition(lengths: &[i32], longest_light: i32) -> (Vec<u32>, Vec<u32>) {
+    let mut light = vec![0; lengths.len()];
+    let mut heavy = vec![0; lengths.len()];
+    let (mut light_count, mut heavy_count) = (0, 0);
+    for (index, &length) in lengths.iter().enumerate() {
+        light[light_count] = index as u32;
+        heavy[heavy_count] = index as u32;
+        light_count += usize::from(length <= longest_light);
+        heavy_count += usize::from(length > longest_light);
+    }
+    light.truncate(light_count);
+    heavy.truncate(heavy_count);
+    (light, heavy)
+}
+
+/// Four sums side by side, since each addition waits for the one before it.
+fn sum(costs: &[f64]) -> f64 {
+    let (quadruples, rest) = costs.as_chunks();
+    let [a, b, c, d] = quadruples.iter().fold([0.0; 4], |[a, b, c, d], [e, f, g, h]| [a + e, b + f, c + g, d + h]);
+    (a + b) + (c + d) + rest.iter().sum::<f64>()
 }
 
 /// The longest document, up to `limit` tokens, that costs at most `cost`; 0 if none.

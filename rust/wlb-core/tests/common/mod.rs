@@ -1,5 +1,7 @@
 //! What the property tests share.
 
 pub(crate) mod check;
+pub(crate) mod forge;
 pub(crate) mod naive;
 pub(crate) mod strategies;
+pub(crate) mod stream;

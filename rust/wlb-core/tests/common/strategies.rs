@@ -7,7 +7,11 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
 use wlb_core::cost::{FlopsOptions, Passes};
+use wlb_core::packing::outlier_queue::Release;
+use wlb_core::packing::packer::{Oversize, PackerConfig};
 use wlb_core::{CostModel, Lengths, Mask};
+
+use super::stream::Event;
 
 /// `cases` of them, unless `PROPTEST_CASES` says how many.
 pub(crate) fn config(cases: u32) -> ProptestConfig {
@@ -163,4 +167,81 @@ pub(crate) fn tables() -> impl Strategy<Value = (Vec<i32>, Vec<f64>, Vec<f64>, M
         }
         rows
     })
+}
+
+/// A packer: memory often binds, queues often full, documents sometimes too long.
+pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
+    let longest = prop_oneof![1 => Just(1), 3 => 2..30, 4 => 30..2000, 1 => 2000..=i32::MAX];
+    let n = prop_oneof![8 => 1_usize..6, 1 => 6_usize..40];
+    let room = prop_oneof![2 => Just(1.0), 3 => 1.0..2.5, 1 => Just(1e9)];
+    let max_delay = prop_oneof![1 => Just(None), 1 => (0..6_u64).prop_map(Some)];
+    let oversize = prop_oneof![Just(Oversize::Error), Just(Oversize::Split), Just(Oversize::Truncate)];
+    (n, longest, room, vec(0.0..=1.0, 0..4), max_delay, oversize, cost_model()).prop_map(
+        |(num_micro_batches, longest, room, shares, max_delay, oversize, cost_model)| {
+            let mut outlier_thresholds: Vec<i32> =
+                shares.iter().map(|share: &f64| ((f64::from(longest) * share) as i32).clamp(1, longest)).collect();
+            outlier_thresholds.sort_unstable();
+            outlier_thresholds.dedup();
+            PackerConfig {
+                num_micro_batches,
+                max_tokens: (f64::from(longest) * room) as i32,
+                max_document_tokens: longest,
+                oversize,
+                outlier_thresholds,
+                release: Release::Fifo,
+                max_delay,
+                cost_model,
+            }
+        },
+    )
+}
+
+/// A packer and what happens to it.
+pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy<Value = (PackerConfig, Vec<Event>)> {
+    packer_config().prop_flat_map(move |config| {
+        let longest = config.max_document_tokens;
+        // Some documents are too long, but never into very many pieces.
+        let lengths = lengths(most_documents, longest.saturating_mul(3).min(longest.saturating_add(50_000)));
+        let id = prop_oneof![2 => -3_i64..60, 1 => -(1_i64 << 61)..1 << 61];
+        let other = (packer_config(), any::<[bool; 5]>()).prop_map({
+            let config = config.clone();
+            move |(other, change)| Event::ResumeAs(Box::new(mixed(&config, other, change)))
+        });
+        let event = prop_oneof![
+            10 => lengths.clone().prop_map(Event::Push),
+            4 => lengths.prop_flat_map(move |lengths| {
+                let ids = vec(id.clone(), lengths.len());
+                ids.prop_map(move |ids| Event::PushNamed(lengths.iter().copied().zip(ids).collect()))
+            }),
+            2 => vec(1..=longest, 0..6).prop_map(Event::PushWrong),
+            3 => Just(Event::Resume),
+            2 => (1_usize..8).prop_map(Event::ResumeOn),
+            2 => other,
+            1 => Just(Event::Flush),
+        ];
+        (Just(config), vec(event, 0..=most_events))
+    })
+}
+
+/// Some fields of another configuration.
+fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 5]) -> PackerConfig {
+    let mut mixed = config.clone();
+    if change[0] {
+        mixed.num_micro_batches = other.num_micro_batches;
+    }
+    if change[1] {
+        (mixed.max_tokens, mixed.max_document_tokens) = (other.max_tokens, other.max_document_tokens);
+        mixed.outlier_thresholds.retain(|&threshold| threshold <= other.max_document_tokens);
+    }
+    if change[2] {
+        mixed.outlier_thresholds = other.outlier_thresholds;
+        mixed.outlier_thresholds.retain(|&threshold| threshold <= mixed.max_document_tokens);
+    }
+    if change[3] {
+        (mixed.max_delay, mixed.oversize) = (other.max_delay, other.oversize);
+    }
+    if change[4] {
+        mixed.cost_model = other.cost_model;
+    }
+    mixed
 }

@@ -1,0 +1,5 @@
+"""`python -m wlb.cli`."""
+
+from wlb.cli import main
+
+main()

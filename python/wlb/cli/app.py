@@ -1,0 +1,54 @@
+"""The commands under one name, and the way their errors leave."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import wlb
+from wlb.cli.console import CliError
+from wlb.cli.demo import demo
+from wlb.cli.pack import pack
+from wlb.cli.tune import tune
+
+app = typer.Typer(
+    name="wlb",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"wlb {wlb.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def wlb_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Packs documents into micro-batches of equal work for LLM training.
+
+    Start with `wlb demo`: it needs nothing but the Python files of this machine.
+    """
+
+
+app.command()(demo)
+app.command()(pack)
+app.command()(tune)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs the command and exits: 0 done, 2 wrong input (one line on stderr, no traceback)."""
+    try:
+        app(args=list(argv), prog_name="wlb", obj=argv)
+    except (CliError, wlb.WlbError, OSError) as error:
+        print(f"wlb: {error}", file=sys.stderr)
+        sys.exit(2)

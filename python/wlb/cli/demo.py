@@ -1,0 +1,109 @@
+"""`wlb demo`: every method on the same stream of real documents."""
+
+import json as jsonlib
+from pathlib import Path
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import counted, progress, results
+from wlb.cli.context_parallel import cp_balances
+from wlb.cli.cost import cost_model
+from wlb.cli.plans import Setup, collect, fixed_length, original, tune, var_length
+from wlb.cli.report import Report
+from wlb.cli.sources import read_documents
+from wlb.cli.stream import build_stream
+
+WINDOWS = (1, 2, 4, 8)
+QUEUES = (0, 1, 2, 3)
+SHOWN_QUEUES = 2
+_TUNED_SHARE = 4  # thresholds are tuned on the first 1/4 of the stream
+
+
+def demo(
+    context_: typer.Context,
+    source: options.OptionalSource = None,
+    field: options.Field = "text",
+    pattern: options.Pattern = "*",
+    tokenizer: options.TokenizerFile = None,
+    seed: options.Seed = 0,
+    steps: options.Steps = 200,
+    micro_batches: options.MicroBatches = 16,
+    context: options.Context = 131072,
+    memory_factor: options.MemoryFactor = 1.5,
+    max_mean_delay: options.MaxMeanDelay = 0.5,
+    max_delay: options.MaxDelay = None,
+    model: options.Model = "llama2-7b",
+    attention_efficiency: options.AttentionEfficiency = 0.55,
+    output_dir: options.OutputDir = Path("wlb-demo"),
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Compares the packing methods on real documents: balance, delay, memory and planning time.
+
+    Documents arrive in random order. Every method gets the same global batches: the original order, the
+    fixed-length greedy over 1, 2, 4 and 8 global batches, and WLB with 0 to 3 outlier queues, their
+    thresholds tuned on the first quarter of the stream. Then come the two ways to shard a micro-batch over
+    context-parallel ranks.
+    """
+    setup = Setup(
+        num_micro_batches=micro_batches,
+        context=context,
+        max_tokens=int(memory_factor * context),
+        cost_model=cost_model(model, attention_efficiency=attention_efficiency),
+    )
+    with progress(quiet) as bars:
+        documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
+        stream = build_stream(
+            documents, context=context, tokens_per_batch=setup.tokens_per_batch, seed=seed, steps=steps
+        )
+        output_dir.mkdir(parents=True, exist_ok=True)  # before the long work, so that it fails early
+        plans = [collect("original", original(stream, setup), stream, bars)]
+        for window in WINDOWS:
+            name = f"fixed-length, g={window}"
+            plans.append(collect(name, fixed_length(stream, setup, window), stream, bars))
+        tuned_batches = max(1, stream.batches // _TUNED_SHARE)
+        for queues in QUEUES:
+            thresholds: tuple[int, ...] = ()
+            if queues:
+                thresholds = tune(
+                    stream,
+                    setup,
+                    batches=tuned_batches,
+                    queues=queues,
+                    max_mean_delay=max_mean_delay,
+                    max_delay=max_delay,
+                    progress=bars,
+                ).thresholds
+            name = f"WLB, {counted(queues, 'queue')}"
+            plan = var_length(stream, setup, thresholds, max_delay)
+            plans.append(collect(name, plan, stream, bars, thresholds))
+        shown = plans[SHOWN_QUEUES - len(QUEUES)]
+        report = Report(
+            name="demo",
+            documents=documents,
+            stream=stream,
+            setup=setup,
+            settings={
+                "micro_batches": micro_batches,
+                "context": context,
+                "max_tokens": setup.max_tokens,
+                "model": model,
+                "attention_efficiency": attention_efficiency,
+                "seed": seed,
+                "oversize": "split",
+                "max_mean_delay": max_mean_delay,
+                "max_delay": max_delay,
+                "tuned_batches": tuned_batches,
+            },
+            plans=tuple(plans),
+            shown=shown,
+            balances=cp_balances(shown, bars),
+            remark=f"Thresholds are tuned on the first {tuned_batches:,} global batches, for a mean delay of"
+            f" at most {counted(max_mean_delay, 'iteration')}, and then tried on all of them.",
+        )
+        files = report.write(output_dir, context_.obj)
+    if json:
+        print(jsonlib.dumps(report.as_json(), indent=2))
+    elif not quiet:
+        report.print(results(), files)

@@ -1,0 +1,123 @@
+"""The options that commands share: a name, its type and its help text, written once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wlb.cli.cost import PRESETS
+
+_DOCUMENTS = "Documents"
+_BATCHES = "Global batches"
+_QUEUES = "Outlier queues"
+_COST = "Cost"
+_OUTPUT = "Output"
+
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        help="A directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths.",
+        show_default=False,
+    ),
+]
+OptionalSource = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths;"
+        " by default the Python files of this interpreter and its packages.",
+        show_default=False,
+    ),
+]
+Field = Annotated[str, typer.Option(help="Text field of a .jsonl.", rich_help_panel=_DOCUMENTS)]
+Pattern = Annotated[
+    str, typer.Option(help="Names of the files to take from a directory.", rich_help_panel=_DOCUMENTS)
+]
+TokenizerFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer",
+        help="A Hugging Face tokenizer.json to count tokens with; by default a byte counts as a token.",
+        show_default=False,
+        rich_help_panel=_DOCUMENTS,
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(help="Shuffles the documents, every epoch anew.", rich_help_panel=_DOCUMENTS)
+]
+OptionalSeed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        help="Shuffle the documents; by default they come in the source's order.",
+        rich_help_panel=_DOCUMENTS,
+    ),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Global batches to form.", rich_help_panel=_BATCHES)]
+MicroBatches = Annotated[
+    int, typer.Option(min=1, help="Micro-batches of a global batch: PP x DP.", rich_help_panel=_BATCHES)
+]
+Context = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Context window in tokens: the longest document. A global batch holds so many per micro-batch.",
+        rich_help_panel=_BATCHES,
+    ),
+]
+MemoryFactor = Annotated[
+    float,
+    typer.Option(
+        min=1.0,
+        help="The most tokens of a micro-batch of variable length, in contexts: what memory allows.",
+        rich_help_panel=_BATCHES,
+    ),
+]
+Queues = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Number of outlier queues; their thresholds are tuned.", rich_help_panel=_QUEUES
+    ),
+]
+TunedQueues = Annotated[int, typer.Option(min=1, help="Number of outlier queues.", rich_help_panel=_QUEUES)]
+MaxMeanDelay = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Tuning keeps the mean delay of a token below this, in iterations.",
+        rich_help_panel=_QUEUES,
+    ),
+]
+MaxDelay = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="No document waits in a queue for more iterations than this; by default there is no limit.",
+        show_default=False,
+        rich_help_panel=_QUEUES,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        help=f"Model whose FLOPs are the cost: {', '.join(PRESETS)}, or a Hugging Face config.json.",
+        rich_help_panel=_COST,
+    ),
+]
+AttentionEfficiency = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        help="FLOP/s of attention kernels relative to matrix multiplications.",
+        rich_help_panel=_COST,
+    ),
+]
+OutputDir = Annotated[
+    Path, typer.Option(help="Folder to write to; made if missing.", rich_help_panel=_OUTPUT)
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the results as JSON and nothing else.", rich_help_panel=_OUTPUT)
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=_OUTPUT)
+]

@@ -1,0 +1,179 @@
+"""`wlb pack`: plans for a user's documents, as files."""
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import CliError, counted, progress, results
+from wlb.cli.context_parallel import cp_balances
+from wlb.cli.cost import cost_model
+from wlb.cli.plan_files import deal, write_jsonl, write_npz
+from wlb.cli.plans import Plan, Setup, collect, fixed_length, original, tune, var_length
+from wlb.cli.report import Report
+from wlb.cli.sources import read_documents
+from wlb.cli.stream import Oversize, build_stream
+
+_TUNED_BATCHES = 100  # at most so many, from the start of the stream
+
+Method = Literal["original", "fixed_length", "var_length"]
+
+
+def pack(
+    context_: typer.Context,
+    source: options.Source,
+    method: Annotated[
+        Method,
+        typer.Option(help="var_length: equal work, whole documents. The others fill and cut at the context."),
+    ] = "var_length",
+    field: options.Field = "text",
+    pattern: options.Pattern = "*",
+    tokenizer: options.TokenizerFile = None,
+    seed: options.OptionalSeed = None,
+    oversize: Annotated[
+        Oversize,
+        typer.Option(help="What to do with documents longer than the context.", rich_help_panel="Documents"),
+    ] = "split",
+    micro_batches: options.MicroBatches = 16,
+    context: options.Context = 131072,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="The most tokens of a micro-batch of var_length; by default 1.5 contexts.",
+            show_default=False,
+            rich_help_panel="Global batches",
+        ),
+    ] = None,
+    window: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Global batches that fixed_length plans at once.", rich_help_panel="Global batches"
+        ),
+    ] = 1,
+    dp_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Also deal the micro-batches to so many DP ranks.", rich_help_panel="Global batches"
+        ),
+    ] = None,
+    queues: options.Queues = 2,
+    thresholds: Annotated[
+        str | None,
+        typer.Option(
+            help="Thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.",
+            show_default=False,
+            rich_help_panel="Outlier queues",
+        ),
+    ] = None,
+    max_mean_delay: options.MaxMeanDelay = 0.5,
+    max_delay: options.MaxDelay = None,
+    model: options.Model = "llama2-7b",
+    attention_efficiency: options.AttentionEfficiency = 0.55,
+    output_dir: options.OutputDir = Path("wlb-pack"),
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Packs the documents of SOURCE, each exactly once, and writes the plans.
+
+    plans.npz holds flat arrays, plans.jsonl a line per global batch; pack.html and pack.png compare the plan
+    with the original order. The last global batches empty the queues and may be small.
+    """
+    setup = Setup(
+        num_micro_batches=micro_batches,
+        context=context,
+        max_tokens=context * 3 // 2 if max_tokens is None else max_tokens,
+        cost_model=cost_model(model, attention_efficiency=attention_efficiency),
+    )
+    if setup.max_tokens < context:
+        raise CliError(
+            f"--max-tokens {max_tokens:,}: below --context {context:,}, so the longest documents fit nowhere"
+        )
+    if dp_size is not None and micro_batches % dp_size:
+        raise CliError(f"--dp-size {dp_size}: does not divide --micro-batches {micro_batches}")
+    levels = _parse_thresholds(thresholds)
+
+    with progress(quiet) as bars:
+        documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
+        stream = build_stream(
+            documents,
+            context=context,
+            tokens_per_batch=setup.tokens_per_batch,
+            seed=seed,
+            steps=None,
+            oversize=oversize,
+        )
+        output_dir.mkdir(parents=True, exist_ok=True)  # before the long work, so that it fails early
+        before = collect("original", original(stream, setup), stream, bars)
+        plan: Plan
+        if method == "original":
+            plan = before
+        elif method == "fixed_length":
+            name = f"fixed-length, g={window}"
+            plan = collect(name, fixed_length(stream, setup, window), stream, bars)
+        else:
+            if levels is None and queues:
+                levels = tune(
+                    stream,
+                    setup,
+                    batches=min(stream.batches, _TUNED_BATCHES),
+                    queues=queues,
+                    max_mean_delay=max_mean_delay,
+                    max_delay=max_delay,
+                    progress=bars,
+                ).thresholds
+            levels = levels or ()
+            name = f"WLB, {counted(len(levels), 'queue')}"
+            plan = collect(name, var_length(stream, setup, levels, max_delay), stream, bars, levels)
+        flushed = len(plan.digests) - plan.streamed
+        report = Report(
+            name="pack",
+            documents=documents,
+            stream=stream,
+            setup=setup,
+            settings={
+                "method": method,
+                "micro_batches": micro_batches,
+                "context": context,
+                "max_tokens": setup.max_tokens,
+                "model": model,
+                "attention_efficiency": attention_efficiency,
+                "seed": seed,
+                "oversize": oversize,
+                "window": window,
+                "queues": len(plan.thresholds),
+                "max_mean_delay": max_mean_delay,
+                "max_delay": max_delay,
+                "dp_size": dp_size,
+            },
+            plans=(before,) if plan is before else (before, plan),
+            shown=plan,
+            balances=cp_balances(plan, bars),
+            remark=f"{len(plan.digests):,} global batches planned"
+            f"{f', the last {flushed:,} of them to empty the queues' if flushed else ''}.",
+        )
+        files = report.write(output_dir, context_.obj)
+        deals = None if dp_size is None else deal(plan, setup, dp_size)
+        write_npz(output_dir / "plans.npz", plan, stream, deals)
+        write_jsonl(output_dir / "plans.jsonl", plan, stream, deals)
+        files += [output_dir / "plans.npz", output_dir / "plans.jsonl"]
+        if documents.names is not None:
+            names = output_dir / "documents.txt"
+            names.write_text("".join(f"{name}\n" for name in documents.names), encoding="utf-8")
+            files.append(names)
+    if json:
+        print(jsonlib.dumps(report.as_json(), indent=2))
+    elif not quiet:
+        report.print(results(), files)
+
+
+def _parse_thresholds(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise CliError(
+            f"--thresholds {text}: give whole numbers with commas between, such as 49152,98304"
+        ) from None

@@ -1,0 +1,92 @@
+"""The stream of global batches that every method of a comparison sees."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import wlb
+from wlb.cli.console import CliError
+from wlb.cli.sources import Documents
+
+Oversize = Literal["split", "truncate", "error"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents in arrival order, cut into global batches: batch i is `lengths[offsets[i]:offsets[i + 1]]`.
+
+    A source document longer than the context arrives as several, one after the other.
+    """
+
+    lengths: NDArray[np.int64]  # [n] tokens
+    ids: NDArray[np.int64]  # [n] document of the source
+    starts: NDArray[np.int64]  # [n] its first token inside that document
+    offsets: NDArray[np.int64]  # [batches + 1]
+    epochs: int  # passes over the source, the last one perhaps not to its end
+
+    @property
+    def batches(self) -> int:
+        """The number of global batches."""
+        return self.offsets.size - 1
+
+    @property
+    def arrival(self) -> NDArray[np.int64]:
+        """int64[n]: the global batch of each document."""
+        return np.repeat(np.arange(self.batches), np.diff(self.offsets))
+
+    def head(self, batches: int) -> NDArray[np.int64]:
+        """Lengths of the first `batches` global batches."""
+        return self.lengths[: self.offsets[batches]]
+
+
+def build_stream(
+    documents: Documents,
+    *,
+    context: int,
+    tokens_per_batch: int,
+    seed: int | None,
+    steps: int | None,
+    oversize: Oversize = "split",
+) -> Stream:
+    """Orders the documents, fits them to `context` tokens and forms global batches of `tokens_per_batch`.
+
+    With a seed, every epoch is shuffled anew; without one the order is the source's. With `steps`, epochs
+    follow one another until there are so many global batches; without, there is one epoch and the last batch
+    may be small.
+    """
+    if documents.tokens < tokens_per_batch:
+        raise CliError(
+            f"{documents.source}: {documents.lengths.size:,} documents with {documents.tokens:,}"
+            f" {documents.unit} do not fill a global batch of {tokens_per_batch:,};"
+            " lower --context or --micro-batches"
+        )
+    epochs = 1 if steps is None else math.ceil(steps * tokens_per_batch / documents.tokens)
+    generator = None if seed is None else np.random.default_rng(seed)
+    count = documents.lengths.size
+    order = np.concatenate(
+        [np.arange(count) if generator is None else generator.permutation(count) for _ in range(epochs)]
+    )
+    lengths, ids = documents.lengths[order], documents.ids[order]
+
+    starts = np.zeros_like(lengths)
+    if oversize == "split":
+        pieces, first, lengths = wlb.split_documents(lengths, max_document_tokens=context)
+        ids, starts = ids[pieces], first.astype(np.int64)
+    elif oversize == "truncate":
+        lengths = np.minimum(lengths, context)
+    elif lengths.max() > context:
+        worst = int(lengths.argmax())
+        raise CliError(
+            f"{documents.source}: document {ids[worst]} has {lengths[worst]:,} {documents.unit}, more than"
+            f" --context {context:,}; choose --oversize split or truncate"
+        )
+
+    # No batch exceeds `tokens_per_batch`, so the epochs hold `steps` of them; the small last one is cut off.
+    offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
+    if steps is not None:
+        offsets = offsets[: steps + 1]
+    used = int(offsets[-1])
+    return Stream(lengths[:used].astype(np.int64), ids[:used], starts[:used], offsets, epochs)

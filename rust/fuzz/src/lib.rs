@@ -1,0 +1,233 @@
+//! What each fuzz target does with its bytes: read an input out of them, and assert what the tests of `wlb-core` assert.
+//!
+//! A byte string that is too short for an input is an input all the same: `arbitrary` fills up with zeros.
+
+// The oracles and guarantees of the tests, not a copy of them.
+#[path = "../../wlb-core/tests/common/check.rs"]
+mod check;
+#[path = "../../wlb-core/tests/common/forge.rs"]
+mod forge;
+#[path = "../../wlb-core/tests/common/naive.rs"]
+mod naive;
+#[path = "../../wlb-core/tests/common/stream.rs"]
+mod stream;
+
+use arbitrary::{Result, Unstructured};
+use wlb_core::cost::Passes;
+use wlb_core::packing::outlier_queue::Release;
+use wlb_core::packing::packer::{Oversize, PackerConfig};
+use wlb_core::{CostModel, Lengths, Mask};
+
+use stream::Event;
+
+/// One global batch by every method.
+pub fn pack(data: &[u8]) {
+    let _ = try_pack(&mut Unstructured::new(data));
+}
+
+fn try_pack(u: &mut Unstructured) -> Result<()> {
+    let cost = cost_model(u)?;
+    let n = u.int_in_range(1..=40)?;
+    let window = u.int_in_range(1..=3)?;
+    let longest = longest(u)?;
+    let room = u.int_in_range(0..=4)?;
+    let tokens = u.int_in_range(1..=longest)?;
+    let lengths = lengths(u, 600, longest)?;
+    let total: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+    let share = (total / n as i64).clamp(1, i64::from(i32::MAX)) as i32;
+    let largest = lengths.iter().copied().max().unwrap_or(1);
+    let max_tokens = match room {
+        0 => tokens,
+        1 => share,
+        2 => share.max(largest),
+        3 => share.saturating_add(share / 10).max(largest),
+        _ => i32::MAX,
+    };
+    check::pack_every_way(&lengths, n, window, max_tokens, &cost);
+    Ok(())
+}
+
+/// A packer driven, saved, resumed and flushed beside its oracle.
+pub fn packer_stream(data: &[u8]) {
+    let _ = try_packer_stream(&mut Unstructured::new(data));
+}
+
+fn try_packer_stream(u: &mut Unstructured) -> Result<()> {
+    let config = packer_config(u)?;
+    let mut events = Vec::new();
+    for _ in 0..u.int_in_range(0..=16)? {
+        events.push(event(u, &config)?);
+    }
+    stream::run(&config, &events);
+    Ok(())
+}
+
+/// Texts and edited states: refused, or a packer that works.
+pub fn load_state(data: &[u8]) {
+    let _ = try_load_state(&mut Unstructured::new(data));
+}
+
+fn try_load_state(u: &mut Unstructured) -> Result<()> {
+    let kind = u.int_in_range(0..=3)?;
+    if kind == 0 {
+        let text = String::from_utf8_lossy(u.bytes(u.len())?);
+        forge::works_if_accepted(&text);
+        if let Ok(model) = CostModel::from_profile(&text, Passes::ForwardBackward) {
+            assert!([1, 1000, i32::MAX].iter().all(|&length| model.cost(length) > 0.0));
+        }
+        return Ok(());
+    }
+    let config = packer_config(u)?;
+    let mut events = Vec::new();
+    for _ in 0..u.int_in_range(0..=4)? {
+        events.push(Event::Push(lengths(u, 12, config.max_document_tokens)?));
+    }
+    let packer = stream::run(&config, &events);
+    let mut text = packer.save();
+    if kind == 1 {
+        // A changed byte: noticed.
+        let at = u.choose_index(text.len())?;
+        let byte = u.int_in_range(0..=127)?;
+        text.replace_range(at..at + 1, char::from(byte).encode_utf8(&mut [0]));
+        forge::refused_or_equal(&text, &packer);
+        return Ok(());
+    }
+    // Changed numbers, signed anew: refused, or it works.
+    for _ in 0..u.int_in_range(1..=6)? {
+        let numbers = forge::numbers(&text);
+        let span = numbers[u.choose_index(numbers.len())?].clone();
+        let old: f64 = text[span.clone()].parse().unwrap_or(0.0);
+        let number = match u.int_in_range(0..=5)? {
+            0 => format!("{}", old as i64 + 1),
+            1 => format!("{}", old as i64 - 1),
+            2 => format!("{}", u.arbitrary::<i64>()?),
+            3 => format!("{}", u.arbitrary::<u64>()?),
+            4 => format!("{:e}", u.arbitrary::<f64>()?.abs()),
+            _ => format!("{}", u.int_in_range(0..=100)?),
+        };
+        text.replace_range(span, &number);
+    }
+    forge::works_if_accepted(&forge::sign(&text));
+    Ok(())
+}
+
+/// A micro-batch by every strategy.
+pub fn shard(data: &[u8]) {
+    let _ = try_shard(&mut Unstructured::new(data));
+}
+
+fn try_shard(u: &mut Unstructured) -> Result<()> {
+    let mask = if u.arbitrary()? { Mask::Causal } else { Mask::Full };
+    let cp_size = if u.ratio(1, 8)? { u.int_in_range(1..=300)? } else { u.int_in_range(1..=16)? };
+    let longest = longest(u)?;
+    let threshold = i64::from(u.int_in_range(1..=longest)?) + u.int_in_range(0..=1)?;
+    let mut lengths = lengths(u, 100, longest)?;
+    let mut total = 0_i64;
+    lengths.retain(|&length| {
+        let fits = total + i64::from(length) <= i64::from(i32::MAX);
+        total += if fits { i64::from(length) } else { 0 };
+        fits
+    });
+    check::shard_every_way(&lengths, cp_size, mask, threshold, total <= 20_000 && cp_size <= 64);
+    Ok(())
+}
+
+/// The longest document that can come: small ones make ties and remainders, large ones overflows.
+fn longest(u: &mut Unstructured) -> Result<i32> {
+    Ok(*u.choose(&[8, 100, 1000, 1 << 17, i32::MAX])?)
+}
+
+/// Documents: single tokens, repetitions, small ones, powers of two and their neighbours, anything.
+fn lengths(u: &mut Unstructured, most: usize, longest: i32) -> Result<Vec<i32>> {
+    let mut lengths: Vec<i32> = Vec::new();
+    for _ in 0..u.int_in_range(0..=most)? {
+        let length = match u.int_in_range(0..=5)? {
+            0 => 1,
+            1 | 2 => lengths.last().copied().unwrap_or(longest),
+            3 => u.int_in_range(1..=8)?,
+            4 => (1_i64 << u.int_in_range(0..=30)?) as i32 + u.int_in_range(-1..=1)?,
+            _ => u.int_in_range(1..=longest)?,
+        };
+        lengths.push(length.clamp(1, longest));
+    }
+    Ok(lengths)
+}
+
+fn cost_model(u: &mut Unstructured) -> Result<CostModel> {
+    let mask = if u.arbitrary()? { Mask::Causal } else { Mask::Full };
+    // Where sums neither overflow nor drown in rounding.
+    let mut rate = || Ok::<f64, arbitrary::Error>(u.int_in_range(0..=1_000_000_000_u64)? as f64 / 1e3);
+    let (attention, linear) = (rate()?, rate()?);
+    if u.ratio(1, 3)? {
+        let (mut knots, mut times) = (Vec::new(), [Vec::new(), Vec::new()]);
+        let mut length = 0;
+        for _ in 0..u.int_in_range(1..=5)? {
+            length += u.int_in_range(1..=100_000)?;
+            knots.push(length);
+            for table in &mut times {
+                let last = table.last().copied().unwrap_or(1e-3);
+                table.push(last + f64::from(u.int_in_range(0..=1000)?) / 1e4);
+            }
+        }
+        let knots = Lengths::new("lengths", &knots).map_err(|_| arbitrary::Error::IncorrectFormat)?;
+        return CostModel::from_tables(&knots, &times[0], &times[1], mask)
+            .map_err(|_| arbitrary::Error::IncorrectFormat);
+    }
+    CostModel::analytic(attention, linear, mask)
+        .or_else(|_| CostModel::analytic(1.0, 100.0, mask))
+        .map_err(|_| arbitrary::Error::IncorrectFormat)
+}
+
+fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
+    let longest = longest(u)?;
+    let max_document_tokens = u.int_in_range(1..=longest)?;
+    let max_tokens = match u.int_in_range(0..=2)? {
+        0 => max_document_tokens,
+        1 => max_document_tokens.saturating_add(u.int_in_range(0..=max_document_tokens)?),
+        _ => i32::MAX,
+    };
+    let mut outlier_thresholds = Vec::new();
+    for _ in 0..u.int_in_range(0..=3)? {
+        outlier_thresholds.push(u.int_in_range(1..=max_document_tokens)?);
+    }
+    outlier_thresholds.sort_unstable();
+    outlier_thresholds.dedup();
+    Ok(PackerConfig {
+        num_micro_batches: u.int_in_range(1..=9)?,
+        max_tokens,
+        max_document_tokens,
+        oversize: *u.choose(&[Oversize::Error, Oversize::Split, Oversize::Truncate])?,
+        outlier_thresholds,
+        release: Release::Fifo,
+        max_delay: if u.arbitrary()? { Some(u.int_in_range(0..=5)?) } else { None },
+        cost_model: cost_model(u)?,
+    })
+}
+
+fn event(u: &mut Unstructured, config: &PackerConfig) -> Result<Event> {
+    let longest = config.max_document_tokens.saturating_mul(3);
+    Ok(match u.int_in_range(0..=9)? {
+        0..=3 => Event::Push(lengths(u, 60, longest)?),
+        4 => {
+            let mut documents = Vec::new();
+            for length in lengths(u, 30, longest)? {
+                documents.push((length, u.int_in_range(-(1 << 61)..=1 << 61)? >> u.int_in_range(0..=61)?));
+            }
+            Event::PushNamed(documents)
+        }
+        5 => Event::PushWrong(lengths(u, 6, longest)?),
+        6 => Event::Resume,
+        7 => Event::ResumeOn(u.int_in_range(1..=9)?),
+        8 => {
+            let mut other = packer_config(u)?;
+            if u.arbitrary()? {
+                // The same limits: what waits is taken over.
+                other.max_document_tokens = config.max_document_tokens;
+                other.max_tokens = other.max_tokens.max(config.max_document_tokens);
+                other.outlier_thresholds.retain(|&threshold| threshold <= config.max_document_tokens);
+            }
+            Event::ResumeAs(Box::new(other))
+        }
+        _ => Event::Flush,
+    })
+}

@@ -1,0 +1,232 @@
+//! A packer and its oracle driven through the same events, compared after each.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
+
+use std::collections::BTreeSet;
+
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::packing::{Packing, Piece};
+use wlb_core::{Error, Lengths};
+
+use super::{check, naive};
+
+const MOST_PIECES: i32 = 20;
+
+/// What can happen to a packer.
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    /// A global batch, with default ids.
+    Push(Vec<i32>),
+    /// A global batch with ids: as given, or the next free ones above.
+    PushNamed(Vec<(i32, i64)>),
+    /// Pushes that must fail and change nothing.
+    PushWrong(Vec<i32>),
+    /// Saved, and loaded in another process.
+    Resume,
+    /// Resumed with another number of micro-batches.
+    ResumeOn(usize),
+    /// Resumed under another configuration.
+    ResumeAs(Box<PackerConfig>),
+    /// The end of the stream.
+    Flush,
+}
+
+/// Runs the events, then flushes; every document must have come out once. Gives the packer before that last flush.
+pub(crate) fn run(config: &PackerConfig, events: &[Event]) -> Packer {
+    let mut both = Both::new(config);
+    for event in events {
+        both.meet(event);
+        check::same_packer(&both.packer, &both.oracle);
+    }
+    let before = both.packer.clone();
+    both.meet(&Event::Flush);
+    check::same_packer(&both.packer, &both.oracle);
+    let in_order = |pieces: &[Piece]| {
+        let mut sorted = pieces.to_vec();
+        sorted.sort_by_key(|piece| (piece.id, piece.start, piece.length));
+        sorted
+    };
+    assert_eq!(in_order(&both.emitted), in_order(&both.pushed), "not each document exactly once");
+    before
+}
+
+struct Both {
+    packer: Packer,
+    oracle: naive::Packer,
+    pushed: Vec<Piece>,
+    emitted: Vec<Piece>,
+}
+
+impl Both {
+    fn new(config: &PackerConfig) -> Self {
+        let packer = Packer::new(config.clone()).unwrap();
+        Self { packer, oracle: naive::Packer::new(config.clone()), pushed: Vec::new(), emitted: Vec::new() }
+    }
+
+    fn meet(&mut self, event: &Event) {
+        match event {
+            Event::Push(lengths) => self.push(lengths, None),
+            Event::PushNamed(documents) => {
+                let lengths: Vec<i32> = documents.iter().map(|&(length, _)| length).collect();
+                let mut taken: BTreeSet<i64> = self.oracle.pending().iter().map(|waiting| waiting.piece.id).collect();
+                let free = |&(_, wanted): &(i32, i64)| {
+                    let id = (wanted..).find(|id| !taken.contains(id)).unwrap();
+                    taken.insert(id);
+                    id
+                };
+                let ids: Vec<i64> = documents.iter().map(free).collect();
+                self.push(&lengths, Some(&ids));
+            }
+            Event::PushWrong(lengths) => self.push_wrong(lengths),
+            Event::Resume => {
+                let text = self.packer.save();
+                let resumed = Packer::load(&text).unwrap();
+                assert_eq!(resumed, self.packer);
+                assert_eq!(resumed.save(), text);
+                self.packer = resumed;
+            }
+            Event::ResumeOn(num_micro_batches) => {
+                let config = PackerConfig { num_micro_batches: *num_micro_batches, ..self.packer.config().clone() };
+                assert_eq!(config.fingerprint(), self.packer.config().fingerprint());
+                let mut resumed = Packer::new(config.clone()).unwrap();
+                resumed.restore(&self.packer.save(), false).unwrap();
+                self.packer = resumed;
+                self.oracle.reconfigure(config);
+            }
+            Event::ResumeAs(config) => self.resume_as(config),
+            Event::Flush => {
+                let packings = self.packer.flush();
+                let plans = self.oracle.flush();
+                assert_eq!(packings.len(), plans.len(), "global batches of a flush");
+                for (packing, plan) in packings.iter().zip(&plans) {
+                    self.emit(packing, plan);
+                }
+                assert_eq!(self.packer.pending(), 0);
+                assert!(self.packer.queue().is_empty() && self.packer.flush().is_empty());
+            }
+        }
+    }
+
+    fn push(&mut self, lengths: &[i32], ids: Option<&[i64]>) {
+        let config = self.packer.config().clone();
+        let limit = config.max_document_tokens;
+        // Under `Oversize::Error` a stream holds no longer documents; `push_wrong` tries one. No document is split into
+        // very many pieces.
+        let most = limit.saturating_mul(if config.oversize == Oversize::Error { 1 } else { MOST_PIECES });
+        let lengths: Vec<i32> = lengths.iter().map(|&length| length.min(most)).collect();
+        let waited: Vec<Vec<Piece>> =
+            self.packer.queue().levels().iter().map(|level| level.iter().map(|w| w.piece).collect()).collect();
+        let first_carried = self.packer.carried().first().map(|waiting| waiting.piece);
+        let first_id = self.oracle.next_id;
+        for (index, &length) in lengths.iter().enumerate() {
+            let id = ids.map_or(first_id + index as i64, |ids| ids[index]);
+            let document = Piece { id, start: 0, length };
+            match config.oversize {
+                Oversize::Split => self.pushed.extend(naive::split(document, limit)),
+                _ => self.pushed.push(Piece { length: length.min(limit), ..document }),
+            }
+        }
+
+        let packing = self.packer.push(&checked(&lengths), ids).unwrap();
+        let plan = self.oracle.push(&lengths, ids);
+        self.emit(&packing, &plan);
+        check::queues_keep_their_word(&self.packer);
+        // What still waits in a level is the younger end of what waited there, then the new.
+        for (level, before) in self.packer.queue().levels().iter().zip(&waited) {
+            let old: Vec<Piece> =
+                level.iter().filter(|w| w.arrived + 1 < self.packer.iteration()).map(|w| w.piece).collect();
+            assert!(before.ends_with(&old), "a level did not release its oldest first");
+        }
+        assert!(first_carried.is_none_or(|piece| packing.pieces.contains(&piece)), "carried for ever");
+        for (&length, &micro_batch) in lengths.iter().zip(&packing.assignment) {
+            let kept = length.min(limit);
+            let waits = config.outlier_thresholds.first().is_some_and(|&threshold| kept >= threshold);
+            let cut = length > limit && config.oversize == Oversize::Split;
+            assert!(micro_batch >= 0 || waits || cut || !packing.leftover.is_empty(), "a document waits for nothing");
+        }
+    }
+
+    fn emit(&mut self, packing: &Packing, plan: &naive::Plan) {
+        check::same_plan(packing, plan);
+        check::packing_is_legal(packing, &self.packer.config().cost_model);
+        assert_eq!(packing.num_micro_batches(), self.packer.config().num_micro_batches);
+        self.emitted.extend(&packing.pieces);
+    }
+
+    fn push_wrong(&mut self, lengths: &[i32]) {
+        let before = self.packer.clone();
+        let limit = before.config().max_document_tokens;
+        let fits: Vec<i32> = lengths.iter().map(|&length| length.min(limit)).collect();
+        let fresh: Vec<i64> = (self.oracle.next_id..).take(fits.len()).collect();
+
+        if before.config().oversize == Oversize::Error
+            && let Some(long) = limit.checked_add(1)
+        {
+            let with_long = [fits.as_slice(), &[long]].concat();
+            let error = self.packer.push(&checked(&with_long), None).unwrap_err();
+            assert!(matches!(error, Error::TooLong { argument: "lengths", index, .. } if index == fits.len()));
+        }
+        let error = self.packer.push(&checked(&fits), Some(&[fresh.as_slice(), &[7]].concat())).unwrap_err();
+        assert!(matches!(error, Error::Mismatch { argument: "ids", .. }));
+        if let [_, .., last] = fresh.as_slice() {
+            let twice = [&[*last], &fresh[1..]].concat();
+            let error = self.packer.push(&checked(&fits), Some(&twice)).unwrap_err();
+            let at = fresh.len() - 1;
+            assert!(
+                matches!(error, Error::DuplicateId { argument: "ids", index, value, .. } if (index, value) == (at, *last))
+            );
+        }
+        if let (Some(waiting), false) = (self.oracle.pending().first(), fits.is_empty()) {
+            let mut clashing = fresh.clone();
+            clashing[fits.len() - 1] = waiting.piece.id;
+            let error = self.packer.push(&checked(&fits), Some(&clashing)).unwrap_err();
+            assert!(matches!(error, Error::DuplicateId { argument: "ids", index, .. } if index == fits.len() - 1));
+        }
+        assert_eq!(self.packer, before, "a push that failed changed the packer");
+    }
+
+    fn resume_as(&mut self, config: &PackerConfig) {
+        let text = self.packer.save();
+        let saved = self.packer.config().clone();
+        let mut resumed = Packer::new(config.clone()).unwrap();
+        let empty = resumed.clone();
+        let changed = [
+            ("max_tokens", saved.max_tokens != config.max_tokens),
+            ("max_document_tokens", saved.max_document_tokens != config.max_document_tokens),
+            ("oversize", saved.oversize != config.oversize),
+            ("outlier_thresholds", saved.outlier_thresholds != config.outlier_thresholds),
+            ("release", saved.release != config.release),
+            ("max_delay", saved.max_delay != config.max_delay),
+            ("cost_model", saved.cost_model != config.cost_model),
+        ];
+        let any_changed = changed.iter().any(|&(_, differs)| differs);
+        match resumed.restore(&text, false) {
+            Ok(()) => assert!(!any_changed, "a changed configuration went unnoticed"),
+            Err(Error::ConfigChanged { fields }) => {
+                let named: Vec<&str> = fields.split("; ").map(|field| field.split(':').next().unwrap()).collect();
+                let expected: Vec<&str> =
+                    changed.iter().filter(|&&(_, differs)| differs).map(|&(name, _)| name).collect();
+                assert_eq!(named, expected);
+                assert_eq!(resumed, empty, "a restore that failed changed the packer");
+            }
+            Err(error) => panic!("{error}"),
+        }
+        let too_long = self.oracle.pending().iter().any(|waiting| waiting.piece.length > config.max_document_tokens);
+        match resumed.restore(&text, true) {
+            Ok(()) => {
+                assert!(!too_long, "a document longer than the limit was taken over");
+                self.packer = resumed;
+                self.oracle.reconfigure(config.clone());
+            }
+            Err(Error::State { .. }) => {
+                assert!(too_long);
+                assert_eq!(resumed, empty, "a restore that failed changed the packer");
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+fn checked(lengths: &[i32]) -> Lengths {
+    Lengths::new("lengths", &lengths.iter().map(|&length| i64::from(length)).collect::<Vec<_>>()).unwrap()
+}

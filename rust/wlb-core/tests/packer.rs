@@ -1,0 +1,166 @@
+//! A stream of global batches: queues, delays, carried-over documents, metrics.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use common::strategies::{checked, config, cost_model, lengths, packer_config, stream};
+use common::stream::{Event, run};
+use common::{check, naive};
+use proptest::prelude::*;
+use wlb_core::packing::outlier_queue::Release;
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::packing::tune::{TuneOptions, tune_outlier_thresholds};
+use wlb_core::{CostModel, Error, Mask, Method, PackOptions, pack};
+
+fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Option<u64>) -> PackerConfig {
+    PackerConfig {
+        num_micro_batches,
+        max_tokens: 100,
+        max_document_tokens: 100,
+        oversize: Oversize::Error,
+        outlier_thresholds,
+        release: Release::Fifo,
+        max_delay,
+        cost_model: CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap(),
+    }
+}
+
+proptest! {
+    #![proptest_config(config(250))]
+
+    /// Pushed, saved, loaded, resumed on another `N` or under another configuration, flushed, in any order: every plan,
+    /// queue and statistic is the oracle's, and every document comes out once.
+    #[test]
+    fn streams_are_the_oracles((config, events) in stream(12, 40)) {
+        run(&config, &events);
+    }
+
+    /// Enough documents in a step for the radix sort.
+    #[test]
+    fn long_steps_are_the_oracles((config, events) in stream(3, 700)) {
+        run(&config, &events);
+    }
+
+    /// `pack()` is a packer for one batch without queues.
+    #[test]
+    fn without_queues_a_push_is_a_pack(config in packer_config(), lengths in lengths(200, 5000), cost_model in cost_model()) {
+        let config = PackerConfig {
+            outlier_thresholds: Vec::new(),
+            oversize: Oversize::Truncate,
+            max_delay: None,
+            cost_model,
+            ..config
+        };
+        let lengths: Vec<i32> = lengths.into_iter().map(|length| length.min(config.max_document_tokens)).collect();
+        let pushed = Packer::new(config.clone()).unwrap().push(&checked(&lengths), None).unwrap();
+        let PackerConfig { num_micro_batches, max_tokens, cost_model, .. } = config;
+        let options = PackOptions { num_micro_batches, max_tokens, method: Method::VarLength, window: 1 };
+        prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
+    }
+
+    /// The reported points are what a packer really does with those thresholds, and the best one is the best of them.
+    #[test]
+    fn tuning_reports_what_a_packer_does(
+        lengths in lengths(120, 20_000), n in 1_usize..5, num_queues in 0_usize..3, tokens_per_batch in 1_i64..200_000,
+        max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)],
+    ) {
+        prop_assume!(!lengths.is_empty());
+        let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, Vec::new(), max_delay) };
+        let options = TuneOptions { packer: packer.clone(), num_queues, max_mean_delay, tokens_per_batch };
+        let tuned = tune_outlier_thresholds(&checked(&lengths), &options).unwrap();
+        let mut all = tuned.pareto.clone();
+        all.push(tuned.best.clone());
+        for point in &all {
+            let mut packer = Packer::new(PackerConfig { outlier_thresholds: point.thresholds.clone(), ..packer.clone() }).unwrap();
+            for span in naive::batch_offsets(&lengths, tokens_per_batch).windows(2) {
+                packer.push(&checked(&lengths[span[0]..span[1]]), None).unwrap();
+            }
+            packer.flush();
+            let metrics = packer.metrics();
+            prop_assert_eq!((metrics.imbalance_mean(), metrics.delay_mean()), (point.imbalance_mean, point.delay_mean));
+            prop_assert_eq!((metrics.imbalance_worst(), metrics.delay_max()), (point.imbalance_worst, point.delay_max));
+            prop_assert!(point.thresholds.len() <= num_queues);
+        }
+        for pair in tuned.pareto.windows(2) {
+            prop_assert!(pair[0].delay_mean <= pair[1].delay_mean && pair[0].imbalance_mean > pair[1].imbalance_mean);
+        }
+        // On the front, the last point within the limit is as good as it gets.
+        let within = tuned.pareto.iter().rfind(|point| point.delay_mean <= max_mean_delay);
+        match within {
+            Some(point) => prop_assert_eq!(point.imbalance_mean, tuned.best.imbalance_mean),
+            None => prop_assert_eq!(tuned.pareto[0].delay_mean, tuned.best.delay_mean),
+        }
+    }
+}
+
+/// A level releases while it holds `N`, its oldest first, and keeps the rest.
+#[test]
+fn a_level_releases_its_oldest() {
+    let mut packer = Packer::new(simple(2, vec![50], None)).unwrap();
+    assert_eq!(packer.push(&checked(&[60, 1]), None).unwrap().assignment, [-1, 0]);
+    assert_eq!(packer.queue().len(), 1);
+    let packing = packer.push(&checked(&[70, 80]), None).unwrap();
+    let ids: Vec<i64> = packing.pieces.iter().map(|piece| piece.id).collect();
+    assert_eq!(ids, [2, 0], "70 is longer, so that it is placed first");
+    assert_eq!(packing.assignment, [0, -1]);
+    assert_eq!(packer.queue().levels()[0].front().map(|waiting| waiting.piece.id), Some(3));
+}
+
+/// With `max_delay` nothing waits longer, whatever its level holds.
+#[test]
+fn nothing_waits_longer_than_max_delay() {
+    for delay in 0..4 {
+        let mut packer = Packer::new(simple(3, vec![50], Some(delay))).unwrap();
+        packer.push(&checked(&[60]), None).unwrap();
+        for waited in 0..delay {
+            assert_eq!(packer.pending(), 1, "after {waited} of {delay}");
+            packer.push(&checked(&[]), None).unwrap();
+        }
+        assert_eq!(packer.pending(), 0);
+        assert_eq!(packer.metrics().delay_max(), delay);
+    }
+}
+
+/// Flushing and pushing go on with each other.
+#[test]
+fn a_flushed_packer_goes_on() {
+    let config = simple(2, vec![50], Some(3));
+    let events = [Event::Push(vec![60, 1, 99]), Event::Flush, Event::Flush, Event::Push(vec![60]), Event::Resume];
+    assert_eq!(run(&config, &events).pending(), 1);
+}
+
+/// Running ids end where int64 ends, with an error instead of an overflow.
+#[test]
+fn running_ids_end_with_an_error() {
+    let mut packer = Packer::new(simple(1, Vec::new(), None)).unwrap();
+    packer.push(&checked(&[1]), Some(&[i64::MAX - 2])).unwrap();
+    assert!(matches!(packer.push(&checked(&[1, 1, 1]), None), Err(Error::Combination { argument: "ids", .. })));
+    assert_eq!(packer.push(&checked(&[1, 1]), None).unwrap().pieces[1].id, i64::MAX);
+    assert!(matches!(packer.push(&checked(&[1]), None), Err(Error::Combination { argument: "ids", .. })));
+    packer.push(&checked(&[]), None).unwrap();
+    packer.push(&checked(&[1]), Some(&[i64::MIN])).unwrap();
+    assert_eq!(Packer::load(&packer.save()).as_ref(), Ok(&packer));
+}
+
+/// The defaults of statistics that nothing was measured for.
+#[test]
+fn a_new_packer_reports_nothing() {
+    let packer = Packer::new(simple(2, vec![50], None)).unwrap();
+    check::same_packer(&packer, &naive::Packer::new(packer.config().clone()));
+}
+
+#[test]
+fn a_bad_configuration_is_named() {
+    let good = simple(2, vec![10, 20], Some(1));
+    let argument = |config: PackerConfig| Packer::new(config).unwrap_err();
+    assert_eq!(argument(PackerConfig { num_micro_batches: 0, ..good.clone() }).argument(), "num_micro_batches");
+    assert_eq!(argument(PackerConfig { max_tokens: 0, ..good.clone() }).argument(), "max_tokens");
+    assert_eq!(argument(PackerConfig { max_document_tokens: 101, ..good.clone() }).argument(), "max_document_tokens");
+    assert_eq!(argument(PackerConfig { max_delay: Some(u64::MAX), ..good.clone() }).argument(), "max_delay");
+    for (bad, index) in [(vec![0], 0), (vec![10, 10], 1), (vec![20, 10], 1), (vec![10, 101], 1), (vec![-5], 0)] {
+        let error = argument(PackerConfig { outlier_thresholds: bad, ..good.clone() });
+        assert_eq!((error.argument(), error.index()), ("outlier_thresholds", Some(index)));
+    }
+    let infinite = CostModel::analytic(1e300, 0.0, Mask::Causal).unwrap();
+    assert_eq!(argument(PackerConfig { cost_model: infinite, ..good }).argument(), "cost_model");
+}

@@ -1,0 +1,406 @@
+"""The `wlb` command, run as a user runs it, on sources made here."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import wlb
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from wlb.cli import main
+from wlb.cli.console import progress
+from wlb.cli.report import Report
+from wlb.cli.sources import Documents, read_documents
+from wlb.cli.stream import build_stream
+
+CONTEXT = 1024
+SMALL = ("--context", str(CONTEXT), "--micro-batches", "4")
+
+
+class Result:
+    """How one run ended."""
+
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.code == 0, self.err
+        parsed: dict[str, Any] = json.loads(self.out)
+        return parsed
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `wlb` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: object) -> Result:
+        with pytest.raises(SystemExit) as exit_:
+            main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return Result(exit_.value.code or 0, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out pictures, most of the time of a run, where a test is about plans."""
+    monkeypatch.setattr(Report, "write", lambda *_: [])
+
+
+def long_tailed(count: int, seed: int = 0) -> NDArray[np.int64]:
+    """int64[count] lengths: many short documents, a few as long as the context and longer."""
+    lengths = np.random.default_rng(seed).lognormal(4.0, 1.2, count)
+    return np.clip(lengths, 1, 2 * CONTEXT).astype(np.int64)
+
+
+@pytest.fixture
+def npy(tmp_path: Path) -> Path:
+    np.save(tmp_path / "lengths.npy", long_tailed(2000))
+    return tmp_path / "lengths.npy"
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"body": "x" * n}) + "\n" for n in long_tailed(600)))
+    return path
+
+
+def read(source: Path, **options: Any) -> Documents:
+    with progress(quiet=True) as bars:
+        arguments = {"field": "text", "pattern": "*", "tokenizer": None} | options
+        return read_documents(source, **arguments, progress=bars)
+
+
+# --- demo ---
+
+
+def test_demo_compares_the_methods(run: Any, npy: Path) -> None:
+    results = run("demo", npy, *SMALL, "--steps", 48, "--json").json
+    methods = {m["method"]: m for m in results["methods"]}
+    assert list(methods) == [
+        "original",
+        *(f"fixed-length, g={g}" for g in (1, 2, 4, 8)),
+        "WLB, 0 queues",
+        "WLB, 1 queue",
+        "WLB, 2 queues",
+        "WLB, 3 queues",
+    ]
+    assert methods["WLB, 2 queues"]["imbalance_mean"] < methods["original"]["imbalance_mean"]
+    for m in results["methods"]:
+        assert 1 <= m["imbalance_mean"] <= m["imbalance_worst"]
+        assert m["imbalance_p95"] <= m["imbalance_worst"]
+        assert 0 <= m["delay_mean"] <= m["delay_max"]
+        assert m["delay_p99"] <= m["delay_max"]
+        assert m["steps"] - m["steps_of_flush"] <= 48
+        assert m["planning_microseconds"] > 0
+    assert methods["original"]["delay_max"] == 0
+    for g in (1, 2, 4, 8):
+        window = methods[f"fixed-length, g={g}"]
+        assert window["delay_max"] == 2 * (g - 1)
+        assert window["delay_mean"] == pytest.approx(g - 1, rel=0.1)
+    for queues in range(4):
+        assert methods[f"WLB, {queues} queue{'s' * (queues != 1)}"]["documents_cut"] == 0
+
+    documents = results["documents"]
+    assert documents["distinct"] == 2000
+    assert documents["global_batches"] == 48
+    assert documents["epochs"] == 1
+    assert documents["streamed_tokens"] <= 48 * 4 * CONTEXT
+
+    balance = {(b["cp_size"], b["strategy"]): b for b in results["context_parallel"]["balance"]}
+    for size in (2, 4, 8, 16):
+        assert 1 <= balance[size, "per_document"]["mean"] < balance[size, "per_sequence"]["mean"]
+
+
+def test_demo_writes_a_picture_and_a_page_that_loads_nothing(run: Any, npy: Path, tmp_path: Path) -> None:
+    result = run("demo", npy, *SMALL, "--steps", 70, "--output-dir", "here")
+    assert result.code == 0
+    assert "WLB, 2 queues" in result.out
+    assert (tmp_path / "here/demo.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "here/demo.html").read_text(encoding="utf-8")
+    for loads in ("<script", "<link", "<img", "src=", "@import", "url(http"):
+        assert loads not in page
+    assert f"wlb demo {npy} --context 1024" in page
+    assert wlb.__version__ in page
+
+    # The same again, and what the page says is also there to be read by programs.
+    first = json.loads((tmp_path / "here/results.json").read_text())
+    assert first["documents"]["epochs"] == 2
+    second = run("demo", npy, *SMALL, "--steps", 70, "--json").json
+    assert [m["digest"] for m in second["methods"]] == [m["digest"] for m in first["methods"]]
+
+
+def test_demo_finds_documents_by_itself(run: Any) -> None:
+    results = run("demo", "--context", 4096, "--micro-batches", 4, "--steps", 4, "--json").json
+    assert results["documents"]["distinct"] > 100
+    assert results["documents"]["unit"] == "bytes"
+
+
+# --- pack ---
+
+
+def test_pack_writes_plans_and_pictures(run: Any, npy: Path, tmp_path: Path) -> None:
+    run("pack", npy, *SMALL, "--output-dir", "here", "--quiet")
+    written = {path.name for path in (tmp_path / "here").iterdir()}
+    assert written == {"pack.png", "pack.html", "results.json", "plans.npz", "plans.jsonl"}
+
+
+def covered(pieces: list[tuple[int, int, int]]) -> Counter[int]:
+    """How many tokens of each document the pieces hold: no gap, no overlap."""
+    end: Counter[int] = Counter()
+    for document, start, length in sorted(pieces):
+        assert start == end[document]
+        end[document] += length
+    return end
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("--method", "original"),
+        ("--method", "fixed_length", "--window", "3"),
+        ("--thresholds", "512,800"),
+        ("--queues", "1", "--max-delay", "5", "--seed", "3"),
+    ],
+)
+def test_pack_places_every_document_once(
+    run: Any, jsonl: Path, tmp_path: Path, method: tuple[str, ...]
+) -> None:
+    results = run("pack", jsonl, *SMALL, "--field", "body", "--dp-size", 2, *method, "--json").json
+    expected = dict(enumerate(long_tailed(600).tolist()))
+
+    plan = np.load(tmp_path / "wlb-pack/plans.npz")
+    pieces = [plan[name].tolist() for name in ("document_id", "start", "length")]
+    assert covered(list(zip(*pieces, strict=True))) == expected
+    steps, n = plan["costs"].shape
+    assert n == 4
+    assert plan["offsets"].size == steps * n + 1
+    place = np.repeat(np.arange(steps * n), np.diff(plan["offsets"]))
+    np.testing.assert_array_equal(plan["step"] * n + plan["micro_batch"], place)
+    tokens = np.bincount(place, weights=plan["length"], minlength=steps * n).reshape(steps, n)
+    np.testing.assert_array_equal(plan["tokens"], tokens)
+    assert tokens.max() <= CONTEXT * 3 // 2
+    for dealt in plan["deal"]:
+        assert sorted(dealt.ravel().tolist()) == [0, 1, 2, 3]
+
+    lines = [json.loads(line) for line in (tmp_path / "wlb-pack/plans.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(steps))
+    rows = [tuple(row) for line in lines for micro_batch in line["micro_batches"] for row in micro_batch]
+    assert rows == list(zip(*pieces, strict=True))
+    np.testing.assert_array_equal([line["costs"] for line in lines], plan["costs"])
+    np.testing.assert_array_equal([line["deal"] for line in lines], plan["deal"])
+    assert results["methods"][-1]["steps"] == steps
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_pack_measures_what_the_packer_measures(run: Any, npy: Path) -> None:
+    """The figures of the report come from flat arrays; the packer keeps its own."""
+    results = run("pack", npy, *SMALL, "--thresholds", "300,700", "--json").json
+    ours = results["methods"][-1]
+
+    stream = build_stream(read(npy), context=CONTEXT, tokens_per_batch=4 * CONTEXT, seed=None, steps=None)
+    cost_model = wlb.CostModel.from_flops(
+        hidden_size=4096,
+        ffn_hidden_size=11008,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        vocab_size=32000,
+        attention_efficiency=0.55,
+    )
+    packer = wlb.Packer(
+        num_micro_batches=4,
+        max_tokens=CONTEXT * 3 // 2,
+        cost_model=cost_model,
+        outlier_thresholds=(300, 700),
+    )
+    for first, last in zip(stream.offsets[:-1], stream.offsets[1:], strict=True):
+        packer.push(stream.lengths[first:last])
+    packer.flush()
+    theirs = packer.metrics()
+    assert ours["imbalance_mean"] == pytest.approx(theirs.imbalance_mean)
+    assert ours["imbalance_worst"] == pytest.approx(theirs.imbalance_worst)
+    assert ours["memory_skew"] == pytest.approx(theirs.memory_skew_mean)
+    assert ours["delay_mean"] == pytest.approx(theirs.delay_mean)
+    assert (ours["delay_p99"], ours["delay_max"]) == (theirs.delay_p99, theirs.delay_max)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_pack_truncates_or_refuses_long_documents(run: Any, npy: Path, tmp_path: Path) -> None:
+    arguments = ("pack", npy, *SMALL, "--thresholds", 512, "--quiet", "--oversize")
+    result = run(*arguments, "truncate")
+    assert (result.code, result.out, result.err) == (0, "", "")
+    plan = np.load(tmp_path / "wlb-pack/plans.npz")
+    by_document = np.bincount(plan["document_id"], weights=plan["length"])
+    np.testing.assert_array_equal(by_document, np.minimum(long_tailed(2000), CONTEXT))
+
+    result = run(*arguments, "error")
+    assert result.code == 2
+    assert f"document {long_tailed(2000).argmax()} has 2,048 tokens" in result.err
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_pack_names_the_files_of_a_directory(run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    for i, length in enumerate([700, 0, 300, 900, 1000, 20]):
+        (folder / ("sub" if i % 2 else "") / f"{i}.md").write_text("x" * length)
+    (folder / "other.bin").write_bytes(b"x" * 5000)
+    (folder / ".hidden.md").write_text("x" * 5000)
+    run(
+        "pack", folder, "--pattern", "*.md", "--context", 1000, "--micro-batches", 2, "--queues", 0, "--quiet"
+    )
+    names = (tmp_path / "wlb-pack/documents.txt").read_text().splitlines()
+    plan = np.load(tmp_path / "wlb-pack/plans.npz")
+    packed = {names[i]: n for i, n in zip(plan["document_id"].tolist(), plan["length"].tolist(), strict=True)}
+    assert packed == {"0.md": 700, "2.md": 300, "sub/3.md": 900, "4.md": 1000, "sub/5.md": 20}
+
+
+# --- tune ---
+
+
+def test_tune_stays_within_the_delay(run: Any, npy: Path, tmp_path: Path) -> None:
+    results = run("tune", npy, *SMALL, "--steps", 40, "--max-mean-delay", 0.8, "--json").json
+    assert results["best"]["delay_mean"] <= 0.8
+    assert len(results["best"]["thresholds"]) == 2
+    by_delay = sorted(results["pareto"], key=lambda point: point["delay_mean"])
+    imbalances = [point["imbalance_mean"] for point in by_delay]
+    assert imbalances == sorted(imbalances, reverse=True)
+    assert (tmp_path / "wlb-tune/tune.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- sources ---
+
+
+def test_stream_is_shuffled_anew_every_epoch_and_whole(npy: Path) -> None:
+    documents = read(npy)
+    streams = [
+        build_stream(documents, context=CONTEXT, tokens_per_batch=4 * CONTEXT, seed=seed, steps=100)
+        for seed in (0, 0, 1)
+    ]
+    np.testing.assert_array_equal(streams[0].ids, streams[1].ids)
+    assert streams[0].ids.tolist() != streams[2].ids.tolist()
+    stream = streams[0]
+    assert stream.batches == 100
+    tokens = np.add.reduceat(stream.lengths, stream.offsets[:-1])
+    assert 3 * CONTEXT <= tokens.min() <= tokens.max() <= 4 * CONTEXT
+    whole_epochs = (stream.starts == 0).sum() // 2000
+    assert stream.epochs == whole_epochs + 1
+    seen = stream.ids[stream.starts == 0][: whole_epochs * 2000].reshape(whole_epochs, 2000)
+    np.testing.assert_array_equal(np.sort(seen), np.tile(np.arange(2000), (whole_epochs, 1)))
+    assert seen[0].tolist() != np.arange(2000).tolist()
+
+
+def test_sources_agree_on_lengths(tmp_path: Path) -> None:
+    texts = ["plain", "", "zwölf Boxkämpfer", "日本語", "end"]
+    lengths = [len(text.encode()) for text in texts]
+    (tmp_path / "a.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "folder").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / f"folder/{i}").write_text(text, encoding="utf-8")
+    for name in ("a.txt", "a.jsonl", "folder"):
+        documents = read(tmp_path / name)
+        assert documents.ids.tolist() == [0, 2, 3, 4]
+        assert documents.lengths.tolist() == [n for n in lengths if n]
+        assert documents.empty == 1
+
+
+def test_tokenizer_counts_tokens(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("one two three\n\nfour\n")
+    documents = read(tmp_path / "a.txt", tokenizer=tmp_path / "tokenizer.json")
+    assert documents.unit == "tokens"
+    assert documents.lengths.tolist() == [3, 1]
+
+
+# --- errors ---
+
+
+def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (tmp_path / "other.jsonl").write_text('{"body": "fine"}\n')
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "broken.npy").write_text("not an array")
+    np.save(tmp_path / "floats.npy", np.array([1.0, 2.5]))
+    np.save(tmp_path / "matrix.npy", np.ones((2, 2), dtype=np.int64))
+    np.save(tmp_path / "negative.npy", np.array([3, 4, -5]))
+    np.save(tmp_path / "short.npy", np.array([3, 4]))
+    cases = {
+        ("demo", "nowhere"): "nowhere: no such file or directory",
+        ("demo", "bad.jsonl"): "bad.jsonl:2: not JSON",
+        ("demo", "other.jsonl"): "other.jsonl:1: no text in field 'text' (--field); its fields: body",
+        ("demo", "empty.txt"): "empty.txt: no documents, or only empty ones",
+        ("demo", "broken.npy"): "broken.npy: ",
+        ("demo", "floats.npy"): "floats.npy: ",
+        ("tune", "matrix.npy"): "matrix.npy: ",
+        ("pack", "negative.npy"): "-5",
+        ("pack", "short.npy"): "2 documents with 7 tokens do not fill a global batch of 2,097,152",
+        ("pack", npy, *SMALL, "--max-tokens", 1000): "--max-tokens",
+        ("pack", npy, *SMALL, "--dp-size", 3): "--dp-size",
+        ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
+        ("pack", npy, *SMALL, "--thresholds", "800,512"): "outlier_thresholds",
+        ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
+        ("demo", npy, "--tokenizer", "t.json"): "--tokenizer has nothing to read",
+        ("demo", "empty.txt", "--tokenizer", "t.json"): "t.json: no such tokenizer file",
+    }
+    for arguments, expected in cases.items():
+        result = run(*arguments)
+        assert result.code == 2, arguments
+        assert expected in result.err, arguments
+        assert result.err.count("\n") == 1, result.err
+        assert result.err.startswith("wlb: "), result.err
+        assert result.out == ""
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert 'pip install "wlb[tokenizers]"' in run("demo", "empty.txt", "--tokenizer", "bad.jsonl").err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("demo")
+    assert (result.code, result.err) == (2, 'wlb: matplotlib not installed; run: pip install "wlb[cli]"\n')
+
+
+def test_help_and_version(run: Any) -> None:
+    assert run("--version").out == f"wlb {wlb.__version__}\n"
+    for command in ("demo", "pack", "tune"):
+        assert command in run("--help").out
+        assert "--micro-batches" in run(command, "--help").out
+
+
+def test_model_may_be_a_config_file(run: Any, npy: Path, tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    best = [
+        run("tune", npy, *SMALL, "--steps", 8, "--queues", 1, "--model", model, "--json").json["best"]
+        for model in ("llama2-7b", "config.json")
+    ]
+    assert best[0] == best[1]
+
+
+def test_import_wlb_needs_none_of_the_commands_packages() -> None:
+    code = "import sys, wlb; assert not {'typer', 'rich', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

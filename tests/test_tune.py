@@ -1,0 +1,100 @@
+"""Threshold tuning: every reported point is what the packer really does, and no other is better."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import wlb
+from wlb.testing import strategies
+from wlb.testing.cost import AnalyticCost
+
+POINT_FIELDS = [
+    "imbalance_mean",
+    "imbalance_p95",
+    "imbalance_worst",
+    "delay_mean",
+    "delay_max",
+    "memory_skew_mean",
+]
+
+
+def measure(
+    lengths: Any, thresholds: tuple[int, ...], tokens_per_batch: int, packing: dict[str, Any]
+) -> list[float]:
+    """What the packer does to the sample under these thresholds."""
+    packer = wlb.Packer(outlier_thresholds=thresholds, **packing)
+    offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
+    for start, end in itertools.pairwise(offsets):
+        packer.push(lengths[start:end])
+    packer.flush()
+    return [getattr(packer.metrics(), name) for name in POINT_FIELDS]
+
+
+def check(
+    result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: dict[str, Any], limit: float
+) -> None:
+    points = [result.best, *result.pareto]
+    for point in points:
+        assert measure(lengths, point.thresholds, tokens_per_batch, packing) == [
+            getattr(point, name) for name in POINT_FIELDS
+        ]
+    assert result.thresholds == result.best.thresholds
+    pareto = [(point.delay_mean, point.imbalance_mean) for point in result.pareto]
+    assert pareto == sorted(pareto)
+    assert all(later[1] < earlier[1] for earlier, later in itertools.pairwise(pareto)), "none dominates"
+    within = [point for point in result.pareto if point.delay_mean <= limit]
+    if within:
+        assert result.best.delay_mean <= limit
+        assert result.best.imbalance_mean == min(point.imbalance_mean for point in within)
+    else:
+        assert result.best.delay_mean == min(point.delay_mean for point in result.pareto)
+    assert result.evaluated >= len(result.pareto)
+
+
+@given(
+    strategies.document_lengths(max_length=200, min_size=1, max_size=120),
+    strategies.costs(),
+    st.integers(0, 2),
+    st.sampled_from([0.0, 0.2, 1.0]),
+    st.none() | st.integers(0, 5),
+)
+def test_points_are_what_the_packer_does(
+    lengths: list[int], cost: AnalyticCost, num_queues: int, limit: float, max_delay: int | None
+) -> None:
+    packing: dict[str, Any] = {
+        "num_micro_batches": 3,
+        "max_tokens": 220,
+        "cost_model": cost.model(),
+        "max_delay": max_delay,
+    }
+    arguments: dict[str, Any] = {"num_queues": num_queues, "max_mean_delay": limit, "tokens_per_batch": 400}
+    result = wlb.tune_outlier_thresholds(lengths, **packing, **arguments)
+    check(result, lengths, 400, packing, limit)
+    assert all(len(point.thresholds) <= num_queues for point in result.pareto)
+    again = wlb.tune_outlier_thresholds(lengths, **packing, **arguments)
+    assert [point.thresholds for point in again.pareto] == [point.thresholds for point in result.pareto]
+
+
+def test_tuning_pays_on_a_corpus(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
+    """Long documents that come one at a time unbalance every step; the tuned queues collect them."""
+    lengths = corpus[:4000]
+    packing: dict[str, Any] = {"num_micro_batches": 8, "max_tokens": 200_000, "cost_model": llama_cost}
+    result = wlb.tune_outlier_thresholds(lengths, **packing, tokens_per_batch=1_000_000, max_mean_delay=0.5)
+    check(result, lengths, 1_000_000, packing, 0.5)
+    unqueued = measure(lengths, (), 1_000_000, packing)[0]
+    assert result.best.imbalance_mean < unqueued
+    halfway = [100_000, 50_000, 25_000]
+    for first in halfway:
+        imbalance, *_, delay, _, _ = measure(lengths, (first,), 1_000_000, packing)
+        if delay <= 0.5:
+            assert result.best.imbalance_mean <= imbalance * 1.05, "near any threshold a person would try"
+
+
+def test_nothing_to_tune_on(llama_cost: wlb.CostModel) -> None:
+    with pytest.raises(wlb.WlbError) as raised:
+        wlb.tune_outlier_thresholds([], num_micro_batches=2, max_tokens=10, cost_model=llama_cost)
+    assert raised.value.argument == "lengths"
