@@ -10,7 +10,7 @@ SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f
 
 ## Show what wlb does with real documents found on this machine; writes wlb-demo/.
 demo: $(VENV)/.wlb-cli
-	$(BIN)/wlb demo
+	$(BIN)/wlb demo $(DEMO_FLAGS)
 
 ## Run all tests.
 test: $(VENV)/.wlb-test

@@ -178,9 +178,7 @@ def covered(pieces: list[tuple[int, int, int]]) -> Counter[int]:
         ("--queues", "1", "--max-delay", "5", "--seed", "3"),
     ],
 )
-def test_pack_places_every_document_once(
-    run: Any, jsonl: Path, tmp_path: Path, method: tuple[str, ...]
-) -> None:
+def test_pack_places_every_document_once(run: Any, jsonl: Path, tmp_path: Path, method: tuple[str, ...]) -> None:
     results = run("pack", jsonl, *SMALL, "--field", "body", "--dp-size", 2, *method, "--json").json
     expected = dict(enumerate(long_tailed(600).tolist()))
 
@@ -262,9 +260,7 @@ def test_pack_names_the_files_of_a_directory(run: Any, tmp_path: Path) -> None:
         (folder / ("sub" if i % 2 else "") / f"{i}.md").write_text("x" * length)
     (folder / "other.bin").write_bytes(b"x" * 5000)
     (folder / ".hidden.md").write_text("x" * 5000)
-    run(
-        "pack", folder, "--pattern", "*.md", "--context", 1000, "--micro-batches", 2, "--queues", 0, "--quiet"
-    )
+    run("pack", folder, "--pattern", "*.md", "--context", 1000, "--micro-batches", 2, "--queues", 0, "--quiet")
     names = (tmp_path / "wlb-pack/documents.txt").read_text().splitlines()
     plan = np.load(tmp_path / "wlb-pack/plans.npz")
     packed = {names[i]: n for i, n in zip(plan["document_id"].tolist(), plan["length"].tolist(), strict=True)}

@@ -53,9 +53,7 @@ def tables(draw: st.DrawFn) -> TableCost:
 def test_tables_are_interpolated_and_continued_in_proportion(lengths: list[int], table: TableCost) -> None:
     model = table.model()
     rounding: dict[str, Any] = {"rtol": 1e-12, "atol": 0.0}
-    np.testing.assert_allclose(
-        model.attention_cost(lengths), [table.attention(x) for x in lengths], **rounding
-    )
+    np.testing.assert_allclose(model.attention_cost(lengths), [table.attention(x) for x in lengths], **rounding)
     np.testing.assert_allclose(model.linear_cost(lengths), [table.linear(x) for x in lengths], **rounding)
     np.testing.assert_allclose(model.cost(lengths), [table(x) for x in lengths], **rounding)
     np.testing.assert_allclose(model.attention_cost(table.lengths), table.attention_seconds, **rounding)
@@ -148,18 +146,14 @@ PROFILE: dict[str, Any] = {
         ("forward_backward", (4.0, 170.0), (6.0, 60.0)),
     ],
 )
-def test_from_profile(
-    tmp_path: Path, passes: Any, attention: tuple[float, ...], linear: tuple[float, ...]
-) -> None:
+def test_from_profile(tmp_path: Path, passes: Any, attention: tuple[float, ...], linear: tuple[float, ...]) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(PROFILE))
     table = TableCost((10, 100), attention, linear)
     for where in (path, str(path)):
         model = wlb.CostModel.from_profile(where, passes=passes)
         assert model.causal
-        np.testing.assert_allclose(
-            model.cost([1, 10, 50, 200]), [table(x) for x in (1, 10, 50, 200)], rtol=1e-12
-        )
+        np.testing.assert_allclose(model.cost([1, 10, 50, 200]), [table(x) for x in (1, 10, 50, 200)], rtol=1e-12)
 
 
 DAMAGED: dict[str, Any] = {
@@ -171,8 +165,7 @@ DAMAGED: dict[str, Any] = {
     "too short": PROFILE | {"lengths": [10]},
     "fraction": PROFILE | {"lengths": [10.5, 100]},
     "empty": PROFILE | {"lengths": []},
-    "negative time": PROFILE
-    | {"forward": {"attention_seconds": [1.0, -50.0], "linear_seconds": [2.0, 20.0]}},
+    "negative time": PROFILE | {"forward": {"attention_seconds": [1.0, -50.0], "linear_seconds": [2.0, 20.0]}},
     "no linear time": PROFILE | {"forward": {"attention_seconds": [1.0, 50.0]}},
     "no times": PROFILE | {"backward": None},
     "no profile": [PROFILE],
@@ -210,9 +203,7 @@ def test_minus_zero_is_zero() -> None:
     zero, minus_zero = (wlb.CostModel(attention=attention, linear=1.0) for attention in (0.0, -0.0))
     assert zero == minus_zero
     assert hash(zero) == hash(minus_zero)
-    first, second = (
-        wlb.Packer(num_micro_batches=1, max_tokens=1, cost_model=model) for model in (zero, minus_zero)
-    )
+    first, second = (wlb.Packer(num_micro_batches=1, max_tokens=1, cost_model=model) for model in (zero, minus_zero))
     assert first.fingerprint == second.fingerprint
 
 

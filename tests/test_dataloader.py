@@ -40,9 +40,7 @@ class Stream(IterableDataset[str]):
 def test_workers_plan_like_the_main_process(start_method: str) -> None:
     dataset = Plans()
     expected = [dataset[number] for number in range(len(dataset))]
-    loader = DataLoader(
-        dataset, batch_size=None, num_workers=2, multiprocessing_context=start_method, timeout=TIMEOUT
-    )
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=start_method, timeout=TIMEOUT)
     assert list(loader) == expected
 
 

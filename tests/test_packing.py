@@ -53,9 +53,7 @@ def check_is_a_partition(packing: wlb.Packing, lengths: list[int]) -> None:
         assert batch.cu_seqlens.tolist() == [0, *np.cumsum([piece.length for piece in listed[j]])]
         assert batch.tokens == packing.tokens[j] == batch.cu_seqlens[-1]
         assert batch.cost == packing.costs[j]
-        dtypes = [
-            array.dtype for array in (batch.document_ids, batch.starts, batch.lengths, batch.cu_seqlens)
-        ]
+        dtypes = [array.dtype for array in (batch.document_ids, batch.starts, batch.lengths, batch.cu_seqlens)]
         assert dtypes == [np.int64, np.int32, np.int32, np.int32]
     fields: list[NDArray[Any]] = [packing.assignment, packing.tokens, packing.costs, packing.leftover]
     assert [field.dtype for field in fields] == [np.int32, np.int64, np.float64, np.int64]
@@ -63,9 +61,7 @@ def check_is_a_partition(packing: wlb.Packing, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("method", ORACLES)
 @given(batch=batches(), cost=strategies.costs())
-@example(
-    batch=([10, 10, 3, 3, 3, 3, 3], TIGHT), cost=AnalyticCost(1.0, 0.0)
-)  # two are shortest, a third cheapest
+@example(batch=([10, 10, 3, 3, 3, 3, 3], TIGHT), cost=AnalyticCost(1.0, 0.0))  # two are shortest, a third cheapest
 @example(batch=([8, 3, 3, 3, 3, 8], TIGHT), cost=AnalyticCost(0.0, 1.0))  # all ties
 def test_equal_to_the_oracle(batch: Batch, cost: AnalyticCost, method: Any) -> None:
     lengths, sizes = batch
@@ -77,12 +73,8 @@ def test_equal_to_the_oracle(batch: Batch, cost: AnalyticCost, method: Any) -> N
     assert packing.lower_bound == pytest.approx(plan.lower_bound, rel=1e-12)
 
 
-@given(
-    strategies.document_lengths(max_length=300), strategies.costs(), st.integers(1, 100), st.integers(1, 4)
-)
-def test_fixed_length_over_a_window(
-    lengths: list[int], cost: AnalyticCost, max_tokens: int, window: int
-) -> None:
+@given(strategies.document_lengths(max_length=300), strategies.costs(), st.integers(1, 100), st.integers(1, 4))
+def test_fixed_length_over_a_window(lengths: list[int], cost: AnalyticCost, max_tokens: int, window: int) -> None:
     """Here documents may be longer than a micro-batch: they are cut."""
     sizes: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": max_tokens}
     packing = wlb.pack(lengths, **sizes, cost_model=cost.model(), method="fixed_length", window=window)
@@ -90,9 +82,7 @@ def test_fixed_length_over_a_window(
     assert packing.num_micro_batches == 3 * window
     check_is_a_partition(packing, lengths)
     if leftover_of(packing):
-        assert packing.tokens.tolist() == [max_tokens] * (3 * window), (
-            "something is left over, so all are full"
-        )
+        assert packing.tokens.tolist() == [max_tokens] * (3 * window), "something is left over, so all are full"
 
 
 @given(strategies.document_lengths(max_length=300), strategies.costs(), st.integers(1, 100))
@@ -161,9 +151,7 @@ def light_tails(draw: st.DrawFn) -> list[int]:
 
 
 @given(light_tails(), strategies.costs(exact=True), st.integers(1, 8), st.sampled_from([5000, 7000, 40_000]))
-def test_var_length_fast_is_nearly_as_good(
-    lengths: list[int], cost: AnalyticCost, n: int, max_tokens: int
-) -> None:
+def test_var_length_fast_is_nearly_as_good(lengths: list[int], cost: AnalyticCost, n: int, max_tokens: int) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": n, "max_tokens": max_tokens, "cost_model": cost.model()}
     fast = wlb.pack(lengths, **sizes, method="var_length_fast")
     thorough = wlb.pack(lengths, **sizes, method="var_length")
@@ -245,8 +233,7 @@ def test_digest_and_pickle(
 ) -> None:
     """The digest tells plans apart, whoever computed them, and a pickled plan is the same plan."""
     packing, another = [
-        wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method)
-        for lengths, sizes in (batch, other)
+        wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method) for lengths, sizes in (batch, other)
     ]
     same = [naive.plain(packing)[key] == naive.plain(another)[key] for key in ("micro_batches", "leftover")]
     assert (packing.digest() == another.digest()) == all(same)

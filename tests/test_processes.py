@@ -34,9 +34,7 @@ def test_resuming_changes_nothing() -> None:
 def test_other_processes(hash_seed: str) -> None:
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     program = [sys.executable, str(Path(plans.__file__))]
-    output = subprocess.run(
-        program, env=environment, check=True, capture_output=True, timeout=WATCHDOG
-    ).stdout
+    output = subprocess.run(program, env=environment, check=True, capture_output=True, timeout=WATCHDOG).stdout
     assert json.loads(output) == plans.digests()
 
 

@@ -41,9 +41,7 @@ def test_equal_to_the_oracle(lengths: list[int], cp_size: int, variant: dict[str
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @given(lengths=LENGTHS, cp_size=CP_SIZES, causal=st.booleans())
-def test_every_token_on_one_rank(
-    lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool
-) -> None:
+def test_every_token_on_one_rank(lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool) -> None:
     """Also: equal tokens within one, each rank ascending, all pairs attended once, and the way back."""
     shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
     ranks = [shard.rank(i) for i in range(cp_size)]
@@ -75,16 +73,13 @@ def test_what_a_kernel_is_given_is_legal(
         assert rank.cu_seqlens_q[0] == rank.cu_seqlens_k[0] == 0
         assert np.all(q_lengths > 0), "no empty segment"
         assert np.all(k_lengths >= q_lengths), "a query sees itself"
-        assert (
-            rank.num_segments == len(q_lengths) == len(k_lengths) == len(rank.k_starts) == len(rank.documents)
-        )
+        assert rank.num_segments == len(q_lengths) == len(k_lengths) == len(rank.k_starts) == len(rank.documents)
         assert rank.cu_seqlens_q[-1] == rank.num_tokens == len(rank.token_indices) == len(rank.position_ids)
         assert rank.max_seqlen_q == max(q_lengths, default=0)
         assert rank.max_seqlen_k == max(k_lengths, default=0)
         assert np.all(rank.k_starts + k_lengths <= starts[rank.documents + 1]), "keys of one document only"
         assert (
-            rank.token_indices.tolist()
-            == (rank.position_ids + starts[np.repeat(rank.documents, q_lengths)]).tolist()
+            rank.token_indices.tolist() == (rank.position_ids + starts[np.repeat(rank.documents, q_lengths)]).tolist()
         )
         if variant["strategy"] == "per_document" and "remainder" not in variant:
             assert max(np.bincount(rank.documents), default=0) <= 2, "at most two segments per document"
@@ -143,9 +138,7 @@ def test_hybrid_keeps_short_documents_whole(lengths: list[int], cp_size: int, th
     assert sum(sum(i in held for held in holders) - 1 for i in short) <= cp_size - 1
 
 
-@given(
-    LENGTHS, LENGTHS, CP_SIZES, CP_SIZES, st.sampled_from(VARIANTS), st.sampled_from(VARIANTS), st.booleans()
-)
+@given(LENGTHS, LENGTHS, CP_SIZES, CP_SIZES, st.sampled_from(VARIANTS), st.sampled_from(VARIANTS), st.booleans())
 def test_digest_and_pickle(
     lengths: list[int],
     others: list[int],

@@ -22,9 +22,7 @@ POINT_FIELDS = [
 ]
 
 
-def measure(
-    lengths: Any, thresholds: tuple[int, ...], tokens_per_batch: int, packing: dict[str, Any]
-) -> list[float]:
+def measure(lengths: Any, thresholds: tuple[int, ...], tokens_per_batch: int, packing: dict[str, Any]) -> list[float]:
     """What the packer does to the sample under these thresholds."""
     packer = wlb.Packer(outlier_thresholds=thresholds, **packing)
     offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
@@ -34,9 +32,7 @@ def measure(
     return [getattr(packer.metrics(), name) for name in POINT_FIELDS]
 
 
-def check(
-    result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: dict[str, Any], limit: float
-) -> None:
+def check(result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: dict[str, Any], limit: float) -> None:
     points = [result.best, *result.pareto]
     for point in points:
         assert measure(lengths, point.thresholds, tokens_per_batch, packing) == [

@@ -4,9 +4,31 @@ from typing import Any, Literal, final, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Passes = Literal["forward", "backward", "forward_backward"]
-Method = Literal["original", "fixed_length", "var_length", "var_length_fast"]
-Strategy = Literal["per_sequence", "per_document", "hybrid"]
+_Passes = Literal["forward", "backward", "forward_backward"]
+_Method = Literal["original", "fixed_length", "var_length", "var_length_fast"]
+_Strategy = Literal["per_sequence", "per_document", "hybrid"]
+
+__all__ = [
+    "BUILD_PROFILE",
+    "CostModel",
+    "MicroBatch",
+    "Packer",
+    "PackerMetrics",
+    "Packing",
+    "RankShard",
+    "Shard",
+    "StateError",
+    "TuneResult",
+    "TunedPoint",
+    "WlbError",
+    "__version__",
+    "batch_offsets",
+    "pack",
+    "pairs",
+    "shard",
+    "split_documents",
+    "tune_outlier_thresholds",
+]
 
 __version__: str
 BUILD_PROFILE: Literal["release", "debug"]
@@ -35,7 +57,7 @@ class CostModel:
         experts_per_token: int = 1,
         attention_efficiency: float = 1.0,
         flops_per_second: float = 1.0,
-        passes: Passes = "forward_backward",
+        passes: _Passes = "forward_backward",
         recompute: bool = False,
         causal: bool = True,
     ) -> CostModel: ...
@@ -48,7 +70,7 @@ class CostModel:
         causal: bool = True,
     ) -> CostModel: ...
     @staticmethod
-    def from_profile(path_or_name: Any, *, passes: Passes = "forward_backward") -> CostModel: ...
+    def from_profile(path_or_name: Any, *, passes: _Passes = "forward_backward") -> CostModel: ...
     def cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
@@ -125,9 +147,10 @@ def pack(
     num_micro_batches: int,
     max_tokens: int,
     cost_model: CostModel,
-    method: Method = "var_length",
+    method: _Method = "var_length",
     window: int = 1,
 ) -> Packing: ...
+
 @final
 class PackerMetrics:
     @property
@@ -234,7 +257,7 @@ def tune_outlier_thresholds(
     max_tokens: int,
     cost_model: CostModel,
     num_queues: int = 2,
-    max_mean_delay: float = 0.5,
+    max_mean_delay: float = 0.6,
     max_delay: int | None = None,
     max_document_tokens: int | None = None,
     tokens_per_batch: int | None = None,
@@ -243,6 +266,7 @@ def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.in
 def split_documents(
     lengths: ArrayLike, *, max_document_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]: ...
+
 @final
 class RankShard:
     @property
@@ -296,7 +320,7 @@ def shard(
     lengths: ArrayLike,
     *,
     cp_size: int,
-    strategy: Strategy = "per_document",
+    strategy: _Strategy = "per_document",
     causal: bool = True,
     remainder: Literal["chunk", "token"] = "chunk",
     hybrid_threshold: int | None = None,

@@ -1,7 +1,7 @@
 """The optimal packing, found by a solver: a baseline and a test oracle, not a run-time path.
 
-Minimises ``max_j sum_i x_ij W(d_i)`` subject to each document once and ``sum_i x_ij d_i <= S_max`` (WLB-LLM, section 4.2),
-as a mixed-integer program given to HiGHS. Needs ``pip install "wlb[exact]"``.
+Minimises ``max_j sum_i x_ij W(d_i)`` subject to each document once and ``sum_i x_ij d_i <= S_max`` (WLB-LLM,
+section 4.2), as a mixed-integer program given to HiGHS. Needs ``pip install "wlb[exact]"``.
 """
 
 from __future__ import annotations
@@ -76,14 +76,12 @@ def solve(
     tokens = np.asarray(lengths, dtype=np.float64)
     documents = len(tokens)
     if documents == 0:
-        return ExactSolution(
-            packing=greedy, objective=0.0, lower_bound=0.0, gap=0.0, optimal=True, seconds=0.0
-        )
+        return ExactSolution(packing=greedy, objective=0.0, lower_bound=0.0, gap=0.0, optimal=True, seconds=0.0)
     # The solver's tolerances are absolute: let the fair share be 1.
     unit = costs.sum() / num_micro_batches
     scaled = costs / unit
 
-    model = highspy.Highs()
+    model = highspy.Highs()  # type: ignore[no-untyped-call]
     model.setOptionValue("output_flag", False)
     model.setOptionValue("time_limit", float(time_limit))
     model.setOptionValue("mip_rel_gap", float(relative_gap))

@@ -140,10 +140,7 @@ def columns(waiting: list[Waiting]) -> dict[str, list[int]]:
 
 def long_tailed(rng: random.Random, number: int, longest: int) -> list[int]:
     """Mostly short, now and then a long one, some of them equal."""
-    return [
-        rng.choice([rng.randint(1, longest // 4), rng.randint(1, longest), longest // 3])
-        for _ in range(number)
-    ]
+    return [rng.choice([rng.randint(1, longest // 4), rng.randint(1, longest), longest // 3]) for _ in range(number)]
 
 
 def golden() -> dict[str, list[dict[str, Any]]]:

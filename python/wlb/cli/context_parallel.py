@@ -43,8 +43,6 @@ def cp_balances(plan: Plan, progress: Progress) -> tuple[CpBalance, ...]:
     )
 
 
-def _ratio(
-    lengths: NDArray[np.int64], cp_size: int, strategy: Literal["per_sequence", "per_document"]
-) -> float:
+def _ratio(lengths: NDArray[np.int64], cp_size: int, strategy: Literal["per_sequence", "per_document"]) -> float:
     pairs = wlb.shard(lengths, cp_size=cp_size, strategy=strategy).pairs_per_rank
     return float(pairs.max() / pairs.mean())

@@ -30,9 +30,7 @@ OptionalSource = Annotated[
     ),
 ]
 Field = Annotated[str, typer.Option(help="Text field of a .jsonl.", rich_help_panel=_DOCUMENTS)]
-Pattern = Annotated[
-    str, typer.Option(help="Names of the files to take from a directory.", rich_help_panel=_DOCUMENTS)
-]
+Pattern = Annotated[str, typer.Option(help="Names of the files to take from a directory.", rich_help_panel=_DOCUMENTS)]
 TokenizerFile = Annotated[
     Path | None,
     typer.Option(
@@ -42,9 +40,7 @@ TokenizerFile = Annotated[
         rich_help_panel=_DOCUMENTS,
     ),
 ]
-Seed = Annotated[
-    int, typer.Option(help="Shuffles the documents, every epoch anew.", rich_help_panel=_DOCUMENTS)
-]
+Seed = Annotated[int, typer.Option(help="Shuffles the documents, every epoch anew.", rich_help_panel=_DOCUMENTS)]
 OptionalSeed = Annotated[
     int | None,
     typer.Option(
@@ -75,9 +71,7 @@ MemoryFactor = Annotated[
 ]
 Queues = Annotated[
     int,
-    typer.Option(
-        min=0, help="Number of outlier queues; their thresholds are tuned.", rich_help_panel=_QUEUES
-    ),
+    typer.Option(min=0, help="Number of outlier queues; their thresholds are tuned.", rich_help_panel=_QUEUES),
 ]
 TunedQueues = Annotated[int, typer.Option(min=1, help="Number of outlier queues.", rich_help_panel=_QUEUES)]
 MaxMeanDelay = Annotated[
@@ -112,12 +106,8 @@ AttentionEfficiency = Annotated[
         rich_help_panel=_COST,
     ),
 ]
-OutputDir = Annotated[
-    Path, typer.Option(help="Folder to write to; made if missing.", rich_help_panel=_OUTPUT)
-]
+OutputDir = Annotated[Path, typer.Option(help="Folder to write to; made if missing.", rich_help_panel=_OUTPUT)]
 Json = Annotated[
     bool, typer.Option("--json", help="Print the results as JSON and nothing else.", rich_help_panel=_OUTPUT)
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=_OUTPUT)
-]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=_OUTPUT)]

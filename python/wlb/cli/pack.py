@@ -48,15 +48,11 @@ def pack(
     ] = None,
     window: Annotated[
         int,
-        typer.Option(
-            min=1, help="Global batches that fixed_length plans at once.", rich_help_panel="Global batches"
-        ),
+        typer.Option(min=1, help="Global batches that fixed_length plans at once.", rich_help_panel="Global batches"),
     ] = 1,
     dp_size: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Also deal the micro-batches to so many DP ranks.", rich_help_panel="Global batches"
-        ),
+        typer.Option(min=1, help="Also deal the micro-batches to so many DP ranks.", rich_help_panel="Global batches"),
     ] = None,
     queues: options.Queues = 2,
     thresholds: Annotated[
@@ -67,7 +63,7 @@ def pack(
             rich_help_panel="Outlier queues",
         ),
     ] = None,
-    max_mean_delay: options.MaxMeanDelay = 0.5,
+    max_mean_delay: options.MaxMeanDelay = 0.6,
     max_delay: options.MaxDelay = None,
     model: options.Model = "llama2-7b",
     attention_efficiency: options.AttentionEfficiency = 0.55,
@@ -174,6 +170,4 @@ def _parse_thresholds(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise CliError(
-            f"--thresholds {text}: give whole numbers with commas between, such as 49152,98304"
-        ) from None
+        raise CliError(f"--thresholds {text}: give whole numbers with commas between, such as 49152,98304") from None

@@ -123,10 +123,4 @@ def _facts(title: str, facts: Mapping[str, Any]) -> str:
 def _value(value: Any) -> str:
     if value is None:
         return "none"
-    return (
-        f"{value:,.6g}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

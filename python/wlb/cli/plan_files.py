@@ -89,7 +89,5 @@ def deal(plan: Plan, setup: Setup, dp_size: int) -> Deals:
         )
         .deal(dp_size)
         .tolist()
-        for lengths, assignment in zip(
-            np.split(plan.length, ends), np.split(plan.micro_batch, ends), strict=True
-        )
+        for lengths, assignment in zip(np.split(plan.length, ends), np.split(plan.micro_batch, ends), strict=True)
     ]

@@ -133,9 +133,7 @@ def fixed_length(stream: Stream, setup: Setup, window: int) -> Iterator[Step]:
             yield Step(micro_batches[k * n : (k + 1) * n], first, end - 1 + k, digest, seconds)
 
 
-def var_length(
-    stream: Stream, setup: Setup, thresholds: tuple[int, ...], max_delay: int | None
-) -> Iterator[Step]:
+def var_length(stream: Stream, setup: Setup, thresholds: tuple[int, ...], max_delay: int | None) -> Iterator[Step]:
     """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues."""
     packer = wlb.Packer(
         num_micro_batches=setup.num_micro_batches,

@@ -83,9 +83,7 @@ class Report:
         ]
         if d["longer_than_context"]:
             fate = {"split": "split", "truncate": "truncated"}[str(self.settings["oversize"])]
-            sentences.append(
-                f"{d['longer_than_context']:,} documents longer than the context are {fate} to fit it."
-            )
+            sentences.append(f"{d['longer_than_context']:,} documents longer than the context are {fate} to fit it.")
         return [*sentences, self.remark]
 
     def print(self, console: Console, files: Sequence[Path]) -> None:

@@ -103,9 +103,7 @@ def _read_lengths(path: Path) -> Documents:
 
 def _python_roots() -> list[Path]:
     """The interpreter's library and the folders of installed packages, none inside another."""
-    paths = {
-        Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
+    paths = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return sorted(path for path in paths if path.is_dir() and paths.isdisjoint(path.parents))
 
 
@@ -136,9 +134,7 @@ def _measure_files(paths: list[Path], measure: Measure | None, progress: Progres
     return lengths
 
 
-def _measure_lines(
-    path: Path, texts: Iterator[tuple[str, int]], measure: Measure, progress: Progress
-) -> list[int]:
+def _measure_lines(path: Path, texts: Iterator[tuple[str, int]], measure: Measure, progress: Progress) -> list[int]:
     """Lengths of `texts`, each of which comes with the bytes of the file that it took."""
     lengths: list[int] = []
     task = progress.add_task(f"Reading {path.name}", total=path.stat().st_size)
@@ -190,9 +186,7 @@ def _load_tokenizer(path: Path) -> Measure:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
-        raise CliError(
-            '--tokenizer needs the package tokenizers; run: pip install "wlb[tokenizers]"'
-        ) from None
+        raise CliError('--tokenizer needs the package tokenizers; run: pip install "wlb[tokenizers]"') from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception

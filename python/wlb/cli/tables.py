@@ -79,11 +79,7 @@ def cp_table(balances: Sequence[CpBalance], plan: Plan) -> Table:
         rows=tuple(
             (
                 str(size),
-                *(
-                    f"{cells[size, strategy][key]:.3f}"
-                    for strategy in STRATEGIES
-                    for key in ("mean", "worst")
-                ),
+                *(f"{cells[size, strategy][key]:.3f}" for strategy in STRATEGIES for key in ("mean", "worst")),
             )
             for size in CP_SIZES
         ),

@@ -25,7 +25,7 @@ def tune(
     context: options.Context = 131072,
     memory_factor: options.MemoryFactor = 1.5,
     queues: options.TunedQueues = 2,
-    max_mean_delay: options.MaxMeanDelay = 0.5,
+    max_mean_delay: options.MaxMeanDelay = 0.6,
     max_delay: options.MaxDelay = None,
     model: options.Model = "llama2-7b",
     attention_efficiency: options.AttentionEfficiency = 0.55,

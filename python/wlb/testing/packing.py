@@ -165,9 +165,7 @@ def algorithm_1(
     return batches, leftover, fallbacks
 
 
-def best_maximum(
-    costs: Sequence[float], lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int
-) -> float:
+def best_maximum(costs: Sequence[float], lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int) -> float:
     """The least possible maximum cost, by trying every assignment; infinite when the documents do not fit."""
     best = float("inf")
     for assignment in product(range(num_micro_batches), repeat=len(lengths)):

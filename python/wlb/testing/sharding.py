@@ -79,8 +79,7 @@ class Segment:
     def pairs(self) -> int:
         """Pairs it attends: every query to all of its keys, or to those up to itself."""
         return sum(
-            (query + 1 if self.causal else self.k_end) - self.k_start
-            for query in range(self.q_start, self.q_end)
+            (query + 1 if self.causal else self.k_end) - self.k_start for query in range(self.q_start, self.q_end)
         )
 
 
@@ -139,9 +138,7 @@ def plain(rank: wlb.RankShard) -> dict[str, Any]:
         "documents": rank.documents,
         "pairs": rank.pairs,
     }
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()
-    }
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
 def document_attention(

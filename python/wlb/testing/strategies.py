@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from wlb.testing.cost import AnalyticCost
 
 
-def document_lengths(
-    *, max_length: int, min_size: int = 0, max_size: int = 40
-) -> st.SearchStrategy[list[int]]:
+def document_lengths(*, max_length: int, min_size: int = 0, max_size: int = 40) -> st.SearchStrategy[list[int]]:
     """Lengths of one batch: short ones, some near the limit, simple parts of it; often only few values."""
     short = st.integers(1, min(max_length, 8))
     near_limit = st.integers(max(1, max_length - 3), max_length)

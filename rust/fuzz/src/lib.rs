@@ -98,8 +98,8 @@ fn try_load_state(u: &mut Unstructured) -> Result<()> {
         let span = numbers[u.choose_index(numbers.len())?].clone();
         let old: f64 = text[span.clone()].parse().unwrap_or(0.0);
         let number = match u.int_in_range(0..=5)? {
-            0 => format!("{}", old as i64 + 1),
-            1 => format!("{}", old as i64 - 1),
+            0 => format!("{}", (old as i64).saturating_add(1)),
+            1 => format!("{}", (old as i64).saturating_sub(1)),
             2 => format!("{}", u.arbitrary::<i64>()?),
             3 => format!("{}", u.arbitrary::<u64>()?),
             4 => format!("{:e}", u.arbitrary::<f64>()?.abs()),

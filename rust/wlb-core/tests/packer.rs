@@ -61,10 +61,10 @@ proptest! {
     /// The reported points are what a packer really does with those thresholds, and the best one is the best of them.
     #[test]
     fn tuning_reports_what_a_packer_does(
-        lengths in lengths(120, 20_000), n in 1_usize..5, num_queues in 0_usize..3, tokens_per_batch in 1_i64..200_000,
+        mut lengths in lengths(120, 20_000), last in 1..20_000, n in 1_usize..5, num_queues in 0_usize..3, tokens_per_batch in 1_i64..200_000,
         max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)],
     ) {
-        prop_assume!(!lengths.is_empty());
+        lengths.push(last);
         let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, Vec::new(), max_delay) };
         let options = TuneOptions { packer: packer.clone(), num_queues, max_mean_delay, tokens_per_batch };
         let tuned = tune_outlier_thresholds(&checked(&lengths), &options).unwrap();

@@ -435,9 +435,9 @@ impl PackerMetrics {
 /// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM, section 4.3.
 #[pyfunction]
 #[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = 0.5,
+    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = 0.6,
                  max_delay = None, max_document_tokens = None, tokens_per_batch = None),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, num_queues=2, max_mean_delay=0.5, \
+    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, num_queues=2, max_mean_delay=0.6, \
                       max_delay=None, max_document_tokens=None, tokens_per_batch=None)"
 )]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]

@@ -36,9 +36,16 @@ pub struct Metrics {
 impl Metrics {
     /// Counts one global batch; `delays` gives the tokens of each emitted piece and the iterations it waited.
     pub(super) fn record(&mut self, packing: &Packing, flushed: bool, delays: impl Iterator<Item = (i32, u64)>) {
+        // Almost all wait as long as the one before, most often not at all: one look-up for all of them.
+        let (mut run, mut run_tokens) = (0, 0);
         for (length, delay) in delays {
-            *self.delay_tokens.entry(delay).or_default() += length as u64;
+            if delay != run {
+                self.count_delay(run, run_tokens);
+                (run, run_tokens) = (delay, 0);
+            }
+            run_tokens += length as u64;
         }
+        self.count_delay(run, run_tokens);
         let tokens = packing.num_tokens();
         self.documents += packing.pieces.len() as u64;
         self.tokens += tokens as u64;
@@ -58,6 +65,12 @@ impl Metrics {
         let skew = packing.memory_skew();
         self.memory_skew_sum += skew;
         self.memory_skew_worst = self.memory_skew_worst.max(skew);
+    }
+
+    fn count_delay(&mut self, delay: u64, tokens: u64) {
+        if tokens > 0 {
+            *self.delay_tokens.entry(delay).or_default() += tokens;
+        }
     }
 
     /// Mean imbalance over steps; 1 before the first.

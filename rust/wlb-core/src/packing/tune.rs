@@ -1,5 +1,7 @@
 //! Thresholds for the outlier queues, found on a sample of lengths.
 
+use std::cmp::Ordering;
+
 use crate::error::{Error, Result, check_range};
 use crate::lengths::{Lengths, MAX_TOKENS};
 
@@ -58,8 +60,8 @@ pub struct Tuned {
 
 /// Runs the packer over the sample under many choices of thresholds.
 ///
-/// First every combination of up to `num_queues` geometrically spaced thresholds, then the neighbourhood of the best
-/// at halved steps. Deterministic. Without queues is always among the choices, so that there is always an answer; it is
+/// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
+/// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there is always an answer; it is
 /// the one with the least delay if none keeps the limit.
 ///
 /// # Errors
@@ -102,15 +104,23 @@ pub fn tune_outlier_thresholds(lengths: &Lengths, options: &TuneOptions) -> Resu
     for thresholds in combinations(&candidates, options.num_queues) {
         search.evaluate(thresholds)?;
     }
-    let mut step = COARSE_STEP;
-    for _ in 0..REFINEMENTS {
-        step = step.sqrt();
-        let around = search.best(options.max_mean_delay).thresholds;
-        for thresholds in neighbours(&around, step, longest) {
-            search.evaluate(thresholds)?;
+    // Each number of levels by itself: the best of two may lie where no coarse choice of three does.
+    for levels in 1..=options.num_queues {
+        let mut step = COARSE_STEP;
+        for _ in 0..REFINEMENTS {
+            step = step.sqrt();
+            let Some(around) = search.best(options.max_mean_delay, levels) else { break };
+            for thresholds in neighbours(&around.thresholds.clone(), step, longest) {
+                search.evaluate(thresholds)?;
+            }
         }
     }
-    Ok(Tuned { best: search.best(options.max_mean_delay), pareto: search.pareto(), evaluated: search.points.len() })
+    // The search has tried "no queues": there is always a best.
+    let best = (0..=options.num_queues)
+        .filter_map(|levels| search.best(options.max_mean_delay, levels))
+        .min_by(|a, b| better(a, b, options.max_mean_delay))
+        .unwrap_or(&search.points[0]);
+    Ok(Tuned { best: best.clone(), pareto: search.pareto(), evaluated: search.points.len() })
 }
 
 struct Search {
@@ -142,13 +152,9 @@ impl Search {
         Ok(())
     }
 
-    /// The least mean imbalance within the delay limit; the first tried of equals.
-    fn best(&self, max_mean_delay: f64) -> TunedPoint {
-        let within = self.points.iter().filter(|point| point.delay_mean <= max_mean_delay);
-        let best = within.min_by(|a, b| a.imbalance_mean.total_cmp(&b.imbalance_mean));
-        let quickest = || self.points.iter().min_by(|a, b| a.delay_mean.total_cmp(&b.delay_mean));
-        // The search always tries "no queues" first, so that there is a point.
-        best.or_else(quickest).unwrap_or(&self.points[0]).clone()
+    /// The best choice of that many levels; the first tried of equals.
+    fn best(&self, max_mean_delay: f64, levels: usize) -> Option<&TunedPoint> {
+        self.points.iter().filter(|point| point.thresholds.len() == levels).min_by(|a, b| better(a, b, max_mean_delay))
     }
 
     fn pareto(&self) -> Vec<TunedPoint> {
@@ -163,6 +169,16 @@ impl Search {
         });
         points.into_iter().cloned().collect()
     }
+}
+
+/// The less, the better: the least mean imbalance within the delay limit, else the least delay.
+fn better(a: &TunedPoint, b: &TunedPoint, max_mean_delay: f64) -> Ordering {
+    let rank = |point: &TunedPoint| {
+        let late = point.delay_mean > max_mean_delay;
+        (late, if late { point.delay_mean } else { point.imbalance_mean })
+    };
+    let ((late_a, value_a), (late_b, value_b)) = (rank(a), rank(b));
+    late_a.cmp(&late_b).then(value_a.total_cmp(&value_b))
 }
 
 /// Every ascending choice of up to `most` candidates, the empty one first.

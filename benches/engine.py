@@ -1,0 +1,387 @@
+"""How fast the engine is, and how it compares: the floor (numpy.sort), pure Python, and packers from PyPI.
+
+    python benches/engine.py                      # prints the tables, writes benches/records/engine.json
+    python benches/engine.py --lengths x.npy ...  # adds balance on real lengths, streamed at 128K x 16
+
+Everything is measured from Python, numpy int64 in, in one process. Timings on shared machines are noisy: read the ratios. Each
+sample is the mean of a burst; the record keeps all of them, the table shows the least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import wlb
+
+RECORDS = Path(__file__).parent / "records"
+CONTEXT = 131072
+# LLaMA2-7B, the paper's model.
+COST = wlb.CostModel.from_flops(
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_layers=32,
+    num_heads=32,
+    vocab_size=32000,
+    attention_efficiency=0.55,
+)
+Lengths = NDArray[np.int64]
+
+
+def synthetic(documents: int, seed: int = 0) -> Lengths:
+    """Lengths close to the paper's histogram: 97.25 % uniform up to 6,250 tokens, the rest log-uniform to 125,000."""
+    rng = np.random.default_rng(seed)
+    short = rng.integers(1, 6251, documents)
+    long = np.exp(rng.uniform(np.log(6250), np.log(125000), documents)).astype(np.int64)
+    return np.where(rng.random(documents) < 0.9725, short, long)
+
+
+def samples(work: Callable[[], object], seconds: float = 0.6) -> list[float]:
+    """Microseconds per call, one value per burst."""
+    started = time.perf_counter()
+    work()
+    once = time.perf_counter() - started
+    burst = max(1, int(0.002 / max(once, 1e-7)))
+    result = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or not result:
+        started = time.perf_counter()
+        for _ in range(burst):
+            work()
+        result.append((time.perf_counter() - started) / burst * 1e6)
+    return result
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def heapq_algorithm_1(lengths: Sequence[int], bins: int, max_tokens: int, costs: Sequence[float]) -> list[int]:
+    """Algorithm 1 as one writes it in Python: sort, a heap of costs, the fewest tokens where those do not fit."""
+    heap = [(0.0, j) for j in range(bins)]
+    tokens = [0] * bins
+    assignment = [-1] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        cost, j = heap[0]
+        if tokens[j] + lengths[i] > max_tokens:
+            j = min(range(bins), key=tokens.__getitem__)
+            if tokens[j] + lengths[i] > max_tokens:
+                continue
+            cost = next(c for c, k in heap if k == j)
+            heap.remove((cost, j))
+            heapq.heapify(heap)
+            heapq.heappush(heap, (cost + costs[i], j))
+        else:
+            heapq.heapreplace(heap, (cost + costs[i], j))
+        tokens[j] += lengths[i]
+        assignment[i] = j
+    return assignment
+
+
+def _binpacking(costs: list[float], bins: int) -> list[list[int]]:
+    import binpacking
+
+    return [list(b) for b in binpacking.to_constant_bin_number(dict(enumerate(costs)), bins)]
+
+
+def _prtpy(costs: list[float], bins: int) -> list[list[int]]:
+    import prtpy
+
+    items = dict(enumerate(costs))
+    return list(prtpy.partition(algorithm=prtpy.partitioning.greedy, numbins=bins, items=items))
+
+
+def _numberpartitioning(costs: list[float], bins: int) -> list[list[int]]:
+    import numberpartitioning
+
+    result = numberpartitioning.karmarkar_karp(costs, num_parts=bins, return_indices=True)
+    return [list(part) for part in result.partition]
+
+
+PEERS: dict[str, Callable[[list[float], int], list[list[int]]]] = {
+    "binpacking": _binpacking,
+    "prtpy": _prtpy,
+    "numberpartitioning": _numberpartitioning,
+}
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def speed(progress: Progress) -> list[dict[str, Any]]:
+    """Every number of the engine, next to numpy.sort of the same lengths."""
+    rows: list[dict[str, Any]] = []
+
+    def row(name: str, goal: str, lengths: Lengths | None, work: Callable[[], object], **more: Any) -> None:
+        measured = samples(work)
+        floor = None if lengths is None else samples(lambda: np.sort(lengths), 0.2)
+        rows.append({"name": name, "goal": goal, "us": measured, "sort_us": floor, **more})
+        progress.advance(task)
+
+    packs = [
+        (100, 4, "var_length", "8 us"),
+        (1500, 64, "var_length", "28 us"),
+        (8700, 64, "var_length", "165 us, 6x sort"),
+        (8700, 64, "var_length_fast", "80 us"),
+        (30000, 1024, "var_length", "1 ms"),
+        (1500, 64, "fixed_length", ""),
+        (1500, 64, "original", ""),
+    ]
+    task = progress.add_task("engine", total=len(packs) + 6)
+    for documents, bins, method, goal in packs:
+        lengths = synthetic(documents)
+        options: dict[str, Any] = {
+            "num_micro_batches": bins,
+            "max_tokens": max(int(lengths.sum() / bins * 1.5), CONTEXT),
+            "cost_model": COST,
+        }
+        plan = wlb.pack(lengths, method=method, **options)
+        row(
+            f"pack {method}, {documents:,} documents, {bins:,} micro-batches",
+            goal,
+            lengths,
+            lambda lengths=lengths, method=method, options=options: wlb.pack(lengths, method=method, **options),
+            over_lower_bound=float(plan.costs.max() / plan.lower_bound),
+        )
+
+    lengths = synthetic(130)
+    packer = wlb.Packer(num_micro_batches=4, max_tokens=3 * CONTEXT, cost_model=COST, outlier_thresholds=(32768, 65536))
+    row("Packer.push, 130 documents, N = 4, 2 queues", "15 us", lengths, lambda: packer.push(lengths))
+    state = packer.state_dict()
+    row("Packer.state_dict", "", None, packer.state_dict)
+    row("Packer.load_state_dict", "", None, lambda: packer.load_state_dict(state))
+
+    packed = np.random.default_rng(0).multinomial(CONTEXT - 64, np.full(64, 1 / 64)).astype(np.int64) + 1
+    row(
+        "shard per_document, 64 documents, 128K tokens, CP 8",
+        "5 us",
+        packed,
+        lambda: wlb.shard(packed, cp_size=8),
+    )
+    row(
+        "shard per_sequence, the same",
+        "5 us",
+        packed,
+        lambda: wlb.shard(packed, cp_size=8, strategy="per_sequence"),
+    )
+    shard = wlb.shard(packed, cp_size=8)
+
+    def arrays() -> None:
+        rank = shard.rank(3)
+        _ = rank.token_indices, rank.position_ids, rank.cu_seqlens_q, rank.cu_seqlens_k, rank.k_starts
+
+    row("one rank's arrays (16K indices, positions, cu_seqlens)", "12 us", None, arrays)
+    return rows
+
+
+def peers(progress: Progress) -> list[dict[str, Any]]:
+    """The same documents through other packers; those know no token limit, so they may exceed it."""
+    rows: list[dict[str, Any]] = []
+    cases = [(100, 4), (1500, 64), (8700, 64)]
+    task = progress.add_task("peers", total=len(cases) * (2 + len(PEERS)))
+    for documents, bins in cases:
+        lengths = synthetic(documents)
+        max_tokens = max(int(lengths.sum() / bins * 1.5), CONTEXT)
+        options: dict[str, Any] = {"num_micro_batches": bins, "max_tokens": max_tokens, "cost_model": COST}
+        as_list, costs = lengths.tolist(), COST.cost(lengths).tolist()
+        ours = samples(lambda lengths=lengths, options=options: wlb.pack(lengths, **options))
+        plan = wlb.pack(lengths, **options)
+
+        def row(
+            name: str,
+            measured: list[float],
+            imbalance: float | None,
+            note: str = "",
+            n=documents,
+            m=bins,
+            w=ours,
+        ) -> None:
+            rows.append(
+                {
+                    "documents": n,
+                    "micro_batches": m,
+                    "packer": name,
+                    "us": measured,
+                    "imbalance": imbalance,
+                    "note": note,
+                    "times_wlb": min(measured) / min(w) if measured else None,
+                }
+            )
+            progress.advance(task)
+
+        row("wlb", ours, plan.imbalance)
+        mine = heapq_algorithm_1(as_list, bins, max_tokens, costs)
+        if mine != plan.assignment.tolist():
+            raise SystemExit("the pure-Python Algorithm 1 gives another plan: this would compare different things")
+        row(
+            "Algorithm 1 with heapq",
+            samples(lambda a=as_list, b=bins, m=max_tokens, c=costs: heapq_algorithm_1(a, b, m, c)),
+            plan.imbalance,
+        )
+        for name, peer in PEERS.items():
+            try:
+                result = peer(costs, bins)
+            except ImportError as error:
+                row(name, [], None, f"missing: {error}")
+                continue
+            loads = np.asarray([sum(costs[i] for i in part) for part in result])
+            most = max(sum(as_list[i] for i in part) for part in result)
+            note = f"exceeds max_tokens by {most - max_tokens:,}" if most > max_tokens else ""
+            measured = samples(lambda p=peer, c=costs, b=bins: p(c, b))
+            row(name, measured, float(loads.max() * bins / loads.sum()), note)
+    return rows
+
+
+def balance(path: Path, progress: Progress) -> list[dict[str, Any]]:
+    """Real lengths streamed at 128K x 16: original against two tuned queues; and the pairs of ranks at CP 16."""
+    bins = 16
+    lengths = np.random.default_rng(0).permutation(np.load(path).astype(np.int64))
+    _, _, pieces = wlb.split_documents(lengths, max_document_tokens=CONTEXT)
+    offsets = wlb.batch_offsets(pieces, tokens_per_batch=bins * CONTEXT)
+    batches = [pieces[a:b] for a, b in itertools.pairwise(offsets)]
+    task = progress.add_task(path.stem, total=3 + len(batches))
+
+    def original(batch: Lengths) -> float:
+        return wlb.pack(batch, num_micro_batches=bins, max_tokens=CONTEXT, cost_model=COST, method="original").imbalance
+
+    rows = [
+        {
+            "lengths": path.stem,
+            "method": "original",
+            "imbalance_mean": float(np.mean([original(b) for b in batches])),
+        }
+    ]
+    progress.advance(task)
+    options: dict[str, Any] = {
+        "num_micro_batches": bins,
+        "max_tokens": CONTEXT * 3 // 2,
+        "cost_model": COST,
+        "max_document_tokens": CONTEXT,
+    }
+    tuned = wlb.tune_outlier_thresholds(pieces, num_queues=2, max_mean_delay=0.6, **options)
+    progress.advance(task)
+    packer = wlb.Packer(outlier_thresholds=tuned.thresholds, **options)
+    ratios = {strategy: [] for strategy in ("per_sequence", "per_document")}
+    for batch in batches:
+        for micro_batch in packer.push(batch).micro_batches:
+            for strategy, found in ratios.items():
+                pairs = wlb.shard(micro_batch.lengths, cp_size=16, strategy=strategy).pairs_per_rank
+                if pairs.sum() > 0:
+                    found.append(pairs.max() / pairs.mean())
+        progress.advance(task)
+    packer.flush()
+    rows.append(
+        {
+            "lengths": path.stem,
+            "method": "wlb, 2 queues",
+            "thresholds": list(tuned.thresholds),
+            **packer.metrics().as_dict(),
+        }
+    )
+    for strategy, found in ratios.items():
+        rows.append(
+            {
+                "lengths": path.stem,
+                "method": f"CP 16 {strategy}",
+                "pairs_max_over_mean": float(np.mean(found)),
+                "pairs_max_over_mean_worst": float(np.max(found)),
+            }
+        )
+    progress.advance(task)
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    cpu = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load": list(os.getloadavg()),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "wlb": wlb.__version__,
+        "profile": wlb.BUILD_PROFILE,
+        "commit": commit.stdout.strip(),
+        "peers": {name: _version(name) for name in PEERS},
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except ImportError:
+        return "missing"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser.add_argument("--record", type=Path, default=RECORDS / "engine.json", help="where the raw record goes")
+    arguments = parser.parse_args()
+    if wlb.BUILD_PROFILE != "release":
+        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        record: dict[str, Any] = {
+            "machine": machine(),
+            "speed": speed(progress),
+            "peers": peers(progress),
+            "balance": [row for path in arguments.lengths for row in balance(path, progress)],
+        }
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+
+    console = Console()
+    table = Table("work", "goal", "us", "x numpy.sort", "max / lower bound", title="wlb from Python")
+    for row in record["speed"]:
+        sort = min(row["sort_us"]) if row["sort_us"] else None
+        bound = row.get("over_lower_bound")
+        table.add_row(
+            row["name"],
+            row["goal"],
+            f"{min(row['us']):.1f}",
+            f"{min(row['us']) / sort:.1f}" if sort else "",
+            f"{bound:.5f}" if bound else "",
+        )
+    console.print(table)
+    table = Table("documents", "micro-batches", "packer", "us", "x wlb", "imbalance", "", title="Peers")
+    for row in record["peers"]:
+        table.add_row(
+            f"{row['documents']:,}",
+            str(row["micro_batches"]),
+            row["packer"],
+            f"{min(row['us']):,.1f}" if row["us"] else "",
+            f"{row['times_wlb']:,.1f}" if row["times_wlb"] else "",
+            f"{row['imbalance']:.4f}" if row["imbalance"] else "",
+            row["note"],
+        )
+    console.print(table)
+    for row in record["balance"]:
+        console.print(row)
+
+
+if __name__ == "__main__":
+    main()
