@@ -68,7 +68,7 @@ def solve(
     except ImportError as error:
         raise ImportError('wlb.exact needs the HiGHS solver: pip install "wlb[exact]"') from error
     if not time_limit > 0:
-        raise WlbError(f"time_limit = {time_limit}: must be above 0")
+        raise _refusal("time_limit", time_limit, f"time_limit = {time_limit}: must be above 0")
 
     # Checks the arguments, and is the solution that the solver starts from.
     greedy = pack(lengths, num_micro_batches=num_micro_batches, max_tokens=max_tokens, cost_model=cost_model)
@@ -116,9 +116,10 @@ def solve(
     status = model.getModelStatus()
     info = model.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
-        raise WlbError("lengths: these documents do not fit into num_micro_batches of max_tokens each")
+        raise _refusal("lengths", None, "lengths: these documents do not fit into num_micro_batches of max_tokens each")
     if info.primal_solution_status != 2:  # kSolutionStatusFeasible
-        raise WlbError(f"time_limit = {time_limit}: no packing found in time ({model.modelStatusToString(status)})")
+        problem = f"no packing found in time ({model.modelStatusToString(status)})"
+        raise _refusal("time_limit", time_limit, f"time_limit = {time_limit}: {problem}")
     values = np.asarray(model.getSolution().col_value)
     assignment = np.full(documents, -1, dtype=np.int64)
     for (document, j), x in placed.items():
@@ -141,6 +142,12 @@ def solve(
         optimal=bool(status == highspy.HighsModelStatus.kOptimal),
         seconds=float(model.getRunTime()),
     )
+
+
+def _refusal(argument: str, value: float | None, message: str) -> WlbError:
+    error = WlbError(message)
+    error.argument, error.value = argument, value
+    return error
 
 
 def _start_from(

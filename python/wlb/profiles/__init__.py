@@ -33,6 +33,6 @@ def read(path_or_name: str | os.PathLike[str]) -> str:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         came_with_wlb = ", ".join(names()) or "none"
-        raise WlbError(
-            f"profile: cannot read {name!r} ({error}); profiles that came with wlb: {came_with_wlb}"
-        ) from error
+        refusal = WlbError(f"profile: cannot read {name!r} ({error}); profiles that came with wlb: {came_with_wlb}")
+        refusal.argument, refusal.value = "path_or_name", name
+        raise refusal from error

@@ -174,8 +174,11 @@ pub(crate) use named_choices;
 /// Reads JSON; on failure says where (`carried.lengths[3]`) and what.
 pub(crate) fn from_json<'de, T: serde::Deserialize<'de>>(json: &'de str) -> std::result::Result<T, (String, String)> {
     let mut deserializer = serde_json::Deserializer::from_str(json);
-    let value = serde_path_to_error::deserialize(&mut deserializer)
-        .map_err(|error| (error.path().to_string(), error.inner().to_string()))?;
-    deserializer.end().map_err(|error| (".".to_owned(), error.to_string()))?;
+    let top = || "at the top".to_owned();
+    let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+        let path = error.path().to_string();
+        (if path == "." { top() } else { path }, error.inner().to_string())
+    })?;
+    deserializer.end().map_err(|error| (top(), error.to_string()))?;
     Ok(value)
 }
