@@ -186,7 +186,8 @@ impl CostModel {
     /// # Errors
     /// [`Error::Number`] when a rate is negative or not finite, or both are zero.
     pub fn analytic(attention: f64, linear: f64, mask: Mask) -> Result<Self> {
-        let model = Self { attention: Curve::Rate(attention), linear: Curve::Rate(linear), mask };
+        // Adding zero makes -0.0 the 0.0 that it equals: equal models have equal hashes and fingerprints.
+        let model = Self { attention: Curve::Rate(attention + 0.0), linear: Curve::Rate(linear + 0.0), mask };
         model.check()?;
         Ok(model)
     }
@@ -255,7 +256,8 @@ impl CostModel {
         let attention = lengths.iter().map(|&d| mask.pairs_f64(d)).zip(attention.iter().copied()).collect();
         let linear = lengths.iter().map(|&d| f64::from(d)).zip(linear.iter().copied()).collect();
         let model = Self { attention: Curve::Table(attention), linear: Curve::Table(linear), mask };
-        model.check()?;
+        model.attention.check("attention_seconds")?;
+        model.linear.check("linear_seconds")?;
         Ok(model)
     }
 
@@ -280,21 +282,17 @@ impl CostModel {
             Passes::Backward => &[&profile.backward],
             Passes::ForwardBackward => &[&profile.forward, &profile.backward],
         };
-        let mut sums = [vec![0.0; lengths.len()], vec![0.0; lengths.len()]];
-        for part in parts {
-            for (sum, (argument, seconds)) in sums
-                .iter_mut()
-                .zip([("attention_seconds", &part.attention_seconds), ("linear_seconds", &part.linear_seconds)])
-            {
-                if seconds.len() != lengths.len() {
-                    let (found, expected) = (seconds.len(), lengths.len());
-                    return Err(Error::Mismatch { argument, found, other: "lengths", expected });
-                }
-                sum.iter_mut().zip(seconds).for_each(|(sum, seconds)| *sum += seconds);
-            }
-        }
         let mask = if profile.causal { Mask::Causal } else { Mask::Full };
-        Self::from_tables(&lengths, &sums[0], &sums[1], mask)
+        let mut sum =
+            PassSeconds { attention_seconds: vec![0.0; lengths.len()], linear_seconds: vec![0.0; lengths.len()] };
+        for part in parts {
+            // Each by itself: a negative time must not hide in a sum.
+            Self::from_tables(&lengths, &part.attention_seconds, &part.linear_seconds, mask)?;
+            let add = |sum: &mut [f64], seconds: &[f64]| sum.iter_mut().zip(seconds).for_each(|(sum, s)| *sum += s);
+            add(&mut sum.attention_seconds, &part.attention_seconds);
+            add(&mut sum.linear_seconds, &part.linear_seconds);
+        }
+        Self::from_tables(&lengths, &sum.attention_seconds, &sum.linear_seconds, mask)
     }
 
     /// The model as JSON, for pickles and checkpoints.

@@ -24,27 +24,20 @@ impl Lengths {
     /// # Complexity
     /// O(n), one pass.
     pub fn new(argument: &'static str, values: &[i64]) -> Result<Self> {
-        Self::from_values(argument, values.iter().copied())
-    }
-
-    /// [`Lengths::new`] for values that do not lie contiguously in memory.
-    ///
-    /// # Errors
-    /// As [`Lengths::new`].
-    pub fn from_values(argument: &'static str, values: impl ExactSizeIterator<Item = i64> + Clone) -> Result<Self> {
-        // A branch per value would stop vectorisation: accumulate "any bad?" and look for the culprit only then.
-        let mut narrowed = Vec::with_capacity(values.len());
+        // A branch per value would stop vectorisation: accumulate "all good?" and look for the culprit only then.
         let mut all_in_range = true;
-        narrowed.extend(values.clone().map(|value| {
-            all_in_range &= (1..=MAX_TOKENS).contains(&value);
-            value as i32
-        }));
+        let narrowed = values.iter().map(|value| {
+            all_in_range &= (1..=MAX_TOKENS).contains(value);
+            *value as i32
+        });
+        let narrowed = Self(narrowed.collect());
         if all_in_range {
-            return Ok(Self(narrowed));
+            return Ok(narrowed);
         }
-        let bad = values.enumerate().find(|(_, value)| !(1..=MAX_TOKENS).contains(value));
-        let (index, value) = bad.unwrap_or_default();
-        Err(Error::Length { argument, index, value })
+        match values.iter().enumerate().find(|(_, value)| !(1..=MAX_TOKENS).contains(*value)) {
+            None => Ok(narrowed),
+            Some((index, &value)) => Err(Error::Length { argument, index, value }),
+        }
     }
 
     /// Sum of all lengths, in tokens.

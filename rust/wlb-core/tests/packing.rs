@@ -78,6 +78,24 @@ proptest! {
         prop_assert_eq!(a.digest() == b.digest(), same);
     }
 
+    /// Written and read back, a plan is the same to the last bit; a changed byte is an error or a plan, never a panic.
+    #[test]
+    fn a_plan_survives_json(
+        lengths in lengths(60, 50), n in 1_usize..5, method in 0_usize..4, max_tokens in 50_i32..100, cost in cost_model(),
+        at in any::<Index>(), byte in 0_u8..128,
+    ) {
+        let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1 };
+        let packing = pack(&checked(&lengths), &options, &cost).unwrap();
+        let text = packing.to_json();
+        assert_eq!(Packing::from_json(&text).as_ref(), Ok(&packing));
+        let mut bytes = text.into_bytes();
+        let at = at.index(bytes.len());
+        bytes[at] = byte;
+        if let Ok(changed) = Packing::from_json(&String::from_utf8(bytes).unwrap()) {
+            prop_assert_eq!(changed.offsets.len(), changed.num_micro_batches() + 1);
+        }
+    }
+
     /// An assignment from elsewhere: scored if legal, an error that names the culprit if not.
     #[test]
     fn any_assignment_is_scored_or_refused(

@@ -16,19 +16,37 @@ pub(crate) fn run<T: Send>(py: Python<'_>, documents: usize, work: impl FnOnce()
     if documents < DETACH_FROM { work() } else { py.detach(work) }
 }
 
-/// Lengths of documents: copied and checked before the GIL is released, because other threads may write to the array.
+/// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
+/// without the GIL.
 pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
-    with_integers(argument, object, |values| Lengths::new(argument, values).map_err(raise))
+    Lengths::new(argument, &integers(argument, object)?).map_err(raise)
 }
 
-/// Any int64 values.
+/// Any int64 values, copied.
 pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-    with_integers(argument, object, |values| Ok(values.to_vec()))
+    if let Ok(array) = object.cast_exact::<PyArray1<i64>>()
+        // SAFETY: read once, here, with the GIL. That the memory is aligned and contiguous is checked.
+        && let Ok(values) = unsafe { array.as_slice() }
+    {
+        return Ok(values.to_vec());
+    }
+    let array = as_array(argument, object)?;
+    let kind = kind(&array)?;
+    // uint64 is the one integer type that int64 cannot hold.
+    if !array.is_empty() && (!"iu".contains(kind) || kind == 'u' && array.dtype().itemsize() == 8) {
+        return item_by_item(argument, object, &array);
+    }
+    // A copy: in native byte order, aligned, contiguous.
+    let native = array.call_method1("astype", ("int64",))?;
+    Ok(native.cast::<PyArray1<i64>>()?.to_vec()?)
 }
 
 /// Any float64 values.
 pub(crate) fn floats(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<f64>> {
     let array = as_array(argument, object)?;
+    if !array.is_empty() && !"iuf".contains(kind(&array)?) {
+        return Err(refuse(argument, None, Some(object), format!("must be real numbers, not {}", array.dtype())));
+    }
     let converted = array.call_method1("astype", ("float64",)).map_err(|error| unreadable(argument, object, error))?;
     Ok(converted.cast::<PyArray1<f64>>()?.to_vec()?)
 }
@@ -54,41 +72,14 @@ pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i
     Err(raise(wlb_core::Error::OutOfRange { argument, value, minimum, maximum }))
 }
 
-/// The most tokens that a document, a micro-batch or a packed sequence can have.
-pub(crate) fn tokens(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
+/// A size from 1 to 2^31 - 1.
+pub(crate) fn positive(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
     size(argument, object, 1, wlb_core::lengths::MAX_TOKENS).map(|tokens| tokens as i32)
 }
 
 /// A new array that owns `values`.
 pub(crate) fn array<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<T>> {
     PyArray1::from_vec(py, values)
-}
-
-fn with_integers<T>(
-    argument: &'static str,
-    object: &Bound<'_, PyAny>,
-    read: impl FnOnce(&[i64]) -> PyResult<T>,
-) -> PyResult<T> {
-    if let Ok(array) = object.cast_exact::<PyArray1<i64>>()
-        // SAFETY: the GIL is held until the values have been copied, so that nothing writes to them meanwhile. That
-        // they are aligned and contiguous is checked.
-        && let Ok(values) = unsafe { array.as_slice() }
-    {
-        return read(values);
-    }
-    let array = as_array(argument, object)?;
-    let kind: char = array.dtype().getattr("kind")?.extract()?;
-    let items = array.len();
-    if items > 0 && kind != 'i' && kind != 'u' {
-        return read(&item_by_item(argument, &array)?);
-    }
-    if kind == 'u' && array.dtype().itemsize() == 8 {
-        // The one integer type that int64 cannot hold.
-        return read(&item_by_item(argument, &array)?);
-    }
-    // A copy: in native byte order, aligned, contiguous.
-    let native = array.call_method1("astype", ("int64",))?;
-    read(&native.cast::<PyArray1<i64>>()?.to_vec()?)
 }
 
 /// Any 1-D array or sequence, as a numpy array of whatever dtype numpy gives it.
@@ -107,6 +98,11 @@ fn as_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult
     Err(refuse(argument, None, None, problem))
 }
 
+/// numpy's one-letter kind of a dtype.
+fn kind(array: &Bound<'_, PyUntypedArray>) -> PyResult<char> {
+    array.dtype().getattr("kind")?.extract()
+}
+
 /// What numpy could not read is wrong input; running out of memory or a keyboard interrupt is not.
 fn unreadable(argument: &'static str, object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     let py = object.py();
@@ -118,8 +114,15 @@ fn unreadable(argument: &'static str, object: &Bound<'_, PyAny>, error: PyErr) -
 
 /// Element by element, so that an error can name the culprit: dtypes that are not plain integers are wrong input,
 /// except Python integers in an object array.
-fn item_by_item(argument: &'static str, array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<i64>> {
-    let items: Vec<Bound<'_, PyAny>> = array.call_method0("tolist")?.extract()?;
+fn item_by_item(
+    argument: &'static str,
+    object: &Bound<'_, PyAny>,
+    array: &Bound<'_, PyUntypedArray>,
+) -> PyResult<Vec<i64>> {
+    // What the caller wrote, where that can be listed: numpy turns a list with 2**63 in it into floats.
+    let written = object.try_iter().is_ok() && !object.is_instance_of::<PyUntypedArray>();
+    let list = if written { object.clone() } else { array.call_method0("tolist")? };
+    let items = list.try_iter()?.collect::<PyResult<Vec<_>>>()?;
     let mut values = Vec::with_capacity(items.len());
     let mut not_an_integer = None;
     for (index, item) in items.iter().enumerate() {

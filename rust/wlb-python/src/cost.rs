@@ -6,7 +6,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Passes};
 
-use crate::convert::{array, floats, integer, read_lengths};
+use crate::convert::{array, floats, integer, positive, read_lengths};
 use crate::error::raise;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -88,11 +88,11 @@ impl CostModel {
         recompute: bool,
         causal: bool,
     ) -> PyResult<Self> {
-        let hidden_size = integer("hidden_size", hidden_size)?;
-        let num_heads = integer("num_heads", num_heads)?;
+        let hidden_size = i64::from(positive("hidden_size", hidden_size)?);
+        let num_heads = i64::from(positive("num_heads", num_heads)?);
         let head_dim = match head_dim {
             Some(head_dim) => integer("head_dim", head_dim)?,
-            None if num_heads > 0 && hidden_size % num_heads == 0 => hidden_size / num_heads,
+            None if hidden_size % num_heads == 0 => hidden_size / num_heads,
             None => {
                 let (argument, requirement) = ("head_dim", "num_heads does not divide hidden_size: pass head_dim");
                 return Err(raise(wlb_core::Error::Combination { argument, requirement }));

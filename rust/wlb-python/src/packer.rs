@@ -9,7 +9,7 @@ use wlb_core::packing::metrics::Metrics;
 use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig};
 use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
 
-use crate::convert::{DETACH_FROM, array, integer, integers, read_lengths, run, size, tokens};
+use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, run, size};
 use crate::cost::CostModel;
 use crate::error::{StateError, raise, refuse};
 use crate::packing::Packing;
@@ -223,12 +223,12 @@ fn config(
     max_delay: Option<&Bound<'_, PyAny>>,
     max_document_tokens: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<PackerConfig> {
-    let max_tokens = tokens("max_tokens", max_tokens)?;
+    let max_tokens = positive("max_tokens", max_tokens)?;
     Ok(PackerConfig {
         num_micro_batches: size("num_micro_batches", num_micro_batches, 1, MAX_MICRO_BATCHES as i64)?,
         max_tokens,
         max_document_tokens: max_document_tokens
-            .map_or(Ok(max_tokens), |limit| tokens("max_document_tokens", limit))?,
+            .map_or(Ok(max_tokens), |limit| positive("max_document_tokens", limit))?,
         oversize: Oversize::default(),
         outlier_thresholds: Vec::new(),
         release: Default::default(),

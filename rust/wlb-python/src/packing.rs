@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use wlb_core::packing::{self as core, MAX_MICRO_BATCHES, Method, Piece, stream};
 
-use crate::convert::{array, integer, integers, read_lengths, run, size, tokens};
+use crate::convert::{array, integer, integers, positive, read_lengths, run, size};
 use crate::cost::CostModel;
 use crate::error::raise;
 
@@ -58,7 +58,7 @@ fn pack(
     let most = MAX_MICRO_BATCHES as i64;
     let options = core::PackOptions {
         num_micro_batches: size("num_micro_batches", num_micro_batches, 1, most)?,
-        max_tokens: tokens("max_tokens", max_tokens)?,
+        max_tokens: positive("max_tokens", max_tokens)?,
         method: method.parse().map_err(raise)?,
         window: window.map_or(Ok(1), |window| size("window", window, 1, most))?,
     };
@@ -98,7 +98,7 @@ impl Packing {
             &read_lengths("lengths", lengths)?,
             &integers("assignment", assignment)?,
             size("num_micro_batches", num_micro_batches, 1, MAX_MICRO_BATCHES as i64)?,
-            tokens("max_tokens", max_tokens)?,
+            positive("max_tokens", max_tokens)?,
             &cost_model.get().0,
         );
         Ok(Self(Arc::new(plan.map_err(raise)?)))

@@ -1,5 +1,7 @@
 //! Packs a stream of global batches, holding outliers back until they can be balanced.
 
+use std::collections::VecDeque;
+
 use serde::{Deserialize, Serialize};
 
 use crate::cost::CostModel;
@@ -170,21 +172,25 @@ impl Packer {
 
         let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
         let mut new = Vec::with_capacity(lengths.len());
-        // Where each pushed document stands in `new`; none for one that waits or was cut.
-        let mut listed_at: Vec<Option<usize>> = Vec::with_capacity(lengths.len());
+        // Which pushed document each new piece is, in listing order; none for a part of one that was cut.
+        let mut new_documents = Vec::with_capacity(lengths.len());
+        let mut queued_documents = vec![VecDeque::new(); self.queue.levels().len()];
         for (index, &length) in lengths.iter().enumerate() {
             let id = ids.map_or_else(|| first_id + index as i64, |ids| ids[index]);
             let limit = self.config.max_document_tokens;
             let cut = length > limit && self.config.oversize == Oversize::Split;
-            listed_at.push(None);
+            let document = (!cut).then_some(index);
             let kept = if cut { length } else { length.min(limit) };
             for piece in split(Piece { id, start: 0, length: kept }, limit) {
                 let waiting = Waiting { piece, arrived };
                 match self.queue.level(piece.length) {
-                    Some(level) => self.queue.push(level, waiting),
+                    Some(level) => {
+                        self.queue.push(level, waiting);
+                        queued_documents[level].push_back(document);
+                    }
                     None => {
-                        listed_at[index] = (!cut).then_some(new.len());
                         new.push(waiting);
+                        new_documents.push(document);
                     }
                 }
             }
@@ -192,12 +198,26 @@ impl Packer {
         self.next_id = next_id;
         self.queue.release(self.config.num_micro_batches, arrived, self.config.max_delay, &mut batch.pieces);
         batch.released = batch.pieces.len() - batch.carried;
+
+        let mut listed: Vec<(usize, usize)> = Vec::with_capacity(lengths.len());
+        for (at, waiting) in batch.pieces.iter().enumerate().skip(batch.carried) {
+            // A level is first in, first out, and so are its pieces of this push.
+            if waiting.arrived == arrived
+                && let Some(level) = self.queue.level(waiting.piece.length)
+                && let Some(Some(document)) = queued_documents[level].pop_front()
+            {
+                listed.push((document, at));
+            }
+        }
         let first_new = batch.pieces.len();
+        listed.extend(new_documents.into_iter().zip(first_new..).filter_map(|(document, at)| Some((document?, at))));
         batch.pieces.append(&mut new);
 
         let mut packing = self.pack(batch, false);
-        let by_listing = std::mem::take(&mut packing.assignment);
-        packing.assignment = listed_at.into_iter().map(|at| at.map_or(-1, |at| by_listing[first_new + at])).collect();
+        let by_listing = std::mem::replace(&mut packing.assignment, vec![-1; lengths.len()]);
+        for (document, at) in listed {
+            packing.assignment[document] = by_listing[at];
+        }
         Ok(packing)
     }
 
