@@ -3,8 +3,8 @@
     python benches/engine.py                      # prints the tables, writes benches/records/engine.json
     python benches/engine.py --lengths x.npy ...  # adds balance on real lengths, streamed at 128K x 16
 
-Everything is measured from Python, numpy int64 in, in one process. Timings on shared machines are noisy: read the ratios.
-Each sample is the mean of a burst; the record keeps all of them, the table shows the least.
+Everything is measured from Python, numpy int64 in, in one process. Timings on shared machines are noisy: read the
+ratios. Each sample is the mean of a burst; the record keeps all of them, the table shows the least.
 """
 
 from __future__ import annotations

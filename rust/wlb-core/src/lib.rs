@@ -25,6 +25,7 @@
 pub mod cost;
 pub mod error;
 pub mod lengths;
+mod longest_first;
 pub mod packing;
 pub mod sharding;
 

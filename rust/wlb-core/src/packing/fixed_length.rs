@@ -1,10 +1,11 @@
 //! Greedy packing into sequences of fixed length, and the stronger baseline.
 
 use crate::cost::CostModel;
+use crate::longest_first::longest_first;
 
 use super::Method;
-use super::plan::{Cuts, Packing, Piece};
-use super::radix;
+use super::placement::Cuts;
+use super::plan::{Packing, Piece};
 
 /// Longest first, each to the micro-batch with the least attention work that still has room (Fixed-4D).
 ///
@@ -16,7 +17,7 @@ use super::radix;
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let mut pairs = vec![0_u128; num_micro_batches];
-    for (length, id) in radix::descending(lengths) {
+    for (length, id) in longest_first(lengths) {
         let mut piece = Piece { id: id as i64, start: 0, length };
         while piece.length > 0 {
             let room = |j: usize| i64::from(max_tokens) - cuts.tokens()[j];

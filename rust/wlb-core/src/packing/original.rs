@@ -3,7 +3,8 @@
 use crate::cost::CostModel;
 
 use super::Method;
-use super::plan::{Cuts, Packing, Piece};
+use super::placement::Cuts;
+use super::plan::{Packing, Piece};
 
 /// Concatenates the documents in arrival order and cuts every `max_tokens` tokens (Plain-4D).
 ///

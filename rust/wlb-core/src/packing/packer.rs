@@ -7,13 +7,14 @@ use serde::{Deserialize, Serialize};
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::longest_first::longest_first_of;
 
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Release, Waiting};
 use super::plan::{Packing, Piece};
 use super::stream::split;
 use super::var_length::Bins;
-use super::{Method, check_micro_batches, radix};
+use super::{Method, check_micro_batches};
 
 named_choices! {
     /// What happens to a document longer than `max_document_tokens`.
@@ -245,9 +246,8 @@ impl Packer {
         };
         let first_new = carried + released;
         let of_length = |index: usize| (index, pieces[index].piece.length);
-        let overdue = radix::descending_keys((carried..first_new).filter(|&index| due(index)).map(of_length));
-        let others =
-            radix::descending_keys((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
+        let overdue = longest_first_of((carried..first_new).filter(|&index| due(index)).map(of_length));
+        let others = longest_first_of((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
 
         let config = &self.config;
         let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);

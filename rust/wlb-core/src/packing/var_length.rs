@@ -1,10 +1,12 @@
 //! Algorithm 1 of WLB-LLM: micro-batches of equal work and unequal length.
 
 use crate::cost::CostModel;
+use crate::longest_first::longest_first;
 
+use super::Method;
 use super::ladder::Ladder;
-use super::plan::{Packing, Placement, whole};
-use super::{Method, radix};
+use super::placement::{Placement, whole};
+use super::plan::Packing;
 
 /// Longest first, each document to the micro-batch with the least cost.
 ///
@@ -13,7 +15,7 @@ use super::{Method, radix};
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
     let costs = cost_model.costs(lengths);
-    for (length, index) in radix::descending(lengths) {
+    for (length, index) in longest_first(lengths) {
         bins.place(index, length, costs[index]);
     }
     bins.placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| whole(index, lengths[index]))

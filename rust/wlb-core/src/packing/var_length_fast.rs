@@ -1,10 +1,12 @@
 //! Algorithm 1 for the documents that decide the balance; the bulk of the light ones is poured.
 
 use crate::cost::CostModel;
+use crate::longest_first::longest_first_of;
 
-use super::plan::{Packing, Placement, whole};
+use super::Method;
+use super::placement::{Placement, whole};
+use super::plan::Packing;
 use super::var_length::{self, Bins};
-use super::{Method, radix};
 
 /// A document is light up to this many times the mean cost. At most a quarter of any batch is heavier.
 const LIGHT: f64 = 4.0;
@@ -53,7 +55,7 @@ fn pour(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: 
     let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
     let place = |bins: &mut Bins, documents: &[u32]| {
         let documents = documents.iter().map(|&index| (index as usize, lengths[index as usize]));
-        for (length, index) in radix::descending_keys(documents) {
+        for (length, index) in longest_first_of(documents) {
             bins.place(index, length, costs[index]);
         }
     };

@@ -1,7 +1,9 @@
 //! Long documents per document, short ones whole: balance where it matters, long kernels where it does not.
 
+use crate::longest_first::longest_first_of;
+
 use super::per_document;
-use super::plan::{Builder, longest_first};
+use super::plan::Builder;
 
 /// Cuts documents of at least `threshold` tokens per document. The others go whole, longest first, to the rank with the
 /// most room left under its equal share of the tokens; one is cut only where a share ends, so at most
@@ -16,8 +18,9 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
     }
 
     let mut room = room(builder, lengths);
-    for document in longest_first(lengths, (0..lengths.len()).filter(|document| !is_long(document))) {
-        let (mut start, end) = (0, lengths[document]);
+    let short = (0..lengths.len()).filter(|document| !is_long(document));
+    for (length, document) in longest_first_of(short.map(|document| (document, lengths[document]))) {
+        let (mut start, end) = (0, length);
         while start < end {
             // `max_by_key` keeps the last of equals: reversed, the lowest rank.
             let Some(rank) = (0..cp_size).rev().max_by_key(|&rank| room[rank]) else { break };

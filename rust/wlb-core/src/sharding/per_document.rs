@@ -1,6 +1,8 @@
 //! Chunks of every document: equal tokens and (almost) equal pairs on all ranks, without padding.
 
-use super::plan::{Builder, longest_first, owner};
+use crate::longest_first::{longest_first, longest_first_of};
+
+use super::plan::{Builder, owner};
 
 /// Cuts every document into `2*cp` chunks; left-over tokens lengthen chunks by one each.
 ///
@@ -18,7 +20,7 @@ pub(super) fn cursors(lengths: &[i32], cp_size: usize, documents: impl Iterator<
     let slots = 2 * cp_size as u32;
     let mut cursors = vec![0; lengths.len()];
     let mut cursor = 0;
-    for document in longest_first(lengths, documents) {
+    for (_, document) in longest_first_of(documents.map(|document| (document, lengths[document]))) {
         cursors[document] = cursor;
         cursor += lengths[document] as u32 % slots;
         if cursor >= slots {
@@ -51,7 +53,7 @@ pub(super) fn cut_dealing_tokens(builder: &mut Builder, lengths: &[i32]) {
     let chunks = 2 * cp_size;
     let mut first_rank = vec![0; lengths.len()];
     let mut cursor = 0;
-    for document in longest_first(lengths, 0..lengths.len()) {
+    for (_, document) in longest_first(lengths) {
         first_rank[document] = cursor;
         cursor = (cursor + lengths[document] as usize % chunks) % cp_size;
     }

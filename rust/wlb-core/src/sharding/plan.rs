@@ -160,10 +160,3 @@ impl Builder {
 pub(super) fn owner(chunk: usize, cp_size: usize) -> usize {
     chunk.min(2 * cp_size - 1 - chunk)
 }
-
-/// Indices of documents from longest to shortest, equal ones in packed order.
-pub(super) fn longest_first(lengths: &[i32], documents: impl Iterator<Item = usize>) -> impl Iterator<Item = usize> {
-    let mut keys: Vec<u64> = documents.map(|index| u64::from(!(lengths[index] as u32)) << 32 | index as u64).collect();
-    keys.sort_unstable();
-    keys.into_iter().map(|key| key as u32 as usize)
-}

@@ -9,12 +9,12 @@ const DIGITS: usize = 1 << DIGIT_BITS;
 ///
 /// # Complexity
 /// O(n) passes of 11 bits over the bits that lengths use (two passes up to 4M tokens); at most 2^32 documents.
-pub(super) fn descending(lengths: &[i32]) -> impl ExactSizeIterator<Item = (i32, usize)> + use<'_> {
-    descending_keys(lengths.iter().copied().enumerate())
+pub(crate) fn longest_first(lengths: &[i32]) -> impl ExactSizeIterator<Item = (i32, usize)> + use<'_> {
+    longest_first_of(lengths.iter().copied().enumerate())
 }
 
-/// [`descending`] for some documents of a batch, given as `(index, length)`.
-pub(super) fn descending_keys<I>(documents: I) -> impl ExactSizeIterator<Item = (i32, usize)> + use<I>
+/// [`longest_first`] for some documents of a batch, given as `(index, length)`.
+pub(crate) fn longest_first_of<I>(documents: I) -> impl ExactSizeIterator<Item = (i32, usize)> + use<I>
 where
     I: Iterator<Item = (usize, i32)>,
 {
@@ -57,7 +57,7 @@ fn sort(mut keys: Vec<u64>) -> Vec<u64> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::descending;
+    use super::longest_first;
 
     proptest! {
         #[test]
@@ -66,7 +66,7 @@ mod tests {
         ) {
             let mut expected: Vec<(i32, usize)> = lengths.iter().copied().zip(0..).collect();
             expected.sort_by_key(|&(length, _)| std::cmp::Reverse(length));
-            prop_assert_eq!(descending(&lengths).collect::<Vec<_>>(), expected);
+            prop_assert_eq!(longest_first(&lengths).collect::<Vec<_>>(), expected);
         }
     }
 }

@@ -1,0 +1,156 @@
+//! Where documents are put while a packing is made.
+
+use crate::cost::CostModel;
+
+use super::Method;
+use super::plan::{Packing, Piece};
+
+/// Document `index` of a batch, all of it.
+#[inline]
+pub(super) fn whole(index: usize, length: i32) -> Piece {
+    Piece { id: index as i64, start: 0, length }
+}
+
+/// Where whole documents were put: what the packing methods that keep documents whole fill in.
+pub(super) struct Placement {
+    pub(super) assignment: Vec<i32>,
+    pub(super) tokens: Vec<i64>,
+    pub(super) costs: Vec<f64>,
+    /// Indices of documents, in the order tried.
+    pub(super) leftover: Vec<usize>,
+    pub(super) length_fallbacks: usize,
+    /// Longest document placed.
+    longest: i32,
+}
+
+impl Placement {
+    pub(super) fn new(num_documents: usize, num_micro_batches: usize) -> Self {
+        Self {
+            assignment: vec![-1; num_documents],
+            tokens: vec![0; num_micro_batches],
+            costs: vec![0.0; num_micro_batches],
+            leftover: Vec::new(),
+            length_fallbacks: 0,
+            longest: 0,
+        }
+    }
+
+    #[inline]
+    pub(super) fn put(&mut self, index: usize, micro_batch: usize, length: i32, cost: f64) {
+        self.assignment[index] = micro_batch as i32;
+        self.tokens[micro_batch] += i64::from(length);
+        self.costs[micro_batch] += cost;
+        self.longest = self.longest.max(length);
+    }
+
+    /// Lists the pieces of each micro-batch in document order: a counting sort.
+    pub(super) fn into_packing(
+        self,
+        method: Option<Method>,
+        max_tokens: i32,
+        cost_model: &CostModel,
+        piece: impl Fn(usize) -> Piece,
+    ) -> Packing {
+        let num_micro_batches = self.tokens.len();
+        // One slot more: what is left over (-1) is counted in the first and cut off the front.
+        let mut cursors = vec![0_usize; num_micro_batches + 1];
+        for &micro_batch in &self.assignment {
+            cursors[(micro_batch + 1) as usize] += 1;
+        }
+        cursors[0] = 0;
+        let mut offsets = Vec::with_capacity(num_micro_batches + 1);
+        let mut total = 0;
+        offsets.push(0);
+        for cursor in &mut cursors[1..] {
+            (*cursor, total) = (total, total + *cursor);
+            offsets.push(total);
+        }
+        let mut pieces = vec![Piece { id: 0, start: 0, length: 0 }; total];
+        for (index, &micro_batch) in self.assignment.iter().enumerate() {
+            if micro_batch >= 0 {
+                let cursor = &mut cursors[(micro_batch + 1) as usize];
+                pieces[*cursor] = piece(index);
+                *cursor += 1;
+            }
+        }
+        Packing {
+            method,
+            max_tokens,
+            pieces,
+            offsets,
+            assignment: self.assignment,
+            tokens: self.tokens,
+            costs: self.costs,
+            leftover: self.leftover.into_iter().map(piece).collect(),
+            length_fallbacks: self.length_fallbacks,
+            // Cost never decreases with length.
+            largest_cost: cost_model.cost(self.longest),
+        }
+    }
+}
+
+/// Where pieces of cut documents were put: what the packing methods that cut documents fill in.
+pub(super) struct Cuts {
+    placed: Vec<(usize, Piece)>,
+    tokens: Vec<i64>,
+    leftover: Vec<Piece>,
+}
+
+impl Cuts {
+    pub(super) fn new(num_documents: usize, num_micro_batches: usize) -> Self {
+        Self { placed: Vec::with_capacity(num_documents), tokens: vec![0; num_micro_batches], leftover: Vec::new() }
+    }
+
+    pub(super) fn tokens(&self) -> &[i64] {
+        &self.tokens
+    }
+
+    pub(super) fn put(&mut self, micro_batch: usize, piece: Piece) {
+        self.tokens[micro_batch] += i64::from(piece.length);
+        self.placed.push((micro_batch, piece));
+    }
+
+    pub(super) fn leave_over(&mut self, piece: Piece) {
+        self.leftover.push(piece);
+    }
+
+    pub(super) fn into_packing(
+        self,
+        method: Method,
+        max_tokens: i32,
+        lengths: &[i32],
+        cost_model: &CostModel,
+    ) -> Packing {
+        let mut costs = vec![0.0; self.tokens.len()];
+        let mut largest_cost = 0.0_f64;
+        let mut assignment = vec![-1; lengths.len()];
+        let mut counts = vec![0_usize; self.tokens.len()];
+        for &(micro_batch, piece) in &self.placed {
+            let cost = cost_model.cost(piece.length);
+            costs[micro_batch] += cost;
+            largest_cost = largest_cost.max(cost);
+            counts[micro_batch] += 1;
+            if piece.length == lengths[piece.id as usize] {
+                assignment[piece.id as usize] = micro_batch as i32;
+            }
+        }
+        let mut placed = self.placed;
+        placed.sort_unstable_by_key(|&(micro_batch, piece)| (micro_batch, piece.id, piece.start));
+        let mut offsets = vec![0; 1];
+        for count in counts {
+            offsets.push(offsets[offsets.len() - 1] + count);
+        }
+        Packing {
+            method: Some(method),
+            max_tokens,
+            pieces: placed.into_iter().map(|(_, piece)| piece).collect(),
+            offsets,
+            assignment,
+            tokens: self.tokens,
+            costs,
+            leftover: self.leftover,
+            length_fallbacks: 0,
+            largest_cost,
+        }
+    }
+}
