@@ -1,4 +1,4 @@
-"""The cost model of a command: from a model's shape, or from a measured profile."""
+"""The cost model of a command: from a model's shape."""
 
 import json
 from pathlib import Path
@@ -33,10 +33,9 @@ PRESETS = {
     "llama3-70b": LLAMA3_70B,
 }
 
-# Names of a Hugging Face config.json: attention is MHA or GQA, experts are those of Mixtral.
+# Names of a Hugging Face config.json.
 _CONFIG_NAMES = {
     "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "vocab_size": "vocab_size",
@@ -46,6 +45,15 @@ _OPTIONAL_CONFIG_NAMES = {
     "head_dim": "head_dim",
     "num_experts_per_tok": "experts_per_token",
 }
+# What `CostModel.from_flops` does not know: unlike layers, experts beside the routed ones, latent attention.
+_UNKNOWN_CONFIG_NAMES = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "shared_expert_intermediate_size",
+    "first_k_dense_replace",
+    "mlp_only_layers",
+    "kv_lora_rank",
+)
 
 
 def cost_model(model: str, *, attention_efficiency: float) -> wlb.CostModel:
@@ -59,10 +67,18 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CliError(f"--model {path}: neither a file nor one of {', '.join(PRESETS)}")
     try:
         config = json.loads(path.read_bytes())
+        unknown = [name for name in _UNKNOWN_CONFIG_NAMES if config.get(name)]
+        if unknown:
+            raise CliError(
+                f"--model {path}: the cost of {', '.join(unknown)} is not known to wlb; give a simpler model"
+            )
         shape = {ours: int(config[theirs]) for theirs, ours in _CONFIG_NAMES.items()}
-    except (ValueError, TypeError) as error:
+        # Mixtral names the width of one expert `intermediate_size`; where both stand, that is the dense layers'.
+        ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+        shape["ffn_hidden_size"] = int(ffn)
+        optional = {ours: config.get(theirs) for theirs, ours in _OPTIONAL_CONFIG_NAMES.items()}
+        return shape | {name: int(value) for name, value in optional.items() if value is not None}
+    except (ValueError, TypeError, AttributeError) as error:
         raise CliError(f"--model {path}: not a config.json: {error}") from None
     except KeyError as error:
         raise CliError(f"--model {path}: has no {error}") from None
-    optional = {ours: config.get(theirs) for theirs, ours in _OPTIONAL_CONFIG_NAMES.items()}
-    return shape | {name: int(value) for name, value in optional.items() if value is not None}

@@ -45,6 +45,7 @@ OptionalSeed = Annotated[
     int | None,
     typer.Option(
         "--seed",
+        min=0,
         help="Shuffle the documents; by default they come in the source's order.",
         rich_help_panel=_DOCUMENTS,
     ),
@@ -65,6 +66,7 @@ MemoryFactor = Annotated[
     float,
     typer.Option(
         min=1.0,
+        max=1000.0,
         help="The most tokens of a micro-batch of variable length, in contexts: what memory allows.",
         rich_help_panel=_BATCHES,
     ),

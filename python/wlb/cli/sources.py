@@ -159,7 +159,7 @@ def _json_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CliError(f"{path}:{number}: not JSON: {error}") from None
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):

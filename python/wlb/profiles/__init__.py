@@ -31,7 +31,7 @@ def read(path_or_name: str | os.PathLike[str]) -> str:
         if name in names():
             return resources.files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8")
         return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         came_with_wlb = ", ".join(names()) or "none"
         refusal = WlbError(f"profile: cannot read {name!r} ({error}); profiles that came with wlb: {came_with_wlb}")
         refusal.argument, refusal.value = "path_or_name", name

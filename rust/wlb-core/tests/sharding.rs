@@ -6,7 +6,7 @@ mod common;
 use common::check::{shard_every_way, shard_is_legal};
 use common::strategies::{checked, config, lengths, mask};
 use proptest::prelude::*;
-use proptest::sample::select;
+use proptest::sample::{Index, select};
 use wlb_core::sharding::Remainder;
 use wlb_core::{Error, Mask, Shard, ShardOptions, Strategy as Cut, shard};
 
@@ -43,12 +43,15 @@ proptest! {
     #[test]
     fn shards_are_the_oracles(
         mut lengths in prop_oneof![lengths(40, 300), lengths(12, 3000)], cp_size in cp_size(), mask in mask(),
-        threshold in prop_oneof![1_i64..400, 1_i64..3500, Just(1 << 31)], divisible in any::<bool>(),
+        threshold in prop_oneof![1_i64..400, 1_i64..3500, Just(1 << 31)], at in any::<Option<Index>>(),
+        divisible in any::<bool>(),
     ) {
         if divisible {
             round_up(&mut lengths, cp_size);
         }
-        shard_every_way(&lengths, cp_size, mask, threshold, true);
+        // A document of exactly the threshold is long.
+        let exact = at.filter(|_| !lengths.is_empty()).map(|at| i64::from(*at.get(&lengths)));
+        shard_every_way(&lengths, cp_size, mask, exact.unwrap_or(threshold), true);
     }
 
     /// The guarantees for sequences that nobody would write out.

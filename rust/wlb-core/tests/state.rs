@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::forge::{numbers, refused_or_equal, sign, works_if_accepted};
+use common::forge::{numbers, refused_or_equal, sign, sign_digest, works_if_accepted};
 use common::strategies::{config, stream};
 use common::stream::{Event, run};
 use proptest::prelude::*;
@@ -184,6 +184,9 @@ fn forged_contradictions_are_refused() {
         let forged = sign(&text.replacen(from, to, 1));
         assert!(matches!(Packer::load(&forged), Err(Error::State { .. })), "accepted: {why}");
     }
+    let other = full().config().fingerprint().chars().rev().collect::<String>();
+    let forged = sign_digest(&text.replacen(&full().config().fingerprint(), &other, 1)).unwrap();
+    assert!(matches!(Packer::load(&forged), Err(Error::State { path, .. }) if path == "fingerprint"));
 }
 
 #[test]

@@ -31,10 +31,13 @@ pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
         return Ok(values.to_vec());
     }
     let array = as_array(argument, object)?;
-    let kind = kind(&array)?;
-    // uint64 is the one integer type that int64 cannot hold.
-    if !array.is_empty() && (!"iu".contains(kind) || kind == 'u' && array.dtype().itemsize() == 8) {
-        return item_by_item(argument, object, &array);
+    match kind(&array)? {
+        'u' if array.dtype().itemsize() < 8 => {}
+        'i' => {}
+        // What numpy makes of an empty list.
+        'f' | 'O' | 'u' if array.is_empty() => return Ok(Vec::new()),
+        // The one integer type that int64 cannot hold, Python's integers, and what has no place here.
+        _ => return item_by_item(argument, object, &array),
     }
     // A copy: in native byte order, aligned, contiguous.
     let native = array.call_method1("astype", ("int64",))?;
@@ -44,7 +47,7 @@ pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
 /// Any float64 values.
 pub(crate) fn floats(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<f64>> {
     let array = as_array(argument, object)?;
-    if !array.is_empty() && !"iuf".contains(kind(&array)?) {
+    if !"iuf".contains(kind(&array)?) {
         return Err(refuse(argument, None, Some(object), format!("must be real numbers, not {}", array.dtype())));
     }
     let converted = array.call_method1("astype", ("float64",)).map_err(|error| unreadable(argument, object, error))?;
@@ -84,11 +87,12 @@ pub(crate) fn array<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyA
 
 /// Any 1-D array or sequence, as a numpy array of whatever dtype numpy gives it.
 fn as_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyUntypedArray>> {
-    let array = object
-        .py()
-        .import("numpy")?
-        .call_method1("asarray", (object,))
-        .map_err(|error| unreadable(argument, object, error))?;
+    let numpy = object.py().import("numpy")?;
+    // `asarray` would drop the mask, and pack what the caller masked out.
+    if object.is_instance_of::<PyUntypedArray>() && object.is_instance(&numpy.getattr("ma")?.getattr("MaskedArray")?)? {
+        return Err(refuse(argument, None, None, "is a masked array: fill it or drop what is masked"));
+    }
+    let array = numpy.call_method1("asarray", (object,)).map_err(|error| unreadable(argument, object, error))?;
     let array = array.cast_into::<PyUntypedArray>()?;
     if array.ndim() == 1 {
         return Ok(array);
@@ -96,6 +100,18 @@ fn as_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult
     let shape = array.shape().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let problem = format!("must be 1-dimensional, but its shape is ({shape})");
     Err(refuse(argument, None, None, problem))
+}
+
+/// Whether this is an integer of Python, numpy or another library; a bool is none.
+fn is_integer(item: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if item.is_instance_of::<PyBool>() {
+        return Ok(false);
+    }
+    if item.is_instance_of::<PyInt>() {
+        return Ok(true);
+    }
+    // Only integers have an index; a tensor has one too, which fails if it holds anything else.
+    Ok(item.hasattr("__index__")? && item.call_method0("__index__").is_ok())
 }
 
 /// numpy's one-letter kind of a dtype.
@@ -126,7 +142,7 @@ fn item_by_item(
     let mut values = Vec::with_capacity(items.len());
     let mut not_an_integer = None;
     for (index, item) in items.iter().enumerate() {
-        if item.is_instance_of::<PyInt>() && !item.is_instance_of::<PyBool>() {
+        if is_integer(item)? {
             let too_large = |_| refuse(argument, Some(index), Some(item), "does not fit into int64");
             values.push(item.extract::<i64>().map_err(too_large)?);
         } else if item.extract::<f64>().is_ok_and(|value| value.fract() == 0.0) {
@@ -137,7 +153,9 @@ fn item_by_item(
         }
     }
     match not_an_integer {
-        None => Ok(values),
+        None if "uOf".contains(kind(array)?) => Ok(values),
+        // numpy lists dates and time spans as integers.
+        None => Err(refuse(argument, None, None, format!("must be integers, not {}", array.dtype()))),
         Some(index) => {
             let problem = format!("must be an integer, but the array has dtype {}", array.dtype());
             Err(refuse(argument, Some(index), Some(&items[index]), problem))

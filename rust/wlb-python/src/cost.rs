@@ -177,12 +177,14 @@ impl CostModel {
     /// The part of :meth:`cost` that grows with the pairs. float64[n].
     fn attention_cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
         let lengths = read_lengths("lengths", lengths)?;
+        self.0.check_finite(&lengths).map_err(raise)?;
         Ok(array(py, lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
     }
 
     /// The part of :meth:`cost` that grows with the tokens. float64[n].
     fn linear_cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
         let lengths = read_lengths("lengths", lengths)?;
+        self.0.check_finite(&lengths).map_err(raise)?;
         Ok(array(py, lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
     }
 

@@ -1,6 +1,8 @@
 //! `wlb.Packer` and `wlb.tune_outlier_thresholds`.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -45,13 +47,57 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// WLB-LLM, section 4 and Algorithm 1.
 #[pyclass(frozen, module = "wlb", name = "Packer")]
-pub(crate) struct Packer(Mutex<Core>);
+pub(crate) struct Packer {
+    /// Held only with the GIL, and never while waiting for it: a process that forks copies no locked lock.
+    core: Mutex<Core>,
+    /// The process in which a thread changes the core; 0 if none does. A forked child may find its parent's id here, and the
+    /// core as it was before: changes without the GIL are made on a copy.
+    changing: AtomicU32,
+}
 
 impl Packer {
-    /// Nobody who holds the lock waits for the GIL, so that waiting for it with the GIL is safe.
+    fn new_from(core: Core) -> Self {
+        Self { core: Mutex::new(core), changing: AtomicU32::new(0) }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Core> {
-        // The core leaves nothing half-done: it checks before it changes.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do.
+    fn change<T: Send>(&self, py: Python<'_>, documents: usize, change: impl FnOnce(&mut Core) -> T + Send) -> T {
+        let _turn = self.take_turn(py);
+        if documents < DETACH_FROM {
+            return change(&mut self.lock());
+        }
+        let mut copy = self.lock().clone();
+        let (result, changed) = py.detach(move || {
+            let result = change(&mut copy);
+            (result, copy)
+        });
+        *self.lock() = changed;
+        result
+    }
+
+    fn take_turn(&self, py: Python<'_>) -> Turn<'_> {
+        let process = std::process::id();
+        loop {
+            let holder = self.changing.load(Ordering::Acquire);
+            let free = holder != process;
+            if free && self.changing.compare_exchange(holder, process, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return Turn(&self.changing);
+            }
+            py.detach(|| std::thread::sleep(Duration::from_micros(50)));
+        }
+    }
+}
+
+/// Ends a caller's turn, also when it panics.
+struct Turn<'a>(&'a AtomicU32);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Release);
     }
 }
 
@@ -75,17 +121,14 @@ impl Packer {
         max_document_tokens: Option<&Bound<'_, PyAny>>,
         oversize: &str,
     ) -> PyResult<Self> {
-        let thresholds = match outlier_thresholds {
-            Some(thresholds) => read_lengths("outlier_thresholds", thresholds)?.to_vec(),
-            None => Vec::new(),
-        };
+        let thresholds = outlier_thresholds.map_or(Ok(Vec::new()), thresholds)?;
         let packer = Core::new(PackerConfig {
             outlier_thresholds: thresholds,
             release: release.parse().map_err(raise)?,
             oversize: oversize.parse().map_err(raise)?,
             ..config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens)?
         });
-        packer.map(|packer| Self(Mutex::new(packer))).map_err(raise)
+        packer.map(Self::new_from).map_err(raise)
     }
 
     /// The packer that :meth:`state_dict` saved, configuration included.
@@ -94,7 +137,7 @@ impl Packer {
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's.
     #[staticmethod]
     fn from_state_dict(state: &Bound<'_, PyAny>) -> PyResult<Self> {
-        Core::load(&to_json(state)?).map(|packer| Self(Mutex::new(packer))).map_err(raise)
+        Core::load(&to_json(state)?).map(Self::new_from).map_err(raise)
     }
 
     /// Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
@@ -111,12 +154,12 @@ impl Packer {
     ///     WlbError: wrong lengths or ids, or a document over ``max_document_tokens`` under oversize="error". The packer is
     ///         unchanged.
     ///
-    /// O(n log N) for the documents new, carried over and released. Releases the GIL from 1,024 new documents on.
+    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 new ones on.
     #[pyo3(signature = (lengths, ids = None))]
     fn push(&self, py: Python<'_>, lengths: &Bound<'_, PyAny>, ids: Option<&Bound<'_, PyAny>>) -> PyResult<Packing> {
         let lengths = read_lengths("lengths", lengths)?;
         let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
-        let plan = run(py, lengths.len(), || self.lock().push(&lengths, ids.as_deref()));
+        let plan = self.change(py, lengths.len(), |core| core.push(&lengths, ids.as_deref()));
         plan.map(|plan| Packing(Arc::new(plan))).map_err(raise)
     }
 
@@ -126,7 +169,7 @@ impl Packer {
     ///     list[Packing]; empty if nothing was pending.
     fn flush(&self, py: Python<'_>) -> Vec<Packing> {
         let pending = self.lock().pending();
-        let plans = run(py, pending, || self.lock().flush());
+        let plans = self.change(py, pending, Core::flush);
         plans.into_iter().map(|plan| Packing(Arc::new(plan))).collect()
     }
 
@@ -161,6 +204,37 @@ impl Packer {
         self.lock().config().num_micro_batches
     }
 
+    /// Most tokens of a micro-batch.
+    #[getter]
+    fn max_tokens(&self) -> i32 {
+        self.lock().config().max_tokens
+    }
+
+    /// Longest document.
+    #[getter]
+    fn max_document_tokens(&self) -> i32 {
+        self.lock().config().max_document_tokens
+    }
+
+    /// Where the levels of the queue begin: tokens, ascending.
+    #[getter]
+    fn outlier_thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let thresholds = self.lock().config().outlier_thresholds.clone();
+        PyTuple::new(py, thresholds)
+    }
+
+    /// Iterations after which a waiting document is released; ``None``: no limit.
+    #[getter]
+    fn max_delay(&self) -> Option<u64> {
+        self.lock().config().max_delay
+    }
+
+    /// What documents cost.
+    #[getter]
+    fn cost_model(&self) -> CostModel {
+        CostModel(self.lock().config().cost_model.clone())
+    }
+
     /// Hex hash of the configuration, all but ``num_micro_batches``: what must agree for a state to be loaded.
     #[getter]
     fn fingerprint(&self) -> String {
@@ -192,9 +266,10 @@ impl Packer {
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs
     ///         (says in which fields); or a waiting document is longer than this packer allows. The packer is unchanged.
     #[pyo3(signature = (state, *, allow_config_change = false))]
-    fn load_state_dict(&self, state: &Bound<'_, PyAny>, allow_config_change: bool) -> PyResult<()> {
+    fn load_state_dict(&self, py: Python<'_>, state: &Bound<'_, PyAny>, allow_config_change: bool) -> PyResult<()> {
         let json = to_json(state)?;
-        self.lock().restore(&json, allow_config_change).map_err(raise)
+        let loaded = self.change(py, 0, |core| core.restore(&json, allow_config_change));
+        loaded.map_err(raise)
     }
 
     fn __repr__(&self) -> String {
@@ -235,6 +310,18 @@ fn config(
         max_delay: max_delay.map(|delay| size("max_delay", delay, 0, i64::MAX)).transpose()?.map(|delay| delay as u64),
         cost_model: cost_model.get().0.clone(),
     })
+}
+
+/// Thresholds as the core takes them; whether they ascend, it checks itself.
+fn thresholds(object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
+    let argument = "outlier_thresholds";
+    let values = integers(argument, object)?;
+    let narrow = |(index, value): (usize, i64)| {
+        let requirement = "thresholds are int32";
+        let out_of_range = wlb_core::Error::Entry { argument, index, value: value as f64, requirement };
+        i32::try_from(value).map_err(|_| raise(out_of_range))
+    };
+    values.into_iter().enumerate().map(narrow).collect()
 }
 
 /// The JSON text of a state. What JSON cannot hold is no state.
@@ -397,6 +484,15 @@ impl PackerMetrics {
         Ok(dict)
     }
 
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    }
+
+    #[staticmethod]
+    fn _from_json(json: &str) -> PyResult<Self> {
+        Metrics::from_json(json).map(Self).map_err(raise)
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "PackerMetrics(steps={}, imbalance_mean={:.4}, imbalance_p95={:.3}, imbalance_worst={:.3}, delay_mean={:.3}, \
@@ -423,7 +519,8 @@ impl PackerMetrics {
 ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens: as for :class:`Packer`.
 ///     num_queues: most levels, 0 to 4.
 ///     max_mean_delay: most mean token delay, in iterations.
-///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``.
+///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of the two:
+///         global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
 ///
 /// Returns:
 ///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
@@ -499,6 +596,15 @@ impl TuneResult {
         self.0.evaluated
     }
 
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    }
+
+    #[staticmethod]
+    fn _from_json(json: &str) -> PyResult<Self> {
+        tune::Tuned::from_json(json).map(Self).map_err(raise)
+    }
+
     fn __repr__(&self) -> String {
         format!("TuneResult(best={}, pareto of {} points)", describe(&self.0.best), self.0.pareto.len())
     }
@@ -550,6 +656,15 @@ impl TunedPoint {
     #[getter]
     fn memory_skew_mean(&self) -> f64 {
         self.0.memory_skew_mean
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    }
+
+    #[staticmethod]
+    fn _from_json(json: &str) -> PyResult<Self> {
+        tune::TunedPoint::from_json(json).map(Self).map_err(raise)
     }
 
     fn __repr__(&self) -> String {

@@ -213,6 +213,24 @@ pub(crate) struct RankShard {
 
 #[pymethods]
 impl RankShard {
+    /// The rank, from 0.
+    #[getter]
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Ranks of the group.
+    #[getter]
+    fn cp_size(&self) -> usize {
+        self.plan.cp_size()
+    }
+
+    /// Whether queries attend only to keys before them.
+    #[getter]
+    fn causal(&self) -> bool {
+        self.plan.mask == Mask::Causal
+    }
+
     /// Tokens of the rank, ``T_r``.
     #[getter]
     fn num_tokens(&self) -> usize {
@@ -278,6 +296,14 @@ impl RankShard {
     #[getter]
     fn pairs(&self) -> u64 {
         self.plan.pairs(self.rank)
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| other.get().rank == self.rank && other.get().plan == self.plan)
+    }
+
+    fn __hash__(&self) -> u64 {
+        self.rank as u64 ^ self.pairs()
     }
 
     fn __repr__(&self) -> String {

@@ -6,7 +6,7 @@
 /// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024 (`benches/rust/engine.rs`
 /// has the time), where a tournament tree or a heap always pays log N. In any other order it takes up to N steps.
 pub(super) struct Ladder {
-    /// One rung a micro-batch, and one more, heavier than all, that closes the list to a ring.
+    /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a ring.
     rungs: Vec<Rung>,
     /// Where the last search ended.
     finger: u32,
@@ -20,7 +20,7 @@ struct Rung {
 }
 
 impl Ladder {
-    /// A ladder over `weights`: numbers, none infinite; at most `MAX_MICRO_BATCHES`.
+    /// A ladder over `weights`: numbers, infinity included; at most `MAX_MICRO_BATCHES`.
     pub(super) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
         let end = weights.len() as u32;
         let mut rungs: Vec<Rung> = weights.map(|weight| Rung { weight, lighter: end, heavier: end }).collect();

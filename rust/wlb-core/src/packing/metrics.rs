@@ -33,6 +33,8 @@ pub struct Metrics {
     delay_tokens: BTreeMap<u64, u64>,
 }
 
+crate::error::pickled_as_json!(Metrics);
+
 impl Metrics {
     /// Counts one global batch; `delays` gives the tokens of each emitted piece and the iterations it waited.
     pub(super) fn record(&mut self, packing: &Packing, flushed: bool, delays: impl Iterator<Item = (i32, u64)>) {
@@ -146,7 +148,10 @@ impl Metrics {
             Some("imbalance_histogram does not count the steps")
         } else if total(&self.delay_tokens) != Some(self.tokens) {
             Some("delay_tokens does not count the tokens")
-        } else if [self.documents, self.tokens, self.length_fallbacks, self.carried_over].iter().any(|&n| n > 1 << 62) {
+        } else if [self.steps, self.documents, self.tokens, self.length_fallbacks, self.carried_over]
+            .iter()
+            .any(|&n| n > 1 << 62)
+        {
             Some("counts are out of range")
         } else {
             None

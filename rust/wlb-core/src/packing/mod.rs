@@ -68,7 +68,8 @@ pub struct PackOptions {
 /// [`Error::InfiniteCost`].
 ///
 /// # Complexity
-/// O(n log N) for `n` documents and `N` micro-batches; O(n N) for [`Method::FixedLength`].
+/// For `n` documents and `N` micro-batches: O(n) for the sort and, on average, a few steps for each document; O(n N) at
+/// worst, and always for [`Method::FixedLength`].
 pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) -> Result<Packing> {
     let PackOptions { max_tokens, method, window, .. } = *options;
     check_micro_batches(options.num_micro_batches)?;
@@ -82,7 +83,9 @@ pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) ->
     let num_micro_batches = options.num_micro_batches * window;
     match method {
         Method::Original => Ok(original::pack(lengths, num_micro_batches, max_tokens, cost_model)),
-        Method::FixedLength => Ok(fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model)),
+        Method::FixedLength => {
+            Ok(Packing { window, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) })
+        }
         Method::VarLength => {
             check_fit(lengths, max_tokens)?;
             Ok(var_length::pack(lengths, num_micro_batches, max_tokens, cost_model))

@@ -11,7 +11,7 @@ use super::plan::{Packing, Piece};
 /// A document that crosses a cut becomes several pieces, which are separate documents for attention.
 ///
 /// # Complexity
-/// O(n + N).
+/// O(n log n + N).
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let (mut micro_batch, mut room) = (0, max_tokens);

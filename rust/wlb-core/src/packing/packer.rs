@@ -12,7 +12,7 @@ use crate::longest_first::longest_first_of;
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Release, Waiting};
 use super::plan::{Packing, Piece};
-use super::stream::split;
+use super::stream::{check_pieces, split};
 use super::var_length::Bins;
 use super::{Method, check_micro_batches};
 
@@ -161,12 +161,12 @@ impl Packer {
     /// * `ids` - names of the documents, unique among these and the pending ones; by default a running number.
     ///
     /// # Errors
-    /// [`Error::TooLong`] under [`Oversize::Error`], [`Error::Mismatch`], [`Error::DuplicateId`]; the packer is then
-    /// unchanged.
+    /// [`Error::TooLong`] under [`Oversize::Error`], [`Error::Number`] for a split into too many pieces,
+    /// [`Error::Mismatch`], [`Error::DuplicateId`]; the packer is then unchanged.
     ///
     /// # Complexity
-    /// O(n log N) for `n` documents new, carried over and released, in `N` micro-batches; with `ids`, O(p log p) more
-    /// for `p` new and pending documents.
+    /// As [`super::pack`], for the documents new, carried over and released; with `ids`, O(p log p) more for `p` new and
+    /// pending documents.
     pub fn push(&mut self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<Packing> {
         let (first_id, next_id) = self.check_push(lengths, ids)?;
         let arrived = self.iteration;
@@ -286,6 +286,9 @@ impl Packer {
                 limit: i64::from(limit),
                 hint: "; oversize=\"split\" or \"truncate\" accepts it",
             });
+        }
+        if config.oversize == Oversize::Split {
+            check_pieces(lengths, limit)?;
         }
         check_range("iteration", self.iteration as i64, 0, MAX_ITERATION as i64 - 1)?;
         let exhausted =

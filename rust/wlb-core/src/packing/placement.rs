@@ -76,6 +76,7 @@ impl Placement {
         Packing {
             method,
             max_tokens,
+            window: 1,
             pieces,
             offsets,
             assignment: self.assignment,
@@ -143,6 +144,7 @@ impl Cuts {
         Packing {
             method: Some(method),
             max_tokens,
+            window: 1,
             pieces: placed.into_iter().map(|(_, piece)| piece).collect(),
             offsets,
             assignment,

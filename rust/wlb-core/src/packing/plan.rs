@@ -43,6 +43,8 @@ pub struct Packing {
     pub method: Option<Method>,
     /// Most tokens that a micro-batch was allowed.
     pub max_tokens: i32,
+    /// Global batches that were packed together: step `i` trains the `i`-th of as many equal runs of micro-batches.
+    pub window: usize,
     /// All placed pieces, micro-batch by micro-batch; inside one, in arrival order.
     pub pieces: Vec<Piece>,
     /// Micro-batch `j` is `pieces[offsets[j]..offsets[j + 1]]`.
@@ -144,7 +146,9 @@ impl Packing {
             && packing.offsets.len() == micro_batches + 1
             && packing.offsets.first() == Some(&0)
             && packing.offsets.last() == Some(&packing.pieces.len())
-            && packing.offsets.is_sorted();
+            && packing.offsets.is_sorted()
+            && packing.window > 0
+            && micro_batches.is_multiple_of(packing.window);
         let problem = "its arrays do not belong together".to_owned();
         if fits { Ok(packing) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }
     }

@@ -143,7 +143,8 @@ impl State {
         if self.digest != self.content_digest() {
             return wrong("digest", "does not belong to the content: the state was changed after it was saved");
         }
-        if self.iteration >= MAX_ITERATION {
+        // A push stops at the limit; a flush may go past it, by no more than documents can wait.
+        if self.iteration > 2 * MAX_ITERATION {
             return wrong("iteration", "is out of range");
         }
         if let Some(problem) = self.metrics.problem() {

@@ -2,8 +2,10 @@
 
 use std::cmp::Ordering;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result, check_range};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::lengths::Lengths;
 
 use super::packer::{Packer, PackerConfig};
 use super::stream::{batch_offsets, split_documents};
@@ -29,7 +31,7 @@ pub struct TuneOptions {
 }
 
 /// What one choice of thresholds gives on the sample.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedPoint {
     /// The thresholds.
     pub thresholds: Vec<i32>,
@@ -48,7 +50,7 @@ pub struct TunedPoint {
 }
 
 /// The best thresholds and what else could be had.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Tuned {
     /// Best balance within the delay limit.
     pub best: TunedPoint,
@@ -57,6 +59,9 @@ pub struct Tuned {
     /// Number of choices tried.
     pub evaluated: usize,
 }
+
+crate::error::pickled_as_json!(TunedPoint);
+crate::error::pickled_as_json!(Tuned);
 
 /// Runs the packer over the sample under many choices of thresholds.
 ///
@@ -78,7 +83,6 @@ pub fn tune_outlier_thresholds(lengths: &Lengths, options: &TuneOptions) -> Resu
     }
     let config = PackerConfig { outlier_thresholds: Vec::new(), ..options.packer.clone() };
     config.check()?;
-    check_range("max_document_tokens", i64::from(config.max_document_tokens), 1, MAX_TOKENS)?;
     config.cost_model.check_finite(lengths)?;
     if lengths.is_empty() {
         return Err(Error::Combination { argument: "lengths", requirement: "a sample needs at least one document" });

@@ -105,7 +105,8 @@ impl Builder {
             total += length;
             total
         }));
-        let per_rank = (2 * lengths.len()).min(1024);
+        let share = document_starts[lengths.len()] as usize / cp_size + 1;
+        let per_rank = (2 * lengths.len()).min(share).min(1024);
         Self {
             lengths: lengths.to_vec(),
             document_starts,

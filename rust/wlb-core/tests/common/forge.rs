@@ -41,7 +41,11 @@ fn sign_whole(text: &str) -> Option<String> {
     let mut text = text.to_owned();
     let fingerprint = between(&text, "\"fingerprint\":\"", "\"")?;
     text.replace_range(fingerprint, blake3::hash(comparable.as_bytes()).to_hex().as_str());
+    sign_digest(&text)
+}
 
+/// Signs the content, but leaves the fingerprint of the configuration as it is.
+pub(crate) fn sign_digest(text: &str) -> Option<String> {
     let digest = text.rfind("\"digest\":\"")? + "\"digest\":\"".len();
     let unsigned = format!("{}\"}}", text.get(..digest)?);
     Some(format!("{}{}\"}}", &text[..digest], blake3::hash(unsigned.as_bytes()).to_hex()))
