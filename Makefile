@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+FUZZ_SECONDS ?= 300
 # What a wheel is built from.
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench fuzz clean
 
 ## Show what wlb does with real documents found on this machine; writes wlb-demo/.
 demo: $(VENV)/.wlb-cli
@@ -27,9 +28,15 @@ lint: $(VENV)/.wlb-test
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
 
-## Compare with the floor and with other packers; writes benches/records/.
+## Compare with the floor and with other packers; writes benches/records/. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.wlb-bench
-	$(BIN)/python benches/engine.py
+	$(BIN)/python benches/engine.py $(if $(LENGTHS),--lengths $(LENGTHS))
+
+## Fuzz each target for FUZZ_SECONDS; needs a nightly toolchain and `cargo install cargo-fuzz`.
+fuzz:
+	for target in pack packer_stream load_state shard; do \
+	    cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) target dist wlb-demo

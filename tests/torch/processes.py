@@ -1,0 +1,102 @@
+"""Real process groups for tests: forked processes that talk over gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 240.0  # seconds: more than any test takes on a busy machine, less than forever
+
+
+class RankFailed(RuntimeError):
+    """A process raised, or died; `.rank` tells which was first, the message has its traceback."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank = rank
+
+
+def run(world_size: int, work: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """Calls `work(rank, *args)` in `world_size` processes of one gloo group; gives what each returned.
+
+    The first failure ends all processes and is raised here. Returned values are pickled: no tensors that share memory,
+    plain numbers and numpy arrays are best.
+    """
+    context = mp.get_context("fork")  # importing torch again in each process would take most of the time
+    with tempfile.TemporaryDirectory() as folder:
+        readers: list[Connection] = []
+        processes = []
+        for rank in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            arguments = (rank, world_size, Path(folder) / "store", timeout, writer, work, args)
+            process = context.Process(target=_main, args=arguments)
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        try:
+            return _gather(readers, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _gather(readers: list[Connection], until: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {id(reader): rank for rank, reader in enumerate(readers)}
+    while waiting:
+        ready = wait([reader for reader in readers if id(reader) in waiting], until - time.monotonic())
+        if not ready:
+            raise TimeoutError(f"no answer from ranks {sorted(waiting.values())}")
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            rank = waiting.pop(id(reader))
+            try:
+                failed, result = reader.recv()
+            except EOFError:
+                raise RankFailed(rank, "died") from None
+            if failed:
+                raise RankFailed(rank, result)
+            results[rank] = result
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _main(
+    rank: int,
+    world_size: int,
+    store: Path,
+    timeout: float,
+    writer: Connection,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(store), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        result = work(rank, *args)
+        dist.barrier()
+        writer.send((False, result))
+    except BaseException:
+        writer.send((True, traceback.format_exc()))
+    finally:
+        writer.close()
+        os._exit(0)  # no destructors: what a test left open must not hang it
