@@ -63,6 +63,8 @@ BAD_WHOLES: dict[str, Any] = {
     "dict": {5: 6},
     "set": {5, 6},
     "datetime": np.array(["2020-01-01"], dtype="datetime64[D]"),
+    "timedelta": np.array([5, 6], dtype="timedelta64[s]"),
+    "masked": np.ma.array([5, 6, 7], mask=[False, True, False]),
     "structured": np.array([(1, 2)], dtype=[("a", "i4"), ("b", "i4")]),
     "function": len,
 }
@@ -135,6 +137,7 @@ def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         tuple(BASE),
         range(100, 101),
         [np.int64(100), np.int32(7), 30, np.uint8(7)],
+        [np.uint64(100), np.uint64(7)],
         memoryview(np.array(BASE, "i8").tobytes()).cast("q"),
     ],
     ids=repr,
@@ -176,6 +179,10 @@ def pack(**arguments: Any) -> wlb.Packing:
 
 def shard(**arguments: Any) -> wlb.Shard:
     return wlb.shard(LENGTHS, **arguments)
+
+
+def split_by_packer(lengths: list[int], max_document_tokens: int) -> wlb.Packing:
+    return packer(max_document_tokens=max_document_tokens, oversize="split").push(lengths)
 
 
 def tune(**arguments: Any) -> wlb.TuneResult:
@@ -345,6 +352,13 @@ def test_a_sequence_too_long_for_int32_is_refused() -> None:
     with pytest.raises(wlb.WlbError) as raised:
         wlb.shard([2**30, 2**30], cp_size=2)
     assert raised.value.argument == "lengths"
+
+
+@pytest.mark.parametrize("cut", [wlb.split_documents, split_by_packer], ids=["split_documents", "Packer"])
+def test_more_pieces_than_memory_holds_are_refused(cut: Callable[..., Any]) -> None:
+    with pytest.raises(wlb.WlbError) as raised:
+        cut([2**27, 1], max_document_tokens=1)
+    assert (raised.value.argument, raised.value.value) == ("max_document_tokens", 1)
 
 
 def test_an_infinite_cost_is_refused() -> None:

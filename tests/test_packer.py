@@ -324,6 +324,7 @@ def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.C
     for packing, plan in plans:
         assert plain(packing) == plan.plain()
     check_metrics(packer.metrics(), naive.log)
+    check_metrics(pickle.loads(pickle.dumps(packer.metrics())), naive.log)
     assert min(naive.log.length_fallbacks, naive.log.carried_over, naive.log.delay_p99) > 0
 
 

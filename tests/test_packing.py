@@ -198,6 +198,28 @@ def test_deal(batch: Batch, cost: AnalyticCost, method: Any) -> None:
         assert np.ptp(rank_costs) <= max(packing.costs)
 
 
+@given(
+    strategies.document_lengths(max_length=80),
+    strategies.costs(exact=True),
+    st.sampled_from([1, 2, 3, 6]),
+    st.integers(1, 4),
+)
+def test_deal_over_a_window(lengths: list[int], cost: AnalyticCost, dp_size: int, window: int) -> None:
+    """Every global batch of a window is dealt by itself."""
+    sizes: dict[str, Any] = {"num_micro_batches": 6, "max_tokens": 100, "cost_model": cost.model()}
+    packing = wlb.pack(lengths, **sizes, method="fixed_length", window=window)
+    assert packing.window == window
+    dealt = packing.deal(dp_size)
+    if window == 1:
+        dealt = dealt[None]
+    assert dealt.shape == (window, dp_size, 6 // dp_size)
+    for step, ranks in enumerate(dealt):
+        assert sorted(ranks.ravel()) == list(range(6 * step, 6 * (step + 1)))
+        assert np.ptp(packing.costs[ranks].sum(axis=1)) <= max(packing.costs[ranks].ravel())
+    with pytest.raises(wlb.WlbError):
+        packing.deal(4)
+
+
 @given(batches(), strategies.costs(exact=True), st.data())
 def test_from_assignment(batch: Batch, cost: AnalyticCost, data: st.DataObject) -> None:
     """Anyone's assignment is scored like ours."""
@@ -243,6 +265,10 @@ def test_digest_and_pickle(
     assert naive.plain(copy) == naive.plain(packing)
     assert copy.max_tokens == packing.max_tokens
     assert copy.method == packing.method
+    for micro_batch in packing:
+        alone = pickle.loads(pickle.dumps(micro_batch))
+        assert pieces_of(alone) == pieces_of(micro_batch)
+        assert (alone.tokens, alone.cost) == (micro_batch.tokens, micro_batch.cost)
     assert (packing == another) <= (packing.digest() == another.digest())
 
 

@@ -1,6 +1,7 @@
 """Threshold tuning: every reported point is what the packer really does, and no other is better."""
 
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -72,7 +73,14 @@ def test_points_are_what_the_packer_does(
     check(result, lengths, 400, packing, limit)
     assert all(len(point.thresholds) <= num_queues for point in result.pareto)
     again = wlb.tune_outlier_thresholds(lengths, **packing, **arguments)
-    assert [point.thresholds for point in again.pareto] == [point.thresholds for point in result.pareto]
+    for other in (again, pickle.loads(pickle.dumps(result))):
+        assert other.evaluated == result.evaluated
+        assert [fields(point) for point in other.pareto] == [fields(point) for point in result.pareto]
+        assert fields(other.best) == fields(result.best)
+
+
+def fields(point: wlb.TunedPoint) -> list[Any]:
+    return [getattr(point, name) for name in ("thresholds", *POINT_FIELDS)]
 
 
 def test_tuning_pays_on_a_corpus(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
