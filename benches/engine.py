@@ -66,7 +66,7 @@ def samples(work: Callable[[], object], seconds: float = 0.6) -> list[float]:
         started = time.perf_counter()
         for _ in range(burst):
             work()
-        result.append((time.perf_counter() - started) / burst * 1e6)
+        result.append(round((time.perf_counter() - started) / burst * 1e6, 3))
     return result
 
 
@@ -363,7 +363,7 @@ def main() -> None:
             "balance": [row for path in arguments.lengths for row in balance(path, progress)],
         }
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+    arguments.record.write_text(json.dumps(record) + "\n")
 
     console = Console()
     table = Table("work", "goal", "us", "x numpy.sort", "max / lower bound", title="wlb from Python")
