@@ -1,0 +1,63 @@
+"""Model FLOPs from true document lengths, and how much of the hardware they use."""
+
+from __future__ import annotations
+
+import torch
+from numpy.typing import ArrayLike
+
+import wlb
+from wlb.torch._errors import error
+
+# Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets; the longest name that matches counts.
+PEAK_BF16 = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+
+
+def model_flops(lengths: ArrayLike, **shape: int | bool | None) -> float:
+    """FLOPs of one training step over whole documents, as MFU counts them: three times those of the forward pass.
+
+    From the sums of ``d`` and of ``d * (d + 1) / 2``, causal half, never from `max_seqlen`, which overstates. What a
+    kernel recomputes in its backward pass is no model FLOP (a :class:`wlb.CostModel` for packing does count it).
+
+    Args:
+        lengths: int[documents], tokens of each document of the step.
+        **shape: of the model, as in :meth:`wlb.CostModel.from_flops`: `hidden_size`, `ffn_hidden_size`, `num_layers`,
+            `num_heads`, `num_kv_heads`, `vocab_size`, ...
+
+    Raises:
+        WlbError: as :meth:`wlb.CostModel.from_flops`.
+    """
+    return 3 * float(wlb.CostModel.from_flops(**shape, passes="forward").cost(lengths).sum())  # type: ignore[arg-type]
+
+
+def peak_flops(device: torch.device | str | None = None) -> float | None:
+    """Peak dense bf16 FLOP/s of a CUDA device by its name; None if it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = [model for model in PEAK_BF16 if all(word in name for word in model.split())]
+    return PEAK_BF16[max(known, key=len)] if known else None
+
+
+def model_flops_utilization(flops: float, *, seconds: float, num_devices: int, peak: float) -> float:
+    """MFU: model FLOPs of a step over what its devices could have done meanwhile.
+
+    Args:
+        flops: of the whole step, over all ranks (:func:`model_flops`).
+        seconds: wall time of the step.
+        num_devices: all ranks.
+        peak: FLOP/s of one device (:func:`peak_flops`).
+
+    Raises:
+        WlbError: for a time, number or peak that is not positive.
+    """
+    for name, value in (("seconds", seconds), ("num_devices", num_devices), ("peak", peak)):
+        if not value > 0:
+            raise error(name, f"= {value}: must be positive", value=value)
+    return flops / (seconds * num_devices * peak)

@@ -1,0 +1,123 @@
+"""Who talks to whom: the device mesh, and a context-parallel group for every power of two."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from wlb.torch._errors import error
+
+MESH_DIMS = ("pp", "dp", "cp", "tp")
+
+
+def build_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
+    """The 4-D device mesh, outermost dimension first: neighbours in tp are neighbours in rank.
+
+    Args:
+        pp: pipeline ranks. The product of all four is the world size.
+        dp: data-parallel ranks.
+        cp: context-parallel ranks.
+        tp: tensor-parallel ranks.
+        device_type: "cuda", "cpu"; default CUDA where there is one.
+
+    Returns:
+        A mesh with dimensions ``("pp", "dp", "cp", "tp")``.
+
+    Raises:
+        WlbError: for a size below 1, or a product that is not the world size; before any communication.
+    """
+    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    for name, size in sizes.items():
+        if size < 1:
+            raise error(name, f"= {size}: must be at least 1", value=size)
+    world_size = dist.get_world_size()
+    if (product := pp * dp * cp * tp) != world_size:
+        layout = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise error("dp", f"= {dp}: {layout} = {product} ranks, but the world has {world_size}", value=dp)
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=MESH_DIMS)
+
+
+def data_and_context(mesh: DeviceMesh) -> DeviceMesh:
+    """The dp and cp dimensions as one: the ranks that hold the same parameters, which FSDP shards over.
+
+    Args:
+        mesh: from :func:`build_mesh`.
+
+    Returns:
+        A 1-D mesh named "dp_cp".
+    """
+    root = mesh._get_root_mesh()
+    if "dp_cp" in root._flatten_mapping:  # made once: it creates process groups
+        return root._flatten_mapping["dp_cp"]
+    return mesh["dp", "cp"]._flatten("dp_cp")
+
+
+class ContextParallelGroups:
+    """Context-parallel groups of every power of two over the dp x cp ranks: what a CP size per micro-batch needs.
+
+    A group of size `s` is an aligned run of `s` neighbours: ranks ``[i * s, (i + 1) * s)`` of the dp x cp ranks of one
+    (pp, tp) position. Where `s` does not divide their number, the last ranks have no group of that size.
+
+    Args:
+        mesh: from :func:`build_mesh`.
+        timeout: of their collectives; default that of the world.
+
+    Complexity:
+        Collective: every rank calls it once, at the same point. At most 2 * world size groups; NCCL connects one at its
+        first use.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, timeout: timedelta | None = None) -> None:
+        if mesh.mesh_dim_names != MESH_DIMS:
+            raise error("mesh", f"has dimensions {mesh.mesh_dim_names}: must have {MESH_DIMS}", value=mesh)
+        pp, dp, cp, tp = mesh.mesh.shape
+        # [pp, tp, dp * cp]: the order in which every rank creates every group.
+        positions = mesh.mesh.permute(0, 3, 1, 2).reshape(pp * tp, dp * cp).tolist()
+        me = dist.get_rank()
+        self._ranks: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._group: dict[int, dist.ProcessGroup | None] = {}
+        size = 1
+        while size <= dp * cp:
+            self._group[size] = None
+            for ranks in positions:
+                runs = [tuple(ranks[i : i + size]) for i in range(0, len(ranks) - size + 1, size)]
+                if me in ranks:
+                    self._ranks[size] = tuple(runs)
+                for run in runs:
+                    group = dist.new_group(list(run), timeout=timeout, group_desc=f"cp{size}")
+                    if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
+                        self._group[size] = group
+            size *= 2
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The CP sizes there are, ascending."""
+        return tuple(self._group)
+
+    def ranks(self, cp_size: int) -> tuple[tuple[int, ...], ...]:
+        """Global ranks of every group of that size at this rank's (pp, tp) position.
+
+        Raises:
+            WlbError: for a size that is no power of two, or larger than dp * cp.
+        """
+        if cp_size not in self._group:
+            raise error("cp_size", f"= {cp_size}: must be one of {self.sizes}", value=cp_size)
+        return self._ranks[cp_size]
+
+    def group(self, cp_size: int) -> dist.ProcessGroup:
+        """The group of that size that this rank belongs to.
+
+        Raises:
+            WlbError: for a size that there is not, or when this rank is in no group of that size.
+        """
+        runs = self.ranks(cp_size)
+        group = self._group[cp_size]
+        if group is None:
+            raise error(
+                "cp_size", f"= {cp_size}: rank {dist.get_rank()} is in none of its groups {runs}", value=cp_size
+            )
+        return group

@@ -1,0 +1,80 @@
+"""A loss that does not depend on how documents were packed: every token of the global batch counts the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from wlb.torch._errors import error
+
+IGNORE = -100
+
+
+def token_normalized_loss(
+    logits: Tensor, labels: Tensor, *, num_valid_tokens: int | Tensor, ignore_index: int = IGNORE
+) -> Tensor:
+    """This rank's part of the mean cross-entropy over the whole global batch.
+
+    The sum over all micro-batches, CP ranks and DP ranks is the mean: add gradients up, do not average them
+    (:func:`sum_gradients`). A mean for each micro-batch, then over micro-batches, would weigh tokens of short
+    micro-batches more.
+
+    Args:
+        logits: float[tokens, vocabulary]; may have 0 tokens. Computed in fp32.
+        labels: int64[tokens], `ignore_index` where there is nothing to predict.
+        num_valid_tokens: labels that count in the whole global batch (:func:`count_valid_tokens`).
+        ignore_index: as in :func:`torch.nn.functional.cross_entropy`.
+
+    Returns:
+        A scalar, float32.
+
+    Raises:
+        WlbError: for shapes that do not fit.
+    """
+    if logits.ndim != 2:
+        raise error(
+            "logits", f"has shape {tuple(logits.shape)}: must be [tokens, vocabulary]", value=tuple(logits.shape)
+        )
+    if labels.shape != logits.shape[:1]:
+        shape = tuple(labels.shape)
+        raise error("labels", f"has shape {shape}: must be [{logits.shape[0]}], the tokens of logits", value=shape)
+    total = F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
+    return total / num_valid_tokens
+
+
+def count_valid_tokens(
+    counts: int | Iterable[int], *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> int:
+    """Labels that count in the global batch: those of this DP rank's micro-batches, added up over DP ranks.
+
+    Args:
+        counts: of each micro-batch, over its CP ranks (`PackedBatch.num_valid_tokens`).
+        group: the DP group; None for one DP rank.
+        device: where the collective runs ("cuda" for NCCL).
+
+    Returns:
+        At least 1, so that a global batch without labels gives a loss of 0 and not NaN.
+    """
+    total = counts if isinstance(counts, int) else sum(counts)
+    if group is not None:
+        tensor = torch.tensor(total, dtype=torch.int64, device=device)
+        dist.all_reduce(tensor, group=group)
+        total = int(tensor.item())
+    return max(total, 1)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Makes FSDP2 add gradients over ranks, where it divides by their number by default.
+
+    Args:
+        model: with modules that `fully_shard` was applied to; others are left alone.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other; must precede the factor
+            module.set_gradient_divide_factor(1.0)

@@ -1,0 +1,104 @@
+"""The loss is the mean over all tokens, however they are packed; FLOPs come from true lengths."""
+
+import numpy as np
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import wlb
+from wlb.torch.flops import model_flops, model_flops_utilization
+from wlb.torch.groups import build_mesh
+from wlb.torch.loss import IGNORE, count_valid_tokens, sum_gradients, token_normalized_loss
+
+SHAPE = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 99,
+}
+VOCABULARY = 11
+
+
+def batch_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A micro-batch whose size and share of masked labels depend on the rank; rank 2 has nothing."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = [7, 50, 0, 3][rank]
+    inputs = torch.randn(tokens, 5, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+    labels[: tokens // 2 * (rank == 1)] = IGNORE
+    return inputs, labels
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, VOCABULARY))
+
+
+def train(rank: int) -> tuple[float, np.ndarray, int]:
+    mesh = build_mesh(dp=4, device_type="cpu")
+    net = model()
+    fully_shard(net, mesh=mesh["dp"])
+    sum_gradients(net)
+    inputs, labels = batch_of(rank)
+    group = mesh["dp"].get_group()
+    valid = count_valid_tokens(int((labels != IGNORE).sum()), group=group)
+    loss = token_normalized_loss(net(inputs), labels, num_valid_tokens=valid)
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    gradient = torch.cat([parameter.grad.full_tensor().flatten() for parameter in net.parameters()])
+    return total.item(), gradient.numpy(), valid
+
+
+def test_unequal_ranks_give_the_mean_over_tokens() -> None:
+    net = model()
+    inputs, labels = (torch.cat(parts) for parts in zip(*map(batch_of, range(4)), strict=True))
+    loss = F.cross_entropy(net(inputs), labels)
+    loss.backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).numpy()
+    for total, summed, valid in processes.run(4, train):
+        assert valid == int((labels != IGNORE).sum())
+        assert total == pytest.approx(loss.item(), rel=1e-6)
+        assert np.abs(summed - gradient).max() <= 1e-5 * np.abs(gradient).max()
+
+
+def test_nothing_to_predict_is_a_loss_of_zero() -> None:
+    logits = torch.randn(3, VOCABULARY, requires_grad=True)
+    loss = token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=count_valid_tokens([0, 0]))
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "argument"),
+    [((3, 4, 5), (3,), "logits"), ((3, 5), (4,), "labels"), ((3, 5), (3, 1), "labels")],
+)
+def test_wrong_shapes_are_named(logits: tuple[int, ...], labels: tuple[int, ...], argument: str) -> None:
+    with pytest.raises(wlb.WlbError) as raised:
+        token_normalized_loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64), num_valid_tokens=1)
+    assert raised.value.argument == argument
+
+
+def test_flops_are_those_of_the_documents() -> None:
+    """6 FLOPs a parameter and token, 12 * hidden a pair and layer, whatever the documents lie next to."""
+    lengths = [1, 10, 1000]
+    head = 64 // 4
+    parameters = 3 * (64 * head * (2 * 4 + 2 * 2) + 3 * 64 * 128) + 64 * 99
+    pairs = sum(d * (d + 1) // 2 for d in lengths)
+    assert model_flops(lengths, **SHAPE) == pytest.approx(
+        6 * parameters * sum(lengths) + 12 * 64 * 3 * pairs, rel=1e-12
+    )
+    assert model_flops([1011], **SHAPE) > model_flops(lengths, **SHAPE)
+
+
+def test_utilization() -> None:
+    assert model_flops_utilization(8e12, seconds=2.0, num_devices=4, peak=2e12) == pytest.approx(0.5)
+    with pytest.raises(wlb.WlbError):
+        model_flops_utilization(1.0, seconds=0.0, num_devices=4, peak=2e12)
