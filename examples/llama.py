@@ -1,0 +1,250 @@
+"""A small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU) over packed documents: `[tokens, hidden]`.
+
+What is special for packed sequences is little: positions come with the batch, and attention takes the shard. The rest
+is how torch splits a decoder: stages for the pipeline, a tensor-parallel plan, FSDP.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+from wlb.torch.attention import context_parallel_attention
+
+import wlb
+from wlb.torch.groups import data_and_context
+from wlb.torch.loss import sum_gradients
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of the model, in the words of `wlb.CostModel.from_flops`."""
+
+    hidden_size: int = 128
+    ffn_hidden_size: int = 352
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    vocab_size: int = 257
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries, keys and values."""
+        return self.hidden_size // self.num_heads
+
+    def shape(self) -> dict[str, int]:
+        """Arguments of `wlb.CostModel.from_flops` and `wlb.torch.flops.model_flops`."""
+        names = ("hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention runs over the context-parallel ranks."""
+
+    group: dist.ProcessGroup | None = None
+    transport: Any = "all_gather"
+
+
+def rotary(position_ids: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, float32 [tokens, 1, head_dim / 2], of positions inside the document."""
+    exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
+    angles = position_ids.float()[:, None] / config.rope_theta**exponents
+    return angles.cos()[:, None], angles.sin()[:, None]
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the halves of each head: `x` is [tokens, heads, head_dim]."""
+    cos, sin = rope
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, options: AttentionOptions) -> None:
+        super().__init__()
+        self.head_dim, self.options = config.head_dim, options
+        self.wq = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard) -> Tensor:
+        # Under tensor parallelism each rank has some of the heads, hence -1.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, rope), rotate(k, rope)
+        options = self.options
+        if (idle := self.idle_tokens(len(q), shard)) > 0:
+            q, k, v = q[:-idle], k[:-idle], v[:-idle]
+        attended = context_parallel_attention(q, k, v, shard, group=options.group, transport=options.transport)
+        return self.wo(F.pad(attended.flatten(1), (0, 0, 0, idle)))
+
+    def idle_tokens(self, tokens: int, shard: wlb.Shard) -> int:
+        """How many of a rank's tokens are none of the micro-batch, see `LlamaStage.forward`."""
+        group = self.options.group
+        return tokens - int(shard.tokens_per_rank[0 if group is None else dist.get_rank(group)])
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
+        self.w2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, options: AttentionOptions) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config, options)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, shard)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class LlamaStage(nn.Module):
+    """Some consecutive layers; the first stage embeds, the last one gives logits. One stage of one is the whole model.
+
+    Parameters have the names that they have in the whole model, so a checkpoint does not know about pipelines.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        stage: int = 0,
+        num_stages: int = 1,
+        options: AttentionOptions | None = None,
+        checkpoint_activations: bool = False,
+    ) -> None:
+        super().__init__()
+        options = options or AttentionOptions()
+        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.tensor_mesh: DeviceMesh | None = None
+        first, end = (config.num_layers * s // num_stages for s in (stage, stage + 1))
+        if self.is_first:
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(layer): Block(config, options) for layer in range(first, end)})
+        if self.is_last:
+            self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor, *, position_ids: Tensor, shard: wlb.Shard) -> Tensor:
+        """One micro-batch on one context-parallel rank.
+
+        Args:
+            x: int64[tokens] on the first stage, else float[tokens, hidden].
+            position_ids: int64[tokens].
+            shard: of the micro-batch.
+
+        Returns:
+            Float[tokens, hidden], or on the last stage logits [tokens, vocabulary].
+        """
+        # A rank may have no token of a short document. DTensor cannot reshape a sharded dimension of size 0, so under
+        # tensor parallelism an idle token takes its place here; nothing looks at it, and its gradient is 0.
+        tokens = len(x)
+        if tokens == 0 and self.tensor_mesh is not None:
+            x, position_ids = x.new_zeros(1, *x.shape[1:]), position_ids.new_zeros(1)
+        rope = rotary(position_ids, self.config)
+        if self.is_first:
+            x = self.embedding(x)
+        elif self.tensor_mesh is not None:
+            # Between stages all tensor-parallel ranks hold all tokens: any number of tokens splits over them here.
+            x = DTensor.from_local(x, self.tensor_mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        for block in self.layers.values():
+            if self.checkpoint_activations:
+                x = checkpoint(block, x, rope, shard, use_reentrant=False)
+            else:
+                x = block(x, rope, shard)
+        if self.is_last:
+            x = self.head(self.norm(x))
+        x = x.full_tensor() if isinstance(x, DTensor) else x
+        return x if len(x) == tokens else x[:0]
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """The same weights for the same name and seed, however the model is split."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+                continue
+            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            std = self.config.hidden_size**-0.5
+            if name.endswith(("wo.weight", "w2.weight")):
+                std /= (2 * self.config.num_layers) ** 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def tensor_parallel_plan(stage: LlamaStage) -> dict[str, ParallelStyle]:
+    """Column- and row-parallel matrices; between them activations are split over tokens (sequence parallelism).
+
+    Everything between is a DTensor: it knows how many tokens there are, so their number need not divide by the ranks.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    if stage.is_first:
+        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False)
+    for layer in stage.layers:
+        block = f"layers.{layer}"
+        plan |= {
+            f"{block}.attention_norm": SequenceParallel(sequence_dim=0),
+            f"{block}.attention": PrepareModuleInput(
+                input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
+            **{f"{block}.attention.{w}": ColwiseParallel() for w in ("wq", "wk", "wv")},
+            f"{block}.attention.wo": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+            f"{block}.ffn_norm": SequenceParallel(sequence_dim=0),
+            f"{block}.ffn": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+            **{f"{block}.ffn.{w}": ColwiseParallel() for w in ("w1", "w3")},
+            f"{block}.ffn.w2": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        }
+    if stage.is_last:
+        plan["norm"] = SequenceParallel(sequence_dim=0)
+        plan["head"] = ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
+    return plan
+
+
+def parallelize(stage: LlamaStage, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> LlamaStage:
+    """Tensor parallelism, then FSDP over all ranks that hold the same parameters (dp and cp).
+
+    Args:
+        stage: with its weights, on its device.
+        mesh: from `wlb.torch.groups.build_mesh`.
+        dtype: of computation; parameters, gradients and the optimizer stay float32.
+    """
+    if mesh["tp"].size() > 1:
+        stage.tensor_mesh = mesh["tp"]
+        parallelize_module(stage, mesh["tp"], tensor_parallel_plan(stage))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    ranks = data_and_context(mesh)
+    for block in stage.layers.values():
+        fully_shard(block, mesh=ranks, mp_policy=precision)
+    fully_shard(stage, mesh=ranks, mp_policy=precision)
+    sum_gradients(stage)
+    return stage

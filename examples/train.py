@@ -1,0 +1,425 @@
+"""Trains a small Llama on real documents, on any number of data, pipeline, context and tensor parallel ranks.
+
+    pip install "wlb[examples]"
+    torchrun --nproc-per-node 4 examples/train.py --pp 2 --cp 2 --steps 20 --checkpoint-dir run
+    python examples/train.py --steps 20                       # the same on one process, with the same losses
+
+Killed? The same command again goes on from the last checkpoint, on the same documents; `--dp` and `--cp` may change.
+
+Read from `train` downwards. Everything that wlb does is in the few lines that mention it: a packer plans every global
+batch, a sampler hands each data-parallel rank its micro-batches, `collate` keeps what this context-parallel rank
+computes, attention takes the shard, and the pipeline takes micro-batches of unequal length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import typer
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.data import DataLoader
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
+from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
+
+import wlb
+from corpus import read_corpus
+from llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
+from wlb.torch.agreement import check_agreement
+from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
+from wlb.torch.groups import build_mesh, data_and_context
+from wlb.torch.loss import count_valid_tokens, token_normalized_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run is; the fields are the options of the command."""
+
+    # The layout; dp is what the other three leave of the world.
+    pp: int
+    cp: int
+    tp: int
+    virtual_stages: int
+    schedule: str
+    transport: str
+    # The documents and how they are packed.
+    corpus: Path | None
+    pattern: str
+    tokenizer: Path | None
+    context: int
+    micro_batches: int
+    memory_factor: float
+    queues: int
+    threshold: list[int]
+    max_delay: int | None
+    strategy: str
+    workers: int
+    # The model and its training.
+    model: LlamaConfig
+    dtype: str
+    activation_checkpointing: bool
+    steps: int
+    learning_rate: float
+    warmup: int
+    clip: float
+    seed: int
+    # What is kept.
+    checkpoint_dir: Path | None
+    checkpoint_every: int
+    metrics_file: Path | None
+
+
+def train(settings: Settings) -> None:
+    """One rank's whole run."""
+    device, mesh = set_up_ranks(settings)
+    dataset = read_corpus(settings.corpus, pattern=settings.pattern, tokenizer_file=settings.tokenizer)
+    config = LlamaConfig(**{**vars(settings.model), "vocab_size": dataset.vocab_size})
+    loader = build_loader(settings, dataset, config, mesh)
+    stages, optimizers = build_model(settings, config, mesh, device)
+
+    done = resume(settings, stages, optimizers, loader)
+    schedule = partial(learning_rate, settings)
+    report = Report(settings, config, is_main=dist.get_rank() == 0)
+    waiting = time.perf_counter()
+    while done < settings.steps:
+        for step in loader:
+            arrived = time.perf_counter()
+            check_agreement(step.packing, step=step.number, device=device)
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = schedule(done)
+            loss, norm = train_step(settings, step, stages, optimizers, mesh, device)
+            done += 1
+            report.step(
+                done, step, loss, norm, stall=arrived - waiting, seconds=time.perf_counter() - arrived, loader=loader
+            )
+            if settings.checkpoint_dir and (done % settings.checkpoint_every == 0 or done == settings.steps):
+                save(settings.checkpoint_dir / f"step-{done:08d}", done, stages, optimizers, loader)
+            if done == settings.steps:
+                break
+            waiting = time.perf_counter()
+
+
+def train_step(
+    settings: Settings,
+    step: Step[PackedBatch],
+    stages: list[VarlenPipelineStage],
+    optimizers: list[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> tuple[float, float]:
+    """Forward, backward and update on one global batch; gives its mean loss over tokens and the gradient norm."""
+    batches = [batch.to(device, non_blocking=True) for batch in step.micro_batches]
+    valid = count_valid_tokens(
+        (batch.num_valid_tokens for batch in batches), group=mesh["dp"].get_group(), device=device
+    )
+    losses = pipeline_step(
+        stages,
+        [
+            PipelineMicroBatch(
+                tokens=batch.tokens.numel(),
+                args=(batch.tokens,),
+                kwargs={"position_ids": batch.position_ids, "shard": batch.shard},
+                target=batch.labels,
+            )
+            for batch in batches
+        ],
+        schedule=settings.schedule,
+        loss_fn=partial(token_normalized_loss, num_valid_tokens=valid),
+    )
+    norm = clip_gradients(stages, settings.clip, mesh)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    # Each rank of the last stage has its share of the mean, and all of its tensor-parallel ranks the same one.
+    loss = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=device)
+    for group in (data_and_context(mesh).get_group(), mesh["pp"].get_group()):
+        dist.all_reduce(loss, group=group)
+    return loss.item(), norm
+
+
+def clip_gradients(stages: list[VarlenPipelineStage], limit: float, mesh: DeviceMesh) -> float:
+    """Scales all gradients so that their norm, over all stages and shards, is at most `limit`; gives the norm."""
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        for dim in range(norm.device_mesh.ndim):  # one at a time: torch warns when it has to do both at once
+            norm = norm.redistribute(placements=[*[Replicate()] * (dim + 1), *norm.placements[dim + 1 :]])
+        norm = norm.to_local()
+    squared = norm**2
+    dist.all_reduce(squared, group=mesh["pp"].get_group())
+    total = squared.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+    return total.item()
+
+
+def learning_rate(settings: Settings, done: int) -> float:
+    """Linear warm-up, then a cosine to a tenth."""
+    if done < settings.warmup:
+        return settings.learning_rate * (done + 1) / settings.warmup
+    progress = (done - settings.warmup) / max(settings.steps - settings.warmup, 1)
+    return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+# --- what a run is built of ------------------------------------------------------------------------------------------
+
+
+def set_up_ranks(settings: Settings) -> tuple[torch.device, DeviceMesh]:
+    """Joins the ranks that torchrun started; alone, makes a world of one."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if not dist.is_initialized():
+        dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
+    others = settings.pp * settings.cp * settings.tp
+    dp = max(dist.get_world_size() // others, 1)
+    return device, build_mesh(pp=settings.pp, dp=dp, cp=settings.cp, tp=settings.tp, device_type=device.type)
+
+
+def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh) -> StepLoader[PackedBatch]:
+    """Packs global batches of `micro_batches` context windows into micro-batches of equal work."""
+    cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
+    limits: dict[str, Any] = {
+        "num_micro_batches": settings.micro_batches,
+        "max_tokens": int(settings.context * settings.memory_factor),
+        "cost_model": cost,
+        "max_document_tokens": settings.context,
+        "max_delay": settings.max_delay,
+    }
+    thresholds = tuple(settings.threshold)
+    if settings.queues and not thresholds:
+        pieces = wlb.split_documents(dataset.lengths, max_document_tokens=settings.context)[2]
+        thresholds = wlb.tune_outlier_thresholds(pieces, num_queues=settings.queues, **limits).thresholds
+    sampler = BalancedBatchSampler(
+        dataset.lengths,
+        packer=wlb.Packer(outlier_thresholds=thresholds, oversize="split", **limits),
+        dp_rank=mesh["dp"].get_local_rank(),
+        dp_size=mesh["dp"].size(),
+        seed=settings.seed,
+        num_epochs=1_000_000,  # the number of steps ends the run
+    )
+    keep = partial(collate, cp_rank=mesh["cp"].get_local_rank(), cp_size=mesh["cp"].size(), strategy=settings.strategy)
+    return StepLoader(
+        DataLoader(
+            Documents(dataset),
+            batch_sampler=sampler,
+            collate_fn=keep,
+            num_workers=settings.workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+    )
+
+
+def build_model(
+    settings: Settings, config: LlamaConfig, mesh: DeviceMesh, device: torch.device
+) -> tuple[list[VarlenPipelineStage], list[torch.optim.Optimizer]]:
+    """This rank's stages, with an optimizer each."""
+    pipeline, dtype = mesh["pp"], getattr(torch, settings.dtype)
+    num_stages = pipeline.size() * settings.virtual_stages
+    group = mesh["cp"].get_group() if settings.cp > 1 else None
+    mine = stages_of_rank(
+        pipeline.get_local_rank(), pp_size=pipeline.size(), num_stages=num_stages, schedule=settings.schedule
+    )
+    stages = []
+    for index in mine:
+        module = LlamaStage(
+            config,
+            stage=index,
+            num_stages=num_stages,
+            options=AttentionOptions(group, settings.transport),
+            checkpoint_activations=settings.activation_checkpointing,
+        )
+        module.initialize(settings.seed)
+        module = parallelize(module.to(device), mesh, dtype=dtype)
+        stages.append(
+            VarlenPipelineStage(
+                module,
+                index,
+                num_stages,
+                device,
+                group=pipeline.get_group(),
+                hidden_size=config.hidden_size,
+                dtype=dtype,
+            )
+        )
+    optimizers = [torch.optim.AdamW(stage.submod.parameters(), lr=settings.learning_rate) for stage in stages]
+    return stages, optimizers
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def state_of(
+    done: int, stages: list[VarlenPipelineStage], optimizers: list[torch.optim.Optimizer], loader: StepLoader[Any]
+) -> dict[str, Any]:
+    """Model, optimizer and the packer's queues, by names that know nothing of the layout."""
+    model: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    for stage, stage_optimizer in zip(stages, optimizers, strict=True):
+        model |= get_model_state_dict(stage.submod)
+        optimizer |= get_optimizer_state_dict(stage.submod, stage_optimizer, options=flat)
+    return {"model": model, "optimizer": optimizer, "data": json.dumps(loader.state_dict()), "done": done}
+
+
+def save(
+    folder: Path,
+    done: int,
+    stages: list[VarlenPipelineStage],
+    optimizers: list[torch.optim.Optimizer],
+    loader: StepLoader[Any],
+) -> None:
+    """Writes a checkpoint; until its last file is there it does not count."""
+    dcp.save(state_of(done, stages, optimizers, loader), checkpoint_id=folder)
+
+
+def resume(
+    settings: Settings,
+    stages: list[VarlenPipelineStage],
+    optimizers: list[torch.optim.Optimizer],
+    loader: StepLoader[Any],
+) -> int:
+    """Loads the latest whole checkpoint, if there is one; gives the steps done."""
+    found = sorted(settings.checkpoint_dir.glob("step-*/.metadata")) if settings.checkpoint_dir else []
+    if not found:
+        return 0
+    state = state_of(0, stages, optimizers, loader)
+    dcp.load(state, checkpoint_id=found[-1].parent)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    for stage, optimizer in zip(stages, optimizers, strict=True):
+        names = get_model_state_dict(stage.submod)
+        set_model_state_dict(stage.submod, {name: state["model"][name] for name in names})
+        kept = get_optimizer_state_dict(stage.submod, optimizer, options=flat)
+        set_optimizer_state_dict(
+            stage.submod, optimizer, {name: state["optimizer"][name] for name in kept}, options=flat
+        )
+    loader.load_state_dict(json.loads(state["data"]))
+    if dist.get_rank() == 0:
+        print(f"resumed after step {state['done']} from {found[-1].parent}", flush=True)
+    return int(state["done"])
+
+
+# --- what a person sees ----------------------------------------------------------------------------------------------
+
+
+class Report:
+    """Prints a line a step, and appends it to the log as JSON."""
+
+    def __init__(self, settings: Settings, config: LlamaConfig, *, is_main: bool) -> None:
+        self.settings, self.config, self.is_main = settings, config, is_main
+        self.peak = peak_flops()
+
+    def step(
+        self,
+        done: int,
+        step: Step[PackedBatch],
+        loss: float,
+        norm: float,
+        *,
+        stall: float,
+        seconds: float,
+        loader: StepLoader[PackedBatch],
+    ) -> None:
+        """One line: what was learnt, how fast, and how balanced it was."""
+        if not self.is_main:
+            return
+        packing = step.packing
+        lengths = [int(length) for micro_batch in packing for length in micro_batch.lengths]
+        row: dict[str, Any] = {
+            "step": done,
+            "loss": loss,
+            "gradient_norm": norm,
+            "tokens": packing.num_tokens,
+            "tokens_per_second": packing.num_tokens / seconds,
+            "imbalance": packing.imbalance,
+            "delay_mean": loader.metrics().delay_mean,
+            "data_stall_ms": 1e3 * stall,
+            "plan_ms": 1e3 * step.planning_seconds,
+            "digest": packing.digest(),
+        }
+        if self.peak is not None:
+            flops = model_flops(lengths, **self.config.shape())
+            world = dist.get_world_size()
+            row["mfu"] = model_flops_utilization(flops, seconds=seconds, num_devices=world, peak=self.peak)
+        mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+        print(
+            f"step {done:>5}/{self.settings.steps}  loss {loss:.4f}  {row['tokens_per_second']:>8,.0f} tokens/s{mfu}  "
+            f"imbalance {packing.imbalance:.3f}  delay {row['delay_mean']:.2f}  "
+            f"stall {row['data_stall_ms']:.1f} ms  plan {row['plan_ms']:.2f} ms",
+            flush=True,
+        )
+        if self.settings.metrics_file:
+            with self.settings.metrics_file.open("a") as log:
+                log.write(json.dumps(row) + "\n")
+
+
+def main(
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; data-parallel ranks are what remains.")] = 1,
+    virtual_stages: Annotated[int, typer.Option(help="Pipeline stages on each rank.")] = 1,
+    schedule: Annotated[
+        str, typer.Option(help="1f1b, gpipe, interleaved_1f1b, interleaved_zero_bubble, zbv.")
+    ] = "1f1b",
+    transport: Annotated[str, typer.Option(help="all_gather, ring, ulysses.")] = "all_gather",
+    corpus: Annotated[Path | None, typer.Option(help="Folder of documents; default: Python's own library.")] = None,
+    pattern: Annotated[str, typer.Option(help="Names of files that are documents.")] = "*.py",
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; default: bytes.")] = None,
+    context: Annotated[int, typer.Option(help="Context window, tokens; longer documents are split.")] = 2048,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a global batch, over all ranks.")] = 8,
+    memory_factor: Annotated[float, typer.Option(help="Most tokens of a micro-batch, over the context.")] = 1.5,
+    queues: Annotated[int, typer.Option(help="Outlier queues, their thresholds tuned on the corpus.")] = 2,
+    threshold: Annotated[list[int], typer.Option(help="Or the threshold of a queue; one option for each.")] = [],  # noqa: B006
+    max_delay: Annotated[int | None, typer.Option(help="Most iterations a document waits.")] = None,
+    strategy: Annotated[str, typer.Option(help="per_document, per_sequence.")] = "per_document",
+    workers: Annotated[int, typer.Option(help="Data-loader workers.")] = 1,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
+    ffn: Annotated[int, typer.Option(help="Hidden size of the feed-forward network.")] = 352,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 4,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 4,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    activation_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = False,
+    steps: Annotated[int, typer.Option(help="Global batches.")] = 20,
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3,
+    warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 10,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of weights and of the order of documents.")] = 0,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Where checkpoints go, and a run resumes from.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
+    metrics_file: Annotated[Path | None, typer.Option(help="A .jsonl that gets a line a step.")] = None,
+) -> None:
+    """Trains a small Llama on real documents, packed by wlb."""
+    model = LlamaConfig(
+        hidden_size=hidden, ffn_hidden_size=ffn, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads
+    )
+    given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
+    train(Settings(**given))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

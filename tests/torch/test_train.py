@@ -1,0 +1,182 @@
+"""The example trainer: any layout learns what one process learns; a run that dies goes on as if it had not."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from wlb.torch.data import collate
+from wlb.torch.pipeline import PipelineMicroBatch, pipeline_step
+
+import train as example
+from llama import LlamaConfig
+from wlb.torch.groups import build_mesh
+from wlb.torch.loss import token_normalized_loss
+
+CONFIG = LlamaConfig(hidden_size=32, ffn_hidden_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=257)
+SETTINGS = example.Settings(
+    pp=1,
+    cp=1,
+    tp=1,
+    virtual_stages=1,
+    schedule="1f1b",
+    transport="all_gather",
+    corpus=None,
+    pattern="*.py",
+    tokenizer=None,
+    context=96,
+    micro_batches=4,
+    memory_factor=1.5,
+    queues=1,
+    threshold=[],
+    max_delay=3,
+    strategy="per_document",
+    workers=0,
+    model=CONFIG,
+    dtype="float32",
+    activation_checkpointing=False,
+    steps=6,
+    learning_rate=1e-2,
+    warmup=2,
+    clip=1.0,
+    seed=0,
+    checkpoint_dir=None,
+    checkpoint_every=2,
+    metrics_file=None,
+)
+# Micro-batches as unequal as can be: one token, a document shorter than 2 * cp, an odd total, a long document.
+MICRO_BATCHES = [[1], [37, 5, 2], [64], [3, 1, 1, 20]]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "2x2x2x2": {"pp": 2, "cp": 2, "tp": 2},
+    "interleaved": {"pp": 2, "cp": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b", "transport": "ring"},
+    "zero bubble": {"pp": 2, "tp": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble"},
+    "V": {"pp": 2, "cp": 2, "virtual_stages": 2, "schedule": "zbv", "transport": "ulysses"},
+    "recomputed": {"cp": 2, "tp": 2, "activation_checkpointing": True},
+}
+WORLD = {"2x2x2x2": 16, "interleaved": 4, "zero bubble": 4, "V": 4, "recomputed": 4}
+
+
+def documents(lengths: list[int]) -> list[np.ndarray]:
+    return [np.random.default_rng(length).integers(0, CONFIG.vocab_size, length) for length in lengths]
+
+
+def gradients(rank: int, settings: example.Settings) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss over all ranks, and all gradients that this rank's stages have, whole."""
+    device, mesh = torch.device("cpu"), mesh_of(settings)
+    stages, _ = example.build_model(settings, CONFIG, mesh, device)
+    dp_rank, dp = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    batches = [
+        collate(documents(lengths), cp_rank=mesh["cp"].get_local_rank(), cp_size=settings.cp)
+        for lengths in MICRO_BATCHES[dp_rank::dp]
+    ]
+    valid = sum(sum(lengths) - len(lengths) for lengths in MICRO_BATCHES)
+    losses = pipeline_step(
+        stages,
+        [
+            PipelineMicroBatch(
+                tokens=batch.tokens.numel(),
+                args=(batch.tokens,),
+                kwargs={"position_ids": batch.position_ids, "shard": batch.shard},
+                target=batch.labels,
+            )
+            for batch in batches
+        ],
+        schedule=settings.schedule,
+        loss_fn=lambda logits, labels: token_normalized_loss(logits, labels, num_valid_tokens=valid),
+    )
+    found = {
+        name: np.asarray(getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)())
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
+    }
+    return float(sum(loss.item() for loss in losses)) / settings.tp, found
+
+
+def mesh_of(settings: example.Settings) -> Any:
+    world = int(os.environ["WORLD_SIZE"])
+    dp = world // (settings.pp * settings.cp * settings.tp)
+    return build_mesh(pp=settings.pp, dp=dp, cp=settings.cp, tp=settings.tp, device_type="cpu")
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[float, dict[str, np.ndarray]]:
+    return processes.run(1, gradients, SETTINGS)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_learns_what_one_process_learns(layout: str, reference: Any) -> None:
+    results = processes.run(WORLD[layout], gradients, replace(SETTINGS, **LAYOUTS[layout]))
+    loss, expected = reference
+    assert sum(part for part, _ in results) == pytest.approx(loss, rel=1e-5)
+    seen = set()
+    for _, found in results:
+        for name, gradient in found.items():
+            assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
+        seen |= set(found)
+    assert seen == set(expected)
+
+
+def run(rank: int, settings: example.Settings, die_at: int | None = None) -> None:
+    """A run of the trainer on the process group that there is; rank 1 is killed before its update of step `die_at`."""
+    clip_gradients, steps = example.clip_gradients, iter(range(1, settings.steps + 1))
+
+    def clip_or_die(*arguments: Any) -> Any:
+        if next(steps) == die_at and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return clip_gradients(*arguments)
+
+    example.clip_gradients = clip_or_die
+    example.train(settings)
+
+
+def rows(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding."""
+    (tmp_path / "corpus").mkdir()
+    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(
+            "to be or not to be, " * (length // 20) + "!" * (length % 20)
+        )
+    small = replace(CONFIG, num_layers=2)
+    settings = replace(
+        SETTINGS, model=small, corpus=tmp_path / "corpus", pattern="*.txt", context=250, threshold=[150], cp=2
+    )
+    processes.run(4, run, replace(settings, metrics_file=tmp_path / "whole.jsonl"))
+    whole = rows(tmp_path / "whole.jsonl")
+    assert [row["step"] for row in whole] == [1, 2, 3, 4, 5, 6]
+    assert len({row["digest"] for row in whole}) == 6
+    assert whole[-1]["loss"] < whole[0]["loss"], "it learns"
+    assert whole[-1]["delay_mean"] > 0, "documents wait"
+
+    killed = replace(settings, metrics_file=tmp_path / "killed.jsonl", checkpoint_dir=tmp_path / "checkpoints")
+    die_at = random.Random(os.getpid()).choice([3, 4, 5])
+    with pytest.raises(processes.RankFailed):
+        processes.run(4, run, killed, die_at)
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
+    before = len(rows(tmp_path / "killed.jsonl"))
+    saved = (die_at - 1) // 2 * 2
+    processes.run(4, run, killed)
+    resumed = rows(tmp_path / "killed.jsonl")[before:]
+    same = ("step", "loss", "gradient_norm", "digest", "imbalance", "delay_mean")
+    assert [[row[key] for key in same] for row in resumed] == [[row[key] for key in same] for row in whole[saved:]]
+
+    other = replace(settings, cp=1, metrics_file=tmp_path / "other.jsonl", checkpoint_dir=tmp_path / "copy")
+    processes.run(4, run, other)  # dp 2 x cp 2 becomes dp 4
+    moved = rows(tmp_path / "other.jsonl")
+    assert [row["digest"] for row in moved] == [row["digest"] for row in whole[saved:]]
+    assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole[saved:]], rel=1e-4)
