@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -50,5 +50,11 @@ class PackedBatch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, work: Callable[[Tensor], Tensor]) -> PackedBatch:
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "Tensor"}
-        return replace(self, **{name: work(tensor) for name, tensor in tensors.items()})
+        return replace(
+            self,
+            tokens=work(self.tokens),
+            labels=work(self.labels),
+            position_ids=work(self.position_ids),
+            cu_seqlens=work(self.cu_seqlens),
+            document_ids=work(self.document_ids),
+        )

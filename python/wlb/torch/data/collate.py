@@ -40,7 +40,7 @@ def collate(
         cp_size: Ranks of that group.
         strategy: As in `wlb.shard`.
         causal: As in `wlb.shard`. Labels are those of next-token prediction either way.
-        document_ids: int64 [documents], instead of the ids that the documents bring; bare tokens bring their index here.
+        document_ids: int64 [documents], instead of those that the documents bring; bare tokens bring their index here.
         **sharding: Further arguments of `wlb.shard`.
 
     Returns:

@@ -47,11 +47,12 @@ class Permutation:
         for key_high, key_low in self._keys.reshape(-1, 2):
             high ^= _hash(low, key_high) >> self._to_high
             low ^= _hash(high, key_low) >> self._to_low
-        return high << self._low_bits | low
+        result: NDArray[np.uint64] = high << self._low_bits | low
+        return result
 
 
 def _hash(elements: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    mixed = (elements ^ key) * np.uint64(0x9E3779B97F4A7C15)
+    mixed: NDArray[np.uint64] = (elements ^ key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     return mixed

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import wlb
 from wlb.torch._errors import error
+from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import field, same
 
@@ -57,7 +58,7 @@ class Corpus:
                     message += '; a packer with oversize="split" or "truncate" accepts it'
                 raise error("lengths", message, index=first + at, value=int(chunk[at]))
             tokens += int(chunk.sum())
-            digest.update(chunk)
+            digest.update(chunk.tobytes())
         return cls(array, tokens, digest.hexdigest())
 
 
@@ -113,9 +114,8 @@ class Planner:
         """Begins with epoch 0, with the configuration of `packer`, which is left alone."""
         self._order = order
         self._config = packer
-        self._packer = empty_packer(packer, max_delay=packer.max_delay)
+        self._packer = StepPacker(packer)
         self._position = 0
-        self._draining = False
         self._guess = 64
         self.epoch = 0
         self.step = 0
@@ -140,14 +140,13 @@ class Planner:
         """Whether the epoch has no further step."""
         if self._position < self._order.corpus.lengths.size:
             return False
-        return self.pending == 0 or not (self._draining or self.epoch + 1 >= self._order.num_epochs)
+        return self.pending == 0 or self.epoch + 1 < self._order.num_epochs
 
     def next_step(self) -> wlb.Packing:
         """Packs the next global batch of an epoch that has not ended. O(its documents + those that wait)."""
         total = self._order.corpus.lengths.size
         if self._position == total:
-            self._drain(True)
-            packing = self._packer.push([])
+            packing = self._packer.drain()
         else:
             documents, lengths = self._order.next_batch(self.epoch, self._position, self._guess)
             packing = self._packer.push(lengths, ids=self.epoch * total + documents)
@@ -176,7 +175,6 @@ class Planner:
             message = f"= {epoch}: epoch {self.epoch} is reached, {self.pending} documents of it or before still wait"
             raise error("epoch", message, value=epoch)
         self.epoch, self._position = epoch, 0
-        self._drain(False)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; O(documents that wait)."""
@@ -193,53 +191,24 @@ class Planner:
             "seed": order.seed,
             "epoch": self.epoch,
             "position": self._position,
-            "draining": self._draining,
             "step": self.step,
             "micro_batches": 0,
-            "packer": self._packer.state_dict(),
+            **self._packer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved one stood; on an error nothing has changed.
 
         Raises:
-            wlb.WlbError: The state is of other documents, another order, or another packer (`wlb.Packer.load_state_dict`).
+            wlb.WlbError: The state is of other documents, another order, or another packer configuration.
         """
         current = self.state_dict()
         same(state, {name: current[name] for name in ("format", "version")}, "this version of wlb")
-        same(field(state, "lengths", Mapping), current["lengths"], "this corpus")
+        same(field(state, "lengths", dict), current["lengths"], "this corpus")
         same(state, {name: current[name] for name in ("shuffle", "seed")}, "this sampler")
-        draining, position = field(state, "draining", bool), field(state, "position", int)
-        epoch, step = field(state, "epoch", int), field(state, "step", int)
+        position, epoch, step = (field(state, name, int) for name in ("position", "epoch", "step"))
         if position > self._order.corpus.lengths.size:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
-        packer = empty_packer(self._config, max_delay=0 if draining else self._config.max_delay)
-        packer.load_state_dict(field(state, "packer", dict), allow_config_change=allow_config_change)
-        self._packer, self._draining, self._position, self.epoch, self.step = packer, draining, position, epoch, step
-
-    def _drain(self, draining: bool) -> None:
-        """Lets everything go that waits, step by step, or stops to.
-
-        Not `Packer.flush`, which plans all of these steps at once: a state saved between two of them could then not
-        go on with another number of micro-batches.
-        """
-        if draining == self._draining:
-            return
-        packer = empty_packer(self._config, max_delay=0 if draining else self._config.max_delay)
-        packer.load_state_dict(self._packer.state_dict(), allow_config_change=True)
-        self._packer, self._draining = packer, draining
-
-
-def empty_packer(packer: wlb.Packer, *, max_delay: int | None) -> wlb.Packer:
-    """One without documents, configured like `packer` but for `max_delay`."""
-    config = packer.state_dict()["config"]
-    return wlb.Packer(
-        num_micro_batches=packer.num_micro_batches,
-        max_tokens=packer.max_tokens,
-        cost_model=packer.cost_model,
-        outlier_thresholds=packer.outlier_thresholds,
-        release=config["release"],
-        max_delay=max_delay,
-        max_document_tokens=packer.max_document_tokens,
-        oversize=config["oversize"],
-    )
+        packer = StepPacker(self._config)
+        packer.load_state_dict(state, allow_config_change=allow_config_change)
+        self._packer, self._position, self.epoch, self.step = packer, position, epoch, step

@@ -31,8 +31,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
     save it with a plain `DataLoader`. `state_dict` here stands after the last micro-batch *yielded*: right without
     workers, and what a `StatefulDataLoader` asks for, which keeps track of its workers by itself.
 
-    Memory: the lengths, as given (not copied; a memory map stays one), and what waits in the packer. A shuffled order is
-    computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint them: O(documents).
+    Memory: the lengths, as given (not copied; a memory map stays one), and what waits in the packer. A shuffled order
+    is computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint them.
 
     Args:
         lengths: int [documents], tokens of each, from 1. The same on every rank.

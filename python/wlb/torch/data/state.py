@@ -21,7 +21,7 @@ def field(state: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = state[name]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise error("state", f"has {name!r} = {value!r}, not of type {kind.__name__}", value=value)
-    if isinstance(value, int) and value < 0 and name != "seed":
+    if isinstance(value, int) and value < 0 and name not in ("seed", "credit"):
         raise error("state", f"has {name!r} = {value!r}, below 0", value=value)
     return value
 
