@@ -167,15 +167,18 @@ class BalancedStream(Generic[T]):
             raise error("state", f"is loaded after {self._step} steps; load it into a new stream", value=self._step)
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
         same(state, {"num_streams": len(self._streams)}, "this one")
-        self._packer.load_state_dict(state, allow_config_change=allow_config_change)
-        for stream, saved in zip(self._streams, field(state, "streams", list), strict=True):
-            stream.load_state_dict(saved)
+        packer = StepPacker(self._config)
+        packer.load_state_dict(state, allow_config_change=allow_config_change)
+        saved_streams = zip(self._streams, field(state, "streams", list), strict=True)
+        streams = [stream.restored(saved) for stream, saved in saved_streams]
+        waiting = {}
         for saved in field(state, "waiting", list):
-            id, number = field(saved, "id", int), field(saved, "stream", int)
+            number = field(saved, "stream", int)
             tokens = np.frombuffer(base64.b64decode(field(saved, "tokens", str)), "<i8").astype(np.int64)
             kept = tokens if number % self._size == self._rank else None
-            self._waiting[id] = _Waiting(number, tokens.size, field(saved, "left", int), kept)
+            waiting[field(saved, "id", int)] = _Waiting(number, tokens.size, field(saved, "left", int), kept)
         self._step, self._next_id = field(state, "step", int), field(state, "next_id", int)
+        self._packer, self._streams, self._waiting = packer, streams, waiting
 
     def _own_streams(self) -> list[tuple[int, _Stream]]:
         return list(enumerate(self._streams))[self._rank :: self._size]
@@ -346,9 +349,12 @@ class _Stream:
             own = self._documents.state_dict()
         return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": own}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._read, self._credit = field(state, "read", int), field(state, "credit", int)
-        self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
+    def restored(self, state: Mapping[str, Any]) -> _Stream:
+        """The same stream where the state was saved."""
+        result = _Stream(self._documents)
+        result._read, result._credit = field(state, "read", int), field(state, "credit", int)
+        result.ended, result._saved = field(state, "ended", bool), field(state, "own", object)
+        return result
 
     def _open(self) -> Iterator[Any]:
         if self._saved is not None:
