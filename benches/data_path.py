@@ -5,7 +5,8 @@
 
 Two questions. What do planning and `collate` take, as a share of a step? And how long does a step wait for its
 micro-batches when one worker prepares them while the step before runs? Documents are tokens in memory, so that the
-numbers are those of this code and not of a disk. The training step is a sleep: as on a GPU, it leaves the CPU to others.
+numbers are those of this code and not of a disk. The training step is a sleep: like a GPU's, it leaves the CPU
+to others.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,24 +77,22 @@ def sampler(lengths: NDArray[np.int64]) -> BalancedBatchSampler:
     return BalancedBatchSampler(lengths, packer=packer, dp_rank=0, dp_size=1)
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
-    result = work()
-    return time.perf_counter() - started, result
-
-
 def work_per_step(lengths: NDArray[np.int64], cp_size: int, steps: int) -> dict[str, list[float]]:
     """Seconds of planning, reading and collating in each step, in one process."""
     of = sampler(lengths)
     elements, documents = iter(of), Documents(Tokens(lengths))
     planning, reading, collating = [], [], []
     for _ in range(steps):
-        seconds, parts = timed(lambda: [next(elements) for _ in range(MICRO_BATCHES)])
-        planning.append(seconds)
-        seconds, micro_batches = timed(lambda: [[documents[element] for element in part] for part in parts])
-        reading.append(seconds)
-        seconds, _ = timed(lambda: [collate(part, cp_size=cp_size) for part in micro_batches])
-        collating.append(seconds)
+        started = time.perf_counter()
+        parts = [next(elements) for _ in range(MICRO_BATCHES)]
+        planned = time.perf_counter()
+        micro_batches = [[documents[element] for element in part] for part in parts]
+        read = time.perf_counter()
+        for micro_batch in micro_batches:
+            collate(micro_batch, cp_size=cp_size)
+        planning.append(planned - started)
+        reading.append(read - planned)
+        collating.append(time.perf_counter() - read)
     return {"planning": planning, "reading": reading, "collate": collating}
 
 
@@ -114,7 +111,9 @@ def stalls(lengths: NDArray[np.int64], cp_size: int, steps: int, step_seconds: f
     waited = []
     for _ in range(steps):
         time.sleep(step_seconds)
-        waited.append(timed(lambda: next(batches))[0])
+        started = time.perf_counter()
+        next(batches)
+        waited.append(time.perf_counter() - started)
     return waited
 
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 import wlb
 from wlb.torch._errors import error
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.batch import IGNORE, PackedBatch, cumulative
 from wlb.torch.data.documents import Document, as_document, token_array
 
 
@@ -65,21 +65,20 @@ def collate(
     if not 0 <= cp_rank < cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
-    cu_seqlens = np.zeros(len(named) + 1, np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
+    cu_seqlens = cumulative(lengths)
     following = [IGNORE if document.next_token is None else document.next_token for document in named]
     # One more than the tokens: labels are the same array, one further on.
     packed = np.empty(shard.num_tokens + 1, np.int64)
     if arrays:
         np.concatenate(arrays, out=packed[:-1], casting="unsafe")
-    labels = packed[1:].copy()
+    tokens, labels = packed[:-1], packed[1:].copy()
     labels[cu_seqlens[1:] - 1] = following
-
     rank = shard.rank(cp_rank)
-    here = rank.token_indices
+    if cp_size > 1:  # one rank alone holds the packed sequence as it is
+        tokens, labels = tokens[rank.token_indices], labels[rank.token_indices]
     return PackedBatch(
-        tokens=torch.from_numpy(packed[here]),
-        labels=torch.from_numpy(labels[here]),
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
         position_ids=torch.from_numpy(rank.position_ids.astype(np.int64)),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=int(lengths.max(initial=0)),

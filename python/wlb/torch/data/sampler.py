@@ -87,6 +87,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._lengths = order.corpus.lengths
         self._start = self._origin = Planner(order, packer)
         self._skip = 0
+        self._followed = False  # whether a StepLoader tells where the next one begins
         self._yielded = (self._start.state_dict(), 0)
 
     @property
@@ -116,7 +117,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
     def __iter__(self) -> Iterator[list[int | Piece]]:
         """The micro-batches of this rank in the rest of the epoch."""
         self._begin(self._start, self._skip)
-        self._origin = self._start
+        self._origin, self._followed = self._start, False
         return self._micro_batches(self._start.copy(), self._skip)
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._begin(planner, yielded)
 
     def consumer(self) -> Planner:
-        """For `StepLoader`: stands where the latest iteration began, and from now on where the next one begins.
+        """For `StepLoader`: stands where the latest iteration began; as it moves on, so does where the next one begins.
 
         Raises:
             wlb.WlbError: That is inside a step.
@@ -155,12 +156,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if self._skip:
             message = f"begins after {self._skip} of {self.num_micro_batches_per_rank} micro-batches of a step"
             raise error("loader", message, value=self._skip)
-        self._start = self._origin
+        self._start, self._followed = self._origin, True
         return self._origin
-
-    def consumed(self, planner: Planner) -> None:
-        """For `StepLoader`: the next iteration begins where `planner` stands."""
-        self._start = planner
 
     def share(self, packing: wlb.Packing) -> NDArray[np.int64]:
         """int64 [num_micro_batches_per_rank]: the micro-batches of a plan that are this rank's, in schedule order."""
@@ -183,7 +180,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
                     yield self._elements(packing[index], planner)
             before, skip = after, 0
         planner.next_epoch()
-        self._start, self._skip = planner, 0
+        if not self._followed:
+            self._start, self._skip = planner, 0
 
     def _elements(self, micro_batch: wlb.MicroBatch, planner: Planner) -> list[int | Piece]:
         documents = planner.documents(micro_batch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -44,7 +46,8 @@ class StepLoader(Generic[T]):
 
     One iteration is the rest of one epoch. `state_dict` stands after the last step given, whatever the loader's workers
     have prefetched; it is the same on every rank, and it may be loaded under any number of workers, data-parallel and
-    context-parallel ranks. A loop that is left early goes on there in the next one.
+    context-parallel ranks. A loop that is left early goes on there in the next one. The next step is fetched from the
+    workers while this one runs.
 
         loader = StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=..., num_workers=1))
         while sampler.epoch < sampler.num_epochs:
@@ -64,6 +67,8 @@ class StepLoader(Generic[T]):
             raise error("loader", f"has a batch_sampler of type {found}, not BalancedBatchSampler", value=found)
         self._loader = loader
         self._sampler = sampler
+        # A StatefulDataLoader must not be ahead of the step that its own state is asked in.
+        self._read_ahead = loader.num_workers > 0 and not hasattr(loader, "state_dict")
 
     def __iter__(self) -> Iterator[Step[T]]:
         """The remaining steps of this epoch.
@@ -75,18 +80,35 @@ class StepLoader(Generic[T]):
         # The loader's plans run ahead. This one stays with what is consumed: planning twice costs microseconds.
         planner = self._sampler.consumer()
         epoch = planner.epoch
+        steps = self._read(batches)
         while not planner.ended:
             # First what can fail: a step that was not given must not count as consumed.
-            micro_batches = [next(batches) for _ in range(self._sampler.num_micro_batches_per_rank)]
+            micro_batches = next(steps)
             number, packing = planner.step, planner.next_step()
             indices = self._sampler.share(packing)
             for index, batch in zip(indices.tolist(), micro_batches, strict=True):
                 _check(batch, packing[index], planner)
-            self._sampler.consumed(planner)
             yield Step(number, epoch, packing, indices, micro_batches)
+        steps.close()
         next(batches, None)  # only so does a loader know that its epoch is over
         planner.next_epoch()
-        self._sampler.consumed(planner)
+
+    def _read(self, batches: Iterator[T]) -> Generator[list[T], None, None]:
+        """The micro-batches of one step after the other."""
+
+        def read() -> list[T]:
+            return list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
+
+        if not self._read_ahead:
+            while True:
+                yield read()
+        # What workers send must still be fetched from them, in time that a step would wait.
+        with ThreadPoolExecutor(1, "wlb-step-loader") as reader:
+            ahead = reader.submit(read)
+            while True:
+                step = ahead.result()
+                ahead = reader.submit(read)
+                yield step
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay of the consumed steps."""
