@@ -148,7 +148,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._begin(planner, yielded)
 
     def consumer(self) -> Planner:
-        """For `StepLoader`: stands where the latest iteration began; as it moves on, so does where the next one begins.
+        """For `StepLoader`, which says from now on where the next iteration begins: where the latest one did.
 
         Raises:
             wlb.WlbError: That is inside a step.
@@ -158,6 +158,10 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             raise error("loader", message, value=self._skip)
         self._start, self._followed = self._origin, True
         return self._origin
+
+    def consumed(self, planner: Planner) -> None:
+        """For `StepLoader`: the next iteration begins where `planner` stands, which moves no more."""
+        self._start = planner
 
     def share(self, packing: wlb.Packing) -> NDArray[np.int64]:
         """int64 [num_micro_batches_per_rank]: the micro-batches of a plan that are this rank's, in schedule order."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -77,38 +78,30 @@ class StepLoader(Generic[T]):
             wlb.WlbError: The loader was restored inside a step, or gives a batch of other lengths than planned.
         """
         batches = iter(self._loader)
-        # The loader's plans run ahead. This one stays with what is consumed: planning twice costs microseconds.
         planner = self._sampler.consumer()
-        epoch = planner.epoch
-        steps = self._read(batches)
-        while not planner.ended:
-            # First what can fail: a step that was not given must not count as consumed.
-            micro_batches = next(steps)
-            number, packing = planner.step, planner.next_step()
+
+        def next_step(planner: Planner) -> tuple[Step[T], Planner]:
+            """What follows `planner`, and where one stands after it. On an error nothing counts as consumed."""
+            following = planner.copy()  # the loader's own plans run ahead; planning again costs microseconds
+            micro_batches = list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
+            packing = following.next_step()
             indices = self._sampler.share(packing)
             for index, batch in zip(indices.tolist(), micro_batches, strict=True):
-                _check(batch, packing[index], planner)
-            yield Step(number, epoch, packing, indices, micro_batches)
-        steps.close()
-        next(batches, None)  # only so does a loader know that its epoch is over
-        planner.next_epoch()
+                _check(batch, packing[index], following)
+            return Step(planner.step, planner.epoch, packing, indices, micro_batches), following
 
-    def _read(self, batches: Iterator[T]) -> Generator[list[T], None, None]:
-        """The micro-batches of one step after the other."""
-
-        def read() -> list[T]:
-            return list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
-
-        if not self._read_ahead:
-            while True:
-                yield read()
-        # What workers send must still be fetched from them, in time that a step would wait.
-        with ThreadPoolExecutor(1, "wlb-step-loader") as reader:
-            ahead = reader.submit(read)
-            while True:
-                step = ahead.result()
-                ahead = reader.submit(read)
+        # What workers send must still be fetched from them, which takes time that a step would wait.
+        with ThreadPoolExecutor(1, "wlb-step-loader") if self._read_ahead else nullcontext() as reader:
+            ahead = reader and reader.submit(next_step, planner)
+            while not planner.ended:
+                step, planner = ahead.result() if ahead else next_step(planner)
+                ahead = reader and (None if planner.ended else reader.submit(next_step, planner))
+                self._sampler.consumed(planner)
                 yield step
+        next(batches, None)  # only so does a loader know that its epoch is over
+        planner = planner.copy()
+        planner.next_epoch()
+        self._sampler.consumed(planner)
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay of the consumed steps."""
