@@ -211,6 +211,7 @@ def test_state_is_tied_to_consumed_steps(num_workers: int, start_method: str) ->
     for expected, step in zip(plain, ahead, strict=True):
         assert contents([step]) == contents([expected])
         assert ahead.state_dict() == plain.state_dict()
+        assert ahead.state_dict()["step"] == step.number + 1
         count += 1
     assert count > 5
 
