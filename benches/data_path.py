@@ -1,0 +1,169 @@
+"""What the data path costs beside a training step: 16 micro-batches of 128K tokens, all on one data-parallel rank.
+
+    python benches/data_path.py                  # prints the tables, writes benches/records/data_path.json
+    python benches/data_path.py --step 0.5       # a shorter step to hide the work behind
+
+Two questions. What do planning and `collate` take, as a share of a step? And how long does a step wait for its
+micro-batches when one worker prepares them while the step before runs? Documents are tokens in memory, so that the
+numbers are those of this code and not of a disk. Timings on shared machines are noisy: tables show the least and the
+median, the record keeps every sample. The training step is a sleep: like a GPU's, it leaves the CPU
+to others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+import wlb
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, StepLoader, collate
+
+RECORD = Path(__file__).parent / "records" / "data_path.json"
+CONTEXT, MICRO_BATCHES = 131072, 16
+CP_SIZES = (1, 4, 16)
+COST = wlb.CostModel.from_flops(
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_layers=32,
+    num_heads=32,
+    vocab_size=32000,
+    attention_efficiency=0.55,
+)
+
+
+class Tokens:
+    """Documents of given lengths: windows of one array of 16-bit tokens."""
+
+    def __init__(self, lengths: NDArray[np.int64]) -> None:
+        self.lengths = lengths
+        self.tokens = np.random.default_rng(0).integers(0, 32000, int(lengths.max()) + 4096).astype(np.uint16)
+
+    def __len__(self) -> int:
+        return self.lengths.size
+
+    def __getitem__(self, number: int) -> NDArray[np.uint16]:
+        first = number % 4096
+        return self.tokens[first : first + self.lengths[number]]
+
+
+def synthetic(documents: int) -> NDArray[np.int64]:
+    """Lengths close to the paper's histogram: 97.25 % uniform up to 6,250 tokens, the rest log-uniform to 125,000."""
+    rng = np.random.default_rng(0)
+    short = rng.integers(1, 6251, documents)
+    long = np.exp(rng.uniform(np.log(6250), np.log(125000), documents)).astype(np.int64)
+    return np.where(rng.random(documents) < 0.9725, short, long)
+
+
+def sampler(lengths: NDArray[np.int64]) -> BalancedBatchSampler:
+    packer = wlb.Packer(
+        num_micro_batches=MICRO_BATCHES,
+        max_tokens=CONTEXT * 3 // 2,
+        max_document_tokens=CONTEXT,
+        cost_model=COST,
+        outlier_thresholds=(CONTEXT * 3 // 8, CONTEXT * 3 // 4),
+    )
+    return BalancedBatchSampler(lengths, packer=packer, dp_rank=0, dp_size=1)
+
+
+def work_per_step(lengths: NDArray[np.int64], cp_size: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of planning, reading and collating in each step, in one process."""
+    of = sampler(lengths)
+    elements, documents = iter(of), Documents(Tokens(lengths))
+    planning, reading, collating = [], [], []
+    for _ in range(steps):
+        started = time.perf_counter()
+        parts = [next(elements) for _ in range(MICRO_BATCHES)]
+        planned = time.perf_counter()
+        micro_batches = [[documents[element] for element in part] for part in parts]
+        read = time.perf_counter()
+        for micro_batch in micro_batches:
+            collate(micro_batch, cp_size=cp_size)
+        planning.append(planned - started)
+        reading.append(read - planned)
+        collating.append(time.perf_counter() - read)
+    return {"planning": planning, "reading": reading, "collate": collating}
+
+
+def stalls(lengths: NDArray[np.int64], cp_size: int, steps: int, step_seconds: float, workers: int) -> list[float]:
+    """Seconds that each step waits for its micro-batches, the first ones (start of the workers) left out."""
+    inner: DataLoader[PackedBatch] = DataLoader(
+        Documents(Tokens(lengths)),
+        batch_sampler=sampler(lengths),
+        collate_fn=functools.partial(collate, cp_size=cp_size),
+        num_workers=workers,
+        prefetch_factor=MICRO_BATCHES if workers else None,  # a whole step ahead
+    )
+    loader: StepLoader[PackedBatch] = StepLoader(inner)
+    batches = iter(loader)
+    next(batches)
+    waited = []
+    for _ in range(steps):
+        time.sleep(step_seconds)
+        started = time.perf_counter()
+        next(batches)
+        waited.append(time.perf_counter() - started)
+    return waited
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", type=float, default=3.0, help="seconds of a training step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="measured for the costs (default: %(default)s)")
+    parser.add_argument("--stall-steps", type=int, default=5, help="measured for stalls (default: %(default)s)")
+    options = parser.parse_args()
+    if wlb.BUILD_PROFILE != "release":
+        parser.error("this is a debug build")
+    console = Console()
+    lengths = synthetic(200_000)
+
+    costs = {cp_size: work_per_step(lengths, cp_size, options.steps) for cp_size in CP_SIZES}
+    table = Table(title=f"{MICRO_BATCHES} micro-batches of {CONTEXT} tokens: ms of a step, least / median")
+    for column in ("CP", "planning", "reading", "collate", f"planning + collate, % of {options.step:g} s"):
+        table.add_column(column, justify="right")
+    for cp_size, cost in costs.items():
+        cells = [f"{min(cost[name]) * 1e3:.2f} / {statistics.median(cost[name]) * 1e3:.2f}" for name in cost]
+        both = [sum(pair) / options.step for pair in zip(cost["planning"], cost["collate"], strict=True)]
+        table.add_row(str(cp_size), *cells, f"{min(both):.2%} / {statistics.median(both):.2%}")
+    console.print(table)
+
+    waited = {workers: stalls(lengths, 4, options.stall_steps, options.step, workers) for workers in (0, 1)}
+    table = Table(title=f"Waiting for a step's micro-batches, {options.step:g} s steps, CP 4: ms")
+    for column in ("workers", "least", "median", "worst", "median, % of a step"):
+        table.add_column(column, justify="right")
+    for workers, seconds in waited.items():
+        middle = statistics.median(seconds)
+        cells = [f"{value * 1e3:.2f}" for value in (min(seconds), middle, max(seconds))]
+        table.add_row(str(workers), *cells, f"{middle / options.step:.3%}")
+    console.print(table)
+
+    record = {
+        "wlb": wlb.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg()},
+        "context": CONTEXT,
+        "micro_batches": MICRO_BATCHES,
+        "step_seconds": options.step,
+        "seconds": {str(cp_size): cost for cp_size, cost in costs.items()},
+        "waited_seconds": {str(workers): seconds for workers, seconds in waited.items()},
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"wrote {RECORD}")
+
+
+if __name__ == "__main__":
+    main()

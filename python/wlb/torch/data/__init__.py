@@ -1,0 +1,26 @@
+"""Data: which documents a rank trains in every step, and the tensors they become.
+
+Known lengths: `BalancedBatchSampler` in a `DataLoader`, read by `StepLoader`. A stream without an index:
+`BalancedStream`. Both plan with a `wlb.Packer`, give a `Step` at a time and save a state that holds documents, so that
+a run goes on exactly where it stopped, on another number of ranks or workers too.
+"""
+
+from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.collate import collate
+from wlb.torch.data.documents import Document, Documents, Piece
+from wlb.torch.data.sampler import BalancedBatchSampler
+from wlb.torch.data.step import Step, StepLoader
+from wlb.torch.data.stream import BalancedStream
+
+__all__ = [
+    "IGNORE",
+    "BalancedBatchSampler",
+    "BalancedStream",
+    "Document",
+    "Documents",
+    "PackedBatch",
+    "Piece",
+    "Step",
+    "StepLoader",
+    "collate",
+]

@@ -1,0 +1,211 @@
+"""Which documents make the micro-batches of a data-parallel rank: a batch sampler over known lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Sampler
+
+import wlb
+from wlb.torch._errors import error
+from wlb.torch.data.documents import Piece
+from wlb.torch.data.plan import Corpus, Order, Planner
+from wlb.torch.data.state import field
+
+
+class BalancedBatchSampler(Sampler[list["int | Piece"]]):
+    """The documents of one micro-batch after the other: those of this data-parallel rank, of balanced work.
+
+    Every rank plans the same global steps, with a packer of its own, and takes its share (`Packing.deal`):
+    `num_micro_batches_per_rank` micro-batches in every step, some perhaps empty. Elements are document numbers, or a
+    `Piece` where the packer cuts a document; wrap the data set in `Documents` to have pieces cut.
+
+    One iteration is one epoch, the next one goes on with the next epoch. A document that waits at the end of an epoch
+    is trained in the next, and after epoch `num_epochs - 1` (and any later one) all that wait are drained in further
+    steps: then every document was trained once an epoch.
+
+    The state holds documents, not shards. Read through `StepLoader` it is tied to consumed steps; that is the way to
+    save it with a plain `DataLoader`. `state_dict` here stands after the last micro-batch *yielded*: right without
+    workers, and what a `StatefulDataLoader` asks for, which keeps track of its workers by itself.
+
+    Memory: the lengths, as given (not copied; a memory map stays one), and what waits in the packer. A shuffled order
+    is computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint them.
+
+    Args:
+        lengths: int [documents], tokens of each, from 1. The same on every rank.
+        packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
+        dp_rank: This rank in the data-parallel group.
+        dp_size: Ranks of that group; divides `packer.num_micro_batches`.
+        tokens_per_batch: Tokens that enter the packer in every step, rounded down to whole documents, one at least. By
+            default `num_micro_batches * max_document_tokens`; at most `num_micro_batches * max_tokens`.
+        shuffle: Another order in every epoch; else documents come as they are numbered.
+        seed: Of these orders.
+        num_epochs: Epochs of the run; more may be added when it is resumed.
+
+    Raises:
+        wlb.WlbError: An argument makes no sense; a document is too long for the packer.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        *,
+        packer: wlb.Packer,
+        dp_rank: int,
+        dp_size: int,
+        tokens_per_batch: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_epochs: int = 1,
+    ) -> None:
+        micro_batches = packer.num_micro_batches
+        if dp_size < 1 or micro_batches % dp_size:
+            raise error("dp_size", f"= {dp_size} does not divide {micro_batches} micro-batches", value=dp_size)
+        if not 0 <= dp_rank < dp_size:
+            raise error("dp_rank", f"= {dp_rank}: the group has ranks 0 to {dp_size - 1}", value=dp_rank)
+        if num_epochs < 1:
+            raise error("num_epochs", f"= {num_epochs}: at least 1", value=num_epochs)
+        if packer.pending:
+            raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
+        tokens_per_batch = batch_tokens(packer, tokens_per_batch)
+        oversize, longest = packer.state_dict()["config"]["oversize"], packer.max_document_tokens
+        self.num_epochs = num_epochs
+        self.num_micro_batches_per_rank = micro_batches // dp_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        order = Order(
+            corpus=Corpus.of(lengths, longest=longest if oversize == "error" else None),
+            tokens_per_batch=tokens_per_batch,
+            shuffle=bool(shuffle),
+            seed=int(seed),
+            num_epochs=num_epochs,
+            longest=longest if oversize == "truncate" else None,
+        )
+        self._lengths = order.corpus.lengths
+        self._start = self._origin = Planner(order, packer)
+        self._skip = 0
+        self._followed = False  # whether a StepLoader tells where the next one begins
+        self._yielded = (self._start.state_dict(), 0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration is in; inside one over a `StepLoader`, that of the last step."""
+        return self._start.epoch
+
+    @property
+    def planner(self) -> Planner:
+        """Stands where the next iteration begins."""
+        return self._start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that of `epoch`; iterations go from one to the next without it.
+
+        What is left of another epoch is skipped, but for documents that already wait. Nothing happens if `epoch` is
+        the present one, also in its middle: so it does no harm after a resume.
+
+        Raises:
+            wlb.WlbError: It is an earlier one, and documents wait that would be trained twice.
+        """
+        if epoch != self._start.epoch:
+            planner = self._start.copy()
+            planner.set_epoch(epoch)
+            self._begin(planner, 0)
+
+    def __iter__(self) -> Iterator[list[int | Piece]]:
+        """The micro-batches of this rank in the rest of the epoch."""
+        self._begin(self._start, self._skip)
+        self._origin, self._followed = self._start, False
+        return self._micro_batches(self._start.copy(), self._skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values: the order, the position in it, and the documents that wait."""
+        state, yielded = self._yielded
+        return {**state, "micro_batches": yielded, "dp_size": self._dp_size} if yielded else state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
+        """Makes the next iteration go on where the saved one stood. On an error nothing has changed.
+
+        The numbers of ranks and of micro-batches may be others than when the state was saved, unless that was in the
+        middle of a step. `tokens_per_batch` and `num_epochs` may change too.
+
+        Raises:
+            wlb.WlbError: The state is of other lengths, of another order, of another packer configuration
+                (`allow_config_change` accepts that), or was not saved here.
+        """
+        planner = self._start.copy()
+        planner.load_state_dict(state, allow_config_change=allow_config_change)
+        yielded = field(state, "micro_batches", int)
+        if yielded:
+            saved_size = field(state, "dp_size", int)
+            saved = wlb.Packer.from_state_dict(state["packer"]).num_micro_batches
+            now = self.num_micro_batches_per_rank * self._dp_size
+            if (saved_size, saved) != (self._dp_size, now) or yielded >= self.num_micro_batches_per_rank:
+                message = f"was saved inside a step of {saved} micro-batches on {saved_size} data-parallel ranks"
+                raise error("state", f"{message}; it can not go on with {now} on {self._dp_size}", value=yielded)
+        self._begin(planner, yielded)
+
+    def consumer(self) -> Planner:
+        """For `StepLoader`, which says from now on where the next iteration begins: where the latest one did.
+
+        Raises:
+            wlb.WlbError: That is inside a step.
+        """
+        if self._skip:
+            message = f"begins after {self._skip} of {self.num_micro_batches_per_rank} micro-batches of a step"
+            raise error("loader", message, value=self._skip)
+        self._start, self._followed = self._origin, True
+        return self._origin
+
+    def consumed(self, planner: Planner) -> None:
+        """For `StepLoader`: the next iteration begins where `planner` stands, which moves no more."""
+        self._start = planner
+
+    def share(self, packing: wlb.Packing) -> NDArray[np.int64]:
+        """int64 [num_micro_batches_per_rank]: the micro-batches of a plan that are this rank's, in schedule order."""
+        mine: NDArray[np.int64] = packing.deal(self._dp_size)[self._dp_rank]
+        return mine
+
+    def _begin(self, planner: Planner, skip: int) -> None:
+        self._start, self._skip = planner, skip
+        self._yielded = (planner.state_dict(), skip)
+
+    def _micro_batches(self, planner: Planner, skip: int) -> Iterator[list[int | Piece]]:
+        before = planner.state_dict()
+        while not planner.ended:
+            packing = planner.next_step()
+            after = planner.state_dict()
+            for done, index in enumerate(self.share(packing).tolist(), start=1):
+                if done > skip:
+                    last = done == self.num_micro_batches_per_rank
+                    self._yielded = (after, 0) if last else (before, done)
+                    yield self._elements(packing[index], planner)
+            before, skip = after, 0
+        planner.next_epoch()
+        if not self._followed:
+            self._start, self._skip = planner, 0
+
+    def _elements(self, micro_batch: wlb.MicroBatch, planner: Planner) -> list[int | Piece]:
+        documents = planner.documents(micro_batch)
+        whole = np.asarray(self._lengths[documents]) == micro_batch.lengths
+        rows = zip(
+            documents.tolist(), micro_batch.starts.tolist(), micro_batch.lengths.tolist(), whole.tolist(), strict=True
+        )
+        return [number if is_whole else Piece(number, start, length) for number, start, length, is_whole in rows]
+
+
+def batch_tokens(packer: wlb.Packer, tokens_per_batch: int | None) -> int:
+    """Checks `tokens_per_batch`, or gives what it is by default: full context windows.
+
+    Raises:
+        wlb.WlbError: It is not positive, or more than a step can train: the backlog would grow without end.
+    """
+    if tokens_per_batch is None:
+        return packer.num_micro_batches * packer.max_document_tokens
+    most = packer.num_micro_batches * packer.max_tokens
+    if not 1 <= tokens_per_batch <= most:
+        message = f"= {tokens_per_batch}: from 1 to num_micro_batches * max_tokens = {most}"
+        raise error("tokens_per_batch", message, value=tokens_per_batch)
+    return tokens_per_batch

@@ -1,0 +1,129 @@
+"""One global step at a time, from a loader that gives one micro-batch at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+import wlb
+from wlb.torch._errors import error
+from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.plan import Planner
+from wlb.torch.data.sampler import BalancedBatchSampler
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Step(Generic[T]):
+    """What one data-parallel rank does in one global step.
+
+    Attributes:
+        number: Global steps before this one, since the run began.
+        epoch: Which pass over the documents it belongs to; 0 for a stream.
+        packing: The plan of the whole step, the same on every rank: compare its `digest()`. Its document ids are the
+            packer's own.
+        indices: int64 [micro-batches of this rank]: which of the plan's they are.
+        micro_batches: In that order, which suits a pipeline: the lightest at both ends.
+    """
+
+    number: int
+    epoch: int
+    packing: wlb.Packing
+    indices: NDArray[np.int64]
+    micro_batches: list[T]
+
+
+class StepLoader(Generic[T]):
+    """Reads a loader step by step, and knows what was consumed.
+
+    One iteration is the rest of one epoch. `state_dict` stands after the last step given, whatever the loader's workers
+    have prefetched; it is the same on every rank, and it may be loaded under any number of workers, data-parallel and
+    context-parallel ranks. A loop that is left early goes on there in the next one. The next step is fetched from the
+    workers while this one runs.
+
+        loader = StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=..., num_workers=1))
+        while sampler.epoch < sampler.num_epochs:
+            for step in loader:
+                ...
+                torch.save(loader.state_dict(), path)
+
+    Args:
+        loader: A `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
+            the order of its batches. A `StatefulDataLoader` keeps its own state; both agree.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        sampler = getattr(loader, "batch_sampler", None)
+        if not isinstance(sampler, BalancedBatchSampler):
+            found = type(sampler).__name__
+            raise error("loader", f"has a batch_sampler of type {found}, not BalancedBatchSampler", value=found)
+        self._loader = loader
+        self._sampler = sampler
+        # A StatefulDataLoader must not be ahead of the step that its own state is asked in.
+        self._read_ahead = loader.num_workers > 0 and not hasattr(loader, "state_dict")
+
+    def __iter__(self) -> Iterator[Step[T]]:
+        """The remaining steps of this epoch.
+
+        Raises:
+            wlb.WlbError: The loader was restored inside a step, or gives a batch of other lengths than planned.
+        """
+        batches = iter(self._loader)
+        planner = self._sampler.consumer()
+
+        def next_step(planner: Planner) -> tuple[Step[T], Planner]:
+            """What follows `planner`, and where one stands after it. On an error nothing counts as consumed."""
+            following = planner.copy()  # the loader's own plans run ahead; planning again costs microseconds
+            micro_batches = list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
+            packing = following.next_step()
+            indices = self._sampler.share(packing)
+            for index, batch in zip(indices.tolist(), micro_batches, strict=True):
+                _check(batch, packing[index], following)
+            return Step(planner.step, planner.epoch, packing, indices, micro_batches), following
+
+        # What workers send must still be fetched from them, which takes time that a step would wait.
+        with ThreadPoolExecutor(1, "wlb-step-loader") if self._read_ahead else nullcontext() as reader:
+            ahead = reader and reader.submit(next_step, planner)
+            while not planner.ended:
+                step, planner = ahead.result() if ahead else next_step(planner)
+                ahead = reader and (None if planner.ended else reader.submit(next_step, planner))
+                self._sampler.consumed(planner)
+                yield step
+        next(batches, None)  # only so does a loader know that its epoch is over
+        planner = planner.copy()
+        planner.next_epoch()
+        self._sampler.consumed(planner)
+
+    def metrics(self) -> wlb.PackerMetrics:
+        """Balance and delay of the consumed steps."""
+        return self._sampler.planner.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values: where the next step begins, and the documents that wait."""
+        return self._sampler.planner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
+        """As `BalancedBatchSampler.load_state_dict`; the next iteration begins there."""
+        self._sampler.load_state_dict(state, allow_config_change=allow_config_change)
+
+
+def _check(batch: object, planned: wlb.MicroBatch, planner: Planner) -> None:
+    """Whether `batch` has the lengths of the plan: the other ranks of a pipeline count on them."""
+    if not isinstance(batch, PackedBatch):
+        return
+    lengths = batch.shard.lengths
+    if lengths.size != planned.lengths.size:
+        raise error("loader", f"gives {lengths.size} documents where the plan has {planned.lengths.size}")
+    for at in np.flatnonzero(lengths != planned.lengths)[:1]:
+        number, wanted = int(planner.documents(planned)[at]), planned.lengths[at]
+        message = f"gives document {number} with {lengths[at]} tokens where the plan has {wanted}"
+        raise error("loader", message, index=number, value=int(lengths[at]))

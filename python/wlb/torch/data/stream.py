@@ -1,0 +1,373 @@
+"""Steps of balanced work from streams of documents that no index describes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+import wlb
+from wlb.torch._errors import error
+from wlb.torch.data.documents import Document, cut, token_array
+from wlb.torch.data.packer import StepPacker
+from wlb.torch.data.sampler import batch_tokens
+from wlb.torch.data.state import field, same
+from wlb.torch.data.step import Step
+
+FORMAT: Final = "wlb.balanced_stream"
+VERSION: Final = 1
+_END = object()
+
+T = TypeVar("T")
+
+
+class BalancedStream(Generic[T]):
+    """An iterator of steps over streams of documents, read by the ranks of a data-parallel group together.
+
+    In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and only the
+    documents that another rank trains move there, once, when they are due; those that the packer holds back stay where
+    they were read. When a stream ends the others fill its share; after the last, what waits is drained.
+
+    What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
+    micro-batches. For that take more streams than ranks (files, say).
+
+    Runs collectives: it belongs in the main process, not in a loader's workers. A stream may itself be a loader that
+    reads ahead.
+
+    Args:
+        streams: Iterables of documents (as `collate` takes them, without `Document`), the same number of them in the
+            same order on every rank. Rank r reads `streams[r::dp_size]` and does not touch the others. One with
+            `state_dict` and `load_state_dict` restores itself; of others the documents already read are skipped.
+        packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
+        collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
+            numbers in the order read.
+        group: The data-parallel group; its size divides `packer.num_micro_batches`. None: one process. Over gloo
+            the tokens do not touch the GPU.
+        tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default
+            `num_micro_batches * max_document_tokens`.
+
+    Attributes:
+        tokens_moved: Tokens that came to this rank from others so far.
+
+    Raises:
+        wlb.WlbError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Iterable[Any]],
+        *,
+        packer: wlb.Packer,
+        collate_fn: Callable[[list[Document]], T],
+        group: dist.ProcessGroup | None = None,
+        tokens_per_batch: int | None = None,
+    ) -> None:
+        self._group = group
+        self._rank = 0 if group is None else group.rank()
+        self._size = 1 if group is None else group.size()
+        if packer.num_micro_batches % self._size:
+            message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
+            raise error("group", message, value=self._size)
+        if not streams:
+            raise error("streams", "is empty")
+        if packer.pending:
+            raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
+        self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
+        self._config = packer
+        config = packer.state_dict()["config"]
+        self._longest = packer.max_document_tokens if config["oversize"] == "truncate" else None
+        self._collate = collate_fn
+        self._streams = [_Stream(stream) for stream in streams]
+        self._packer = StepPacker(packer)
+        self._waiting: dict[int, _Waiting] = {}
+        self._next_id = 0
+        self._step = 0
+        self._broken = False
+        self.tokens_moved = 0
+
+    def __iter__(self) -> Iterator[Step[T]]:
+        """Itself: a loop that was left goes on in the next one."""
+        return self
+
+    def __next__(self) -> Step[T]:
+        """The next step. A collective: all ranks of the group call it, and all have the same number of steps.
+
+        Raises:
+            wlb.WlbError: A stream failed on some rank (all ranks say which, and why), ranks have different
+                configurations, or the packer refuses a document.
+        """
+        if self._broken:
+            raise error("streams", "failed in an earlier step; load a state saved before into a new stream")
+        self._broken = True
+        packing = self._plan()
+        if packing is None:
+            self._broken = False
+            raise StopIteration
+        deal = packing.deal(self._size)
+        documents = self._exchange(packing, deal)
+        step = Step(self._step, 0, packing, deal[self._rank], [self._collate(part) for part in documents])
+        self._step += 1
+        self._broken = False
+        return step
+
+    def metrics(self) -> wlb.PackerMetrics:
+        """Balance and delay so far."""
+        return self._packer.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step begins, with the tokens of documents that wait; the same on every rank.
+
+        A collective: all ranks of the group call it. Plain JSON values, but for what streams save of themselves.
+
+        Raises:
+            wlb.WlbError: The last step failed: documents that were read for it are lost. An earlier state has them.
+        """
+        if self._broken:
+            raise error("streams", "failed in the last step: there is nothing whole to save")
+        mine = {
+            "streams": {number: stream.state_dict() for number, stream in self._own_streams()},
+            "waiting": {
+                id: base64.b64encode(waiting.tokens.astype("<i8").tobytes()).decode()
+                for id, waiting in self._waiting.items()
+                if waiting.tokens is not None
+            },
+        }
+        parts = self._gather(mine)
+        streams = {number: state for part in parts for number, state in part["streams"].items()}
+        tokens = {id: text for part in parts for id, text in part["waiting"].items()}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_streams": len(self._streams),
+            "step": self._step,
+            "next_id": self._next_id,
+            "streams": [streams[number] for number in range(len(self._streams))],
+            "waiting": [
+                {"id": id, "stream": waiting.stream, "left": waiting.left, "tokens": tokens[id]}
+                for id, waiting in self._waiting.items()
+            ],
+            **self._packer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
+        """Goes on where the saved one stood, on any number of ranks. No communication; before the first step.
+
+        Raises:
+            wlb.WlbError: The state is of another number of streams or another packer configuration, or was not saved
+                here.
+        """
+        if self._step:
+            raise error("state", f"is loaded after {self._step} steps; load it into a new stream", value=self._step)
+        same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
+        same(state, {"num_streams": len(self._streams)}, "this one")
+        packer = StepPacker(self._config)
+        packer.load_state_dict(state, allow_config_change=allow_config_change)
+        saved_streams = zip(self._streams, field(state, "streams", list), strict=True)
+        streams = [stream.restored(saved) for stream, saved in saved_streams]
+        waiting = {}
+        for saved in field(state, "waiting", list):
+            number = field(saved, "stream", int)
+            tokens = np.frombuffer(base64.b64decode(field(saved, "tokens", str)), "<i8").astype(np.int64)
+            kept = tokens if number % self._size == self._rank else None
+            waiting[field(saved, "id", int)] = _Waiting(number, tokens.size, field(saved, "left", int), kept)
+        self._step, self._next_id = field(state, "step", int), field(state, "next_id", int)
+        self._packer, self._streams, self._waiting = packer, streams, waiting
+
+    def _own_streams(self) -> list[tuple[int, _Stream]]:
+        return list(enumerate(self._streams))[self._rank :: self._size]
+
+    def _plan(self) -> wlb.Packing | None:
+        """The plan of the next step; None after the last."""
+        while not all(stream.ended for stream in self._streams):
+            new = self._read()
+            if new:
+                lengths, ids = [waiting.length for waiting in new], np.arange(self._next_id, self._next_id + len(new))
+                packing = self._packer.push(lengths, ids)
+                self._waiting.update(zip(ids.tolist(), new, strict=True))
+                self._next_id += len(new)
+                return packing
+        return self._packer.drain() if self._packer.pending else None
+
+    def _read(self) -> list[_Waiting]:
+        """New documents of all streams, with the tokens of those read here."""
+        live = sum(not stream.ended for stream in self._streams)
+        share = max(1, self._tokens_per_batch // live)
+        read: dict[int, list[NDArray[Any]]] = {}
+        failure: Exception | None = None
+        try:
+            for number, stream in self._own_streams():
+                read[number] = stream.read(share, number)
+        except Exception as cause:  # whatever it is, the other ranks wait for an answer
+            failure = cause
+        parts = self._gather(
+            {
+                "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+                "agreement": (
+                    self._config.fingerprint,
+                    self._config.num_micro_batches,
+                    self._tokens_per_batch,
+                    len(self._streams),
+                    self._step,
+                ),
+                "lengths": {number: [tokens.size for tokens in documents] for number, documents in read.items()},
+                "ended": {number: stream.ended for number, stream in self._own_streams()},
+            }
+        )
+        failures = [f"rank {rank}: {part['failure']}" for rank, part in enumerate(parts) if part["failure"]]
+        if failures:
+            raise error("streams", f"failed on {'; '.join(failures)}") from failure
+        others = [rank for rank, part in enumerate(parts) if part["agreement"] != parts[0]["agreement"]]
+        if others:
+            what = "packer, tokens_per_batch, number of streams or step"
+            raise error("group", f"has ranks {others} with another {what} than rank 0", value=others)
+
+        new = []
+        for number, stream in enumerate(self._streams):
+            part = parts[number % self._size]
+            stream.ended = part["ended"][number]
+            for at, length in enumerate(part["lengths"][number]):
+                left = length if self._longest is None else min(length, self._longest)
+                new.append(_Waiting(number, length, left, read[number][at] if number in read else None))
+        return new
+
+    def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
+        """The documents of this rank's micro-batches, fetched from where they were read."""
+        incoming: list[list[int]] = [[] for _ in range(self._size)]  # sizes, by source
+        outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # tokens, by destination
+        # Of each piece of this rank: the document, or the rank that sends it.
+        expected: list[list[Document | tuple[int, int, int, bool]]] = []
+        for destination, index in ((rank, index) for rank, row in enumerate(deal.tolist()) for index in row):
+            part = packing[index]
+            rows = zip(part.document_ids.tolist(), part.starts.tolist(), part.lengths.tolist(), strict=True)
+            here: list[Document | tuple[int, int, int, bool]] = []
+            for id, start, length in rows:
+                waiting = self._waiting[id]
+                waiting.left -= length
+                if not waiting.left:
+                    del self._waiting[id]
+                source = waiting.stream % self._size
+                continued = start + length < waiting.length
+                if source == self._rank:
+                    assert waiting.tokens is not None
+                    if destination == self._rank:
+                        here.append(cut(waiting.tokens, id, start, length))
+                    else:
+                        outgoing[destination].append(waiting.tokens[start : start + length + continued])
+                elif destination == self._rank:
+                    incoming[source].append(length + continued)
+                    here.append((source, id, start, continued))
+            if destination == self._rank:
+                expected.append(here)
+        arrived = self._all_to_all(outgoing, incoming)
+        return [
+            [row if isinstance(row, Document) else _received(next(arrived[row[0]]), *row[1:]) for row in here]
+            for here in expected
+        ]
+
+    def _all_to_all(
+        self, outgoing: list[list[NDArray[Any]]], incoming: list[list[int]]
+    ) -> list[Iterator[NDArray[np.int64]]]:
+        """Arrays by source, in the order in which the plan lists them."""
+        if self._group is None:
+            return []
+        device = torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        sent = [array.astype(np.int64, copy=False) for arrays in outgoing for array in arrays]
+        tokens = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *sent])).to(device)
+        counts = [sum(sizes) for sizes in incoming]
+        received: Tensor = torch.empty(sum(counts), dtype=torch.int64, device=device)
+        given = [sum(array.size for array in arrays) for arrays in outgoing]
+        dist.all_to_all_single(received, tokens, counts, given, group=self._group)
+        self.tokens_moved += received.numel()
+        by_source = np.split(received.cpu().numpy(), np.cumsum(counts)[:-1])
+        return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
+
+    def _gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """`mine` of every rank."""
+        if self._group is None:
+            return [mine]
+        parts: list[Any] = [None] * self._size
+        dist.all_gather_object(parts, mine, group=self._group)
+        return parts
+
+
+@dataclass
+class _Waiting:
+    """A document that was read and not yet trained, or not all of it.
+
+    Attributes:
+        stream: Where it was read.
+        length: All its tokens.
+        left: Tokens that the plan has not yet given out.
+        tokens: int[length], on the rank that reads the stream.
+    """
+
+    stream: int
+    length: int
+    left: int
+    tokens: NDArray[Any] | None
+
+
+class _Stream:
+    """One stream and how far it was read. Not opened before it is read."""
+
+    def __init__(self, documents: Iterable[Any]) -> None:
+        self._documents: Any = documents
+        self._iterator: Iterator[Any] | None = None
+        self._read = 0  # documents so far
+        self._credit = 0  # tokens that it may still give, below 0 if the last document was longer than its share
+        self._saved: Any = None
+        self.ended = False
+
+    def read(self, tokens: int, number: int) -> list[NDArray[Any]]:
+        """Documents until its share is used up; a long one is paid for in the steps after."""
+        if self.ended:
+            return []
+        if self._iterator is None:
+            self._iterator = self._open()
+        self._credit += tokens
+        documents = []
+        while self._credit > 0:
+            document = next(self._iterator, _END)
+            if document is _END:
+                self.ended = True
+                break
+            documents.append(token_array(document, f"streams[{number}]", self._read))
+            self._read += 1
+            self._credit -= documents[-1].size
+        return documents
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self._saved
+        if self._iterator is not None and all(hasattr(self._documents, f"{verb}state_dict") for verb in ("", "load_")):
+            own = self._documents.state_dict()
+        return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": own}
+
+    def restored(self, state: Mapping[str, Any]) -> _Stream:
+        """The same stream where the state was saved."""
+        result = _Stream(self._documents)
+        result._read, result._credit = field(state, "read", int), field(state, "credit", int)
+        result.ended, result._saved = field(state, "ended", bool), field(state, "own", object)
+        return result
+
+    def _open(self) -> Iterator[Any]:
+        if self._saved is not None:
+            self._documents.load_state_dict(self._saved)
+        iterator: Iterator[Any] = iter(self._documents)
+        if self._saved is not None:
+            return iterator
+        for already in range(self._read):
+            if next(iterator, _END) is _END:
+                raise ValueError(f"ends after {already} documents, {self._read} were read before")
+        return iterator
+
+
+def _received(tokens: NDArray[np.int64], id: int, start: int, continued: bool) -> Document:
+    """A piece that came with the token that follows it, if there is one."""
+    return Document(tokens[:-1], id, start, int(tokens[-1])) if continued else Document(tokens, id, start)

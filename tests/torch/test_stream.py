@@ -1,0 +1,350 @@
+"""Streams without an index: what several ranks read together is what one would."""
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch.distributed as dist
+
+import wlb
+from wlb.torch.data import BalancedStream, PackedBatch, Step, collate
+
+COST = wlb.CostModel(attention=1e-3, linear=1e-2)
+Micro = dict[tuple[int, int], list[Any]]  # (step, micro-batch) -> ids, tokens, labels
+
+
+class Text:
+    """Documents of one file: lazily made, the same every time."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count = number, count
+
+    def __iter__(self) -> Iterator[Any]:
+        rng = np.random.default_rng(self.number)
+        for _ in range(self.count):
+            length = rng.integers(1, 20) if rng.random() < 0.85 else rng.integers(30, 90)
+            yield rng.integers(0, 1000, length).astype(np.uint16)
+
+
+class StatefulText(Text):
+    """The same, but knows where it stands."""
+
+    def __init__(self, number: int, count: int) -> None:
+        super().__init__(number, count)
+        self.at = 0
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.at, document in enumerate(super().__iter__(), start=1):
+            if self.at > self.skip:
+                yield document
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["at"]
+
+
+class Failing(Text):
+    def __iter__(self) -> Iterator[Any]:
+        for number, document in enumerate(super().__iter__()):
+            if number == 12:
+                raise OSError("the disk is gone")
+            yield document
+
+
+COUNTS = [40, 7, 0, 55, 23]  # documents of each stream: some end long before others
+TEXTS = [Text(number, count) for number, count in enumerate(COUNTS)]
+
+
+def packer(num_micro_batches: int = 4, oversize: Any = "split", **options: Any) -> wlb.Packer:
+    options = {"max_tokens": 96, "max_document_tokens": 64, "outlier_thresholds": (24, 48)} | options
+    return wlb.Packer(num_micro_batches=num_micro_batches, cost_model=COST, oversize=oversize, **options)
+
+
+def stream(texts: Any = TEXTS, *, group: Any = None, **options: Any) -> BalancedStream[PackedBatch]:
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    of = options.pop("packer_", None) or packer()
+    return BalancedStream(texts, packer=of, collate_fn=collate, group=group, **options)
+
+
+def contents(step: Step[PackedBatch]) -> Micro:
+    return {
+        (step.number, index): [batch.document_ids.tolist(), batch.tokens.tolist(), batch.labels.tolist()]
+        for index, batch in zip(step.indices.tolist(), step.micro_batches, strict=True)
+    }
+
+
+def read(_rank: int, texts: Any, options: dict[str, Any], state: Any = None) -> tuple[Micro, int, int]:
+    """All that this rank trains, the number of its steps, and the tokens that came from others."""
+    of = stream(texts, **options)
+    if state is not None:
+        of.load_state_dict(state)
+    steps = list(of)
+    assert list(of) == []  # it stays ended
+    micro: Micro = {}
+    for step in steps:
+        micro |= contents(step)
+    return micro, len(steps), of.tokens_moved
+
+
+def together(size: int, texts: Any = TEXTS, state: Any = None, **options: Any) -> Micro:
+    parts = processes.run(size, read, texts, options, state)
+    assert len({steps for _, steps, _ in parts}) == 1
+    result: Micro = {}
+    for micro, _, _ in parts:
+        assert result.keys().isdisjoint(micro)
+        result |= micro
+    return result
+
+
+def alone(texts: Any = TEXTS, **options: Any) -> Micro:
+    return read(0, texts, options)[0]
+
+
+def tokens_of(micro: Micro) -> Counter[int]:
+    return Counter(token for _, tokens, _ in micro.values() for token in tokens)
+
+
+def all_tokens(texts: Any = TEXTS) -> Counter[int]:
+    return Counter(token for text in texts for document in text for token in document.tolist())
+
+
+def test_one_process_reads_everything_once() -> None:
+    micro = alone()
+    assert tokens_of(micro) == all_tokens()
+    # The tokens are where the labels say: a document's labels are its tokens, one further on.
+    labels = Counter(label for _, _, labels in micro.values() for label in labels if label >= 0)
+    assert labels == Counter(token for text in TEXTS for document in text for token in document[1:].tolist())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_what_one_would(size: int) -> None:
+    assert together(size) == alone()
+
+
+def test_fewer_streams_than_ranks_and_fewer_documents_than_micro_batches() -> None:
+    texts = [Text(0, 2)]
+    micro = together(4, texts)
+    assert micro == alone(texts)
+    assert tokens_of(micro) == all_tokens(texts)
+    assert any(not tokens for _, tokens, _ in micro.values())
+
+
+def test_empty_streams_have_no_steps() -> None:
+    assert together(2, [Text(0, 0), Text(1, 0)]) == {}
+
+
+def test_tokens_per_batch_is_kept_on_average() -> None:
+    steps = list(stream([Text(0, 3000), Text(1, 3000)], tokens_per_batch=200))
+    total = sum(step.packing.num_tokens for step in steps)
+    assert total / len(steps) == pytest.approx(200, rel=0.03)
+
+
+def test_only_documents_that_change_rank_move() -> None:
+    """Every stream read by rank 0 alone: what rank 1 trains is what moves, and the tokens after cuts."""
+    texts = [Text(0, 60), Text(1, 0)]
+    (_, _, to_reader), (micro, _, to_other) = processes.run(2, read, texts, {})
+    assert to_reader == 0
+    trained = sum(len(tokens) for _, tokens, _ in micro.values())
+    after_cuts = sum(labels[end] >= 0 for (_, tokens, labels) in micro.values() for end in [len(tokens) - 1] if tokens)
+    assert trained + after_cuts <= to_other <= trained + sum(len(ids) for ids, _, _ in micro.values())
+    # Without cuts, exactly.
+    options = {"packer_": packer(max_document_tokens=96)}
+    (_, _, to_reader), (micro, _, to_other) = processes.run(2, read, texts, options)
+    assert (to_reader, to_other) == (0, sum(len(tokens) for _, tokens, _ in micro.values()))
+
+
+def test_truncated_documents_are_done_with() -> None:
+    options = {"packer_": packer(oversize="truncate")}
+    expected = Counter(token for text in TEXTS for document in text for token in document[:64].tolist())
+    micro = together(2, **options)
+    assert tokens_of(micro) == expected
+    of = stream(**options)
+    assert list(of)
+    assert of.state_dict()["waiting"] == []
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+def states(_rank: int, texts: Any, every: int) -> list[tuple[int, str]]:
+    of = stream(texts)
+    result = [(0, json.dumps(of.state_dict()))]
+    for step in of:
+        state = json.dumps(of.state_dict())
+        if step.number % every == 0:
+            result.append((step.number + 1, state))
+    return [*result, (step.number + 1, state)]
+
+
+@pytest.mark.parametrize("kind", [Text, StatefulText])
+def test_resume_on_other_ranks(kind: type[Text]) -> None:
+    """Saved on 2 ranks, all states the same; continued on 1 after any step, on 4 after some."""
+
+    def texts() -> list[Text]:
+        return [kind(number, count) for number, count in enumerate(COUNTS)]
+
+    expected = alone()
+    saved, same = processes.run(2, states, texts(), 2)
+    assert saved == same
+    for at, state in saved:
+        rest = {key: value for key, value in expected.items() if key[0] >= at}
+        assert read(0, texts(), {}, json.loads(state))[0] == rest
+    at, state = saved[len(saved) // 2]
+    assert together(4, texts(), json.loads(state)) == {key: value for key, value in expected.items() if key[0] >= at}
+
+
+def test_resume_with_another_number_of_micro_batches() -> None:
+    of = stream()
+    before: Micro = {}
+    for step in of:
+        before |= contents(step)
+        rest = read(0, TEXTS, {"packer_": packer(2)}, of.state_dict())[0]
+        assert tokens_of(before) + tokens_of(rest) == all_tokens()
+
+
+def train(rank: int, folder: Path, kill: tuple[int, int, bool]) -> Micro:
+    of = stream()
+    checkpoint = folder / "checkpoint.json"
+    if checkpoint.exists():
+        of.load_state_dict(json.loads(checkpoint.read_text()))
+    micro: Micro = {}
+    for step in of:
+        micro |= contents(step)
+        (folder / f"{step.number}-{rank}.json").write_text(json.dumps(list(contents(step).items())))
+        if kill == (rank, step.number, False):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state = of.state_dict()
+        if rank == 0:
+            (folder / "next.json").write_text(json.dumps(state))
+            os.replace(folder / "next.json", checkpoint)
+        if kill == (rank, step.number, True):
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    return micro
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_killed_and_resumed(size: int, tmp_path: Path) -> None:
+    expected = alone()
+    chance = random.Random(size)
+    kill = (chance.randrange(2), chance.randrange(max(number for number, _ in expected)), bool(size == 4))
+    with pytest.raises(processes.RankFailed):
+        processes.run(2, train, tmp_path, kill)
+    checkpoint = tmp_path / "checkpoint.json"
+    resumed_at = json.loads(checkpoint.read_text())["step"] if checkpoint.exists() else 0
+    found: Micro = {}
+    for path in tmp_path.glob("*-*.json"):
+        rows = {tuple(key): value for key, value in json.loads(path.read_text())}
+        found |= {key: value for key, value in rows.items() if key[0] < resumed_at}
+    for micro in processes.run(size, train, tmp_path, (-1, -1, False)):
+        assert found.keys().isdisjoint(micro)
+        found |= micro
+    assert found == expected
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def failure(_rank: int, texts: Any, options: dict[str, Any]) -> list[str]:
+    of = stream(texts, **options)
+    messages = []
+    for work in (lambda: list(of), lambda: next(of), of.state_dict):
+        with pytest.raises(wlb.WlbError) as caught:
+            work()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_failing_stream_fails_all_ranks_with_its_reason() -> None:
+    answers = processes.run(4, failure, [Text(0, 50), Failing(1, 50), Text(2, 50)], {})
+    assert all(answer == answers[0] for answer in answers)
+    first, then, save = answers[0]
+    assert first == "streams failed on rank 1: OSError: the disk is gone"
+    assert "earlier step" in then
+    assert "nothing whole to save" in save
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([1.5], "rank 1: WlbError: streams[1][0] holds float64, not integers"),
+        ([], "rank 1: WlbError: streams[1][0] has no tokens"),
+    ],
+)
+def test_a_bad_document_fails_all_ranks(document: Any, message: str) -> None:
+    answers = processes.run(2, failure, [Text(0, 50), [document]], {})
+    assert answers[0] == answers[1]
+    assert message in answers[0][0]
+
+
+def test_a_document_that_is_too_long_fails_all_ranks() -> None:
+    answers = processes.run(2, failure, TEXTS, {"packer_": packer(oversize="error")})
+    assert answers[0] == answers[1]
+    assert "max_document_tokens" in answers[0][0]
+
+
+def disagree(rank: int) -> str:
+    with pytest.raises(wlb.WlbError) as caught:
+        next(stream(tokens_per_batch=100 + rank // 2))
+    return str(caught.value)
+
+
+def test_ranks_with_other_settings_are_named() -> None:
+    answers = processes.run(4, disagree)
+    assert set(answers) == {
+        "group has ranks [2, 3] with another packer, tokens_per_batch, number of streams or step than rank 0"
+    }
+
+
+def group_of_three(_rank: int) -> str:
+    with pytest.raises(wlb.WlbError) as caught:
+        stream()
+    return str(caught.value)
+
+
+def test_a_group_that_does_not_divide_is_refused() -> None:
+    assert set(processes.run(3, group_of_three)) == {"group has 3 ranks, which do not divide 4 micro-batches"}
+
+
+def test_bad_arguments_and_states_are_named() -> None:
+    used = packer()
+    used.push([60])
+    with pytest.raises(wlb.WlbError, match="packer holds 1"):
+        stream(packer_=used)
+    with pytest.raises(wlb.WlbError, match="streams is empty"):
+        stream([])
+    with pytest.raises(wlb.WlbError, match="tokens_per_batch"):
+        stream(tokens_per_batch=0)
+    of = stream()
+    next(of)
+    state = of.state_dict()
+    with pytest.raises(wlb.WlbError, match="after 1 steps"):
+        of.load_state_dict(state)
+    with pytest.raises(wlb.WlbError, match="num_streams = 5"):
+        stream(TEXTS[:2]).load_state_dict(state)
+    with pytest.raises(wlb.WlbError, match="max_tokens"):
+        stream(packer_=packer(max_tokens=100)).load_state_dict(state)
+    untouched = stream()
+    with pytest.raises(wlb.WlbError, match="no 'waiting'"):
+        untouched.load_state_dict({name: value for name, value in state.items() if name != "waiting"})
+    assert untouched.state_dict() == stream().state_dict()
+    with pytest.raises(wlb.WlbError, match="ends after 0 documents"):
+        list(stream_loaded([Text(number, 0) for number in range(5)], state))
+
+
+def stream_loaded(texts: Any, state: Any) -> BalancedStream[PackedBatch]:
+    of = stream(texts)
+    of.load_state_dict(state)
+    return of
