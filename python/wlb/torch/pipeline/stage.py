@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+import wlb
 from wlb.torch._errors import error
 from wlb.torch.pipeline.failure import computing
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
@@ -27,7 +29,8 @@ class VarlenPipelineStage(PipelineStage):
 
     The module is called as `submodule(*args, **kwargs)` on the first stage and `submodule(activation, **kwargs)` on the
     others, and returns one plain tensor; the last stage's may return anything that the loss function takes. It may be
-    under FSDP2: call `fully_shard(submodule)` first.
+    under FSDP2: call `fully_shard(submodule)` first, best with `reshard_after_forward=False`, also inside it, which
+    saves an all-gather for every micro-batch.
 
     Args:
         submodule: The layers of this stage.
@@ -125,33 +128,54 @@ class VarlenPipelineStage(PipelineStage):
             return output
         shape = self._shapes[self._running]
         if not isinstance(output, Tensor) or isinstance(output, DTensor):
-            raise self._wrong_output(f"a {type(output).__name__}, not one plain tensor", type(output))
+            raise self._refused(f"returned a {type(output).__name__}, not one plain tensor", type(output))
         if output.shape != shape or output.dtype != self.dtype:
-            message = f"{list(output.shape)} {output.dtype}, the plan says {list(shape)} {self.dtype}"
-            raise self._wrong_output(message, tuple(output.shape))
-        return output.contiguous()
+            message = f"returned {list(output.shape)} {output.dtype}, the plan says {list(shape)} {self.dtype}"
+            raise self._refused(message, tuple(output.shape))
+        # Split backward passes detach outputs in place, which a view does not allow.
+        return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()
+
+    def _refused(self, message: str, value: object) -> wlb.WlbError:
+        return error("submodule", f"of stage {self.stage_index} {message}", index=self._running, value=value)
 
     @override
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         with computing():
+            if not full_backward:
+                self._unshard()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if self.has_backward and not self.is_first:
-            gradient = self.bwd_cache[bwd_chunk_id][0]
-            if gradient is None:  # the module did not use its input
-                gradient = torch.zeros(self._shapes[bwd_chunk_id], dtype=self.dtype, device=self.device)
-            self.bwd_cache[bwd_chunk_id] = (gradient.contiguous(),)
+            if self.has_backward and not self.is_first:
+                gradient = self.bwd_cache[bwd_chunk_id][0]
+                if gradient is None:  # the module did not use its input
+                    gradient = torch.zeros(self._shapes[bwd_chunk_id], dtype=self.dtype, device=self.device)
+                    if gradient.numel() and not full_backward:
+                        message = f"of stage {self.stage_index} ignores its input: a split backward loses its gradients"
+                        raise error("submodule", message, index=bwd_chunk_id)
+                self.bwd_cache[bwd_chunk_id] = (gradient.contiguous(),)
 
     @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with computing():
+            self._unshard()
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @override
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
+        else:
+            for module in self._fsdp_modules():
+                module.reshard()
+
+    def _unshard(self) -> None:
+        """Split backward passes look for weights before FSDP's hooks run, and leave out those that are sharded."""
+        for module in self._fsdp_modules():
+            module.unshard()
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.submod.modules() if isinstance(module, FSDPModule)]
 
     # Between stages: receive into buffers of our own.
 
@@ -223,6 +247,3 @@ class VarlenPipelineStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Would drop the gradients of FSDP modules whenever a step has a number of micro-batches not seen before."""
-
-    def _wrong_output(self, what: str, value: object) -> Exception:
-        return error("submodule", f"of stage {self.stage_index} returned {what}", index=self._running, value=value)

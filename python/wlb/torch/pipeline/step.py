@@ -69,7 +69,7 @@ def pipeline_step(
     losses: list[Any] = []
     with explained(), torch.set_grad_enabled(backward):
         _run(runner, stages, args, targets, losses, backward=backward)
-    return losses
+    return [loss.detach() for loss in losses] if backward else losses
 
 
 def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) -> None:
@@ -90,7 +90,9 @@ def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) ->
 
 def _evaluate(loss_fn: Callable[[Any, Any], Tensor] | None, target: Any, output: Any) -> Any:
     with computing():
-        return output if loss_fn is None else loss_fn(output, target)
+        loss = output if loss_fn is None else loss_fn(output, target)
+    # Split backward passes detach the loss in place, which a view does not allow.
+    return loss.clone() if isinstance(loss, Tensor) and loss._is_view() else loss
 
 
 def _run(
