@@ -221,7 +221,11 @@ def scale(rank: int, lengths: Sequence[int]) -> list[int]:
 
 
 def test_torch_keeps_a_stale_tail_and_we_do_not() -> None:
-    assert processes.run(2, scale_with_stock_torch, [5, 3])[1] == [5, 5]
+    if torch.__version__.startswith("2.11."):
+        with pytest.raises(processes.RankFailed, match="shape mismatch"):
+            processes.run(2, scale_with_stock_torch, [5, 3])
+    else:
+        assert processes.run(2, scale_with_stock_torch, [5, 3])[1] == [5, 5]
     assert processes.run(2, scale, [5, 3])[1] == [5, 3]
 
 
@@ -266,7 +270,7 @@ def test_unused_inputs_other_shapes_and_strides() -> None:
     assert max(processes.run(2, awkward, "interleaved_1f1b", True)) < 1e-5
     assert max(processes.run(2, awkward, "interleaved_zero_bubble", False)) < 1e-5
     assert max(processes.run(2, awkward, "zbv", False)) < 1e-5
-    with pytest.raises(processes.RankFailed, match="ignores its input"):
+    with pytest.raises(processes.RankFailed, match=r"ignores its input|not have been used in the graph"):
         processes.run(2, awkward, "zbv", True, timeout=60)
 
 

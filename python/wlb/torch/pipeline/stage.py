@@ -234,6 +234,11 @@ class VarlenPipelineStage(PipelineStage):
             peer = dist.get_global_rank(self.group, peer)
         return [dist.P2POp(dist.irecv, buffer, peer, group)]
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """2.11 opens connections to all neighbours, in V schedules also from a rank to itself, which fails."""
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [op for op in operations if op.peer != dist.get_rank()]
+
     # What torch does for shapes that never change, and must not do here.
 
     def _validate_stage_tensors(self, desc: str, expected: Any, actual: Any) -> None:
