@@ -230,7 +230,7 @@ def test_torch_keeps_a_stale_tail_and_we_do_not() -> None:
 
 
 def test_torch_aborts_on_a_longer_micro_batch_and_we_do_not() -> None:
-    with pytest.raises(processes.RankFailed, match="died|shape mismatch"):
+    with pytest.raises(processes.RankFailed, match=r"died|shape mismatch"):
         processes.run(2, scale_with_stock_torch, [3, 5])
     assert processes.run(2, scale, [3, 5])[1] == [3, 5]
 
