@@ -1,0 +1,65 @@
+"""What one micro-batch brings to the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import wlb
+from wlb.torch._errors import error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineMicroBatch:
+    """One micro-batch as one (DP, CP) rank sees it. All ranks of a pipeline are given the same.
+
+    Attributes:
+        tokens: Tokens on this rank; 0 is legal, for a CP rank may get none. It gives the shapes of all activations.
+        args: Positional arguments of the first stage's module, other stages ignore them. Tensors are `[tokens, ...]`.
+        kwargs: Keyword arguments of every stage's module: what follows from the plan, such as position ids,
+            `cu_seqlens` or the shard. Any Python objects; they are not sent, and get no gradients.
+        target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`.
+    """
+
+    tokens: int
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
+    """Refuses micro-batches that contradict themselves.
+
+    It looks at everything given, also at what this rank does not use, so that all ranks refuse alike.
+
+    Raises:
+        WlbError: A count that is no count; a tensor or shard of another number of tokens: the plan of another step.
+    """
+    if not micro_batches:
+        raise error("micro_batches", "is empty", value=0)
+    for index, micro_batch in enumerate(micro_batches):
+
+        def refuse(message: str, value: object, index: int = index) -> wlb.WlbError:
+            return error("micro_batches", message, index=index, value=value)
+
+        if not isinstance(micro_batch, PipelineMicroBatch):
+            name = type(micro_batch).__name__
+            raise refuse(f"is a {name}, not a PipelineMicroBatch", micro_batch)
+        tokens = micro_batch.tokens
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+            raise refuse(f"has tokens={tokens!r}, not a count", tokens)
+        for name, value in (
+            *((f"args[{i}]", arg) for i, arg in enumerate(micro_batch.args)),
+            ("target", micro_batch.target),
+        ):
+            if isinstance(value, torch.Tensor) and (value.ndim == 0 or value.shape[0] != tokens):
+                raise refuse(f"has {tokens} tokens, but its {name} is {list(value.shape)}", tuple(value.shape))
+        for name, value in micro_batch.kwargs.items():
+            if isinstance(value, wlb.RankShard) and value.num_tokens != tokens:
+                raise refuse(f"has {tokens} tokens, but its {name} has {value.num_tokens}", value.num_tokens)
+            if isinstance(value, wlb.Shard) and tokens not in value.tokens_per_rank:
+                counts = value.tokens_per_rank.tolist()
+                raise refuse(f"has {tokens} tokens, but its {name} gives the ranks {counts}", counts)

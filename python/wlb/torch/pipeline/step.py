@@ -1,0 +1,113 @@
+"""One training step of a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wlb.torch._errors import error
+from wlb.torch.pipeline.failure import computing, explained
+from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check
+from wlb.torch.pipeline.schedule import Schedule, schedule_class, schedule_for, stages_of_rank
+from wlb.torch.pipeline.stage import VarlenPipelineStage
+
+
+def pipeline_step(
+    stages: Sequence[VarlenPipelineStage],
+    micro_batches: Sequence[PipelineMicroBatch],
+    *,
+    schedule: str | type[Schedule] = "1f1b",
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+) -> list[Any]:
+    """Runs the micro-batches of a step forward and backward; gradients add up in the parameters.
+
+    All ranks of the pipeline call it with the same micro-batches, in the same order. Their lengths are free, and their
+    number may change from step to step. Gradients are not divided by it: let `loss_fn` be a sum over tokens, divided by
+    the valid tokens of the whole global batch.
+
+    Under `torch.no_grad()`, or without `loss_fn`, it runs forward only.
+
+    Args:
+        stages: This rank's stages, ascending, as `stages_of_rank` gives them.
+        micro_batches: At least one. 1F1B and DualPipeV need as many as stages; interleaved schedules a multiple of
+            `max(1, len(micro_batches) // pp_size)`.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"`, `"zbv"`, `"dualpipev"`, or a
+            schedule class of torch.
+        loss_fn: `loss_fn(output of the last stage, target)`, a scalar.
+
+    Returns:
+        On the rank that holds the last stage, the loss of each micro-batch, or its output if there is no `loss_fn`. An
+        empty list on the others.
+
+    Raises:
+        WlbError: Stages that the schedule would place otherwise, a number of micro-batches it cannot run, a micro-batch
+            whose tensors or shards have other token counts; before any communication.
+        PeerFailed: Another rank failed; with its traceback.
+        Exception: What this rank's module or loss function raised.
+    """
+    cls = schedule_class(schedule)
+    _check_stages(stages, cls)
+    check(micro_batches)
+    first, last = stages[0].is_first, stages[-1].is_last
+    for index, micro_batch in enumerate(micro_batches):
+        if first and not micro_batch.args:
+            raise error("micro_batches", "has no args for the first stage", index=index, value=())
+    backward = loss_fn is not None and torch.is_grad_enabled()
+    runner = schedule_for(stages, cls, len(micro_batches), backward=backward)
+    for stage in stages:
+        stage.begin(micro_batches)
+    args = [micro_batch.args for micro_batch in micro_batches] if first else None
+    targets: list[Callable[[Any], Any]] | None = None
+    if last:
+        targets = [partial(_evaluate, loss_fn, micro_batch.target) for micro_batch in micro_batches]
+    losses: list[Any] = []
+    with explained(), torch.set_grad_enabled(backward):
+        _run(runner, stages, args, targets, losses, backward=backward)
+    return [loss.detach() for loss in losses] if backward else losses
+
+
+def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) -> None:
+    if not stages:
+        raise error("stages", "is empty", value=0)
+    for index, stage in enumerate(stages):
+        if not isinstance(stage, VarlenPipelineStage):
+            raise error("stages", f"is a {type(stage).__name__}, not a VarlenPipelineStage", index=index, value=stage)
+    group = stages[0].group
+    placed = stages_of_rank(
+        dist.get_rank(group), pp_size=dist.get_world_size(group), num_stages=stages[0].num_stages, schedule=cls
+    )
+    found = tuple(stage.stage_index for stage in stages)
+    if found != placed or any(s.group is not group or s.num_stages != stages[0].num_stages for s in stages):
+        message = f"are {list(found)}; {cls.__name__} puts {list(placed)} on this rank, all of one group and pipeline"
+        raise error("stages", message, value=found)
+
+
+def _evaluate(loss_fn: Callable[[Any, Any], Tensor] | None, target: Any, output: Any) -> Any:
+    with computing():
+        loss = output if loss_fn is None else loss_fn(output, target)
+    # Split backward passes detach the loss in place, which a view does not allow.
+    return loss.clone() if isinstance(loss, Tensor) and loss._is_view() else loss
+
+
+def _run(
+    runner: Schedule,
+    stages: Sequence[VarlenPipelineStage],
+    args: list[tuple[Any, ...]] | None,
+    targets: list[Callable[[Any], Any]] | None,
+    losses: list[Any],
+    *,
+    backward: bool,
+) -> None:
+    if "arg_mbs" in inspect.signature(runner.step).parameters:
+        runner.step(arg_mbs=args, target_mbs=targets, losses=losses, return_outputs=False)
+        return
+    for stage in stages:  # up to 2.13, `step` can only split a batch into equal parts; this is what it does around that
+        stage.has_backward = backward
+        stage.clear_runtime_states()
+    runner._step_microbatches(args, None, targets, losses, return_outputs=False)
