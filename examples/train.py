@@ -36,16 +36,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import DataLoader
-from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
-from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
 
 import wlb
+from baselines import BaselineLoader
 from corpus import read_corpus
 from llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
 from wlb.torch.agreement import check_agreement
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.groups import build_mesh, data_and_context
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
+from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ class Settings:
     corpus: Path | None
     pattern: str
     tokenizer: Path | None
+    method: str
+    window: int
     context: int
     micro_batches: int
     memory_factor: float
@@ -198,9 +201,23 @@ def set_up_ranks(settings: Settings) -> tuple[torch.device, DeviceMesh]:
     return device, build_mesh(pp=settings.pp, dp=dp, cp=settings.cp, tp=settings.tp, device_type=device.type)
 
 
-def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh) -> StepLoader[PackedBatch]:
-    """Packs global batches of `micro_batches` context windows into micro-batches of equal work."""
+def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh) -> Any:
+    """Packs global batches of `micro_batches` context windows into micro-batches of equal work; or as others do."""
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
+    keep = partial(collate, cp_rank=mesh["cp"].get_local_rank(), cp_size=mesh["cp"].size(), strategy=settings.strategy)
+    ranks = {"dp_rank": mesh["dp"].get_local_rank(), "dp_size": mesh["dp"].size()}
+    if settings.method != "wlb":
+        return BaselineLoader(
+            dataset,
+            collate=keep,
+            method={"original": "original", "fixed": "fixed_length"}[settings.method],
+            window=settings.window,
+            num_micro_batches=settings.micro_batches,
+            context=settings.context,
+            cost_model=cost,
+            seed=settings.seed,
+            **ranks,
+        )
     limits: dict[str, Any] = {
         "num_micro_batches": settings.micro_batches,
         "max_tokens": int(settings.context * settings.memory_factor),
@@ -215,12 +232,10 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     sampler = BalancedBatchSampler(
         dataset.lengths,
         packer=wlb.Packer(outlier_thresholds=thresholds, oversize="split", **limits),
-        dp_rank=mesh["dp"].get_local_rank(),
-        dp_size=mesh["dp"].size(),
         seed=settings.seed,
         num_epochs=1_000_000,  # the number of steps ends the run
+        **ranks,
     )
-    keep = partial(collate, cp_rank=mesh["cp"].get_local_rank(), cp_size=mesh["cp"].size(), strategy=settings.strategy)
     return StepLoader(
         DataLoader(
             Documents(dataset),
@@ -272,7 +287,7 @@ def build_model(
 
 
 def state_of(
-    done: int, stages: list[VarlenPipelineStage], optimizers: list[torch.optim.Optimizer], loader: StepLoader[Any]
+    done: int, stages: list[VarlenPipelineStage], optimizers: list[torch.optim.Optimizer], loader: Any
 ) -> dict[str, Any]:
     """Model, optimizer and the packer's queues, by names that know nothing of the layout."""
     model: dict[str, Any] = {}
@@ -289,7 +304,7 @@ def save(
     done: int,
     stages: list[VarlenPipelineStage],
     optimizers: list[torch.optim.Optimizer],
-    loader: StepLoader[Any],
+    loader: Any,
 ) -> None:
     """Writes a checkpoint; until its last file is there it does not count."""
     dcp.save(state_of(done, stages, optimizers, loader), checkpoint_id=folder)
@@ -299,7 +314,7 @@ def resume(
     settings: Settings,
     stages: list[VarlenPipelineStage],
     optimizers: list[torch.optim.Optimizer],
-    loader: StepLoader[Any],
+    loader: Any,
 ) -> int:
     """Loads the latest whole checkpoint, if there is one; gives the steps done."""
     found = sorted(settings.checkpoint_dir.glob("step-*/.metadata")) if settings.checkpoint_dir else []
@@ -340,7 +355,7 @@ class Report:
         *,
         stall: float,
         seconds: float,
-        loader: StepLoader[PackedBatch],
+        loader: Any,
     ) -> None:
         """One line: what was learnt, how fast, and how balanced it was."""
         if not self.is_main:
@@ -354,7 +369,7 @@ class Report:
             "tokens": packing.num_tokens,
             "tokens_per_second": packing.num_tokens / seconds,
             "imbalance": packing.imbalance,
-            "delay_mean": loader.metrics().delay_mean,
+            "delay_mean": loader.metrics().delay_mean if self.settings.method == "wlb" else 0.0,
             "data_stall_ms": 1e3 * stall,
             "plan_ms": 1e3 * step.planning_seconds,
             "digest": packing.digest(),
@@ -387,6 +402,8 @@ def main(
     corpus: Annotated[Path | None, typer.Option(help="Folder of documents; default: Python's own library.")] = None,
     pattern: Annotated[str, typer.Option(help="Names of files that are documents.")] = "*.py",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; default: bytes.")] = None,
+    method: Annotated[str, typer.Option(help="wlb; or for comparison original, fixed (greedy, fixed length).")] = "wlb",
+    window: Annotated[int, typer.Option(help="Global batches that --method fixed packs together.")] = 1,
     context: Annotated[int, typer.Option(help="Context window, tokens; longer documents are split.")] = 2048,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a global batch, over all ranks.")] = 8,
     memory_factor: Annotated[float, typer.Option(help="Most tokens of a micro-batch, over the context.")] = 1.5,

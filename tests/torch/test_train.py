@@ -17,13 +17,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from wlb.torch.data import collate
-from wlb.torch.pipeline import PipelineMicroBatch, pipeline_step
-
 import train as example
 from llama import LlamaConfig
+from wlb.torch.data import collate
 from wlb.torch.groups import build_mesh
 from wlb.torch.loss import token_normalized_loss
+from wlb.torch.pipeline import PipelineMicroBatch, pipeline_step
 
 CONFIG = LlamaConfig(hidden_size=32, ffn_hidden_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=257)
 SETTINGS = example.Settings(
@@ -36,6 +35,8 @@ SETTINGS = example.Settings(
     corpus=None,
     pattern="*.py",
     tokenizer=None,
+    method="wlb",
+    window=1,
     context=96,
     micro_batches=4,
     memory_factor=1.5,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from wlb.torch._errors import error
-
-IGNORE = -100
+from wlb.torch.data.batch import IGNORE
 
 
 def token_normalized_loss(

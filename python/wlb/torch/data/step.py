@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ class Step(Generic[T]):
             packer's own.
         indices: int64 [micro-batches of this rank]: which of the plan's they are.
         micro_batches: In that order, which suits a pipeline: the lightest at both ends.
+        planning_seconds: What the plan took.
     """
 
     number: int
@@ -40,6 +42,7 @@ class Step(Generic[T]):
     packing: wlb.Packing
     indices: NDArray[np.int64]
     micro_batches: list[T]
+    planning_seconds: float = 0.0
 
 
 class StepLoader(Generic[T]):
@@ -84,11 +87,13 @@ class StepLoader(Generic[T]):
             """What follows `planner`, and where one stands after it. On an error nothing counts as consumed."""
             following = planner.copy()  # the loader's own plans run ahead; planning again costs microseconds
             micro_batches = list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
+            started = time.perf_counter()
             packing = following.next_step()
             indices = self._sampler.share(packing)
+            seconds = time.perf_counter() - started
             for index, batch in zip(indices.tolist(), micro_batches, strict=True):
                 _check(batch, packing[index], following)
-            return Step(planner.step, planner.epoch, packing, indices, micro_batches), following
+            return Step(planner.step, planner.epoch, packing, indices, micro_batches, seconds), following
 
         # What workers send must still be fetched from them, which takes time that a step would wait.
         with ThreadPoolExecutor(1, "wlb-step-loader") if self._read_ahead else nullcontext() as reader:
