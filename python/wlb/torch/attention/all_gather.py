@@ -5,8 +5,8 @@ segment's keys are neighbours in its document. A segment whose keys are all here
 chunk, a window) does without: these run in a call of their own while the gather is under way, and keys that only
 such segments need are not sent.
 
-Ranks send equal numbers of rows: a shard's token counts differ by at most one, so the padding is at most one row, and one
-fused collective beats one broadcast a rank, which is what unequal counts become in NCCL.
+Ranks send equal numbers of rows, one fused collective, since NCCL makes one broadcast a rank of unequal counts and gloo
+refuses them. A shard's token counts differ by at most one, so without a window the padding is about one row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.segments import Call, Calls, Ints, Segments, Spans, meet
+from wlb.torch.attention.segments import Call, Calls, Ints, Segments, meet
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class AllGather:
         return dk.index_add(0, self.plan.sent, home[:, 0]), dv.index_add(0, self.plan.sent, home[:, 1])
 
     def _gather(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]] | None:
-        """Starts the gather; call the result to wait for all keys and values, `[cp_size * rows, kv_heads, head_dim]`."""
+        """Starts it; call the result to wait for keys and values, each `[cp_size * rows, kv_heads, head_dim]`."""
         plan = self.plan
         if plan.rows == 0:
             return None

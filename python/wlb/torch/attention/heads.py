@@ -1,7 +1,7 @@
 """All-to-all over heads: from some heads of all tokens to all heads of some tokens, and back.
 
-As in DeepSpeed-Ulysses (Jacobs et al., 2023), for ranks that hold any tokens, in any number. It is done inside blocks of
-`degree` neighbouring ranks of the group, which exchange nothing with the others; no group of their own is needed.
+As in DeepSpeed-Ulysses (Jacobs et al., 2023), for ranks that hold any tokens, in any number. It is done inside blocks
+of `degree` neighbouring ranks of the group, which exchange nothing with the others; no group of their own is needed.
 """
 
 from __future__ import annotations
@@ -93,22 +93,18 @@ class _JoinHeads(torch.autograd.Function):
         return ctx.exchange.split_heads(gradient.contiguous()), None
 
 
-def legal_degree(heads: int, kv_heads: int, degree: int) -> bool:
-    """Whether `degree` ranks can share the heads: equal query heads each, and whole key heads or one key head each."""
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-
-
 def split_heads(q: Tensor, k: Tensor, v: Tensor, exchange: HeadsExchange) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's share of the heads for all tokens of its block, in one message. Differentiable.
 
     With fewer key heads than ranks, ranks whose query heads share a key head each get that head.
     """
     degree = len(exchange.block)
-    k, v = (x.repeat_interleave(max(1, degree // x.shape[1]), dim=1) for x in (k, v))
-    shares = [x.reshape(x.shape[0], degree, -1, x.shape[2]) for x in (q, k, v)]
+    if k.shape[1] < degree:
+        k, v = (x.repeat_interleave(degree // x.shape[1], dim=1) for x in (k, v))
+    shares = [x.reshape(x.shape[0], degree, x.shape[1] // degree, x.shape[2]) for x in (q, k, v)]
     widths = [share.shape[2] for share in shares]
     together: Tensor = _SplitHeads.apply(torch.cat(shares, dim=2).flatten(1, 2), exchange)
-    q, k, v = (x.contiguous() for x in together.split(widths, dim=1))
+    q, k, v = (x.contiguous() for x in torch.split(together, widths, dim=1))
     return q, k, v
 
 

@@ -30,7 +30,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Kernel(Protocol):
-    """Attention of one call. `q` `[queries, heads, head_dim]`; `k`, `v` `[keys, kv_heads, head_dim]`, contiguous in the last."""
+    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Output like `q`, and the log-sum-exp `[heads, queries]`."""
@@ -56,6 +56,7 @@ class PlainKernel:
     alibi_slopes: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         out = torch.empty_like(q)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
         kv_heads = k.shape[1]
@@ -70,6 +71,7 @@ class PlainKernel:
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
         dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (q, k, v))
         kv_heads = k.shape[1]
         for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
@@ -97,7 +99,7 @@ class PlainKernel:
         return scores
 
     def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
-        """Rows of queries, rows of keys, true distances between them and what the mask hides, where these are needed."""
+        """Rows of queries and of keys; their true distances and what the mask hides, where these are needed."""
         left, right = call.window
         for (q_from, q_to, k_from, k_to), shift in zip(call.spans, call.shifts, strict=True):
             diagonal = (k_to - k_from) - (q_to - q_from)  # the key at which the first query stands
@@ -145,6 +147,7 @@ class VarlenKernel:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         left, right = call.window
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
@@ -166,6 +169,7 @@ class VarlenKernel:
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
         left, right = call.window
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             d_out,
@@ -197,6 +201,7 @@ class FlashAttention2:
     alibi_slopes: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         left, right = call.window
         out, lse, *_ = _flash_attn_2()._flash_attn_varlen_forward(
             q,
@@ -218,6 +223,7 @@ class FlashAttention2:
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         left, right = call.window
         _flash_attn_2()._flash_attn_varlen_backward(
@@ -253,6 +259,7 @@ class FlashAttention3:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         left, right = call.window
         out, lse, *_ = _flash_attn_3()._flash_attn_forward(
             q,
@@ -272,6 +279,7 @@ class FlashAttention3:
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         left, right = call.window
         _flash_attn_3()._flash_attn_backward(
@@ -309,8 +317,8 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     """The kernel for these tensors.
 
     `alibi_aligned` says that every span's last query stands at its last key, so that a flash kernel measures true
-    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels, and takes the plain kernel on
-    the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
+    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels, and takes the plain kernel
+    on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
 
     Raises:
         WlbError: the named kernel is not installed, or has not what was asked for.

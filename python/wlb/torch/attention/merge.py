@@ -27,7 +27,10 @@ class KeyExchange(Protocol):
 
 
 class _Output:
-    """Attention over the keys seen so far. It begins as what is added first, if that is for all queries."""
+    """Attention over the keys seen so far. It begins as what is added first, if that is for all queries.
+
+    Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
+    """
 
     def __init__(self, q: Tensor) -> None:
         self._q = q
@@ -37,26 +40,26 @@ class _Output:
         if call.fresh and call.q_rows is None:
             self._parts = out, lse
             return
-        total, total_lse = self.total()
-        total = total.to(accumulator(total.dtype))
-        self._parts = total, total_lse
+        total, total_lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
+        self._parts = total, total_lse = total.to(accumulator(total.dtype)), total_lse.double()
         rows = slice(None) if call.q_rows is None else call.q_rows
         if call.fresh:
             total[rows] = out.to(total.dtype)
-            total_lse[:, rows] = lse
+            total_lse[:, rows] = lse.double()
             return
         before = total_lse[:, rows]
-        after = torch.logaddexp(before, lse)
-        old, new = ((part - after).exp_().t().unsqueeze(-1) for part in (before, lse))
-        total[rows] = total[rows] * old + out * new
-        total_lse[:, rows] = after
+        weight = torch.sigmoid(lse - before).t().unsqueeze(-1)
+        total[rows] = total[rows].lerp(out.to(total.dtype), weight.to(total.dtype))
+        total_lse[:, rows] = torch.logaddexp(before, lse.double())
 
-    def total(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp; a query that has seen no key has 0 and -inf."""
-        if self._parts is None:
-            out = self._q.new_zeros(self._q.shape, dtype=accumulator(self._q.dtype))
-            self._parts = out, out.new_full((out.shape[1], out.shape[0]), -torch.inf)
-        return self._parts
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output like the queries, and log-sum-exp; where no key was seen these are 0 and -inf."""
+        out, lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
+        return out.to(self._q.dtype), lse.to(accumulator(self._q.dtype))
+
+    def _no_keys(self) -> Tensor:
+        tokens, heads, _ = self._q.shape
+        return self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
 
 
 class _Gradient:
@@ -86,22 +89,21 @@ class _Gradient:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
-        result = _Output(q)
+        output = _Output(q)
 
         def attend(k: Tensor, v: Tensor, calls: Sequence[Call]) -> None:
             for call in calls:
                 parts = _rows(q, call.q_rows), _rows(k, call.k_rows), _rows(v, call.k_rows)
-                result.add(call, *kernel.forward(*parts, call))
+                output.add(call, *kernel.forward(*parts, call))
 
         exchange.forward(k, v, attend)
-        out, lse = result.total()
-        out = out.to(q.dtype)
+        out, lse = output.result()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.exchange, ctx.kernel = exchange, kernel
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         d_out = d_out.contiguous()
@@ -135,10 +137,10 @@ def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
-    """Attention of `q` over the keys and values that `exchange` brings. Kept for the backward: q, k, v, output, log-sum-exp.
+    """Attention of `q` over the keys and values that `exchange` brings.
 
-    Blocks of other ranks' keys are not kept but exchanged again. Partial sums are float32 for half-precision inputs.
-    Every rank must run the backward, in the same order: it communicates.
+    Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
+    sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
     result: Tensor = _Attention.apply(q, k, v, exchange, kernel)
     return result

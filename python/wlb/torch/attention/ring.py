@@ -1,7 +1,7 @@
 """Keys in a ring: at every step a block of keys moves on to the next position, and is attended to where it stands.
 
-As in ring attention (Liu et al., 2023), with the documents' masks as segments: a step is the varlen calls over those spans
-of this position's queries and that block's keys that exist, never a mask over the sequence. The next block is
+As in ring attention (Liu et al., 2023), with the documents' masks as segments: a step is the varlen calls over those
+spans of this position's queries and that block's keys that exist, never a mask over the sequence. The next block is
 received into a second buffer meanwhile. Memory does not grow with the number of positions.
 """
 
@@ -80,7 +80,7 @@ class Ring:
     def backward(
         self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """See `KeyExchange`. A block's gradient is sent on while the next block's is computed, and ends at its owner."""
+        """See `KeyExchange`. A gradient is sent on while the next block's is computed, and ends at its owner."""
         if len(self.peers) == 1:
             return attend(k, v, self.plan.steps[0])
         block = torch.stack((k, v))

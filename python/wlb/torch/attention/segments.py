@@ -1,10 +1,10 @@
 """Who attends to whom, as kernel calls: every transport's plan is made of these.
 
-A *segment* is a contiguous run of one document in the tensors of one holder (a rank, a ring of ranks, or the whole packed
-sequence). A query segment meets a key segment of the same document in a *span*: the queries that see some of these keys,
-against the keys that some of these queries see. Flash kernels align masks bottom-right: they take the last query to
-stand at the last key. A span whose queries end elsewhere in the document has its window moved by that *shift*; where no
-mask cuts it, the shift does not matter. Spans with one window are one kernel call.
+A *segment* is a contiguous run of one document in the tensors of one holder (a rank, a block of ranks, or the whole
+packed sequence). A query segment meets a key segment of the same document in a *span*: the queries that see some of
+these keys, against the keys that some of these queries see. Flash kernels align masks bottom-right: they take the last
+query to stand at the last key. A span whose queries end elsewhere in the document has its window moved by that *shift*;
+where no mask cuts it, the shift does not matter. Spans with one window are one kernel call.
 
 Everything is computed with numpy, in time linear in tokens and spans, and sent to the device once.
 """
@@ -78,9 +78,10 @@ class Spans:
         return self.q_row.size
 
     def joined(self) -> Spans:
-        """Unmasked spans with fewer, larger ones: neighbouring keys of one query segment, then neighbours with the same keys.
+        """Unmasked spans made fewer: a query segment's neighbouring keys joined, then neighbours with the same keys.
 
-        Positions mean nothing without a mask. Nothing is doubled: the keys that a query segment sees whole are neighbours.
+        Positions mean nothing without a mask. The keys that all of a query segment sees are neighbours, so it has one
+        span afterwards.
         """
         if not len(self):
             return self
@@ -112,8 +113,11 @@ def meet(q: Segments, k: Segments, left: int, right: int) -> Spans:
     q_to = np.minimum(q.start[i] + q.length[i], k_to + left)
 
     shift = q_to - k_to
-    cut_left = (q_to - 1 - k_from > left) | (shift == 0)  # an idle mask stays where it is shared: one call, not two
-    cut_right = (k_to - 1 - q_from > right) | (shift == 0)
+    # A mask that hides nothing is dropped, except where others share it (causal, on the diagonal: one call, not two)
+    # and where only some queries of the segment are left, so that spans without a mask are of whole query segments.
+    diagonal = (shift == 0) & (right == 0)
+    cut_left = (q_to - 1 - k_from > left) | (q_to < q.start[i] + q.length[i]) | diagonal
+    cut_right = (k_to - 1 - q_from > right) | (q_from > q.start[i]) | diagonal
     spans = Spans(
         segment=i,
         q_row=q.row[i] + q_from - q.start[i],
