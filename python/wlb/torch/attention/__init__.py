@@ -1,0 +1,97 @@
+"""Context-parallel attention: runs a `wlb.Shard` on the ranks that hold it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+import wlb
+from wlb.torch.attention import arguments, kernels, plans
+from wlb.torch.attention.all_gather import AllGather
+from wlb.torch.attention.arguments import Transport
+from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
+from wlb.torch.attention.merge import attention
+from wlb.torch.attention.ring import Ring
+
+__all__ = ["context_parallel_attention"]
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: wlb.Shard,
+    *,
+    group: dist.ProcessGroup | None = None,
+    transport: Transport = "all_gather",
+    ulysses_size: int | None = None,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    kernel: kernels.KernelName = "auto",
+) -> Tensor:
+    """Attention of a packed micro-batch whose tokens lie on the ranks of `group` as `shard` says. Differentiable.
+
+    Tokens attend within their document only, to all before them and themselves, or to the whole document
+    (`shard.causal`). Row `i` of this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in
+    `group`. Every shard runs on every transport:
+
+    - `all_gather`: gathers the keys that some rank needs from another, one varlen call; memory for the keys of the
+      micro-batch while it runs. Best when keys have few heads, or documents are mostly local.
+    - `ring`: keys pass around by send and receive while the others are computed. Memory does not grow with the group.
+    - `ulysses`: all-to-all from tokens to heads; work is then equal whatever the shard. The group's size must
+      divide the query heads, and divide the key heads or be a multiple of them.
+    - `usp`: both: `ulysses_size` neighbouring ranks exchange heads, a ring goes over those blocks:
+      rank = ring position * ulysses_size + ulysses rank.
+
+    The window and ALiBi are exact on every transport with the kernel `sdpa`, and the window with the others too. ALiBi
+    needs `sdpa` or flash-attn 2; the latter on `ulysses`, on `all_gather` with a causal shard, or on one rank.
+
+    All arguments are checked before anything is sent. What differs only between ranks (their shards, say) cannot be
+    seen without communication, and is what a check of plan digests is for. The backward communicates as the forward
+    does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
+    kept for all layers.
+
+    Args:
+        q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
+        k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
+        v: Values, like `k`.
+        shard: How the whole micro-batch lies on the ranks; the same on all.
+        group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
+        transport: How keys and queries meet; see above.
+        ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
+        softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
+        window: A token sees tokens less than this many positions away: with 1, itself. None: no limit.
+        alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
+        kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `sdpa` (plain, exact,
+            any device and dtype), or `auto`: the fastest that can do it here.
+
+    Returns:
+        Output like `q`.
+
+    Raises:
+        WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
+    """
+    rank, size = arguments.check_group(shard, group)
+    degree = arguments.check_transport(transport, ulysses_size, size)
+    arguments.check_tensors(q, k, v, shard, rank)
+    arguments.check_heads(transport, degree, q.shape[1], k.shape[1])
+    arguments.check_scores(q, softmax_scale, window, alibi_slopes)
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if alibi_slopes is not None:
+        share = q.shape[1] // degree
+        alibi_slopes = alibi_slopes.float()[rank % degree * share :][:share]
+    aligned = size == degree or (transport == "all_gather" and shard.causal)
+    chosen = kernels.choose(kernel, q, scale=scale, alibi_slopes=alibi_slopes, alibi_aligned=aligned)
+
+    biased = alibi_slopes is not None
+    if transport == "all_gather":
+        gather = AllGather(plans.gather_plan(shard, rank, window=window, biased=biased, device=q.device), group)
+        return attention(q, k, v, gather, chosen)
+    heads_plan, ring_plan = plans.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
+    ring = Ring(ring_plan, range(rank % degree, size, degree), group)
+    if heads_plan is None:
+        return attention(q, k, v, ring, chosen)
+    block = rank - rank % degree
+    heads = HeadsExchange(heads_plan, range(block, block + degree), group)
+    return join_heads(attention(*split_heads(q, k, v, heads), ring, chosen), heads)

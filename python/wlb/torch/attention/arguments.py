@@ -1,0 +1,96 @@
+"""The arguments of attention, checked without communication; what is wrong on all ranks is found on all."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import wlb
+from wlb.torch._errors import error
+
+Transport = Literal["all_gather", "ring", "ulysses", "usp"]
+
+
+def check_group(shard: wlb.Shard, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group and the group's size, which is the shard's."""
+    if not isinstance(shard, wlb.Shard):
+        raise error("shard", f"is a {type(shard).__name__}, not a wlb.Shard", value=shard)
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    if rank < 0:
+        raise error("group", "does not contain this process", value=group)
+    if size != shard.cp_size:
+        found = "None: one process" if group is None else f"a group of {size}"
+        raise error("group", f"is {found}, but the shard is for cp_size = {shard.cp_size}", value=size)
+    return rank, size
+
+
+def check_transport(transport: Transport, ulysses_size: int | None, size: int) -> int:
+    """The number of ranks that exchange heads."""
+    if transport not in get_args(Transport):
+        raise error("transport", f"= {transport!r}: one of {', '.join(get_args(Transport))}", value=transport)
+    if transport != "usp":
+        if ulysses_size is not None:
+            raise error("ulysses_size", f"= {ulysses_size!r}: only for the transport 'usp'", value=ulysses_size)
+        return size if transport == "ulysses" else 1
+    whole = isinstance(ulysses_size, int) and not isinstance(ulysses_size, bool)
+    if ulysses_size is None or not whole or ulysses_size < 1 or size % ulysses_size:
+        raise error("ulysses_size", f"= {ulysses_size!r}: a divisor of the group's size {size}", value=ulysses_size)
+    return ulysses_size
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard, rank: int) -> None:
+    """The tensors fit each other and, at last, this rank of the shard."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise error(name, f"is {shape}, not a tensor [tokens, heads, head_dim]", value=shape)
+        if x.dtype != q.dtype or x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise error(name, f"is {x.dtype}: floating point and one dtype for q, k and v ({q.dtype})", value=x.dtype)
+        if x.device != q.device:
+            raise error(name, f"is on {x.device}, q on {q.device}", value=x.device)
+        if x.shape[1] < 1 or x.shape[2] != q.shape[2] or x.shape[2] < 1:
+            raise error(name, f"is {list(x.shape)}, q {list(q.shape)}: at least one head, one head_dim", value=x.shape)
+    if v.shape[1] != k.shape[1]:
+        raise error("v", f"has {v.shape[1]} heads, k {k.shape[1]}", value=v.shape[1])
+    if q.shape[1] % k.shape[1]:
+        raise error("k", f"has {k.shape[1]} heads, which do not divide the {q.shape[1]} of q", value=k.shape[1])
+    held = shard.tokens_per_rank.tolist()
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[0] != held[rank]:
+            message = f"has {x.shape[0]} tokens; the shard gives rank {rank} {held[rank]} of {shard.num_tokens}"
+            raise error(name, message, value=x.shape[0])
+
+
+def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) -> None:
+    """`degree` ranks can share the heads."""
+    if heads % degree or (kv_heads % degree and degree % kv_heads):
+        raise error(
+            "ulysses_size" if transport == "usp" else "transport",
+            f"{transport!r}: {degree} ranks cannot share {heads} heads and {kv_heads} key heads; their number must "
+            "divide the heads, and divide the key heads or be a multiple of them",
+            value=degree,
+        )
+
+
+def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, alibi_slopes: Tensor | None) -> None:
+    """What happens to scores makes sense."""
+    if softmax_scale is not None and not (isinstance(softmax_scale, (int, float)) and 0 < softmax_scale < math.inf):
+        raise error("softmax_scale", f"= {softmax_scale!r}: a positive number, or None", value=softmax_scale)
+    if window is not None and not (isinstance(window, int) and not isinstance(window, bool) and window > 0):
+        raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q)
+
+
+def _check_slopes(slopes: Tensor, q: Tensor) -> None:
+    if not isinstance(slopes, Tensor) or slopes.shape != q.shape[1:2] or not slopes.is_floating_point():
+        found = f"{slopes.dtype} {list(slopes.shape)}" if isinstance(slopes, Tensor) else type(slopes).__name__
+        raise error("alibi_slopes", f"is {found}, not floating point [{q.shape[1]}], one for each head", value=found)
+    if slopes.device != q.device:
+        raise error("alibi_slopes", f"is on {slopes.device}, q on {q.device}", value=slopes.device)
+    if slopes.requires_grad:
+        raise error("alibi_slopes", "requires a gradient, and gets none", value=slopes.requires_grad)

@@ -1,0 +1,362 @@
+"""Attention kernels over the spans of one call, forward with log-sum-exp and backward from a merged one.
+
+All keep the contract of flash kernels: `[tokens, heads, head_dim]`, masks aligned bottom-right, natural log-sum-exp
+`[heads, tokens]`. Forward and backward are called apart, outside autograd: a ring merges partial results, and the
+backward of each part needs the merged output and log-sum-exp, which the kernels' own autograd functions cannot take.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from wlb.torch._errors import error
+from wlb.torch.attention.segments import Call
+
+KernelName = Literal["auto", "flash_attn", "varlen", "sdpa"]
+
+_SCORES = 1 << 22  # scores that the plain kernel holds at once: 16 MiB in float32
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What partial results and gradients are summed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class Kernel(Protocol):
+    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Output like `q`, and the log-sum-exp `[heads, queries]`."""
+        ...
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `q`, `k`, `v`, where `out` and `lse` are over all keys of a query, not only this call's."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainKernel:
+    """Softmax written out, span by span and in tiles of queries: exact, on any device, in any dtype.
+
+    torch's own SDPA gives no log-sum-exp, knows no window, aligns its causal mask top-left, and masks otherwise with a
+    matrix of all queries by all keys. Here memory is bounded by the tile, and keys outside the mask are not touched.
+    Scores are float32 for half-precision inputs.
+    """
+
+    scale: float
+    alibi_slopes: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        out = torch.empty_like(q)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
+        kv_heads = k.shape[1]
+        for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
+            scores = self._scores(_stack(q[rows], kv_heads), _by_head(k[keys]), distance, hidden)
+            tile_lse = scores.logsumexp(-1)
+            p = scores.sub_(tile_lse.unsqueeze(-1)).exp_()
+            out[rows] = _unstack(p @ _by_head(v[keys]), q[rows].shape).to(q.dtype)
+            lse[:, rows] = tile_lse.view(q.shape[1], -1)
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (q, k, v))
+        kv_heads = k.shape[1]
+        for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
+            q_tile, k_tile, v_tile = _stack(q[rows], kv_heads), _by_head(k[keys]), _by_head(v[keys])
+            d_tile = _stack(d_out[rows], kv_heads)
+            p = self._scores(q_tile, k_tile, distance, hidden)
+            p = p.sub_(lse[:, rows].reshape(kv_heads, -1, 1)).exp_()
+            dv[keys] += (p.mT @ d_tile).transpose(0, 1)
+            delta = (d_tile * _stack(out[rows], kv_heads)).sum(-1, keepdim=True)
+            ds = (d_tile @ v_tile.mT).sub_(delta).mul_(p).mul_(self.scale)
+            dq[rows] = _unstack(ds @ k_tile, q[rows].shape)
+            dk[keys] += (ds.mT @ q_tile).transpose(0, 1)
+        return dq, dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, distance: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """Scaled, biased, masked scores `[kv_heads, group * queries, keys]`."""
+        scores = (q @ k.mT).mul_(self.scale)
+        if distance is None:
+            return scores
+        by_head = scores.view(k.shape[0], -1, *distance.shape)
+        if self.alibi_slopes is not None:
+            by_head.sub_(self.alibi_slopes.to(scores.dtype).view(k.shape[0], -1, 1, 1) * distance.abs())
+        if hidden is not None:
+            by_head.masked_fill_(hidden, -torch.inf)
+        return scores
+
+    def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
+        """Rows of queries and of keys; their true distances and what the mask hides, where these are needed."""
+        left, right = call.window
+        for (q_from, q_to, k_from, k_to), shift in zip(call.spans, call.shifts, strict=True):
+            diagonal = (k_to - k_from) - (q_to - q_from)  # the key at which the first query stands
+            step = max(1, _SCORES // (heads * (k_to - k_from)))
+            for i in range(0, q_to - q_from, step):
+                i_end = min(i + step, q_to - q_from)
+                j = 0 if left < 0 else max(0, i + diagonal - left)
+                j_end = k_to - k_from if right < 0 else min(k_to - k_from, i_end + diagonal + right)
+                distance = hidden = None
+                masked_left = 0 <= left < i_end - 1 + diagonal - j
+                masked_right = 0 <= right < j_end - 1 - i - diagonal
+                if masked_left or masked_right or self.alibi_slopes is not None:
+                    device = call.cu_seqlens_q.device
+                    standing = torch.arange(i + diagonal, i_end + diagonal, device=device)
+                    distance = standing.unsqueeze(1) - torch.arange(j, j_end, device=device)
+                    if masked_left:
+                        hidden = distance > left
+                    if masked_right:
+                        hidden = distance < -right if hidden is None else hidden | (distance < -right)
+                    distance += shift
+                yield slice(q_from + i, q_from + i_end), slice(k_from + j, k_from + j_end), distance, hidden
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """`[tokens, heads, head_dim]` as `[heads, tokens, head_dim]` to compute with."""
+    return x.transpose(0, 1).to(accumulator(x.dtype))
+
+
+def _stack(x: Tensor, kv_heads: int) -> Tensor:
+    """`[tokens, heads, head_dim]` as `[kv_heads, group * tokens, head_dim]`: queries that share a key head, stacked."""
+    return _by_head(x).reshape(kv_heads, -1, x.shape[2])
+
+
+def _unstack(x: Tensor, shape: torch.Size) -> Tensor:
+    return x.view(shape[1], shape[0], shape[2]).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """The flash kernels that torch ships, which `torch.nn.attention.varlen.varlen_attn` calls (CUDA, half precision).
+
+    `varlen_attn` itself has no backward from a given log-sum-exp, and may choose cuDNN, which aligns masks top-left.
+    """
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        left, right = call.window
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
+            0.0,
+            call.window == (-1, 0),
+            return_debug_mask=False,
+            scale=self.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        left, right = call.window
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            d_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
+            0.0,
+            call.window == (-1, 0),
+            torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout that is not there
+            torch.empty(0, device=q.device),
+            scale=self.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class FlashAttention2:
+    """flash-attn 2.7 and newer. The only flash kernel with ALiBi."""
+
+    scale: float
+    alibi_slopes: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        left, right = call.window
+        out, lse, *_ = _flash_attn_2()._flash_attn_varlen_forward(
+            q,
+            k,
+            v,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
+            0.0,
+            self.scale,
+            causal=call.window == (-1, 0),
+            window_size_left=left,
+            window_size_right=right,
+            alibi_slopes=self.alibi_slopes,
+        )
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        left, right = call.window
+        _flash_attn_2()._flash_attn_varlen_backward(
+            d_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
+            0.0,
+            self.scale,
+            call.window == (-1, 0),
+            left,
+            right,
+            0.0,  # softcap
+            self.alibi_slopes,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class FlashAttention3:
+    """flash-attn 3, for Hopper; the releases whose window is two arguments (3.0.0b1 took a pair)."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        left, right = call.window
+        out, lse, *_ = _flash_attn_3()._flash_attn_forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            softmax_scale=self.scale,
+            causal=call.window == (-1, 0),
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        left, right = call.window
+        _flash_attn_3()._flash_attn_backward(
+            d_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=self.scale,
+            is_causal=call.window == (-1, 0),
+            window_size_left=left,
+            window_size_right=right,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+def _flash_attn_2() -> Any:
+    return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+def _flash_attn_3() -> Any:
+    return importlib.import_module("flash_attn_interface")
+
+
+def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | None, alibi_aligned: bool) -> Kernel:
+    """The kernel for these tensors.
+
+    `alibi_aligned` says that every span's last query stands at its last key, so that a flash kernel measures true
+    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels, and takes the plain kernel
+    on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
+
+    Raises:
+        WlbError: the named kernel is not installed, or has not what was asked for.
+    """
+    if name == "sdpa":
+        return PlainKernel(scale, alibi_slopes)
+    refusal = _flash_refusal(q)
+    if name == "auto" and refusal:
+        return PlainKernel(scale, alibi_slopes)
+    if refusal:
+        raise error("kernel", f"{name!r} {refusal}; 'sdpa' can do without", value=name)
+
+    has_2, has_3 = (importlib.util.find_spec(package) is not None for package in ("flash_attn", "flash_attn_interface"))
+    if alibi_slopes is not None:
+        if name != "varlen" and has_2 and alibi_aligned:
+            return FlashAttention2(scale, alibi_slopes)
+        if name == "auto":
+            return PlainKernel(scale, alibi_slopes)
+        reason = (
+            "has no ALiBi" if name == "varlen" or not has_2 else "measures ALiBi distances wrongly on this transport"
+        )
+        raise error("kernel", f"{name!r} {reason}; 'sdpa' has it on every transport", value=name)
+    if name != "varlen":
+        if has_3 and torch.cuda.get_device_capability(q.device)[0] == 9:
+            return FlashAttention3(scale)
+        if has_2:
+            return FlashAttention2(scale)
+        if name == "flash_attn":
+            raise error("kernel", "'flash_attn' is not installed", value=name)
+    return VarlenKernel(scale)
+
+
+def _flash_refusal(q: Tensor) -> str | None:
+    """Why no flash kernel takes such tensors, or None."""
+    if q.device.type != "cuda":
+        return f"runs on CUDA, not on {q.device.type}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {q.dtype}"
+    if q.shape[2] % 8 or q.shape[2] > 256:
+        return f"takes a head_dim divisible by 8 up to 256, not {q.shape[2]}"
+    return None

@@ -1,0 +1,146 @@
+"""Differentiable attention over keys that arrive in blocks: one autograd function for every way to move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wlb.torch.attention.kernels import Kernel, accumulator
+from wlb.torch.attention.segments import Call
+
+
+class KeyExchange(Protocol):
+    """Brings this rank's queries together with keys of other ranks, and the keys' gradients home."""
+
+    def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
+        """Calls `attend(k, v, calls)` for every block of keys, overlapping it with what is still under way."""
+        ...
+
+    def backward(
+        self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """The same blocks again; `attend` gives their gradients. Returns the gradients of `k` and `v`."""
+        ...
+
+
+class _Output:
+    """Attention over the keys seen so far. It begins as what is added first, if that is for all queries.
+
+    Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._parts: tuple[Tensor, Tensor] | None = None
+
+    def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
+        if call.fresh and call.q_rows is None:
+            self._parts = out, lse
+            return
+        total, total_lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
+        self._parts = total, total_lse = total.to(accumulator(total.dtype)), total_lse.double()
+        rows = slice(None) if call.q_rows is None else call.q_rows
+        if call.fresh:
+            total[rows] = out.to(total.dtype)
+            total_lse[:, rows] = lse.double()
+            return
+        before = total_lse[:, rows]
+        weight = torch.sigmoid(lse - before).t().unsqueeze(-1)
+        total[rows] = total[rows].lerp(out.to(total.dtype), weight.to(total.dtype))
+        total_lse[:, rows] = torch.logaddexp(before, lse.double())
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output like the queries, and log-sum-exp; where no key was seen these are 0 and -inf."""
+        out, lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
+        return out.to(self._q.dtype), lse.to(accumulator(self._q.dtype))
+
+    def _no_keys(self) -> Tensor:
+        tokens, heads, _ = self._q.shape
+        return self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
+
+
+class _Gradient:
+    """A sum of gradients by row. It begins as what is added first, if that is for all rows."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+
+    def add(self, rows: Tensor | None, part: Tensor) -> None:
+        if rows is None and self._sum is None:
+            self._sum = part
+            return
+        total = self.total()
+        if rows is None:
+            total += part
+        else:
+            total.index_add_(0, rows, part.to(total.dtype))
+
+    def total(self) -> Tensor:
+        if self._sum is None:
+            self._sum = self._like.new_zeros(self._like.shape, dtype=accumulator(self._like.dtype))
+        self._sum = self._sum.to(accumulator(self._like.dtype))
+        return self._sum
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
+        output = _Output(q)
+
+        def attend(k: Tensor, v: Tensor, calls: Sequence[Call]) -> None:
+            for call in calls:
+                parts = _rows(q, call.q_rows), _rows(k, call.k_rows), _rows(v, call.k_rows)
+                output.add(call, *kernel.forward(*parts, call))
+
+        exchange.forward(k, v, attend)
+        out, lse = output.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.exchange, ctx.kernel = exchange, kernel
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        d_out = d_out.contiguous()
+        dq = _Gradient(q)
+
+        def attend(k: Tensor, v: Tensor, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
+            dk, dv = _Gradient(k), _Gradient(v)
+            for call in calls:
+                mine, theirs = call.q_rows, call.k_rows
+                call_lse = lse if mine is None else lse[:, mine]
+                dq_part, dk_part, dv_part = ctx.kernel.backward(
+                    _rows(d_out, mine),
+                    _rows(q, mine),
+                    _rows(k, theirs),
+                    _rows(v, theirs),
+                    _rows(out, mine),
+                    call_lse,
+                    call,
+                )
+                dq.add(mine, dq_part)
+                dk.add(theirs, dk_part)
+                dv.add(theirs, dv_part)
+            return dk.total(), dv.total()
+
+        dk, dv = ctx.exchange.backward(k, v, attend)
+        return dq.total().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
+    """Attention of `q` over the keys and values that `exchange` brings.
+
+    Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
+    sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
+    """
+    result: Tensor = _Attention.apply(q, k, v, exchange, kernel)
+    return result
