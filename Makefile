@@ -7,16 +7,21 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test lint bench fuzz clean
+.PHONY: demo test test-long lint bench fuzz clean
 
-## Show what wlb does with real documents found on this machine; writes wlb-demo/.
-demo: $(VENV)/.wlb-cli
+## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
+demo: $(VENV)/.wlb-examples
 	$(BIN)/wlb demo $(DEMO_FLAGS)
+	$(BIN)/python examples/same_losses.py $(LOSSES_FLAGS)
 
 ## Run all tests.
 test: $(VENV)/.wlb-test
 	cargo test --locked --package wlb-core
 	$(BIN)/python -m pytest
+
+## Also the tests that take minutes, and more examples of every property.
+test-long: $(VENV)/.wlb-test
+	WLB_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "long or not long"
 
 ## Formatting, lints, types, stubs.
 lint: $(VENV)/.wlb-test
