@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long lint bench fuzz clean
+.PHONY: demo test test-long lint bench loss-curves fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -36,6 +36,10 @@ lint: $(VENV)/.wlb-test
 ## Compare with the floor and with other packers; writes benches/records/. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.wlb-bench
 	$(BIN)/python benches/engine.py $(if $(LENGTHS),--lengths $(LENGTHS))
+
+## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
+loss-curves: $(VENV)/.wlb-examples
+	$(BIN)/python examples/loss_curves.py $(LOSS_CURVES_FLAGS)
 
 ## Fuzz each target for FUZZ_SECONDS; needs a nightly toolchain and `cargo install cargo-fuzz`.
 fuzz:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,15 +153,6 @@ def matrix(rng: np.random.Generator, sampled: int) -> list[Case]:
         strategy, heads = rng.choice(list(STRATEGIES)), rng.choice(list(HEADS))
         full.append(Case(lengths, str(strategy), transport, str(heads), causal, window, alibi))
     return full
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are tiny, and a process that has begun threads had better not fork."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])

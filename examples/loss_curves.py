@@ -1,0 +1,188 @@
+"""Does packing change what is learnt? The same model on the same documents, packed in three ways, over several seeds.
+
+    python examples/loss_curves.py --seeds 3 --steps 150
+
+`original` keeps the order of arrival. `fixed, 8 batches` packs 8 global batches together, the strongest of the usual
+baselines for balance and the one that stirs the order of documents most. `wlb` delays outliers only. Every run is
+evaluated on the same held-out documents, which no run has seen; the picture has mean and standard deviation over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+import wlb
+from baselines import BaselineLoader
+from corpus import ByteFiles, read_corpus
+from llama import LlamaConfig, LlamaStage
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, StepLoader, collate
+from wlb.torch.loss import count_valid_tokens, token_normalized_loss
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+METHODS = {"original": "#8a8f98", "fixed, 8 batches": "#c0452c", "wlb": "#0b5c94"}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all runs have in common."""
+
+    steps: int
+    context: int
+    micro_batches: int
+    every: int  # steps between evaluations
+    config: LlamaConfig
+    learning_rate: float
+
+    def loader(self, method: str, dataset: ByteFiles, seed: int) -> Any:
+        """The global batches of one way of packing."""
+        cost = wlb.CostModel.from_flops(**self.config.shape(), attention_efficiency=0.55)
+        common: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "seed": seed}
+        if method != "wlb":
+            window = 8 if method.startswith("fixed") else 1
+            return BaselineLoader(
+                dataset,
+                collate=collate,
+                method="fixed_length" if window > 1 else "original",
+                window=window,
+                num_micro_batches=self.micro_batches,
+                context=self.context,
+                cost_model=cost,
+                **common,
+            )
+        # Attention as it weighs in long-context training: in this toy it is a rounding error, and nothing would wait.
+        heavy = wlb.CostModel(attention=1.0, linear=self.context / 2)
+        packer = wlb.Packer(
+            num_micro_batches=self.micro_batches,
+            max_tokens=self.context * 3 // 2,
+            cost_model=heavy,
+            outlier_thresholds=(self.context // 4, self.context * 5 // 8),
+            max_document_tokens=self.context,
+            oversize="split",
+        )
+        sampler = BalancedBatchSampler(dataset.lengths, packer=packer, num_epochs=1_000_000, **common)
+        return StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=collate))
+
+
+def run(
+    study: Study, method: str, seed: int, dataset: ByteFiles, held_out: list[PackedBatch], tick: Any
+) -> list[float]:
+    """Trains one model; gives its loss on the held-out documents every `study.every` steps."""
+    model = LlamaStage(study.config)
+    model.initialize(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=study.learning_rate)
+    warm_up = partial(lambda step: min(1.0, (step + 1) / 20))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+    loader = study.loader(method, dataset, seed)
+    losses: list[float] = []
+    done = 0
+    while done < study.steps:
+        for step in loader:
+            valid = count_valid_tokens(batch.num_valid_tokens for batch in step.micro_batches)
+            for batch in step.micro_batches:
+                loss_of(model, batch, valid).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            done += 1
+            tick()
+            if done % study.every == 0:
+                with torch.no_grad():
+                    total = sum(batch.num_valid_tokens for batch in held_out)
+                    losses.append(sum(loss_of(model, batch, total).item() for batch in held_out))
+            if done == study.steps:
+                break
+    return losses
+
+
+def loss_of(model: LlamaStage, batch: PackedBatch, valid: int) -> torch.Tensor:
+    """A micro-batch's share of the mean loss."""
+    logits = model(batch.tokens, position_ids=batch.position_ids, shard=batch.shard)
+    return token_normalized_loss(logits, batch.labels, num_valid_tokens=valid)
+
+
+def draw(found: dict[str, np.ndarray], study: Study, path: Path) -> None:
+    """Mean and standard deviation over seeds."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    steps = np.arange(1, study.steps // study.every + 1) * study.every
+    for method, losses in found.items():
+        mean, deviation = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else np.zeros(losses.shape[1])
+        axes.plot(steps, mean, color=METHODS[method], label=f"{method}: {mean[-1]:.3f} ± {deviation[-1]:.3f}")
+        axes.fill_between(steps, mean - deviation, mean + deviation, color=METHODS[method], alpha=0.2, linewidth=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss on held-out documents (nats per byte)")
+    axes.set_title(f"Packing and what is learnt ({len(losses)} seeds)", loc="left", weight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    steps: Annotated[int, typer.Option(help="Global batches of a run.")] = 150,
+    every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 10,
+    context: Annotated[int, typer.Option(help="Context window, bytes.")] = 1024,
+    micro_batches: Annotated[int, typer.Option(help="Of a global batch.")] = 4,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 96,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 2,
+    longest: Annotated[int, typer.Option(help="Files larger than this are left out, bytes.")] = 4096,
+    output_dir: Annotated[Path, typer.Option(help="Where the picture and the record go.")] = Path("wlb-losses"),
+) -> None:
+    """Trains the same small model on documents packed in three ways; shows the loss on held-out ones."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    corpus = read_corpus(None)
+    paths = [path for path, length in zip(corpus.paths, corpus.lengths, strict=True) if length <= longest]
+    held, dataset = ByteFiles(paths[::20]), ByteFiles([path for i, path in enumerate(paths) if i % 20])
+    config = LlamaConfig(
+        hidden_size=hidden, ffn_hidden_size=hidden * 8 // 3, num_layers=layers, vocab_size=dataset.vocab_size
+    )
+    study = Study(steps, context, micro_batches, every, config, learning_rate=3e-3)
+    held_out = [collate([held[i][:context]]) for i in range(min(len(held), 40))]
+
+    found: dict[str, np.ndarray] = {}
+    started = time.time()
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("training", total=len(METHODS) * seeds * steps)
+        for method in METHODS:
+            runs = [
+                run(study, method, seed, dataset, held_out, lambda: progress.advance(task)) for seed in range(seeds)
+            ]
+            found[method] = np.array(runs)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    draw(found, study, output_dir / "loss_curves.png")
+    record = {
+        "study": asdict(study),
+        "documents": len(dataset),
+        "held_out": len(held_out),
+        "seconds": time.time() - started,
+        "torch": torch.__version__,
+        "losses": {method: losses.tolist() for method, losses in found.items()},
+    }
+    (output_dir / "loss_curves.json").write_text(json.dumps(record) + "\n")
+    table = Table("method", "final loss", "deviation over seeds", title="Loss on held-out documents")
+    for method, losses in found.items():
+        final = losses[:, -1]
+        table.add_row(method, f"{final.mean():.4f}", f"{final.std(ddof=1):.4f}" if seeds > 1 else "")
+    Console().print(table)
+    Console().print(f"Wrote {output_dir}/loss_curves.png and .json")
+
+
+if __name__ == "__main__":
+    typer.run(main)
