@@ -19,10 +19,10 @@ import os
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
+from engine import CONTEXT, COST, RECORDS
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -31,17 +31,9 @@ from torch.utils.data import DataLoader
 import wlb
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, StepLoader, collate
 
-RECORD = Path(__file__).parent / "records" / "data_path.json"
-CONTEXT, MICRO_BATCHES = 131072, 16
+RECORD = RECORDS / "data_path.json"
+MICRO_BATCHES = 16
 CP_SIZES = (1, 4, 16)
-COST = wlb.CostModel.from_flops(
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_layers=32,
-    num_heads=32,
-    vocab_size=32000,
-    attention_efficiency=0.55,
-)
 
 
 class Tokens:

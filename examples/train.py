@@ -134,15 +134,7 @@ def train_step(
     )
     losses = pipeline_step(
         stages,
-        [
-            PipelineMicroBatch(
-                tokens=batch.tokens.numel(),
-                args=(batch.tokens,),
-                kwargs={"position_ids": batch.position_ids, "shard": batch.shard},
-                target=batch.labels,
-            )
-            for batch in batches
-        ],
+        [for_pipeline(batch) for batch in batches],
         schedule=settings.schedule,
         loss_fn=partial(token_normalized_loss, num_valid_tokens=valid),
     )
@@ -155,6 +147,16 @@ def train_step(
     for group in (data_and_context(mesh).get_group(), mesh["pp"].get_group()):
         dist.all_reduce(loss, group=group)
     return loss.item(), norm
+
+
+def for_pipeline(batch: PackedBatch) -> PipelineMicroBatch:
+    """Tokens for the first stage, labels for the last one, positions and the shard for all."""
+    return PipelineMicroBatch(
+        tokens=batch.tokens.numel(),
+        args=(batch.tokens,),
+        kwargs={"position_ids": batch.position_ids, "shard": batch.shard},
+        target=batch.labels,
+    )
 
 
 def clip_gradients(stages: list[VarlenPipelineStage], limit: float, mesh: DeviceMesh) -> float:

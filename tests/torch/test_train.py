@@ -22,7 +22,7 @@ from llama import LlamaConfig
 from wlb.torch.data import collate
 from wlb.torch.groups import build_mesh
 from wlb.torch.loss import token_normalized_loss
-from wlb.torch.pipeline import PipelineMicroBatch, pipeline_step
+from wlb.torch.pipeline import pipeline_step
 
 CONFIG = LlamaConfig(hidden_size=32, ffn_hidden_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=257)
 SETTINGS = example.Settings(
@@ -85,15 +85,7 @@ def gradients(rank: int, settings: example.Settings) -> tuple[float, dict[str, n
     valid = sum(sum(lengths) - len(lengths) for lengths in MICRO_BATCHES)
     losses = pipeline_step(
         stages,
-        [
-            PipelineMicroBatch(
-                tokens=batch.tokens.numel(),
-                args=(batch.tokens,),
-                kwargs={"position_ids": batch.position_ids, "shard": batch.shard},
-                target=batch.labels,
-            )
-            for batch in batches
-        ],
+        [example.for_pipeline(batch) for batch in batches],
         schedule=settings.schedule,
         loss_fn=lambda logits, labels: token_normalized_loss(logits, labels, num_valid_tokens=valid),
     )
