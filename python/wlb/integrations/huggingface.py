@@ -10,10 +10,10 @@ of this data-parallel rank, `Trainer` trains on wlb's plan::
     PackedTrainer(model, TrainingArguments(gradient_accumulation_steps=micro_batches_per_rank, ...),
                   train_dataset=documents, data_collator=PackedCollator())
 
-The loader is not given to `accelerator.prepare`: the sampler yields this rank's part alone, and `accelerate` would share
-it out a second time. `gradient_accumulation_steps` is the number of micro-batches of a rank in a global batch; then the
-Trainer divides the loss by the tokens of the whole global batch, over all ranks (`average_tokens_across_devices=True`, its
-default).
+The loader is not given to `accelerator.prepare`: the sampler yields this rank's part alone, and `accelerate` would
+share it out a second time. `gradient_accumulation_steps` is the number of micro-batches of a rank in a global batch;
+then the Trainer divides the loss by the tokens of the whole global batch, over all ranks
+(`average_tokens_across_devices=True`, its default).
 
 What keeps documents apart is the model's attention, by `attn_implementation`:
 
@@ -103,4 +103,5 @@ class MicroBatchLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Calls `batch_sampler.set_epoch(epoch)`."""
-        self.batch_sampler.set_epoch(epoch)
+        sampler: Any = self.batch_sampler
+        sampler.set_epoch(epoch)

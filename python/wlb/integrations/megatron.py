@@ -1,7 +1,7 @@
 """Micro-batches for Megatron-Core over Transformer Engine: `PackedSeqParams`, and each context-parallel rank's slice.
 
-Transformer Engine cuts every document of a packed (thd) sequence into ``2 * cp_size`` equal chunks, so each needs padding.
-Pad the lengths *before* packing: then ``max_tokens`` counts the padding, and no micro-batch overflows::
+Transformer Engine cuts every document of a packed (thd) sequence into ``2 * cp_size`` equal chunks, so each needs
+padding. Pad the lengths *before* packing: then ``max_tokens`` counts the padding, and no micro-batch overflows::
 
     multiple = required_multiple(cp_size=cp_size)
     packing = packer.push(padded_lengths(lengths, pad_multiple=multiple))
@@ -19,9 +19,10 @@ Pad the lengths *before* packing: then ``max_tokens`` counts the padding, and no
 ``max_tokens``, and ``max_document_tokens`` where the packer splits or truncates, must be multiples of ``pad_multiple``.
 wlb's own :func:`wlb.torch.context_parallel_attention` needs no padding.
 
-Tested on CPU with megatron-core 0.16: the fields against its own builder, slices against its `get_batch_on_this_cp_rank`
-document by document, and its thd rotary embedding of ranks' slices against that of the whole sequence. Its thd attention,
-and Transformer Engine's `thd_get_partitioned_indices`, exist on a GPU only and are not tested.
+Tested on CPU with megatron-core 0.16: the fields against its own builder, slices against its
+`get_batch_on_this_cp_rank` document by document, and its thd rotary embedding of ranks' slices against that of the
+whole sequence. Its thd attention, and Transformer Engine's `thd_get_partitioned_indices`, exist on a GPU only and are
+not tested.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def real_lengths(micro_batch: wlb.MicroBatch, document_lengths: ArrayLike, *, pa
     if whole.shape != micro_batch.lengths.shape:
         message = f"must have shape {micro_batch.lengths.shape}, not {whole.shape}"
         raise error("document_lengths", message, value=whole.shape)
-    real = np.minimum(whole - micro_batch.starts, micro_batch.lengths)
+    real: NDArray[np.int64] = np.minimum(whole - micro_batch.starts, micro_batch.lengths)
     padded = padded_lengths(real, pad_multiple=pad_multiple)
     for index in np.flatnonzero((padded != micro_batch.lengths) | (real < 1))[:1]:
         raise error(
@@ -155,7 +156,8 @@ def padded_positions(shard: wlb.Shard, *, lengths: ArrayLike) -> NDArray[np.int6
     """
     real = _real(shard, lengths)
     padding_before = np.cumsum(shard.lengths - real) - (shard.lengths - real)
-    return np.arange(real.sum()) + np.repeat(padding_before, real)
+    positions: NDArray[np.int64] = np.arange(real.sum()) + np.repeat(padding_before, real)
+    return positions
 
 
 def pad(values: Tensor, shard: wlb.Shard, *, lengths: ArrayLike, fill: float) -> Tensor:
