@@ -116,9 +116,9 @@ def test_bad_documents_are_named(feature: dict[str, Any]) -> None:
     assert (refused.value.argument, refused.value.index) == ("features", 1)
 
 
-LENGTHS = [30, 1, 7, 12, 25, 1]
-GLOBAL_BATCH = 3  # documents
-MICRO_BATCHES = 4  # so one is empty
+LENGTHS = [30, 1, 7, 12, 3, 25, 9, 1, 40, 2, 16, 5]
+GLOBAL_BATCH = 6  # documents
+MICRO_BATCHES = 4
 
 
 class PlannedSampler:
@@ -134,10 +134,12 @@ class PlannedSampler:
         return len(LENGTHS) // GLOBAL_BATCH * MICRO_BATCHES // self.dp_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        for ids in np.roll(np.arange(len(LENGTHS)), self.epoch).reshape(-1, GLOBAL_BATCH):
-            cost = wlb.CostModel(attention=1.0, linear=10.0)
-            lengths = np.array(LENGTHS)[ids]
-            plan = wlb.pack(lengths, num_micro_batches=MICRO_BATCHES, max_tokens=64, cost_model=cost)
+        cost = wlb.CostModel(attention=1.0, linear=10.0)
+        methods = ("original", "var_length")  # all documents in one micro-batch and three empty; none empty
+        batches = np.roll(np.arange(len(LENGTHS)), self.epoch).reshape(-1, GLOBAL_BATCH)
+        for ids, method in zip(batches, methods, strict=True):
+            options = {"num_micro_batches": MICRO_BATCHES, "max_tokens": 128, "cost_model": cost, "method": method}
+            plan = wlb.pack(np.array(LENGTHS)[ids], **options)
             for index in plan.deal(self.dp_size)[self.dp_rank]:
                 yield ids[plan[index].document_ids].tolist()
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import wlb
 from wlb.integrations.torch_cp import ShardLoadBalancer, document_mask, padded_lengths
 
-LENGTHS = [1, 300, 129, 2, 61]  # 19 tokens of padding follow
+LENGTHS = [1, 300, 2, 61]  # 148 tokens of padding follow
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
@@ -138,7 +138,7 @@ def test_refuses_what_torch_would_cut_elsewhere() -> None:
 
 
 def test_padding_fills_up_to_whole_blocks_and_no_more() -> None:
-    assert padded_lengths(LENGTHS, cp_size=2).tolist() == [*LENGTHS, 19]
+    assert padded_lengths(LENGTHS, cp_size=2).tolist() == [*LENGTHS, 148]
     assert padded_lengths([100, 156], cp_size=2).tolist() == [100, 156]
     assert padded_lengths([3], cp_size=2, block_size=2).tolist() == [3, 1]
     for arguments in ({"cp_size": 0}, {"cp_size": 2, "block_size": 0}):
