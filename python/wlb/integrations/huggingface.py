@@ -22,7 +22,7 @@ What keeps documents apart is the model's attention, by `attn_implementation`:
   documents; so batches say `use_cache=False`, and have no mask. `sdpa` and `eager` make a mask of tokens x tokens.
 - `"flash_attention_2"` and `"flash_attention_3"` (on a GPU only) take `cu_seq_lens_q/k` and `max_length_q/k`.
 
-`sdpa` and `eager` are tested on CPU with gradients, `flex_attention` forward and uncompiled (torch has no more on CPU);
+`sdpa` and `eager` are tested on CPU with gradients, `flex_attention` forward and uncompiled (no backward on CPU);
 flash attention needs a GPU and is not.
 Layers that are no attention (convolutions, state-space layers) mix documents unless the model says otherwise.
 """
