@@ -1,0 +1,119 @@
+"""A :class:`wlb.Shard` as a load balancer of torch's own context parallelism over FlexAttention.
+
+torch permutes the packed sequence by a balancer, gives rank ``r`` the ``r``-th of equal chunks, gathers keys and values
+on every rank and runs FlexAttention with the document mask, rewritten for the permuted indices::
+
+    lengths = padded_lengths(micro_batch.lengths, cp_size=mesh.size())   # a last document of padding
+    shard = wlb.shard(lengths, cp_size=mesh.size())
+    balancer = ShardLoadBalancer(shard, mesh)
+    tokens = shard.num_tokens
+    mask = create_block_mask(document_mask(shard, device=device), 1, 1, tokens, tokens, device=device)
+    token_ids, labels, position_ids, mask = _context_parallel_shard(
+        mesh, [token_ids, labels, position_ids, mask], [1, 1, 1, 2], load_balancer=balancer
+    )
+
+Equal pairs are not quite equal time: FlexAttention computes whole blocks of 128 x 128, and a short document cut over
+all ranks touches more of them than one that stays whole. In packed sequences of 64K tokens on 4 ranks and 128K on 8,
+with long-tailed lengths, the slowest rank computes 0.45 to 1.08 times the blocks that it has under torch's head-tail
+balancer; in 8K tokens of documents of a few hundred it can be twice as many. Let documents stay whole whose chunks
+would be less than two blocks: ``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. What a rank computes is
+``mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()`` of its sharded mask. For attention that is exact and
+balanced at any length, without blocks or padding, there is :func:`wlb.torch.context_parallel_attention`.
+
+torch's balancer interface is private, and for FlexAttention only: its SDPA ring assumes the head-tail order.
+FlexAttention has no backward on CPU: only forward is tested there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._attention import _LoadBalancer
+
+import wlb
+from wlb.torch._errors import error
+
+__all__ = ["ShardLoadBalancer", "document_mask", "padded_lengths"]
+
+
+class ShardLoadBalancer(_LoadBalancer):
+    """Lays the tokens of a packed sequence out rank by rank, as a shard says.
+
+    Pass it as ``load_balancer`` to torch's ``_context_parallel_shard`` and ``context_parallel_unshard``, for buffers of
+    ``shard.num_tokens`` tokens: the same micro-batch in every row if there is a batch dimension. It holds two index
+    tensors of that many int64 on the mesh's device.
+
+    Args:
+        shard: the plan, of any strategy, with as many tokens on every rank: torch cuts equal chunks.
+        mesh: the one-dimensional context-parallel mesh.
+
+    Raises:
+        wlb.WlbError: the mesh is of another size, or ranks have unequal token counts.
+    """
+
+    def __init__(self, shard: wlb.Shard, mesh: DeviceMesh) -> None:
+        if mesh.ndim != 1:
+            raise error("mesh", f"must be the context-parallel dimension alone, not {mesh.ndim} dimensions", value=mesh)
+        if mesh.size() != shard.cp_size:
+            raise error("shard", f"is for {shard.cp_size} ranks, the mesh has {mesh.size()}", value=shard.cp_size)
+        tokens = shard.tokens_per_rank
+        unequal = np.flatnonzero(tokens != tokens[0])
+        if len(unequal):
+            rank = int(unequal[0])
+            raise error(
+                "shard",
+                f"gives rank {rank} {tokens[rank]} tokens and rank 0 {tokens[0]}, but torch cuts equal chunks: "
+                "shard padded_lengths(lengths, cp_size=...)",
+                index=rank,
+                value=int(tokens[rank]),
+            )
+        order = np.concatenate([shard.rank(rank).token_indices for rank in range(shard.cp_size)])
+        self._order = torch.as_tensor(order, dtype=torch.int64, device=mesh.device_type).unsqueeze(0)
+        self._restore = torch.as_tensor(shard.restore_indices, dtype=torch.int64, device=mesh.device_type).unsqueeze(0)
+
+    def _generate_indices(self, restore: bool = False) -> Tensor:
+        """The permutation `x_by_rank = x[indices]`, int64 `[1, tokens]`; with `restore` its inverse."""
+        return self._restore if restore else self._order
+
+
+def document_mask(
+    shard: wlb.Shard, *, device: torch.device | str
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's `mask_mod` of a packed sequence: attention stays inside documents, causal if the shard is.
+
+    In the order of the packed sequence: torch rewrites it for the balancer's order.
+    """
+    documents = torch.from_numpy(np.repeat(np.arange(len(shard.lengths)), shard.lengths)).to(device)
+    causal = shard.causal
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = documents[query] == documents[key]
+        return same & (query >= key) if causal else same
+
+    return mask
+
+
+def padded_lengths(lengths: ArrayLike, *, cp_size: int, block_size: int = 128) -> NDArray[np.int64]:
+    """The documents, and if need be one of padding behind them, so that FlexAttention takes the packed sequence.
+
+    torch wants ``cp_size * block_size`` to divide its tokens. A ``max_tokens`` that is such a multiple still holds.
+
+    Args:
+        lengths: int[n], tokens of each document of the micro-batch.
+        cp_size: ranks.
+        block_size: query block of the mask; FlexAttention's default is 128.
+
+    Returns:
+        int64[n] or int64[n + 1].
+    """
+    for argument, value in (("cp_size", cp_size), ("block_size", block_size)):
+        if value < 1:
+            raise error(argument, f"must be at least 1, not {value}", value=value)
+    documents = np.asarray(lengths, dtype=np.int64)
+    padding = -int(documents.sum()) % (cp_size * block_size)
+    return np.append(documents, padding) if padding else documents
