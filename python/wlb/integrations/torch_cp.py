@@ -13,10 +13,8 @@ on every rank and runs FlexAttention with the document mask, rewritten for the p
     )
 
 Equal pairs are not quite equal time: FlexAttention computes whole blocks of 128 x 128, and a short document cut over
-all ranks touches more of them than one that stays whole. In packed sequences of 64K tokens on 4 ranks and 128K on 8,
-with long-tailed lengths, the slowest rank computes 0.45 to 1.08 times the blocks that it has under torch's head-tail
-balancer; in 8K tokens of documents of a few hundred it can be twice as many. Let documents stay whole whose chunks
-would be less than two blocks: ``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. What a rank computes is
+all ranks touches more of them than one that stays whole. Where all documents are short the slowest rank may compute
+more blocks than under torch's head-tail balancer. Let documents stay whole whose chunks would be less than two blocks: ``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. What a rank computes is
 ``mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()`` of its sharded mask. For attention that is exact and
 balanced at any length, without blocks or padding, there is :func:`wlb.torch.context_parallel_attention`.
 
