@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,12 @@ from wlb.torch.groups import build_mesh, data_and_context
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
 
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+Transport = Literal["all_gather", "ring", "ulysses"]
+Method = Literal["wlb", "original", "fixed"]
+Strategy = Literal["per_document", "per_sequence"]
+Dtype = Literal["float32", "bfloat16"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -58,13 +64,13 @@ class Settings:
     cp: int
     tp: int
     virtual_stages: int
-    schedule: str
-    transport: str
+    schedule: Schedule
+    transport: Transport
     # The documents and how they are packed.
     corpus: Path | None
     pattern: str
     tokenizer: Path | None
-    method: str
+    method: Method
     window: int
     context: int
     micro_batches: int
@@ -72,11 +78,11 @@ class Settings:
     queues: int
     threshold: list[int]
     max_delay: int | None
-    strategy: str
+    strategy: Strategy
     workers: int
     # The model and its training.
     model: LlamaConfig
-    dtype: str
+    dtype: Dtype
     activation_checkpointing: bool
     steps: int
     learning_rate: float
@@ -404,7 +410,7 @@ def main(
     corpus: Annotated[Path | None, typer.Option(help="Folder of documents; default: Python's own library.")] = None,
     pattern: Annotated[str, typer.Option(help="Names of files that are documents.")] = "*.py",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; default: bytes.")] = None,
-    method: Annotated[str, typer.Option(help="wlb; or for comparison original, fixed (greedy, fixed length).")] = "wlb",
+    method: Annotated[Method, typer.Option(help="How to pack; all but wlb are for comparison.")] = "wlb",
     window: Annotated[int, typer.Option(help="Global batches that --method fixed packs together.")] = 1,
     context: Annotated[int, typer.Option(help="Context window, tokens; longer documents are split.")] = 2048,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a global batch, over all ranks.")] = 8,
@@ -412,14 +418,14 @@ def main(
     queues: Annotated[int, typer.Option(help="Outlier queues, their thresholds tuned on the corpus.")] = 2,
     threshold: Annotated[list[int], typer.Option(help="Or the threshold of a queue; one option for each.")] = [],  # noqa: B006
     max_delay: Annotated[int | None, typer.Option(help="Most iterations a document waits.")] = None,
-    strategy: Annotated[str, typer.Option(help="per_document, per_sequence.")] = "per_document",
+    strategy: Annotated[Strategy, typer.Option(help="How context-parallel ranks share documents.")] = "per_document",
     workers: Annotated[int, typer.Option(help="Data-loader workers.")] = 1,
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
     ffn: Annotated[int, typer.Option(help="Hidden size of the feed-forward network.")] = 352,
     layers: Annotated[int, typer.Option(help="Layers.")] = 4,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
     kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 4,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="Of computation; parameters stay float32.")] = "float32",
     activation_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = False,
     steps: Annotated[int, typer.Option(help="Global batches.")] = 20,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3,

@@ -140,6 +140,25 @@ def test_every_document_once(oversize: str) -> None:
     assert tokens_of(micro) == expected
 
 
+def test_documents_of_many_batches_do_not_pile_up() -> None:
+    """Each alone is ten global batches; two of them never wait at once."""
+    lengths = np.full(6, 1000)
+    config = wlb.Packer(
+        num_micro_batches=4,
+        max_tokens=25,
+        max_document_tokens=25,
+        oversize="split",
+        cost_model=wlb.CostModel(attention=1.0, linear=1.0),
+    )
+    of = BalancedBatchSampler(lengths, packer=config, dp_rank=0, dp_size=1)
+    planner = of.planner.copy()
+    trained = 0
+    while not planner.ended:
+        trained += planner.next_step().num_tokens
+        assert planner.pending <= 1000 // 25 + 100 // 25
+    assert trained == lengths.sum()
+
+
 def test_epochs_differ_and_hand_over_what_waits() -> None:
     of = sampler(0, 1, num_epochs=3)
     loader = step_loader(of)

@@ -31,6 +31,11 @@ class StepPacker:
         """Pieces that wait."""
         return self._packer.pending
 
+    @property
+    def carried_tokens(self) -> int:
+        """Tokens that found no place in the last step; O(pieces that wait) if there are any."""
+        return sum(self._packer.state_dict()["carried"]["lengths"]) if self._packer.carried else 0
+
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay so far."""
         return self._packer.metrics()

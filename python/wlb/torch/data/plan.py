@@ -143,10 +143,16 @@ class Planner:
         return self.pending == 0 or self.epoch + 1 < self._order.num_epochs
 
     def next_step(self) -> wlb.Packing:
-        """Packs the next global batch of an epoch that has not ended. O(its documents + those that wait)."""
+        """Packs the next global batch of an epoch that has not ended. O(its documents + those that wait).
+
+        Nothing new enters while a whole global batch is carried over: documents of many batches each, split, would
+        else arrive faster than they can be trained.
+        """
         total = self._order.corpus.lengths.size
         if self._position == total:
             packing = self._packer.drain()
+        elif self._packer.carried_tokens >= self._order.tokens_per_batch:
+            packing = self._packer.push([], [])
         else:
             documents, lengths = self._order.next_batch(self.epoch, self._position, self._guess)
             packing = self._packer.push(lengths, ids=self.epoch * total + documents)
