@@ -185,6 +185,8 @@ class BalancedStream(Generic[T]):
 
     def _plan(self) -> wlb.Packing | None:
         """The plan of the next step; None after the last."""
+        if self._packer.carried_tokens >= self._tokens_per_batch:
+            return self._packer.push([], [])  # as `Planner.next_step`: first what is carried over
         while not all(stream.ended for stream in self._streams):
             new = self._read()
             if new:
