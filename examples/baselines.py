@@ -6,6 +6,7 @@ for, without workers: enough to compare losses and balance.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,9 @@ class BaselineLoader:
         tokens_per_batch = self.sizes["num_micro_batches"] * self.sizes["max_tokens"]
         offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
         num_steps = (offsets.size - 1) // self.window * self.window  # a window that is not full is left out
+        if num_steps == 0:
+            found = offsets.size - 1
+            raise ValueError(f"the documents make {found} global batches, fewer than a window of {self.window}")
         while self.in_epoch < num_steps:
             first = self.in_epoch // self.window * self.window
             here = slice(offsets[first], offsets[first + self.window])
@@ -89,6 +93,7 @@ class BaselineLoader:
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], which: int
     ) -> Step[PackedBatch]:
         window = {"window": self.window} if self.method == "fixed_length" else {}
+        started = time.perf_counter()
         together = wlb.pack(lengths, method=self.method, **window, **self.sizes)
         count = self.sizes["num_micro_batches"]
         mine = [together[index] for index in range(which * count, (which + 1) * count)]
@@ -97,6 +102,7 @@ class BaselineLoader:
         cut = np.concatenate([micro_batch.lengths for micro_batch in mine])
         packing = wlb.Packing.from_assignment(cut, owner, **self.sizes)
         indices = packing.deal(self.dp_size)[self.dp_rank]
+        seconds = time.perf_counter() - started
         reader = Documents(self.dataset)
         batches = []
         for index in indices:
@@ -104,6 +110,6 @@ class BaselineLoader:
             ids = micro_batch.document_ids
             rows = zip(documents[ids], starts[ids] + micro_batch.starts, micro_batch.lengths, strict=True)
             batches.append(self.collate([reader[Piece(*(int(value) for value in row))] for row in rows]))
-        step = Step(self.number, self.epoch, packing, indices, batches)
+        step = Step(self.number, self.epoch, packing, indices, batches, seconds)
         self.number, self.in_epoch = self.number + 1, self.in_epoch + 1
         return step

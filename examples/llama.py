@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
-from wlb.torch.attention import context_parallel_attention
 
 import wlb
+from wlb.torch.attention import context_parallel_attention
 from wlb.torch.groups import data_and_context
 from wlb.torch.loss import sum_gradients
 
@@ -63,6 +63,7 @@ class AttentionOptions:
 
     group: dist.ProcessGroup | None = None
     transport: Any = "all_gather"
+    ulysses_size: int | None = None
 
 
 def rotary(position_ids: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,9 @@ class Attention(nn.Module):
         options = self.options
         if (idle := self.idle_tokens(len(q), shard)) > 0:
             q, k, v = q[:-idle], k[:-idle], v[:-idle]
-        attended = context_parallel_attention(q, k, v, shard, group=options.group, transport=options.transport)
+        attended = context_parallel_attention(
+            q, k, v, shard, group=options.group, transport=options.transport, ulysses_size=options.ulysses_size
+        )
         return self.wo(F.pad(attended.flatten(1), (0, 0, 0, idle)))
 
     def idle_tokens(self, tokens: int, shard: wlb.Shard) -> int:
@@ -241,10 +244,13 @@ def parallelize(stage: LlamaStage, mesh: DeviceMesh, *, dtype: torch.dtype = tor
     if mesh["tp"].size() > 1:
         stage.tensor_mesh = mesh["tp"]
         parallelize_module(stage, mesh["tp"], tensor_parallel_plan(stage))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs as they come: activations are of that type already, and rotary angles have to stay float32.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # In a pipeline every micro-batch would gather the weights anew.
+    options: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": mesh["pp"].size() == 1}
     ranks = data_and_context(mesh)
     for block in stage.layers.values():
-        fully_shard(block, mesh=ranks, mp_policy=precision)
-    fully_shard(stage, mesh=ranks, mp_policy=precision)
+        fully_shard(block, mesh=ranks, **options)
+    fully_shard(stage, mesh=ranks, **options)
     sum_gradients(stage)
     return stage

@@ -19,11 +19,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from wlb.torch.data import PackedBatch, collate
 
 import wlb
 from corpus import read_corpus
 from llama import Attention, AttentionOptions, LlamaConfig, rotary
+from wlb.torch.data import PackedBatch, collate
 
 
 class Experts(nn.Module):
@@ -88,11 +88,8 @@ def routes_by_document(model: Mixture, documents: list[np.ndarray], micro_batche
     result: list[Tensor] = [torch.empty(0)] * len(documents)
     for numbers in micro_batches:
         batch = collate([documents[number] for number in numbers])
-        inside = batch.shard.rank(0)
-        # One rank has all tokens, though not in packed order.
-        routes = model.routes(batch)[torch.from_numpy(batch.shard.restore_indices.astype(np.int64))]
-        assert inside.num_tokens == routes.shape[0]
-        for number, part in zip(numbers, routes.split(batch.shard.lengths.tolist()), strict=True):
+        parts = model.routes(batch).split(batch.shard.lengths.tolist())
+        for number, part in zip(numbers, parts, strict=True):
             result[number] = part
     return result
 

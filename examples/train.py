@@ -49,9 +49,9 @@ from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
-Transport = Literal["all_gather", "ring", "ulysses"]
+Transport = Literal["all_gather", "ring", "ulysses", "usp"]
 Method = Literal["wlb", "original", "fixed"]
-Strategy = Literal["per_document", "per_sequence"]
+Strategy = Literal["per_document", "per_sequence", "hybrid"]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -66,6 +66,7 @@ class Settings:
     virtual_stages: int
     schedule: Schedule
     transport: Transport
+    ulysses_size: int | None
     # The documents and how they are packed.
     corpus: Path | None
     pattern: str
@@ -79,6 +80,7 @@ class Settings:
     threshold: list[int]
     max_delay: int | None
     strategy: Strategy
+    hybrid_threshold: int | None
     workers: int
     # The model and its training.
     model: LlamaConfig
@@ -115,9 +117,8 @@ def train(settings: Settings) -> None:
                 optimizer.param_groups[0]["lr"] = schedule(done)
             loss, norm = train_step(settings, step, stages, optimizers, mesh, device)
             done += 1
-            report.step(
-                done, step, loss, norm, stall=arrived - waiting, seconds=time.perf_counter() - arrived, loader=loader
-            )
+            now = time.perf_counter()
+            report.step(done, step, loss, norm, stall=arrived - waiting, seconds=now - waiting, loader=loader)
             if settings.checkpoint_dir and (done % settings.checkpoint_every == 0 or done == settings.steps):
                 save(settings.checkpoint_dir / f"step-{done:08d}", done, stages, optimizers, loader)
             if done == settings.steps:
@@ -212,7 +213,13 @@ def set_up_ranks(settings: Settings) -> tuple[torch.device, DeviceMesh]:
 def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh) -> Any:
     """Packs global batches of `micro_batches` context windows into micro-batches of equal work; or as others do."""
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
-    keep = partial(collate, cp_rank=mesh["cp"].get_local_rank(), cp_size=mesh["cp"].size(), strategy=settings.strategy)
+    keep = partial(
+        collate,
+        cp_rank=mesh["cp"].get_local_rank(),
+        cp_size=mesh["cp"].size(),
+        strategy=settings.strategy,
+        hybrid_threshold=settings.hybrid_threshold,
+    )
     ranks = {"dp_rank": mesh["dp"].get_local_rank(), "dp_size": mesh["dp"].size()}
     if settings.method != "wlb":
         return BaselineLoader(
@@ -271,7 +278,7 @@ def build_model(
             config,
             stage=index,
             num_stages=num_stages,
-            options=AttentionOptions(group, settings.transport),
+            options=AttentionOptions(group, settings.transport, settings.ulysses_size),
             checkpoint_activations=settings.activation_checkpointing,
         )
         module.initialize(settings.seed)
@@ -407,6 +414,7 @@ def main(
         str, typer.Option(help="1f1b, gpipe, interleaved_1f1b, interleaved_zero_bubble, zbv.")
     ] = "1f1b",
     transport: Annotated[str, typer.Option(help="all_gather, ring, ulysses.")] = "all_gather",
+    ulysses_size: Annotated[int | None, typer.Option(help="Ranks that exchange heads, with usp.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="Folder of documents; default: Python's own library.")] = None,
     pattern: Annotated[str, typer.Option(help="Names of files that are documents.")] = "*.py",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; default: bytes.")] = None,
@@ -419,6 +427,7 @@ def main(
     threshold: Annotated[list[int], typer.Option(help="Or the threshold of a queue; one option for each.")] = [],  # noqa: B006
     max_delay: Annotated[int | None, typer.Option(help="Most iterations a document waits.")] = None,
     strategy: Annotated[Strategy, typer.Option(help="How context-parallel ranks share documents.")] = "per_document",
+    hybrid_threshold: Annotated[int | None, typer.Option(help="Shorter documents stay whole, with hybrid.")] = None,
     workers: Annotated[int, typer.Option(help="Data-loader workers.")] = 1,
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
     ffn: Annotated[int, typer.Option(help="Hidden size of the feed-forward network.")] = 352,

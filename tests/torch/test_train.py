@@ -1,5 +1,6 @@
 """The example trainer: any layout learns what one process learns; a run that dies goes on as if it had not."""
 
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+import llama
 import train as example
 from llama import LlamaConfig
 from wlb.torch.data import collate
@@ -32,6 +34,7 @@ SETTINGS = example.Settings(
     virtual_stages=1,
     schedule="1f1b",
     transport="all_gather",
+    ulysses_size=None,
     corpus=None,
     pattern="*.py",
     tokenizer=None,
@@ -44,6 +47,7 @@ SETTINGS = example.Settings(
     threshold=[],
     max_delay=3,
     strategy="per_document",
+    hybrid_threshold=None,
     workers=0,
     model=CONFIG,
     dtype="float32",
@@ -73,8 +77,8 @@ def documents(lengths: list[int]) -> list[np.ndarray]:
     return [np.random.default_rng(length).integers(0, CONFIG.vocab_size, length) for length in lengths]
 
 
-def gradients(rank: int, settings: example.Settings) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss over all ranks, and all gradients that this rank's stages have, whole."""
+def gradients(rank: int, settings: example.Settings) -> tuple[float, float, dict[str, np.ndarray]]:
+    """This rank's part of the loss, the norm of all gradients, and those of its stages, whole."""
     device, mesh = torch.device("cpu"), mesh_of(settings)
     stages, _ = example.build_model(settings, CONFIG, mesh, device)
     dp_rank, dp = mesh["dp"].get_local_rank(), mesh["dp"].size()
@@ -90,11 +94,12 @@ def gradients(rank: int, settings: example.Settings) -> tuple[float, dict[str, n
         loss_fn=lambda logits, labels: token_normalized_loss(logits, labels, num_valid_tokens=valid),
     )
     found = {
-        name: np.asarray(getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)())
+        name: np.array(getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)())
         for stage in stages
         for name, parameter in stage.submod.named_parameters()
     }
-    return float(sum(loss.item() for loss in losses)) / settings.tp, found
+    norm = example.clip_gradients(stages, 1.0, mesh)
+    return float(sum(loss.item() for loss in losses)) / settings.tp, norm, found
 
 
 def mesh_of(settings: example.Settings) -> Any:
@@ -104,33 +109,63 @@ def mesh_of(settings: example.Settings) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[float, dict[str, np.ndarray]]:
+def reference() -> tuple[float, float, dict[str, np.ndarray]]:
     return processes.run(1, gradients, SETTINGS)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_learns_what_one_process_learns(layout: str, reference: Any) -> None:
     results = processes.run(WORLD[layout], gradients, replace(SETTINGS, **LAYOUTS[layout]))
-    loss, expected = reference
-    assert sum(part for part, _ in results) == pytest.approx(loss, rel=1e-5)
+    loss, norm, expected = reference
+    assert sum(part for part, _, _ in results) == pytest.approx(loss, rel=1e-5)
     seen = set()
-    for _, found in results:
+    for _, their_norm, found in results:
+        assert their_norm == pytest.approx(norm, rel=1e-5)
         for name, gradient in found.items():
             assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
         seen |= set(found)
     assert seen == set(expected)
 
 
-def run(rank: int, settings: example.Settings, die_at: int | None = None) -> None:
-    """A run of the trainer on the process group that there is; rank 1 is killed before its update of step `die_at`."""
-    clip_gradients, steps = example.clip_gradients, iter(range(1, settings.steps + 1))
+def half_precision(rank: int, settings: example.Settings) -> tuple[float, set[torch.dtype]]:
+    """The loss in bfloat16, and the types of the rotary angles."""
+    types = set()
+    rotate = llama.rotate
 
-    def clip_or_die(*arguments: Any) -> Any:
-        if next(steps) == die_at and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return clip_gradients(*arguments)
+    def watched(x: torch.Tensor, rope: Any) -> torch.Tensor:
+        types.update(angle.dtype for angle in rope)
+        return rotate(x, rope)
 
-    example.clip_gradients = clip_or_die
+    llama.rotate = watched
+    return gradients(rank, settings)[0], types
+
+
+def test_half_precision_keeps_positions_exact(reference: Any) -> None:
+    settings = replace(SETTINGS, dtype="bfloat16", cp=2, tp=2)
+    results = processes.run(4, half_precision, settings)
+    assert sum(part for part, _ in results) == pytest.approx(reference[0], rel=2e-2)
+    assert set().union(*(types for _, types in results)) == {torch.float32}
+
+
+def test_a_window_needs_as_many_batches(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("to be or not to be")
+    settings = replace(SETTINGS, corpus=tmp_path, pattern="*.txt", method="fixed", window=8)
+    with pytest.raises(processes.RankFailed, match="fewer than a window of 8"):
+        processes.run(1, run, settings)
+
+
+def run(rank: int, settings: example.Settings, dies: tuple[str, int] | None = None) -> None:
+    """A run of the trainer on the process group that there is; rank 1 dies at some call of one of its functions."""
+    if dies is not None and rank == 1:
+        name, number = dies
+        work, calls = getattr(example, name), itertools.count(1)
+
+        def work_or_die(*arguments: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*arguments)
+
+        setattr(example, name, work_or_die)
     example.train(settings)
 
 
@@ -138,8 +173,12 @@ def rows(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding."""
+@pytest.mark.parametrize("killed_in", ["clip_gradients", "state_of"])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: str) -> None:
+    """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding.
+
+    It dies in the middle of a step, or while a checkpoint is written: then that one does not count.
+    """
     (tmp_path / "corpus").mkdir()
     for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
         (tmp_path / "corpus" / f"{number}.txt").write_text(
@@ -157,14 +196,20 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     assert whole[-1]["delay_mean"] > 0, "documents wait"
 
     killed = replace(settings, metrics_file=tmp_path / "killed.jsonl", checkpoint_dir=tmp_path / "checkpoints")
-    die_at = random.Random(os.getpid()).choice([3, 4, 5])
+    if killed_in == "state_of":
+        # The second checkpoint is that of step 4.
+        call, saved = 2, 2
+    else:
+        call = random.choice([3, 4, 5])
+        saved = (call - 1) // 2 * 2
+    print(f"killed in call {call} of {killed_in}")
     with pytest.raises(processes.RankFailed):
-        processes.run(4, run, killed, die_at)
+        processes.run(4, run, killed, (killed_in, call))
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
     before = len(rows(tmp_path / "killed.jsonl"))
-    saved = (die_at - 1) // 2 * 2
     processes.run(4, run, killed)
     resumed = rows(tmp_path / "killed.jsonl")[before:]
+    assert resumed[0]["step"] == saved + 1
     same = ("step", "loss", "gradient_norm", "digest", "imbalance", "delay_mean")
     assert [[row[key] for key in same] for row in resumed] == [[row[key] for key in same] for row in whole[saved:]]
 

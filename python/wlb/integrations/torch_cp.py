@@ -14,12 +14,10 @@ on every rank and runs FlexAttention with the document mask, rewritten for the p
 
 Equal pairs are not quite equal time: FlexAttention computes whole blocks of 128 x 128, and a short document cut over
 all ranks touches more of them than one that stays whole. Where all documents are short the slowest rank may compute
-more blocks than under torch's head-tail balancer. Let documents stay whole whose chunks would be less than two blocks: ``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. What a rank computes is
+more blocks than under torch's head-tail balancer. Let documents stay whole whose chunks would be less than two blocks:
+``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. What a rank computes is
 ``mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()`` of its sharded mask. For attention that is exact and
 balanced at any length, without blocks or padding, there is :func:`wlb.torch.context_parallel_attention`.
-
-torch's balancer interface is private, and for FlexAttention only: its SDPA ring assumes the head-tail order.
-FlexAttention has no backward on CPU: only forward is tested there.
 """
 
 from __future__ import annotations

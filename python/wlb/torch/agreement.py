@@ -44,13 +44,14 @@ def check_agreement(
     digest = plan if isinstance(plan, str) else plan.digest()
     fingerprint = hashlib.blake2b(digest.encode(), digest_size=32).digest() + step.to_bytes(8, "little", signed=True)
     mine = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    ranks_in_group = dist.get_world_size(group)
+    everyone = torch.empty(ranks_in_group * mine.numel(), dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(everyone, mine, group=group)
 
     holders: dict[bytes, list[int]] = defaultdict(list)
-    for group_rank, theirs in enumerate(everyone):
+    for group_rank, theirs in enumerate(everyone.cpu().view(ranks_in_group, -1).numpy()):
         rank = group_rank if group is None else dist.get_global_rank(group, group_rank)
-        holders[theirs.cpu().numpy().tobytes()].append(rank)
+        holders[theirs.tobytes()].append(rank)
     if len(holders) == 1:
         return
     steps = {int.from_bytes(held[32:], "little", signed=True) for held in holders}
