@@ -99,5 +99,12 @@ def schedule_for(
     return known[key]
 
 
+def forget(stages: Sequence[VarlenPipelineStage]) -> None:
+    """After a step that failed: its schedule object, and others with it, may hold losses and messages under way."""
+    stages[0].schedules.clear()
+    for stage in stages:
+        stage.forget()
+
+
 def _loss(output: Any, target: Callable[[Any], Tensor]) -> Tensor:
     return target(output)

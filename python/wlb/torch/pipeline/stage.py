@@ -98,13 +98,18 @@ class VarlenPipelineStage(PipelineStage):
         return tokens, self._hidden_size
 
     def begin(self, micro_batches: Sequence[PipelineMicroBatch]) -> None:
-        """Tells the micro-batches of the step that comes; forgets the last step's, even if it failed."""
+        """Tells the micro-batches of the step that comes."""
+        self.forget()
         self.chunks = len(micro_batches)
         self._micro_batches = micro_batches
         self._shapes = [self.activation_shape(micro_batch.tokens) for micro_batch in micro_batches]
-        self._activations.clear()
-        self._gradients.clear()
-        self.bwd_cache.clear()
+
+    def forget(self) -> None:
+        """Lets go of all tensors of a step, of which one that failed leaves some behind."""
+        forward = vars(self)["fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"]  # 2.15
+        for held in (forward, self.backward_state, self.dw_runner, self.bwd_cache, self._activations, self._gradients):
+            held.clear()
+        self.output_chunks.clear()
 
     # What a stage computes. Keyword arguments bypass torch, whose zero-bubble schedules in 2.11 only take tensors.
 
