@@ -459,18 +459,23 @@ def test_an_old_failure_does_not_explain_a_new_one() -> None:
     processes.run(2, fail_twice, timeout=60)
 
 
+@failures_explained()
+def train(stages: Sequence[VarlenPipelineStage], group: dist.ProcessGroup | None, wait_in_step: bool) -> None:
+    if dist.get_rank() == 1:
+        raise LookupError(f"no document, {wait_in_step}")
+    if wait_in_step:
+        pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
+    else:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
 def fail_around_a_step(rank: int) -> None:
     for wait_in_step in (False, True):
         group = dist.new_group(timeout=timedelta(seconds=1))
         stages = own_stages(model(2), "1f1b", group=group)
 
-        with pytest.raises(LookupError if rank == 1 else PeerFailed) as caught, failures_explained():
-            if rank == 1:
-                raise LookupError(f"no document, {wait_in_step}")
-            if wait_in_step:
-                pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
-            else:
-                dist.all_reduce(torch.ones(1), group=group)
+        with pytest.raises(LookupError if rank == 1 else PeerFailed) as caught:
+            train(stages, group, wait_in_step)
         if isinstance(caught.value, PeerFailed):
             assert caught.value.rank == 1
             assert f"LookupError: no document, {wait_in_step}" in str(caught.value)
@@ -482,11 +487,16 @@ def test_a_failure_outside_of_the_pipeline_reaches_all() -> None:
     processes.run(2, fail_around_a_step, timeout=60)
 
 
+@failures_explained()
+def fail_after_rank_1() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    raise ValueError(f"of rank {dist.get_rank()}")
+
+
 def fail_one_after_the_other(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"of rank {rank}"), failures_explained():
-        if rank == 0:
-            dist.barrier()  # rank 1 has failed
-        raise ValueError(f"of rank {rank}")
+    with pytest.raises(ValueError, match=f"of rank {rank}"):
+        fail_after_rank_1()
     if rank == 1:
         dist.barrier()
 
