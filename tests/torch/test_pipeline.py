@@ -439,6 +439,21 @@ def test_a_step_after_a_failed_one(schedule: str, num_stages: int) -> None:
     assert processes.run(1, survive, schedule, num_stages)[0] < 1e-5
 
 
+def fail_with_fsdp(rank: int) -> None:
+    part = Unlucky(model(1)[0])
+    fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    stages = own_stages([part], "1f1b")
+    step = micro_batches(DOCUMENTS[:3])
+    part.where = "loss"
+    for loss, error in ((part.loss, torch.OutOfMemoryError), (loss_fn, wlb.WlbError)):
+        with pytest.raises(error, match=r"none left|stages\[0\] has failed .* hold a part of the gradients"):
+            pipeline_step(stages, step, loss_fn=loss)
+
+
+def test_fsdp_keeps_gradients_of_a_failed_step() -> None:
+    processes.run(1, fail_with_fsdp)
+
+
 def fail_twice(rank: int) -> None:
     for failing, reason in ((1, ArithmeticError("the first")), (0, RuntimeError("the second"))):
         parts = model(2)
@@ -452,6 +467,8 @@ def fail_twice(rank: int) -> None:
         with pytest.raises(type(reason) if rank == failing else PeerFailed, match=str(reason)) as caught:
             pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
         assert caught.value is reason or getattr(caught.value, "rank", None) == failing
+        with pytest.raises(wlb.WlbError, match=r"stages\[0\] has failed .* messages are still under way"):
+            pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
         dist.barrier()
 
 

@@ -100,10 +100,10 @@ def schedule_for(
 
 
 def forget(stages: Sequence[VarlenPipelineStage]) -> None:
-    """After a step that failed: its schedule object, and others with it, may hold losses and messages under way."""
+    """After a step that failed: its schedule object still holds losses and messages, its stages hold tensors."""
     stages[0].schedules.clear()
     for stage in stages:
-        stage.forget()
+        stage.forget(failed=True)
 
 
 def _loss(output: Any, target: Callable[[Any], Tensor]) -> Tensor:

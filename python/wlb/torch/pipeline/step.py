@@ -32,8 +32,9 @@ def pipeline_step(
     number may change from step to step. Gradients are not divided by it: let `loss_fn` be a sum over tokens, divided by
     the valid tokens of the whole global batch.
 
-    A step that failed leaves a part of its gradients. A pipeline of one rank may go on with the next step; a longer one
-    has messages under way, and goes on only with a new process group and new stages.
+    A step that failed leaves a part of its gradients. A pipeline of one rank may go on once they are zeroed. A longer
+    one has messages under way, and FSDP holds gradients that are not reduced yet: such stages refuse to go on; make new
+    ones, on a new process group and with modules sharded anew.
 
     Under `torch.no_grad()`, or without `loss_fn`, it runs forward only.
 
@@ -50,8 +51,9 @@ def pipeline_step(
         empty list on the others.
 
     Raises:
-        WlbError: Stages that the schedule would place otherwise, a number of micro-batches it cannot run, a micro-batch
-            whose tensors or shards have other token counts; before any communication.
+        WlbError: Stages that the schedule would place otherwise, or that a failed step left unusable; a number of
+            micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts.
+            Before any communication.
         PeerFailed: Another rank failed; with its traceback.
         Exception: What this rank's module or loss function raised, itself: `except torch.OutOfMemoryError` works.
     """
@@ -83,6 +85,9 @@ def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) ->
     for index, stage in enumerate(stages):
         if not isinstance(stage, VarlenPipelineStage):
             raise error("stages", f"is a {type(stage).__name__}, not a VarlenPipelineStage", index=index, value=stage)
+        if stage.unusable:
+            message = f"has failed in an earlier step: {stage.unusable}"
+            raise error("stages", message, index=index, value=stage.stage_index)
     group = stages[0].group
     placed = stages_of_rank(
         dist.get_rank(group), pp_size=dist.get_world_size(group), num_stages=stages[0].num_stages, schedule=cls
