@@ -19,7 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import wlb
-from wlb.torch.pipeline import PeerFailed, PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
+from wlb.torch.pipeline import (
+    PeerFailed,
+    PipelineMicroBatch,
+    VarlenPipelineStage,
+    failures_explained,
+    pipeline_step,
+    stages_of_rank,
+)
 
 HIDDEN = 8
 VOCABULARY = 11
@@ -377,6 +384,144 @@ def crash(rank: int) -> None:
     pipeline_step(own_stages(parts, "1f1b"), micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
 
 
+class Unlucky(nn.Module):
+    """Does nothing, until it fails in the second of the micro-batches that come."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.where = ""
+        self.calls = 0
+
+    def forward(self, *args: Any, **plan: Any) -> Tensor:
+        self.fail_in("forward")
+        result: Tensor = self.module(*args, **plan)
+        if result.requires_grad:
+            result.register_hook(lambda _: self.fail_in("backward"))
+        return result
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.fail_in("loss")
+        return loss_fn(output, target)
+
+    def fail_in(self, where: str) -> None:
+        if where == self.where:
+            self.calls += 1
+            if self.calls == 2:
+                raise torch.OutOfMemoryError("none left") from LookupError("the reason")
+
+
+def survive(rank: int, schedule: str, num_stages: int) -> float:
+    """The largest error of a step after failed ones."""
+    reference = model(num_stages)
+    parts = [Unlucky(part) for part in model(num_stages)]
+    stages = own_stages(parts, schedule)
+    step = micro_batches(DOCUMENTS[:4])
+    for part, where in [*((part, where) for part in parts for where in ("forward", "backward")), (parts[-1], "loss")]:
+        part.where, part.calls = where, 0
+        with pytest.raises(torch.OutOfMemoryError, match="none left") as caught:
+            pipeline_step(stages, step, schedule=schedule, loss_fn=parts[-1].loss)
+        assert type(caught.value) is torch.OutOfMemoryError
+        assert isinstance(caught.value.__cause__, LookupError)
+        assert not any(stage.backward_state or stage._activations or stage.output_chunks for stage in stages)
+        part.where = ""
+    for part in parts:
+        part.zero_grad()
+    losses = pipeline_step(stages, step, schedule=schedule, loss_fn=loss_fn)
+    _, expected = one_process(reference, step)
+    return max(error_of(losses, expected), error_of(gradients(parts), gradients(reference)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved_zero_bubble", 2), ("zbv", 2)]
+)
+def test_a_step_after_a_failed_one(schedule: str, num_stages: int) -> None:
+    assert processes.run(1, survive, schedule, num_stages)[0] < 1e-5
+
+
+def fail_with_fsdp(rank: int) -> None:
+    part = Unlucky(model(1)[0])
+    fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    stages = own_stages([part], "1f1b")
+    step = micro_batches(DOCUMENTS[:3])
+    part.where = "loss"
+    for loss, error in ((part.loss, torch.OutOfMemoryError), (loss_fn, wlb.WlbError)):
+        with pytest.raises(error, match=r"none left|stages\[0\] has failed .* hold a part of the gradients"):
+            pipeline_step(stages, step, loss_fn=loss)
+
+
+def test_fsdp_keeps_gradients_of_a_failed_step() -> None:
+    processes.run(1, fail_with_fsdp)
+
+
+def fail_twice(rank: int) -> None:
+    for failing, reason in ((1, ArithmeticError("the first")), (0, RuntimeError("the second"))):
+        parts = model(2)
+        stages = own_stages(parts, "1f1b", group=dist.new_group(timeout=timedelta(seconds=1)))
+
+        def fail(*_: object, reason: Exception = reason) -> None:
+            raise reason
+
+        if rank == failing:
+            parts[rank].register_forward_pre_hook(fail)
+        with pytest.raises(type(reason) if rank == failing else PeerFailed, match=str(reason)) as caught:
+            pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
+        assert caught.value is reason or getattr(caught.value, "rank", None) == failing
+        with pytest.raises(wlb.WlbError, match=r"stages\[0\] has failed .* messages are still under way"):
+            pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
+        dist.barrier()
+
+
+def test_an_old_failure_does_not_explain_a_new_one() -> None:
+    processes.run(2, fail_twice, timeout=60)
+
+
+@failures_explained()
+def train(stages: Sequence[VarlenPipelineStage], group: dist.ProcessGroup | None, wait_in_step: bool) -> None:
+    if dist.get_rank() == 1:
+        raise LookupError(f"no document, {wait_in_step}")
+    if wait_in_step:
+        pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
+    else:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def fail_around_a_step(rank: int) -> None:
+    for wait_in_step in (False, True):
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        stages = own_stages(model(2), "1f1b", group=group)
+
+        with pytest.raises(LookupError if rank == 1 else PeerFailed) as caught:
+            train(stages, group, wait_in_step)
+        if isinstance(caught.value, PeerFailed):
+            assert caught.value.rank == 1
+            assert f"LookupError: no document, {wait_in_step}" in str(caught.value)
+            assert type(caught.value.__cause__) is RuntimeError
+        dist.barrier()
+
+
+def test_a_failure_outside_of_the_pipeline_reaches_all() -> None:
+    processes.run(2, fail_around_a_step, timeout=60)
+
+
+@failures_explained()
+def fail_after_rank_1() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    raise ValueError(f"of rank {dist.get_rank()}")
+
+
+def fail_one_after_the_other(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"of rank {rank}"):
+        fail_after_rank_1()
+    if rank == 1:
+        dist.barrier()
+
+
+def test_what_is_no_communication_error_stays_what_it_is() -> None:
+    processes.run(2, fail_one_after_the_other, timeout=60)
+
+
 def wrong_output(rank: int) -> None:
     parts = [Scale(), Scale()]
     if rank == 0:
@@ -417,6 +562,7 @@ def bad_input(rank: int) -> list[tuple[str | None, int | None, object]]:
         refused(lambda: run(change(1, tokens=-1))),
         refused(lambda: run(change(1, tokens=True))),
         refused(lambda: run(change(1, tokens=2.0))),
+        refused(lambda: run(change(1, args=()))),
         refused(lambda: run(change(2, tokens=1))),
         refused(lambda: run(change(0, target=other[0].target))),
         refused(lambda: run(change(3, kwargs=other[3].kwargs))),
@@ -444,6 +590,7 @@ def test_bad_input_is_refused_alike_before_communication() -> None:
         ("micro_batches", None),
         ("micro_batches", None),
         ("micro_batches", 2),
+        ("micro_batches", 1),
         ("micro_batches", 1),
         ("micro_batches", 1),
         ("micro_batches", 1),

@@ -18,7 +18,8 @@ class PipelineMicroBatch:
 
     Attributes:
         tokens: Tokens on this rank; 0 is legal, for a CP rank may get none. It gives the shapes of all activations.
-        args: Positional arguments of the first stage's module, other stages ignore them. Tensors are `[tokens, ...]`.
+        args: Positional arguments of the first stage's module, at least one; other stages ignore them. Tensors are
+            `[tokens, ...]`.
         kwargs: Keyword arguments of every stage's module: what follows from the plan, such as position ids,
             `cu_seqlens` or the shard. Any Python objects; they are not sent, and get no gradients.
         target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`.
@@ -36,7 +37,8 @@ def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
     It looks at everything given, also at what this rank does not use, so that all ranks refuse alike.
 
     Raises:
-        WlbError: A count that is no count; a tensor or shard of another number of tokens: the plan of another step.
+        WlbError: A count that is no count; no args for the first stage; a tensor or shard of another number of tokens:
+            the plan of another step.
     """
     if not micro_batches:
         raise error("micro_batches", "is empty", value=0)
@@ -51,6 +53,8 @@ def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
         tokens = micro_batch.tokens
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
             raise refuse(f"has tokens={tokens!r}, not a count", tokens)
+        if not micro_batch.args:
+            raise refuse("has no args for the first stage", ())
         for name, value in (
             *((f"args[{i}]", arg) for i, arg in enumerate(micro_batch.args)),
             ("target", micro_batch.target),

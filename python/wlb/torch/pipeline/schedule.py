@@ -99,5 +99,12 @@ def schedule_for(
     return known[key]
 
 
+def forget(stages: Sequence[VarlenPipelineStage]) -> None:
+    """After a step that failed: its schedule object still holds losses and messages, its stages hold tensors."""
+    stages[0].schedules.clear()
+    for stage in stages:
+        stage.forget(failed=True)
+
+
 def _loss(output: Any, target: Callable[[Any], Tensor]) -> Tensor:
     return target(output)

@@ -82,6 +82,7 @@ class VarlenPipelineStage(PipelineStage):
         )
         self.dtype = dtype
         self.schedules: dict[Any, Any] = {}  # those that run this stage and its fellows on this rank, see schedule.py
+        self.unusable = ""  # or why it is
         self._hidden_size = hidden_size
         self._activation_shape = activation_shape
         self._micro_batches: Sequence[PipelineMicroBatch] = ()
@@ -98,13 +99,22 @@ class VarlenPipelineStage(PipelineStage):
         return tokens, self._hidden_size
 
     def begin(self, micro_batches: Sequence[PipelineMicroBatch]) -> None:
-        """Tells the micro-batches of the step that comes; forgets the last step's, even if it failed."""
+        """Tells the micro-batches of the step that comes."""
+        self.forget()
         self.chunks = len(micro_batches)
         self._micro_batches = micro_batches
         self._shapes = [self.activation_shape(micro_batch.tokens) for micro_batch in micro_batches]
-        self._activations.clear()
-        self._gradients.clear()
-        self.bwd_cache.clear()
+
+    def forget(self, *, failed: bool = False) -> None:
+        """Lets go of all tensors of a step. What cannot be taken back from one that failed makes the stage unusable."""
+        if failed and self.group_size > 1:
+            self.unusable = "messages are still under way in its process group"
+        elif failed and self.has_backward and self._fsdp_modules():
+            self.unusable = "its FSDP modules still hold a part of the gradients"
+        forward = vars(self)["fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"]  # 2.15
+        for held in (forward, self.backward_state, self.dw_runner, self.bwd_cache, self._activations, self._gradients):
+            held.clear()
+        self.output_chunks.clear()
 
     # What a stage computes. Keyword arguments bypass torch, whose zero-bubble schedules in 2.11 only take tensors.
 

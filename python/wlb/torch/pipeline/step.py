@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.torch._errors import error
-from wlb.torch.pipeline.failure import computing, explained
+from wlb.torch.pipeline.failure import computing, failures_explained
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check
-from wlb.torch.pipeline.schedule import Schedule, schedule_class, schedule_for, stages_of_rank
+from wlb.torch.pipeline.schedule import Schedule, forget, schedule_class, schedule_for, stages_of_rank
 from wlb.torch.pipeline.stage import VarlenPipelineStage
 
 
+@failures_explained()
 def pipeline_step(
     stages: Sequence[VarlenPipelineStage],
     micro_batches: Sequence[PipelineMicroBatch],
@@ -30,6 +31,10 @@ def pipeline_step(
     All ranks of the pipeline call it with the same micro-batches, in the same order. Their lengths are free, and their
     number may change from step to step. Gradients are not divided by it: let `loss_fn` be a sum over tokens, divided by
     the valid tokens of the whole global batch.
+
+    A step that failed leaves a part of its gradients. A pipeline of one rank may go on once they are zeroed. A longer
+    one has messages under way, and FSDP holds gradients that are not reduced yet: such stages refuse to go on; make new
+    ones, on a new process group and with modules sharded anew.
 
     Under `torch.no_grad()`, or without `loss_fn`, it runs forward only.
 
@@ -46,18 +51,16 @@ def pipeline_step(
         empty list on the others.
 
     Raises:
-        WlbError: Stages that the schedule would place otherwise, a number of micro-batches it cannot run, a micro-batch
-            whose tensors or shards have other token counts; before any communication.
+        WlbError: Stages that the schedule would place otherwise, or that a failed step left unusable; a number of
+            micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts.
+            Before any communication.
         PeerFailed: Another rank failed; with its traceback.
-        Exception: What this rank's module or loss function raised.
+        Exception: What this rank's module or loss function raised, itself: `except torch.OutOfMemoryError` works.
     """
     cls = schedule_class(schedule)
     _check_stages(stages, cls)
     check(micro_batches)
     first, last = stages[0].is_first, stages[-1].is_last
-    for index, micro_batch in enumerate(micro_batches):
-        if first and not micro_batch.args:
-            raise error("micro_batches", "has no args for the first stage", index=index, value=())
     backward = loss_fn is not None and torch.is_grad_enabled()
     runner = schedule_for(stages, cls, len(micro_batches), backward=backward)
     for stage in stages:
@@ -67,8 +70,12 @@ def pipeline_step(
     if last:
         targets = [partial(_evaluate, loss_fn, micro_batch.target) for micro_batch in micro_batches]
     losses: list[Any] = []
-    with explained(), torch.set_grad_enabled(backward):
-        _run(runner, stages, args, targets, losses, backward=backward)
+    try:
+        with torch.set_grad_enabled(backward):
+            _run(runner, stages, args, targets, losses, backward=backward)
+    except BaseException:
+        forget(stages)
+        raise
     return [loss.detach() for loss in losses] if backward else losses
 
 
@@ -78,6 +85,9 @@ def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) ->
     for index, stage in enumerate(stages):
         if not isinstance(stage, VarlenPipelineStage):
             raise error("stages", f"is a {type(stage).__name__}, not a VarlenPipelineStage", index=index, value=stage)
+        if stage.unusable:
+            message = f"has failed in an earlier step: {stage.unusable}"
+            raise error("stages", message, index=index, value=stage.stage_index)
     group = stages[0].group
     placed = stages_of_rank(
         dist.get_rank(group), pp_size=dist.get_world_size(group), num_stages=stages[0].num_stages, schedule=cls
