@@ -46,7 +46,13 @@ from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, S
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.groups import build_mesh, data_and_context
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
-from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
+from wlb.torch.pipeline import (
+    PipelineMicroBatch,
+    VarlenPipelineStage,
+    failures_explained,
+    pipeline_step,
+    stages_of_rank,
+)
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Transport = Literal["all_gather", "ring", "ulysses", "usp"]
@@ -98,8 +104,14 @@ class Settings:
 
 
 def train(settings: Settings) -> None:
-    """One rank's whole run."""
+    """One rank's whole run; if it fails, the others end with its reason."""
     device, mesh = set_up_ranks(settings)
+    with failures_explained():
+        run(settings, device, mesh)
+
+
+def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
+    """Builds everything, resumes, and goes on to the last step."""
     dataset = read_corpus(settings.corpus, pattern=settings.pattern, tokenizer_file=settings.tokenizer)
     config = LlamaConfig(**{**vars(settings.model), "vocab_size": dataset.vocab_size})
     loader = build_loader(settings, dataset, config, mesh)

@@ -30,7 +30,14 @@ from wlb.torch.data import (
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
 from wlb.torch.loss import count_valid_tokens, sum_gradients, token_normalized_loss
-from wlb.torch.pipeline import PeerFailed, PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
+from wlb.torch.pipeline import (
+    PeerFailed,
+    PipelineMicroBatch,
+    VarlenPipelineStage,
+    failures_explained,
+    pipeline_step,
+    stages_of_rank,
+)
 
 __all__ = [
     "IGNORE",
@@ -52,6 +59,7 @@ __all__ = [
     "context_parallel_attention",
     "count_valid_tokens",
     "data_and_context",
+    "failures_explained",
     "model_flops",
     "model_flops_utilization",
     "peak_flops",
