@@ -101,7 +101,7 @@ class PlainKernel:
     def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
         """Rows of queries and of keys; their true distances and what the mask hides, where these are needed."""
         left, right = call.window
-        for (q_from, q_to, k_from, k_to), shift in zip(call.spans, call.shifts, strict=True):
+        for (q_from, q_to, k_from, k_to), shift in zip(call.spans.tolist(), call.shifts.tolist(), strict=True):
             diagonal = (k_to - k_from) - (q_to - q_from)  # the key at which the first query stands
             step = max(1, _SCORES // (heads * (k_to - k_from)))
             for i in range(0, q_to - q_from, step):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Ints, Segments, meet
+from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Segments, meet
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,26 @@ class RingPlan:
     @classmethod
     def make(
         cls,
-        tokens: Sequence[Ints],
-        offsets: Ints,
+        held: Sequence[Segments],
         position: int,
         *,
         left: int,
         right: int,
         positions_matter: bool,
-        device: torch.device,
     ) -> RingPlan:
-        """The plan of `position`, where position `i` holds the ascending tokens `tokens[i]` of documents at `offsets`.
+        """The plan of `position`, where position `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
         """
-        mine = Segments.of_tokens(tokens[position], offsets)
-        calls = Calls(tokens[position].size, positions_matter=positions_matter, device=device)
+        calls = Calls(held[position].num_tokens, positions_matter=positions_matter)
         steps = []
-        for step in range(len(tokens)):
-            other = tokens[(position - step) % len(tokens)]
-            q, k = mine, Segments.of_tokens(other, offsets)
+        for step in range(len(held)):
+            q, k = held[position], held[(position - step) % len(held)]
             if step == 0 and left == UNLIMITED and not positions_matter:
                 # Among its own tokens only their order counts: one call, a square for each document.
-                q = k = mine.closed_up()
-            steps.append(calls.add(meet(q, k, left, right), num_keys=other.size))
-        return cls(position, steps, [held.size for held in tokens])
+                q = k = q.closed_up()
+            steps.append(calls.add(meet(q, k, left, right), num_keys=k.num_tokens))
+        return cls(position, steps, [segments.num_tokens for segments in held])
 
 
 @dataclass(frozen=True)
