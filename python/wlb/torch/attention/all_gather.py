@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wlb.torch.attention.kernels import accumulator
+from wlb.torch.attention.merge import AttendBackward
 from wlb.torch.attention.segments import Call, Calls, Ints, Places, Segments, meet, ranges
 
 
@@ -100,21 +102,21 @@ class AllGather:
         if arrive is not None:
             attend(*arrive(), self.plan.remote)
 
-    def backward(
-        self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`."""
         arrive = self._gather(k, v)
         dk, dv = attend(k, v, self.plan.local)
         if arrive is None:
             return dk, dv
-        both = torch.stack(attend(*arrive(), self.plan.remote), dim=1)
+        keys, values = arrive()
+        both = keys.new_empty((keys.shape[0], 2, *keys.shape[1:]), dtype=accumulator(keys.dtype))
+        attend(keys, values, self.plan.remote, (both[:, 0], both[:, 1]))
         home = both.new_empty((self.plan.rows, *both.shape[1:]))
         dist.reduce_scatter_tensor(home, both, group=self.group)
         if self.plan.sent is None:
-            return dk + home[:, 0], dv + home[:, 1]
+            return dk.add_(home[:, 0]), dv.add_(home[:, 1])
         home = home[: self.plan.sent.numel()]
-        return dk.index_add(0, self.plan.sent, home[:, 0]), dv.index_add(0, self.plan.sent, home[:, 1])
+        return dk.index_add_(0, self.plan.sent, home[:, 0]), dv.index_add_(0, self.plan.sent, home[:, 1])
 
     def _gather(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]] | None:
         """Starts it; call the result to wait for keys and values, each `[cp_size * rows, kv_heads, head_dim]`."""

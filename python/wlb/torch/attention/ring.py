@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wlb.torch.attention.kernels import accumulator
+from wlb.torch.attention.merge import AttendBackward
 from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Segments, meet
 
 
@@ -73,9 +75,7 @@ class Ring:
             if arrive is not None:
                 block = arrive()
 
-    def backward(
-        self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`. A gradient is sent on while the next block's is computed, and ends at its owner."""
         if len(self.peers) == 1:
             return attend(k, v, self.plan.steps[0])
@@ -83,8 +83,8 @@ class Ring:
         gradient: Callable[[], Tensor] | None = None  # of the keys of this step, from the positions they were at before
         for step, calls in enumerate(self.plan.steps):
             arrive = self._pass_on(block, step) if step + 1 < len(self.peers) else None
-            dk, dv = attend(block[0], block[1], calls)
-            total = torch.stack((dk, dv))
+            total = block.new_empty(block.shape, dtype=accumulator(block.dtype))
+            attend(block[0], block[1], calls, (total[0], total[1]))
             if gradient is not None:
                 total += gradient()
             gradient = self._pass_on(total, step)
