@@ -54,8 +54,6 @@ def on_device(plan: _Plan, device: torch.device) -> _Plan:
     To a GPU the copy is from pinned memory, and the host does not wait for it: it is ordered with what the current
     stream runs before and after.
     """
-    if device.type == "cpu":
-        return plan
     tensors: list[Tensor] = []
     _map_tensors(plan, tensors.append)
     if not tensors:
@@ -63,7 +61,7 @@ def on_device(plan: _Plan, device: torch.device) -> _Plan:
     sizes = [tensor.numel() for tensor in tensors]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     torch.cat(tensors, out=host)
-    views = iter(host.to(device, non_blocking=True).split(sizes))
+    views = iter(torch.split(host.to(device, non_blocking=True), sizes))
     moved: _Plan = _map_tensors(plan, lambda _: next(views))
     return moved
 

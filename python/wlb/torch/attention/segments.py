@@ -6,8 +6,8 @@ these keys, against the keys that some of these queries see. Flash kernels align
 query to stand at the last key. A span whose queries end elsewhere in the document has its window moved by that *shift*;
 where no mask cuts it, the shift does not matter. Spans with one window are one kernel call.
 
-Plans are computed with numpy on segments and spans, of which there are few; only the index arrays that kernels need have
-an entry for each token.
+Plans are computed with numpy on segments and spans, of which there are few; only the index arrays that kernels need
+have an entry for each token.
 """
 
 from __future__ import annotations
@@ -257,8 +257,9 @@ def offsets(shard: wlb.Shard) -> Ints:
 
 def ranges(start: Ints, length: Ints, dtype: type[np.signedinteger] = np.int64) -> NDArray[np.signedinteger]:
     """`start[0] .. start[0] + length[0] - 1`, then the same of the next, and so on."""
-    shift = (start - np.cumsum(length) + length).astype(dtype)
-    return np.arange(length.sum(), dtype=dtype) + np.repeat(shift, length)
+    result: NDArray[np.signedinteger] = np.repeat((start - np.cumsum(length) + length).astype(dtype), length)
+    result += np.arange(result.size, dtype=dtype)
+    return result
 
 
 def index(start: Ints, length: Ints, total: int) -> Tensor | None:
