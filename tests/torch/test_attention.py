@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,9 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wlb
-from wlb.torch.attention import context_parallel_attention, kernels, plans
+from wlb.torch.attention import context_parallel_attention, kernels, plans, prepare_attention
 from wlb.torch.attention.segments import Call
 
 HEAD_DIM = 8
@@ -227,6 +236,123 @@ def test_layers_share_a_plan() -> None:
     assert plans.gather_plan(shard, 1, **options) is not plans.gather_plan(shard, 0, **options)
 
 
+def index_tensors(plan: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    plans._map_tensors(plan, found.append)
+    return found
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_index_arrays_of_a_plan_are_one_buffer(degree: int) -> None:
+    shard = wlb.shard(MIXED, cp_size=4)
+    options: dict[str, Any] = {"window": 5, "biased": False, "device": torch.device("cpu")}
+    for plan in (plans.gather_plan(shard, 2, **options), plans.ring_plan(shard, 2, degree=degree, **options)):
+        tensors = index_tensors(plan)
+        assert len(tensors) >= 3
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+        assert {tensor.dtype for tensor in tensors} == {torch.int32}
+
+
+@pytest.mark.parametrize("kind", ["gather", "ring", "usp"])
+def test_planning_holds_little_more_than_the_plan(kind: str) -> None:
+    # A few arrays with an entry for each token of the micro-batch, not only those that kernels need, would show.
+    shard = wlb.shard([1 << 19, 5, 1 << 18, 1, 70_000], cp_size=8)
+    options: dict[str, Any] = {"window": None, "biased": False, "device": torch.device("cpu")}
+    tracemalloc.start()
+    try:
+        if kind == "gather":
+            plan: Any = plans.gather_plan(shard, 3, **options)
+        else:
+            plan = plans.ring_plan(shard, 3, degree=1 if kind == "ring" else 2, **options)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    held = sum(tensor.numel() * tensor.element_size() for tensor in index_tensors(plan))
+    of_this_rank = shard.num_tokens // 8 * 8
+    assert peak < 2.5 * held + 4 * of_this_rank
+
+
+PREPARED: list[dict[str, Any]] = [
+    *({"transport": transport} for transport in ("all_gather", "ring", "ulysses")),
+    {"transport": "usp", "ulysses_size": 2},
+    {"transport": "ring", "window": 5},
+    {"window": 5, "alibi": True},
+]
+
+
+def misses(rank: int) -> list[tuple[int, int]]:
+    """Plans made by preparing, then by two layers, for all of `PREPARED`."""
+
+    def made() -> int:
+        return plans.gather_plan.cache_info().misses + plans.ring_plan.cache_info().misses
+
+    shard = shard_of(Case(), 2)
+    q, k, v, _ = (x[: int(shard.tokens_per_rank[rank])] for x in inputs(Case()))
+    plans.gather_plan.cache_clear()  # of what the parent process has made
+    plans.ring_plan.cache_clear()
+    counts = []
+    for options in PREPARED:
+        before = made()
+        prepare_attention(shard, rank=rank, device="cpu", **options)
+        prepared = made()
+        slopes = torch.ones(q.shape[1]) if options.get("alibi") else None
+        others = {name: value for name, value in options.items() if name != "alibi"}
+        for _ in range(2):
+            context_parallel_attention(q, k, v, shard, group=dist.group.WORLD, alibi_slopes=slopes, **others)
+        counts.append((prepared - before, made() - prepared))
+    return counts
+
+
+def test_layers_find_what_was_prepared() -> None:
+    for counts in processes.run(2, misses):
+        assert counts == [(1, 0)] * len(PREPARED)
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("shard", {"shard": MIXED}),
+        ("rank", {"rank": 2}),
+        ("rank", {"rank": -1}),
+        ("transport", {"transport": "p2p"}),
+        ("ulysses_size", {"transport": "usp"}),
+        ("window", {"window": 0}),
+    ],
+)
+def test_bad_preparation_is_refused(argument: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(wlb.WlbError) as refused:
+        prepare_attention(**({"shard": wlb.shard(MIXED, cp_size=2), "rank": 0, "device": "cpu"} | wrong))
+    assert refused.value.argument == argument
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_backward(rank: int, transport: str) -> Counter[str]:
+    shard = shard_of(Case(), 2)
+    q, k, v, d_out = (x[: int(shard.tokens_per_rank[rank])].requires_grad_() for x in inputs(Case()))
+    out = context_parallel_attention(q, k, v, shard, group=dist.group.WORLD, transport=transport)  # type: ignore[arg-type]
+    with Operators() as operators:
+        out.backward(d_out.detach())
+    return operators.counts
+
+
+@pytest.mark.parametrize(("transport", "stacks"), [("all_gather", 0), ("ring", 1)])
+def test_gradients_of_keys_are_summed_where_they_are_sent_from(transport: str, stacks: int) -> None:
+    for counts in processes.run(2, operators_of_backward, transport):
+        assert counts["index_add_"] > 0
+        assert counts["stack"] + counts["cat"] == stacks  # the ring's own keys and values, not their gradients
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -250,19 +376,339 @@ def test_varlen_kernel_fits_the_operators_of_torch() -> None:
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
 
 
-def test_half_precision() -> None:
+def half_precision(rank: int) -> None:
     case = Case()
-    shard = shard_of(case, 1)
-    right = right_answer(case.problem)
-    q, k, v, d_out = (x.bfloat16() for x in inputs(case))
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = context_parallel_attention(q, k, v, shard)
-    out.backward(d_out)
-    for got, expected in zip((out, q.grad, k.grad, v.grad), right, strict=True):
-        assert got is not None
-        assert got.dtype == torch.bfloat16
-        assert (got.double() - expected).abs().max() < 1e-2 * expected.abs().max()
+    shard = shard_of(case, 2)
+    held = torch.from_numpy(shard.rank(rank).token_indices.astype(np.int64))
+    right = [x[held] for x in right_answer(case.problem)]
+    for transport in TRANSPORTS:
+        q, k, v, d_out = (x[held].bfloat16() for x in inputs(case))
+        for x in (q, k, v):
+            x.requires_grad_()
+        degree = 2 if transport == "usp" else None
+        out = context_parallel_attention(
+            q,
+            k,
+            v,
+            shard,
+            group=dist.group.WORLD,
+            transport=transport,  # type: ignore[arg-type]
+            ulysses_size=degree,
+        )
+        out.backward(d_out)
+        for got, expected in zip((out, q.grad, k.grad, v.grad), right, strict=True):
+            assert got is not None
+            assert got.dtype == torch.bfloat16
+            assert (got.double() - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+def test_half_precision() -> None:
+    right_answer(Case().problem)
+    processes.run(2, half_precision)
+
+
+def flash_2_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size_left: Any = -1,
+    window_size_right: Any = -1,
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    return_softmax: Any = False,
+    block_table: Any = None,
+    leftpad_k: Any = None,
+    seqused_k: Any = None,
+) -> Any:
+    """The parameters of `flash_attn.flash_attn_interface._flash_attn_varlen_forward`, 2.7."""
+
+
+def flash_2_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    softmax_lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size_left: Any,
+    window_size_right: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    rng_state: Any = None,
+) -> Any:
+    """The parameters of `flash_attn.flash_attn_interface._flash_attn_varlen_backward`, 2.7."""
+
+
+def flash_3_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_new: Any = None,
+    v_new: Any = None,
+    qv: Any = None,
+    out_: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    cu_seqlens_k_new: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    page_table: Any = None,
+    kv_batch_idx: Any = None,
+    leftpad_k: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    seqlens_rotary: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size_left: Any = -1,
+    window_size_right: Any = -1,
+    attention_chunk: Any = 0,
+    softcap: Any = 0.0,
+    rotary_interleaved: Any = True,
+    scheduler_metadata: Any = None,
+    num_splits: Any = 1,
+    pack_gqa: Any = None,
+    sm_margin: Any = 0,
+) -> Any:
+    """The parameters of `flash_attn_interface._flash_attn_forward`, flash-attn 3."""
+
+
+def flash_3_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    softmax_lse: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    sequed_q: Any = None,
+    sequed_k: Any = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    softmax_scale: Any = None,
+    is_causal: Any = False,
+    window_size_left: Any = -1,
+    window_size_right: Any = -1,
+    softcap: Any = 0.0,
+    deterministic: Any = False,
+    sm_margin: Any = 0,
+) -> Any:
+    """The parameters of `flash_attn_interface._flash_attn_backward`, flash-attn 3."""
+
+
+# What the stand-in computes with; it refuses any other option that is not off.
+USED = {
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "alibi_slopes"),
+    *("causal", "is_causal", "window_size_left", "window_size_right", "dout", "out", "softmax_lse", "dq", "dk", "dv"),
+}
+OFF = {"rotary_interleaved": True, "num_splits": 1}
+
+
+class FlashStandIn:
+    """In place of flash-attn: its internal functions, with upstream's parameters, computed by the plain kernel on CPU.
+
+    It shows that the adapters pass everything where it belongs, and no more: upstream's kernels do not run here, and
+    that they do what their interface says is not tested. It knows what they are told, lengths and a window aligned
+    bottom-right, not the true positions: ALiBi where the last query does not stand at the last key comes out wrong, as
+    it would from them. It takes float32, so that the tolerances are those of the plain kernel.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.calls: Counter[str] = Counter()
+        self.module = ModuleType("flash_attn.flash_attn_interface" if version == 2 else "flash_attn_interface")
+        varlen = "varlen_" if version == 2 else ""
+        forward, backward = ((flash_2_forward, flash_2_backward), (flash_3_forward, flash_3_backward))[version - 2]
+        setattr(self.module, f"_flash_attn_{varlen}forward", self.bound(forward, self.forward))
+        setattr(self.module, f"_flash_attn_{varlen}backward", self.bound(backward, self.backward))
+
+    @staticmethod
+    def bound(upstream: Callable[..., Any], compute: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            arguments = inspect.signature(upstream).bind(*args, **kwargs)
+            arguments.apply_defaults()
+            options = arguments.arguments
+            for name in options.keys() - USED:
+                assert not options[name] or options[name] == OFF.get(name), name
+            return compute(options)
+
+        return function
+
+    def forward(self, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self.calls["forward"] += 1
+        kernel, call = self.as_told(options)
+        out, lse = kernel.forward(options["q"], options["k"], options["v"], call)
+        return out, lse, torch.empty(0), torch.empty(0)
+
+    def backward(self, options: dict[str, Any]) -> Tensor:
+        self.calls["backward"] += 1
+        kernel, call = self.as_told(options)
+        names = ("dout", "q", "k", "v", "out", "softmax_lse")
+        gradients = kernel.backward(*(options[name] for name in names), call)
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            assert options[name].shape == gradient.shape
+            options[name].copy_(gradient)
+        return options["softmax_lse"]
+
+    def as_told(self, options: dict[str, Any]) -> tuple[kernels.PlainKernel, Call]:
+        edges = []
+        for side in ("q", "k"):
+            cu_seqlens = options[f"cu_seqlens_{side}"]
+            assert cu_seqlens.dtype == torch.int32
+            assert cu_seqlens.is_contiguous()
+            edges.append(cu_seqlens.numpy().astype(np.int64))
+            assert edges[-1][-1] == len(options[side])
+            assert np.diff(edges[-1]).max() == options[f"max_seqlen_{side}"]
+        (q, k) = edges
+        assert q.size == k.size
+        causal = options["causal" if "causal" in options else "is_causal"]
+        window = options["window_size_left"], 0 if causal else options["window_size_right"]
+        call = Call(
+            q_rows=None,
+            k_rows=None,
+            cu_seqlens_q=options["cu_seqlens_q"],
+            cu_seqlens_k=options["cu_seqlens_k"],
+            max_seqlen_q=options["max_seqlen_q"],
+            max_seqlen_k=options["max_seqlen_k"],
+            window=window,
+            spans=np.stack([q[:-1], q[1:], k[:-1], k[1:]], axis=1),
+            shifts=np.zeros(q.size - 1, np.int64),
+            fresh=True,
+        )
+        return kernels.PlainKernel(options["softmax_scale"], options.get("alibi_slopes")), call
+
+
+def forget_installed() -> None:
+    kernels._flash_attn_2.cache_clear()
+    kernels._flash_attn_3.cache_clear()
+
+
+@pytest.fixture
+def flash_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What is installed; tensors and the device, an Ampere GPU as far as can be seen, suit every flash kernel."""
+    monkeypatch.setattr(kernels, "_flash_refusal", lambda q: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)  # None: importing it fails
+    forget_installed()
+    yield sys.modules  # type: ignore[misc]
+    forget_installed()
+
+
+@pytest.fixture(params=[2, 3])
+def flash(
+    request: pytest.FixtureRequest, flash_modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> FlashStandIn:
+    stand_in = FlashStandIn(request.param)
+    flash_modules[stand_in.module.__name__] = stand_in.module
+    if request.param == 3:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    return stand_in
+
+
+@pytest.mark.parametrize("cp_size", [1, 4])
+def test_flash_adapters_pass_everything_where_it_belongs(flash: FlashStandIn, cp_size: int) -> None:
+    options = itertools.product(TRANSPORTS, ["MHA", "GQA"], [True, False], [None, 5])
+    check(cp_size, [Case(MIXED, "per_document", *rest) for rest in options])
+    assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 32
+
+
+@pytest.mark.parametrize("cp_size", [1, 4])
+def test_alibi_is_true_to_positions_whatever_is_installed(flash: FlashStandIn, cp_size: int) -> None:
+    options = itertools.product(TRANSPORTS, ["GQA"], [True, False], [None, 5], [True])
+    check(cp_size, [Case(MIXED, "per_document", *rest) for rest in options])
+    assert cp_size > 1 or bool(flash.calls) == (flash.version == 2)
+
+
+def test_flash_attn_by_name_refuses_alibi_that_it_has_not(flash: FlashStandIn) -> None:
+    q, slopes = torch.zeros(4, 2, 8), torch.ones(2)
+    reason = "distances wrongly" if flash.version == 2 else "has no ALiBi"
+    with pytest.raises(wlb.WlbError, match=reason):
+        kernels.choose("flash_attn", q, scale=1.0, alibi_slopes=slopes, alibi_aligned=False)
+    chosen = kernels.choose("auto", q, scale=1.0, alibi_slopes=slopes, alibi_aligned=False)
+    assert isinstance(chosen, kernels.PlainKernel)
+
+
+INTERFACES = {
+    "flash-attn 4": ("cute/interface.py", ""),
+    "a build for another torch": ("flash_attn_interface.py", "raise ImportError('undefined symbol')"),
+}
+
+
+@pytest.mark.parametrize("installed", INTERFACES)
+def test_flash_attn_without_a_usable_interface_is_not_chosen(
+    installed: str, flash_modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, source = INTERFACES[installed]
+    file = tmp_path / "flash_attn" / path
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name)
+    q = torch.zeros(4, 2, 8)
+    chosen = kernels.choose("auto", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
+    assert isinstance(chosen, kernels.VarlenKernel)
+    with pytest.raises(wlb.WlbError, match="not installed"):
+        kernels.choose("flash_attn", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
+
+
+def test_flash_attn_is_looked_for_once(flash_modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: Counter[str] = Counter()
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            looked[name] += 1
+
+    for name in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for _ in range(3):
+        kernels.choose("auto", torch.zeros(4, 2, 8), scale=1.0, alibi_slopes=None, alibi_aligned=True)
+    assert looked["flash_attn_interface"] == 1
+    assert looked["flash_attn"] <= 1
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (12, 0)])
+def test_flash_kernels_are_for_ampere_and_newer(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    with FakeTensorMode():
+        q = torch.empty(4, 2, 8, dtype=torch.bfloat16, device="cuda")
+    chosen = kernels.choose("auto", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
+    old = capability < (8, 0)
+    assert isinstance(chosen, kernels.PlainKernel) == old
+    if old:
+        with pytest.raises(wlb.WlbError, match=r"compute capability 8\.0, this GPU has 7\."):
+            kernels.choose("varlen", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.ring import Ring
 
-__all__ = ["context_parallel_attention"]
+__all__ = ["context_parallel_attention", "prepare_attention"]
 
 
 def context_parallel_attention(
@@ -50,7 +51,7 @@ def context_parallel_attention(
     All arguments are checked before anything is sent. What differs only between ranks (their shards, say) cannot be
     seen without communication, and is what a check of plan digests is for. The backward communicates as the forward
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
-    kept for all layers.
+    kept for all layers: by the first, or before it by `prepare_attention`.
 
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
@@ -95,3 +96,43 @@ def context_parallel_attention(
     block = rank - rank % degree
     heads = HeadsExchange(heads_plan, range(block, block + degree), group)
     return join_heads(attention(*split_heads(q, k, v, heads), ring, chosen), heads)
+
+
+def prepare_attention(
+    shard: wlb.Shard,
+    *,
+    rank: int,
+    device: torch.device | str | int,
+    transport: Transport = "all_gather",
+    ulysses_size: int | None = None,
+    window: int | None = None,
+    alibi: bool = False,
+) -> None:
+    """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
+
+    To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
+    other ranks. `context_parallel_attention` with the same options then finds the plan, if few others came between:
+    the last 32 are kept. It costs milliseconds of CPU time, in segments times ranks and in tokens of this rank; index
+    arrays go to `device` in one copy, on its current stream there, which must be the one that attention runs on.
+
+    Args:
+        shard: How the micro-batch will lie on the ranks.
+        rank: This process's rank in the context-parallel group.
+        device: Where the queries will be.
+        transport: As attention will be called.
+        ulysses_size: As attention will be called.
+        window: As attention will be called. Layers with different windows have plans of their own: one call for each.
+        alibi: Whether attention will be called with `alibi_slopes`.
+
+    Raises:
+        WlbError: the rank is not of the shard, or options do not fit.
+    """
+    arguments.check_shard(shard)
+    arguments.check_rank(rank, shard.cp_size)
+    degree = arguments.check_transport(transport, ulysses_size, shard.cp_size)
+    arguments.check_window(window)
+    device = torch.empty(0, device=device).device  # with its index, as tensors have it
+    if transport == "all_gather":
+        plans.gather_plan(shard, rank, window=window, biased=alibi, device=device)
+    else:
+        plans.ring_plan(shard, rank, degree=degree, window=window, biased=alibi, device=device)

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.segments import Call, Calls, Ints, Segments, meet
+from wlb.torch.attention.kernels import accumulator
+from wlb.torch.attention.merge import AttendBackward
+from wlb.torch.attention.segments import Call, Calls, Ints, Places, Segments, meet, ranges
 
 
 @dataclass(frozen=True)
@@ -28,59 +30,59 @@ class GatherPlan:
 
     local: list[Call]  # over this rank's own keys
     remote: list[Call]  # over the gathered keys
-    sent: Tensor | None  # int64: rows of this rank's keys that are gathered; None: all
+    sent: Tensor | None  # int32: rows of this rank's keys that are gathered; None: all
     rows: int  # a rank's rows in the gathered keys, padding included; 0: nothing is gathered
     cp_size: int
 
     @classmethod
     def make(
         cls,
-        tokens: Sequence[Ints],
-        lengths: Ints,
+        held: Sequence[Segments],
+        documents: Segments,
         rank: int,
         *,
         left: int,
         right: int,
         positions_matter: bool,
-        device: torch.device,
     ) -> GatherPlan:
-        """The plan of `rank`, where rank `i` holds the tokens `tokens[i]` of the packed sequence of `lengths`.
+        """The plan of `rank`, where rank `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
         """
-        total = int(lengths.sum())
-        offsets = np.cumsum(lengths) - lengths
-        documents = Segments.of_documents(lengths)
-        owner = np.empty(total, np.int64)
-        for i, held in enumerate(tokens):
-            owner[held] = i
-        run = np.cumsum(np.diff(owner, prepend=-1) != 0)  # of tokens that stand on one rank
+        own = [Places(documents.row[s.document] + s.start, s.row, s.length) for s in held]
+        spans = [meet(s, documents, left, right) for s in held]
+        here = [places.contain(s.k_row, s.k_length) for places, s in zip(own, spans, strict=True)]
+        remote = [s[~at_home] for s, at_home in zip(spans, here, strict=True)]
+        needed = union(*(np.concatenate([getattr(s, name) for s in remote]) for name in ("k_row", "k_length")))
+        sent = [places.of(*needed) for places in own]
 
-        mine = (meet(Segments.of_tokens(tokens[rank], offsets), documents, left, right), np.zeros(0, bool))
-        edges = np.zeros(total + 1, np.int64)
-        for i, held in enumerate(tokens):
-            spans = meet(Segments.of_tokens(held, offsets), documents, left, right)
-            last = spans.k_row + spans.k_length - 1
-            here = (owner[spans.k_row] == i) & (run[spans.k_row] == run[last])
-            np.add.at(edges, spans.k_row[~here], 1)
-            np.add.at(edges, last[~here] + 1, -1)
-            if i == rank:
-                mine = (spans, here)
-        needed = np.cumsum(edges[:-1]) > 0
+        counts = [int(places.length.sum()) for places in sent]
+        rows = max(counts)
+        token, length = (np.concatenate([getattr(places, name) for places in sent]) for name in ("token", "length"))
+        padding = np.repeat(np.arange(len(sent)) * rows - np.cumsum(counts) + counts, [p.token.size for p in sent])
+        order = np.argsort(token)
+        gathered = Places(token[order], (np.cumsum(length) - length + padding)[order], length[order])
 
-        sent = [np.flatnonzero(needed[held]) for held in tokens]
-        rows = max(s.size for s in sent)
-        own_row, gathered_row = np.zeros(total, np.int64), np.zeros(total, np.int64)
-        own_row[tokens[rank]] = np.arange(tokens[rank].size)
-        for i, (held, chosen) in enumerate(zip(tokens, sent, strict=True)):
-            gathered_row[held[chosen]] = i * rows + np.arange(chosen.size)
+        num_keys = held[rank].num_tokens
+        whole = counts[rank] == num_keys == rows
+        calls = Calls(num_keys, positions_matter=positions_matter)
+        return cls(
+            local=calls.add(spans[rank][here[rank]], num_keys=num_keys, places=own[rank]),
+            remote=calls.add(remote[rank], num_keys=len(held) * rows, places=gathered),
+            sent=None if whole else torch.from_numpy(ranges(sent[rank].row, sent[rank].length, np.int32)),
+            rows=rows,
+            cp_size=len(held),
+        )
 
-        spans, here = mine
-        calls = Calls(tokens[rank].size, positions_matter=positions_matter, device=device)
-        local = calls.add(spans[here], num_keys=tokens[rank].size, key_rows=own_row)
-        remote = calls.add(spans[~here], num_keys=len(tokens) * rows, key_rows=gathered_row)
-        whole = sent[rank].size == tokens[rank].size == rows
-        return cls(local, remote, None if whole else torch.from_numpy(sent[rank]).to(device), rows, len(tokens))
+
+def union(start: Ints, length: Ints) -> tuple[Ints, Ints]:
+    """The ranges that cover the same numbers without meeting, ascending: their starts and lengths."""
+    order = np.argsort(start)
+    start, end = start[order], np.maximum.accumulate((start + length)[order])
+    apart = start[1:] > end[:-1]
+    edge = np.ones(min(1, start.size), bool)
+    first = start[np.append(edge, apart)]
+    return first, end[np.append(apart, edge)] - first
 
 
 @dataclass(frozen=True)
@@ -100,21 +102,21 @@ class AllGather:
         if arrive is not None:
             attend(*arrive(), self.plan.remote)
 
-    def backward(
-        self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`."""
         arrive = self._gather(k, v)
         dk, dv = attend(k, v, self.plan.local)
         if arrive is None:
             return dk, dv
-        both = torch.stack(attend(*arrive(), self.plan.remote), dim=1)
+        keys, values = arrive()
+        both = keys.new_empty((keys.shape[0], 2, *keys.shape[1:]), dtype=accumulator(keys.dtype))
+        attend(keys, values, self.plan.remote, (both[:, 0], both[:, 1]))
         home = both.new_empty((self.plan.rows, *both.shape[1:]))
         dist.reduce_scatter_tensor(home, both, group=self.group)
         if self.plan.sent is None:
-            return dk + home[:, 0], dv + home[:, 1]
+            return dk.add_(home[:, 0]), dv.add_(home[:, 1])
         home = home[: self.plan.sent.numel()]
-        return dk.index_add(0, self.plan.sent, home[:, 0]), dv.index_add(0, self.plan.sent, home[:, 1])
+        return dk.index_add_(0, self.plan.sent, home[:, 0]), dv.index_add_(0, self.plan.sent, home[:, 1])
 
     def _gather(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]] | None:
         """Starts it; call the result to wait for keys and values, each `[cp_size * rows, kv_heads, head_dim]`."""

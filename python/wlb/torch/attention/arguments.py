@@ -15,10 +15,21 @@ from wlb.torch._errors import error
 Transport = Literal["all_gather", "ring", "ulysses", "usp"]
 
 
-def check_group(shard: wlb.Shard, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in the group and the group's size, which is the shard's."""
+def check_shard(shard: wlb.Shard) -> None:
+    """It is one."""
     if not isinstance(shard, wlb.Shard):
         raise error("shard", f"is a {type(shard).__name__}, not a wlb.Shard", value=shard)
+
+
+def check_rank(rank: int, size: int) -> None:
+    """It is one of a group of `size`."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+        raise error("rank", f"= {rank!r}: the shard has ranks 0 to {size - 1}", value=rank)
+
+
+def check_group(shard: wlb.Shard, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group and the group's size, which is the shard's."""
+    check_shard(shard)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if rank < 0:
         raise error("group", "does not contain this process", value=group)
@@ -80,10 +91,15 @@ def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, ali
     """What happens to scores makes sense."""
     if softmax_scale is not None and not (isinstance(softmax_scale, (int, float)) and 0 < softmax_scale < math.inf):
         raise error("softmax_scale", f"= {softmax_scale!r}: a positive number, or None", value=softmax_scale)
-    if window is not None and not (isinstance(window, int) and not isinstance(window, bool) and window > 0):
-        raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
+    check_window(window)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q)
+
+
+def check_window(window: int | None) -> None:
+    """It is a number of tokens."""
+    if window is not None and not (isinstance(window, int) and not isinstance(window, bool) and window > 0):
+        raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
 
 
 def _check_slopes(slopes: Tensor, q: Tensor) -> None:

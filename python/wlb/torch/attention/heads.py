@@ -6,6 +6,7 @@ of `degree` neighbouring ranks of the group, which exchange nothing with the oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.segments import Ints
+from wlb.torch.attention.segments import Segments, ranges
 
 
 @dataclass(frozen=True)
 class HeadsPlan:
     """How `degree` ranks put their tokens together."""
 
-    tokens: Ints  # what they hold together, ascending
     counts: list[int]  # tokens of each rank of the block
     place: int  # of this rank in the block
-    ascending: Tensor  # int64: ascending tokens from those in order of ranks
-    by_rank: Tensor  # int64: the inverse
+    ascending: Tensor  # int32: tokens in packed order from those in order of ranks
+    by_rank: Tensor  # int32: the inverse
 
     @classmethod
-    def make(cls, tokens: list[Ints], place: int, *, device: torch.device) -> HeadsPlan:
-        """The plan of the rank at `place` of the block in which rank `i` holds `tokens[i]`."""
-        held = np.concatenate(tokens)
-        ascending = np.argsort(held)
-        by_rank = np.argsort(ascending)
-        index = (torch.from_numpy(order).to(device) for order in (ascending, by_rank))
-        return cls(held[ascending], [t.size for t in tokens], place, *index)
+    def make(cls, held: Sequence[Segments], place: int) -> HeadsPlan:
+        """The plan of the rank at `place` of the block in which rank `i` holds `held[i]`; tensors on the host."""
+        together = Segments.concatenate(held)
+        order = together.packed_order()
+        length = together.length[order]
+        ascending = ranges(together.row[order], length, np.int32)
+        row = np.empty_like(length)
+        row[order] = np.cumsum(length) - length
+        by_rank = ranges(row, together.length, np.int32)
+        counts = [segments.num_tokens for segments in held]
+        return cls(counts, place, torch.from_numpy(ascending), torch.from_numpy(by_rank))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ backward of each part needs the merged output and log-sum-exp, which the kernels
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -101,7 +101,7 @@ class PlainKernel:
     def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
         """Rows of queries and of keys; their true distances and what the mask hides, where these are needed."""
         left, right = call.window
-        for (q_from, q_to, k_from, k_to), shift in zip(call.spans, call.shifts, strict=True):
+        for (q_from, q_to, k_from, k_to), shift in zip(call.spans.tolist(), call.shifts.tolist(), strict=True):
             diagonal = (k_to - k_from) - (q_to - q_from)  # the key at which the first query stands
             step = max(1, _SCORES // (heads * (k_to - k_from)))
             for i in range(0, q_to - q_from, step):
@@ -305,12 +305,23 @@ class FlashAttention3:
         return dq, dk, dv
 
 
+@functools.cache
 def _flash_attn_2() -> Any:
-    return importlib.import_module("flash_attn.flash_attn_interface")
+    """Its module, or None. The package `flash_attn` alone proves nothing: flash-attn 4 installs one without it."""
+    return _installed("flash_attn.flash_attn_interface")
 
 
+@functools.cache
 def _flash_attn_3() -> Any:
-    return importlib.import_module("flash_attn_interface")
+    """Its module, or None."""
+    return _installed("flash_attn_interface")
+
+
+def _installed(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError):  # missing, or built for another torch
+        return None
 
 
 def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | None, alibi_aligned: bool) -> Kernel:
@@ -331,18 +342,16 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     if refusal:
         raise error("kernel", f"{name!r} {refusal}; 'sdpa' can do without", value=name)
 
-    has_2, has_3 = (importlib.util.find_spec(package) is not None for package in ("flash_attn", "flash_attn_interface"))
+    has_2 = name != "varlen" and _flash_attn_2() is not None
     if alibi_slopes is not None:
-        if name != "varlen" and has_2 and alibi_aligned:
+        if has_2 and alibi_aligned:
             return FlashAttention2(scale, alibi_slopes)
         if name == "auto":
             return PlainKernel(scale, alibi_slopes)
-        reason = (
-            "has no ALiBi" if name == "varlen" or not has_2 else "measures ALiBi distances wrongly on this transport"
-        )
+        reason = "measures ALiBi distances wrongly on this transport" if has_2 else "has no ALiBi"
         raise error("kernel", f"{name!r} {reason}; 'sdpa' has it on every transport", value=name)
     if name != "varlen":
-        if has_3 and torch.cuda.get_device_capability(q.device)[0] == 9:
+        if torch.cuda.get_device_capability(q.device)[0] == 9 and _flash_attn_3() is not None:
             return FlashAttention3(scale)
         if has_2:
             return FlashAttention2(scale)
@@ -355,6 +364,9 @@ def _flash_refusal(q: Tensor) -> str | None:
     """Why no flash kernel takes such tensors, or None."""
     if q.device.type != "cuda":
         return f"runs on CUDA, not on {q.device.type}"
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < (8, 0):
+        return "needs compute capability 8.0, this GPU has {}.{}".format(*capability)
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {q.dtype}"
     if q.shape[2] % 8 or q.shape[2] > 256:

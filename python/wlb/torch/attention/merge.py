@@ -12,6 +12,16 @@ from wlb.torch.attention.kernels import Kernel, accumulator
 from wlb.torch.attention.segments import Call
 
 
+class AttendBackward(Protocol):
+    """Computes the gradients of a block of keys."""
+
+    def __call__(
+        self, k: Tensor, v: Tensor, calls: Sequence[Call], into: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of `k` and `v`, in what sums are made in: new tensors, or `into`, whatever is in it."""
+        ...
+
+
 class KeyExchange(Protocol):
     """Brings this rank's queries together with keys of other ranks, and the keys' gradients home."""
 
@@ -19,9 +29,7 @@ class KeyExchange(Protocol):
         """Calls `attend(k, v, calls)` for every block of keys, overlapping it with what is still under way."""
         ...
 
-    def backward(
-        self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """The same blocks again; `attend` gives their gradients. Returns the gradients of `k` and `v`."""
         ...
 
@@ -63,15 +71,16 @@ class _Output:
 
 
 class _Gradient:
-    """A sum of gradients by row. It begins as what is added first, if that is for all rows."""
+    """A sum of gradients by row, in `into` if given. It begins as what is added first, if that is for all rows."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, into: Tensor | None = None) -> None:
         self._like = like
+        self._into = into
         self._sum: Tensor | None = None
 
     def add(self, rows: Tensor | None, part: Tensor) -> None:
         if rows is None and self._sum is None:
-            self._sum = part
+            self._sum = part if self._into is None else self._into.copy_(part)
             return
         total = self.total()
         if rows is None:
@@ -80,9 +89,12 @@ class _Gradient:
             total.index_add_(0, rows, part.to(total.dtype))
 
     def total(self) -> Tensor:
-        if self._sum is None:
-            self._sum = self._like.new_zeros(self._like.shape, dtype=accumulator(self._like.dtype))
-        self._sum = self._sum.to(accumulator(self._like.dtype))
+        dtype = accumulator(self._like.dtype)
+        if self._sum is None and self._into is not None:
+            self._sum = self._into.zero_()
+        elif self._sum is None:
+            self._sum = self._like.new_zeros(self._like.shape, dtype=dtype)
+        self._sum = self._sum.to(dtype)
         return self._sum
 
 
@@ -109,8 +121,10 @@ class _Attention(torch.autograd.Function):
         d_out = d_out.contiguous()
         dq = _Gradient(q)
 
-        def attend(k: Tensor, v: Tensor, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
-            dk, dv = _Gradient(k), _Gradient(v)
+        def attend(
+            k: Tensor, v: Tensor, calls: Sequence[Call], into: tuple[Tensor, Tensor] | None = None
+        ) -> tuple[Tensor, Tensor]:
+            dk, dv = (_Gradient(k), _Gradient(v)) if into is None else (_Gradient(k, into[0]), _Gradient(v, into[1]))
             for call in calls:
                 mine, theirs = call.q_rows, call.k_rows
                 call_lse = lse if mine is None else lse[:, mine]

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
+from torch import Tensor
 
 import wlb
 from wlb.torch.attention.all_gather import GatherPlan
 from wlb.torch.attention.heads import HeadsPlan
 from wlb.torch.attention.ring import RingPlan
-from wlb.torch.attention.segments import UNLIMITED, Ints
+from wlb.torch.attention.segments import UNLIMITED, Segments
 
 # Plans of each kind: the micro-batches that a pipeline has under way, whose layers the backward may recompute. Shards
 # are compared by content; what a backward needs it holds itself.
 _KEPT = 32
+
+_Plan = TypeVar("_Plan")
 
 
 @functools.lru_cache(maxsize=_KEPT)
 def gather_plan(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> GatherPlan:
     """What `rank` does when keys are gathered. `biased`: scores have a bias by position."""
     left, right = _reach(shard, window)
-    tokens = [_tokens(shard, r) for r in range(shard.cp_size)]
-    return GatherPlan.make(
-        tokens, shard.lengths.astype(np.int64), rank, left=left, right=right, positions_matter=biased, device=device
-    )
+    documents = Segments.of_documents(shard)
+    plan = GatherPlan.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
+    return on_device(plan, device)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -34,21 +38,47 @@ def ring_plan(
 ) -> tuple[HeadsPlan | None, RingPlan]:
     """What `rank` does in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
     left, right = _reach(shard, window)
-    lengths = shard.lengths.astype(np.int64)
-    held = [_tokens(shard, r) for r in range(shard.cp_size)]
+    held = _held(shard)
     heads = None
     if degree > 1:
-        block = rank - rank % degree
-        heads = HeadsPlan.make(held[block : block + degree], rank % degree, device=device)
-    held = [np.sort(np.concatenate(held[i : i + degree])) for i in range(0, len(held), degree)]
-    offsets = np.cumsum(lengths) - lengths
-    return heads, RingPlan.make(
-        held, offsets, rank // degree, left=left, right=right, positions_matter=biased, device=device
-    )
+        blocks = [held[i : i + degree] for i in range(0, len(held), degree)]
+        heads = HeadsPlan.make(blocks[rank // degree], rank % degree)
+        held = [Segments.concatenate(block).in_packed_order() for block in blocks]
+    ring = RingPlan.make(held, rank // degree, left=left, right=right, positions_matter=biased)
+    return on_device((heads, ring), device)
 
 
-def _tokens(shard: wlb.Shard, rank: int) -> Ints:
-    return shard.rank(rank).token_indices.astype(np.int64)
+def on_device(plan: _Plan, device: torch.device) -> _Plan:
+    """The plan, made on the host, with its int32 tensors on `device`: views of one buffer, sent by one copy.
+
+    To a GPU the copy is from pinned memory, and the host does not wait for it: it is ordered with what the current
+    stream runs before and after.
+    """
+    tensors: list[Tensor] = []
+    _map_tensors(plan, tensors.append)
+    if not tensors:
+        return plan
+    sizes = [tensor.numel() for tensor in tensors]
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    torch.cat(tensors, out=host)
+    views = iter(torch.split(host.to(device, non_blocking=True), sizes))
+    moved: _Plan = _map_tensors(plan, lambda _: next(views))
+    return moved
+
+
+def _map_tensors(part: Any, replace: Callable[[Tensor], Any]) -> Any:
+    if isinstance(part, Tensor):
+        return replace(part)
+    if isinstance(part, (list, tuple)):
+        return type(part)(_map_tensors(item, replace) for item in part)
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        return type(part)(**{name: _map_tensors(value, replace) for name, value in fields.items()})
+    return part
+
+
+def _held(shard: wlb.Shard) -> list[Segments]:
+    return [Segments.of_rank(shard, rank) for rank in range(shard.cp_size)]
 
 
 def _reach(shard: wlb.Shard, window: int | None) -> tuple[int, int]:

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Ints, Segments, meet
+from wlb.torch.attention.kernels import accumulator
+from wlb.torch.attention.merge import AttendBackward
+from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Segments, meet
 
 
 @dataclass(frozen=True)
@@ -28,30 +30,26 @@ class RingPlan:
     @classmethod
     def make(
         cls,
-        tokens: Sequence[Ints],
-        offsets: Ints,
+        held: Sequence[Segments],
         position: int,
         *,
         left: int,
         right: int,
         positions_matter: bool,
-        device: torch.device,
     ) -> RingPlan:
-        """The plan of `position`, where position `i` holds the ascending tokens `tokens[i]` of documents at `offsets`.
+        """The plan of `position`, where position `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
         """
-        mine = Segments.of_tokens(tokens[position], offsets)
-        calls = Calls(tokens[position].size, positions_matter=positions_matter, device=device)
+        calls = Calls(held[position].num_tokens, positions_matter=positions_matter)
         steps = []
-        for step in range(len(tokens)):
-            other = tokens[(position - step) % len(tokens)]
-            q, k = mine, Segments.of_tokens(other, offsets)
+        for step in range(len(held)):
+            q, k = held[position], held[(position - step) % len(held)]
             if step == 0 and left == UNLIMITED and not positions_matter:
                 # Among its own tokens only their order counts: one call, a square for each document.
-                q = k = mine.closed_up()
-            steps.append(calls.add(meet(q, k, left, right), num_keys=other.size))
-        return cls(position, steps, [held.size for held in tokens])
+                q = k = q.closed_up()
+            steps.append(calls.add(meet(q, k, left, right), num_keys=k.num_tokens))
+        return cls(position, steps, [segments.num_tokens for segments in held])
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,7 @@ class Ring:
             if arrive is not None:
                 block = arrive()
 
-    def backward(
-        self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`. A gradient is sent on while the next block's is computed, and ends at its owner."""
         if len(self.peers) == 1:
             return attend(k, v, self.plan.steps[0])
@@ -87,8 +83,8 @@ class Ring:
         gradient: Callable[[], Tensor] | None = None  # of the keys of this step, from the positions they were at before
         for step, calls in enumerate(self.plan.steps):
             arrive = self._pass_on(block, step) if step + 1 < len(self.peers) else None
-            dk, dv = attend(block[0], block[1], calls)
-            total = torch.stack((dk, dv))
+            total = block.new_empty(block.shape, dtype=accumulator(block.dtype))
+            attend(block[0], block[1], calls, (total[0], total[1]))
             if gradient is not None:
                 total += gradient()
             gradient = self._pass_on(total, step)

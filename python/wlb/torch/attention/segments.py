@@ -6,18 +6,21 @@ these keys, against the keys that some of these queries see. Flash kernels align
 query to stand at the last key. A span whose queries end elsewhere in the document has its window moved by that *shift*;
 where no mask cuts it, the shift does not matter. Spans with one window are one kernel call.
 
-Everything is computed with numpy, in time linear in tokens and spans, and sent to the device once.
+Plans are computed with numpy on segments and spans, of which there are few; only the index arrays that kernels need
+have an entry for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+import wlb
 
 Ints = NDArray[np.int64]
 
@@ -27,7 +30,7 @@ UNLIMITED = 1 << 40
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments in packed order; one entry each: document, first position inside it, first row of the holder, tokens."""
+    """Segments of one holder; one entry each: document, first position inside it, first row of the holder, tokens."""
 
     document: Ints
     start: Ints
@@ -35,19 +38,44 @@ class Segments:
     length: Ints
 
     @classmethod
-    def of_tokens(cls, tokens: Ints, offsets: Ints) -> Segments:
-        """The segments of ascending indices into the packed sequence, whose documents begin at `offsets`."""
-        document = np.searchsorted(offsets, tokens, side="right") - 1
-        cut = (np.diff(tokens) != 1) | (np.diff(document) != 0)
-        row = np.flatnonzero(np.concatenate([np.ones(min(1, tokens.size), bool), cut]))
-        length = np.diff(np.append(row, tokens.size))
-        return cls(document[row], tokens[row] - offsets[document[row]], row, length)
+    def of_rank(cls, shard: wlb.Shard, rank: int) -> Segments:
+        """What a rank holds, in packed order."""
+        held = shard.rank(rank)
+        document, cu_seqlens = held.documents.astype(np.int64), held.cu_seqlens_q.astype(np.int64)
+        row = cu_seqlens[:-1]
+        return cls(document, held.token_indices[row] - offsets(shard)[document], row, np.diff(cu_seqlens))
 
     @classmethod
-    def of_documents(cls, lengths: Ints) -> Segments:
+    def of_documents(cls, shard: wlb.Shard) -> Segments:
         """The whole packed sequence: every document is one segment."""
-        row = np.cumsum(lengths) - lengths
-        return cls(np.arange(lengths.size), np.zeros_like(row), row, lengths)
+        row = offsets(shard)
+        return cls(np.arange(row.size), np.zeros_like(row), row, shard.lengths.astype(np.int64))
+
+    @classmethod
+    def concatenate(cls, holders: Sequence[Segments]) -> Segments:
+        """The segments of a holder that has the rows of all of these, one holder after another."""
+        document, start, length = (
+            np.concatenate([getattr(holder, name) for holder in holders]) for name in ("document", "start", "length")
+        )
+        return cls(document, start, np.cumsum(length) - length, length)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the holder."""
+        return int(self.length.sum())
+
+    def packed_order(self) -> Ints:
+        """The permutation that sorts the segments by their place in the packed sequence."""
+        return np.lexsort((self.start, self.document))
+
+    def in_packed_order(self) -> Segments:
+        """The segments of a holder that has the same tokens in packed order; neighbours become one."""
+        order = self.packed_order()
+        document, start, length = self.document[order], self.start[order], self.length[order]
+        apart = (np.diff(document) != 0) | (start[1:] != (start + length)[:-1])
+        first = np.flatnonzero(np.append(np.ones(min(1, order.size), bool), apart))
+        row = (np.cumsum(length) - length)[first]
+        return Segments(document[first], start[first], row, np.diff(np.append(row, self.num_tokens)))
 
     def closed_up(self) -> Segments:
         """The same rows as if each document had no gaps: only the order of its tokens is kept."""
@@ -56,6 +84,29 @@ class Segments:
         first = np.flatnonzero(np.diff(self.document, prepend=-1))
         length = np.add.reduceat(self.length, first)
         return Segments(self.document[first], np.zeros_like(first), self.row[first], length)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens of the packed sequence lie in a tensor: runs, in packed order; first token, first row, tokens."""
+
+    token: Ints
+    row: Ints
+    length: Ints
+
+    def contain(self, token: Ints, length: Ints) -> NDArray[np.bool_]:
+        """Which of these ranges of tokens lie in one run."""
+        run = np.searchsorted(self.token, token, side="right") - 1
+        return (run >= 0) & (token + length <= self.token[run] + self.length[run])
+
+    def of(self, token: Ints, length: Ints) -> Places:
+        """The runs of these ranges of tokens, one range after another; tokens without a place are left out."""
+        begin = np.searchsorted(self.token + self.length, token, side="right")
+        count = np.searchsorted(self.token, token + length, side="left") - begin
+        i, j = np.repeat(np.arange(count.size), count), ranges(begin, count)
+        first = np.maximum(self.token[j], token[i])
+        last = np.minimum(self.token[j] + self.length[j], token[i] + length[i])
+        return Places(first, self.row[j] + first - self.token[j], last - first)
 
 
 @dataclass(frozen=True)
@@ -147,63 +198,73 @@ def by_call(spans: Spans, *, positions_matter: bool) -> Iterator[Spans]:
 
 @dataclass(frozen=True)
 class Call:
-    """One varlen kernel call over rows of a rank's queries and of a block of keys, on the device."""
+    """One varlen kernel call over rows of a rank's queries and of a block of keys. Its tensors are int32."""
 
-    q_rows: Tensor | None  # int64 [queries]: which rows of q; None: all, in order
-    k_rows: Tensor | None  # int64 [keys]: which rows of the block; None: all, in order
-    cu_seqlens_q: Tensor  # int32 [spans + 1]
-    cu_seqlens_k: Tensor  # int32 [spans + 1]
+    q_rows: Tensor | None  # [queries]: which rows of q; None: all, in order
+    k_rows: Tensor | None  # [keys]: which rows of the block; None: all, in order
+    cu_seqlens_q: Tensor  # [spans + 1]
+    cu_seqlens_k: Tensor  # [spans + 1]
     max_seqlen_q: int
     max_seqlen_k: int
     window: tuple[int, int]  # left, right of the bottom-right diagonal; -1: unlimited
-    spans: list[tuple[int, int, int, int]]  # rows of the call: queries from, to; keys from, to
-    shifts: list[int]  # one a span
+    spans: Ints  # [spans, 4]: rows of the call: queries from, to; keys from, to
+    shifts: Ints  # [spans]
     fresh: bool  # no earlier call of the plan had any of these queries
 
 
 class Calls:
-    """Turns spans into the calls of one plan, in the order in which they will run."""
+    """Turns spans into the calls of one plan, in the order in which they will run. Their tensors are on the host."""
 
-    def __init__(self, num_queries: int, *, positions_matter: bool, device: torch.device) -> None:
+    def __init__(self, num_queries: int, *, positions_matter: bool) -> None:
         self._seen = np.zeros(num_queries, bool)
         self._positions_matter = positions_matter
-        self._device = device
 
-    def add(self, spans: Spans, *, num_keys: int, key_rows: Ints | None = None) -> list[Call]:
-        """Calls over a block of `num_keys` rows; `key_rows` tells where the keys that spans name by row lie in it."""
+    def add(self, spans: Spans, *, num_keys: int, places: Places | None = None) -> list[Call]:
+        """Calls over a block of `num_keys` rows; `places` tells where in it the tokens are that spans name as keys."""
         return [
-            self._call(group, num_keys, key_rows) for group in by_call(spans, positions_matter=self._positions_matter)
+            self._call(group, num_keys, places) for group in by_call(spans, positions_matter=self._positions_matter)
         ]
 
-    def _call(self, spans: Spans, num_keys: int, key_rows: Ints | None) -> Call:
-        q_rows = ranges(spans.q_row, spans.q_length)
-        k_rows = ranges(spans.k_row, spans.k_length)
-        if key_rows is not None:
-            k_rows = key_rows[k_rows]
-        fresh = not self._seen[q_rows].any()
-        self._seen[q_rows] = True
+    def _call(self, spans: Spans, num_keys: int, places: Places | None) -> Call:
+        q_rows = index(spans.q_row, spans.q_length, self._seen.size)
+        touched = slice(None) if q_rows is None else q_rows.numpy()
+        fresh = not self._seen[touched].any()
+        self._seen[touched] = True
+        keys = Places(spans.k_row, spans.k_row, spans.k_length)
+        if places is not None:
+            keys = places.of(keys.token, keys.length)
         cu_q, cu_k = (np.append(0, np.cumsum(length)) for length in (spans.q_length, spans.k_length))
         left, right = int(spans.left[0]), int(spans.right[0])
         return Call(
-            q_rows=self._index(q_rows, self._seen.size),
-            k_rows=self._index(k_rows, num_keys),
-            cu_seqlens_q=self._send(cu_q.astype(np.int32)),
-            cu_seqlens_k=self._send(cu_k.astype(np.int32)),
+            q_rows=q_rows,
+            k_rows=index(keys.row, keys.length, num_keys),
+            cu_seqlens_q=torch.from_numpy(cu_q.astype(np.int32)),
+            cu_seqlens_k=torch.from_numpy(cu_k.astype(np.int32)),
             max_seqlen_q=int(spans.q_length.max()),
             max_seqlen_k=int(spans.k_length.max()),
             window=(-1 if left >= UNLIMITED else left, -1 if right >= UNLIMITED else right),
-            spans=list(zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k[:-1].tolist(), cu_k[1:].tolist(), strict=True)),
-            shifts=spans.shift.tolist(),
+            spans=np.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], axis=1),
+            shifts=spans.shift,
             fresh=fresh,
         )
 
-    def _index(self, rows: Ints, total: int) -> Tensor | None:
-        return None if rows.size == total and (rows == np.arange(total)).all() else self._send(rows)
 
-    def _send(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+def offsets(shard: wlb.Shard) -> Ints:
+    """Where each document begins in the packed sequence."""
+    lengths = shard.lengths.astype(np.int64)
+    return np.cumsum(lengths) - lengths
 
 
-def ranges(start: Ints, length: Ints) -> Ints:
+def ranges(start: Ints, length: Ints, dtype: type[np.signedinteger] = np.int64) -> NDArray[np.signedinteger]:
     """`start[0] .. start[0] + length[0] - 1`, then the same of the next, and so on."""
-    return np.arange(length.sum()) + np.repeat(start - np.cumsum(length) + length, length)
+    result: NDArray[np.signedinteger] = np.repeat((start - np.cumsum(length) + length).astype(dtype), length)
+    result += np.arange(result.size, dtype=dtype)
+    return result
+
+
+def index(start: Ints, length: Ints, total: int) -> Tensor | None:
+    """The `ranges` as int32, to index a tensor of `total` rows with; None: they are all its rows, in order."""
+    ends = np.cumsum(length)
+    if length.sum() == total and (start == ends - length).all():
+        return None
+    return torch.from_numpy(ranges(start, length, np.int32))
