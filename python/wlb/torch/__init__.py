@@ -14,7 +14,7 @@ Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
 
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import context_parallel_attention
+from wlb.torch.attention import context_parallel_attention, prepare_attention
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
@@ -64,6 +64,7 @@ __all__ = [
     "model_flops_utilization",
     "peak_flops",
     "pipeline_step",
+    "prepare_attention",
     "stages_of_rank",
     "sum_gradients",
     "token_normalized_loss",
