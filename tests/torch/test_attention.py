@@ -274,7 +274,7 @@ def test_planning_holds_little_more_than_the_plan(kind: str) -> None:
 
 PREPARED: list[dict[str, Any]] = [
     *({"transport": transport} for transport in ("all_gather", "ring", "ulysses")),
-    {"transport": "usp", "ulysses_size": 2},
+    {"transport": "usp", "ulysses_size": 2, "window": 7},  # without: the plan of ulysses
     {"transport": "ring", "window": 5},
     {"window": 5, "alibi": True},
 ]
