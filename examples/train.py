@@ -42,6 +42,7 @@ from baselines import BaselineLoader
 from corpus import read_corpus
 from llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
 from wlb.torch.agreement import check_agreement
+from wlb.torch.attention import prepare_attention
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.groups import build_mesh, data_and_context
@@ -114,7 +115,7 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     """Builds everything, resumes, and goes on to the last step."""
     dataset = read_corpus(settings.corpus, pattern=settings.pattern, tokenizer_file=settings.tokenizer)
     config = LlamaConfig(**{**vars(settings.model), "vocab_size": dataset.vocab_size})
-    loader = build_loader(settings, dataset, config, mesh)
+    loader = build_loader(settings, dataset, config, mesh, device)
     stages, optimizers = build_model(settings, config, mesh, device)
 
     done = resume(settings, stages, optimizers, loader)
@@ -222,7 +223,7 @@ def set_up_ranks(settings: Settings) -> tuple[torch.device, DeviceMesh]:
     return device, build_mesh(pp=settings.pp, dp=dp, cp=settings.cp, tp=settings.tp, device_type=device.type)
 
 
-def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh) -> Any:
+def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh, device: torch.device) -> Any:
     """Packs global batches of `micro_batches` context windows into micro-batches of equal work; or as others do."""
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
     keep = partial(
@@ -270,8 +271,22 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
             collate_fn=keep,
             num_workers=settings.workers,
             pin_memory=torch.cuda.is_available(),
-        )
+        ),
+        prepare=partial(prepare, settings, mesh, device),
     )
+
+
+def prepare(settings: Settings, mesh: DeviceMesh, device: torch.device, batch: PackedBatch) -> PackedBatch:
+    """Beside the step before: what attention has to know of a micro-batch, so that no layer waits for it."""
+    if settings.cp > 1:
+        prepare_attention(
+            batch.shard,
+            rank=mesh["cp"].get_local_rank(),
+            device=device,
+            transport=settings.transport,
+            ulysses_size=settings.ulysses_size,
+        )
+    return batch
 
 
 def build_model(

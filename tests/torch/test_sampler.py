@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -443,6 +444,27 @@ def test_a_packer_that_holds_documents_is_refused() -> None:
     used.push([60])
     with pytest.raises(wlb.WlbError, match="packer holds 1"):
         sampler(packer_=used)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_micro_batches_are_prepared_beside_the_step_before(num_workers: int) -> None:
+    """The step holds what `prepare` gives; with workers a thread runs it; an error of its reaches the loop."""
+    seen: list[threading.Thread] = []
+
+    def prepare(batch: PackedBatch) -> tuple[int, PackedBatch]:
+        seen.append(threading.current_thread())
+        return len(seen), batch
+
+    loaded = step_loader(sampler(), num_workers=num_workers)._loader
+    steps = list(StepLoader(loaded, prepare=prepare))
+    numbers = [number for step in steps for number, _ in step.micro_batches]
+    assert numbers == list(range(1, len(seen) + 1))
+    assert all((thread is threading.main_thread()) == (num_workers == 0) for thread in seen)
+    plain = [batch.tokens.tolist() for step in step_loader(sampler()) for batch in step.micro_batches]
+    assert [batch.tokens.tolist() for step in steps for _, batch in step.micro_batches] == plain
+
+    with pytest.raises(ZeroDivisionError):
+        list(StepLoader(step_loader(sampler(), num_workers=num_workers)._loader, prepare=lambda _: 1 // 0))
 
 
 def test_a_loader_without_our_sampler_is_refused() -> None:

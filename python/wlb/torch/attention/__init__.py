@@ -112,7 +112,7 @@ def prepare_attention(
 
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
     other ranks. `context_parallel_attention` with the same options then finds the plan, if few others came between:
-    the last 32 are kept. It costs milliseconds of CPU time, in segments times ranks and in tokens of this rank; index
+    the last 128 are kept. It costs milliseconds of CPU time, in segments times ranks and in tokens of this rank; index
     arrays go to `device` in one copy, on its current stream there, which must be the one that attention runs on.
 
     Args:

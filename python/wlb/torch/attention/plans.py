@@ -16,9 +16,9 @@ from wlb.torch.attention.heads import HeadsPlan
 from wlb.torch.attention.ring import RingPlan
 from wlb.torch.attention.segments import UNLIMITED, Segments
 
-# Plans of each kind: the micro-batches that a pipeline has under way, whose layers the backward may recompute. Shards
-# are compared by content; what a backward needs it holds itself.
-_KEPT = 32
+# Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next, which
+# are prepared beside it. Shards are compared by content; what a backward needs it holds itself.
+_KEPT = 128
 
 _Plan = TypeVar("_Plan")
 
