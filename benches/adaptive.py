@@ -3,9 +3,9 @@
     python benches/adaptive.py --lengths lengths.npy      # int array of document lengths; without: synthetic ones
     python benches/adaptive.py --profile my_gpu.json      # a measured kernel instead of the analytic H100
 
-Micro-batches of `--tokens` tokens are packed as a trainer would, 16 a global batch. Latency is that of attention on the
-slowest rank, forward and backward, summed over micro-batches: *predicted*, by the model that also makes the choice. Times
-of the choice are the least of many bursts, beside `shard(per_document)` in the same run.
+Micro-batches of `--tokens` tokens are packed as a trainer would, 16 a global batch. Latency is that of attention on
+the slowest rank, forward and backward, summed over micro-batches: *predicted*, by the model that also makes the choice.
+Times of the choice are the least of many bursts, beside `shard(per_document)` in the same run.
 """
 
 from __future__ import annotations
