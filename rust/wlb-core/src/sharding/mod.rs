@@ -5,6 +5,7 @@
 //! latency, from lengths only) calls [`shard`] and stands beside them.
 
 mod hybrid;
+pub mod kernel;
 pub mod layout;
 mod per_document;
 mod per_sequence;
