@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cost::{Mask, Passes};
 use crate::error::{Error, Result, check_range, named_choices};
-use crate::lengths::MAX_TOKENS;
+use crate::lengths::{Lengths, MAX_TOKENS};
 
 use super::Shard;
 
@@ -17,7 +17,7 @@ const MAX_SIZE: i64 = 1 << 20;
 
 /// Sums of latencies are sums of integers, so that they do not depend on the order of the segments, and equal plans are
 /// exactly equal. One tick is 2^-44 s, or 57 femtoseconds.
-pub(crate) const TICKS_PER_SECOND: f64 = (1_u64 << 44) as f64;
+pub(super) const TICKS_PER_SECOND: f64 = (1_u64 << 44) as f64;
 
 /// All that makes a [`KernelModel`]: plain data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -204,7 +204,7 @@ impl KernelModel {
     /// (10 us backward) is a guess.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a size, [`Error::Indivisible`] for query heads that key/value heads do not divide.
+    /// [`Error::OutOfRange`] for a size, [`Error::Combination`] for query heads that key/value heads do not divide.
     pub fn analytic(
         generation: Generation,
         num_heads: i64,
@@ -214,6 +214,9 @@ impl KernelModel {
     ) -> Result<Self> {
         for (argument, size) in [("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)] {
             check_range(argument, size, 1, MAX_SIZE)?;
+        }
+        if num_heads % num_kv_heads != 0 {
+            return Err(Error::Combination { argument: "num_kv_heads", requirement: "must divide num_heads" });
         }
         let Assumption { peak, efficiency, without_multicast } = generation.assumption();
         let query_lengths: Vec<i64> = (7..=13).map(|bit| 1 << bit).collect();
@@ -286,6 +289,22 @@ impl KernelModel {
     /// O(1) on a grid of powers of two.
     pub fn segment_seconds(&self, queries: i32, keys: i32, passes: Passes) -> f64 {
         self.seconds(&self.query(queries), keys, self.table(passes))
+    }
+
+    /// Seconds of many segments, one by one.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] unless there are as many keys as queries, [`Error::Entry`] for a segment with more queries than keys.
+    pub fn segments_seconds(&self, queries: &Lengths, keys: &Lengths, passes: Passes) -> Result<Vec<f64>> {
+        if keys.len() != queries.len() {
+            let (argument, other) = ("key_lengths", "query_lengths");
+            return Err(Error::Mismatch { argument, found: keys.len(), other, expected: queries.len() });
+        }
+        if let Some(index) = (0..keys.len()).find(|&index| keys[index] < queries[index]) {
+            let requirement = "a segment has no fewer keys than queries";
+            return Err(Error::Entry { argument: "key_lengths", index, value: f64::from(keys[index]), requirement });
+        }
+        Ok(queries.iter().zip(keys.iter()).map(|(&l, &k)| self.segment_seconds(l, k, passes)).collect())
     }
 
     /// Seconds of each rank's call: its segments, each rounded to 2^-44 s, and the launch; 0 for a rank without any.
