@@ -137,31 +137,6 @@ proptest! {
         prop_assert!(close(model.linear_cost(d), linear));
     }
 
-    /// A profile on disk is its tables.
-    #[test]
-    fn a_profile_is_its_tables((lengths, attention, linear, mask) in tables()) {
-        let pass = |factor: f64| serde_json::json!({
-            "attention_seconds": attention.iter().map(|seconds| seconds * factor).collect::<Vec<_>>(),
-            "linear_seconds": linear.iter().map(|seconds| seconds * factor).collect::<Vec<_>>(),
-        });
-        let profile = serde_json::json!({
-            "format": "wlb.cost_profile", "version": 1, "gpu": "none", "kernel": "none",
-            "causal": mask == Mask::Causal, "lengths": lengths, "forward": pass(1.0), "backward": pass(2.0),
-        })
-        .to_string();
-        for (passes, factor) in [(Passes::Forward, 1.0), (Passes::Backward, 2.0), (Passes::ForwardBackward, 3.0)] {
-            let model = CostModel::from_profile(&profile, passes).unwrap();
-            prop_assert_eq!(model.mask(), mask);
-            for (index, &d) in lengths.iter().enumerate() {
-                prop_assert!(close(model.attention_cost(d), attention[index] * factor));
-                prop_assert!(close(model.linear_cost(d), linear[index] * factor));
-            }
-        }
-        // Cut short anywhere it is an error, not a panic.
-        let cut = profile.len() / 2;
-        assert!(matches!(CostModel::from_profile(&profile[..cut], Passes::Forward), Err(Error::Profile { .. })));
-    }
-
     /// Written and read back, a model is the same to the last bit.
     #[test]
     fn a_model_survives_json(model in cost_model(), d in length()) {

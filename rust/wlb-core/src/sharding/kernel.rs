@@ -102,7 +102,7 @@ impl Generation {
 pub struct KernelModel {
     description: KernelDescription,
     mask: Mask,
-    tile: i64,
+    tile: u32,
     queries: Axis,
     keys: Axis,
     /// Seconds per pair of the forward pass, of the backward pass, and of both. Interpolation is linear in them: the sum
@@ -142,7 +142,7 @@ impl KernelModel {
         let mask = if description.causal { Mask::Causal } else { Mask::Full };
         let mut model = Self {
             mask,
-            tile: description.tile,
+            tile: description.tile as u32,
             queries: Axis::new(&description.query_lengths),
             keys: Axis::new(&description.key_lengths),
             seconds_per_pair: Default::default(),
@@ -368,9 +368,8 @@ impl KernelModel {
     }
 
     fn query(&self, length: i32) -> Query {
-        let length_i64 = i64::from(length);
-        let padded = (length_i64 + self.tile - 1) / self.tile * self.tile;
-        Query { length: length_i64, padded: padded as f64, point: self.queries.locate(length) }
+        let padded = (length as u32).div_ceil(self.tile) * self.tile;
+        Query { length, padded: f64::from(padded), point: self.queries.locate(length) }
     }
 
     #[inline]
@@ -390,7 +389,7 @@ impl KernelModel {
 /// The queries of a segment, as far as nothing else needs to be known.
 #[derive(Clone, Copy)]
 struct Query {
-    length: i64,
+    length: i32,
     /// Rounded up to the tile.
     padded: f64,
     point: Point,
@@ -401,7 +400,7 @@ impl Query {
     #[inline]
     fn pairs(&self, mask: Mask, keys: i32) -> f64 {
         match mask {
-            Mask::Causal => self.padded * ((i64::from(keys) - self.length) as f64 + (self.padded + 1.0) * 0.5),
+            Mask::Causal => self.padded * (f64::from(keys - self.length) + (self.padded + 1.0) * 0.5),
             Mask::Full => self.padded * f64::from(keys),
         }
     }
@@ -419,7 +418,8 @@ struct Point {
 #[derive(Clone, Debug)]
 struct Axis {
     lengths: Vec<i32>,
-    logs: Vec<f64>,
+    /// And one over the step to the next.
+    logs: Vec<(f64, f64)>,
     /// For every power of two, the last grid point that is not above it (or the first of all): where a search begins.
     starts: [usize; 32],
 }
@@ -431,7 +431,10 @@ impl Axis {
             *start = lengths.partition_point(|&length| length <= 1 << bit).saturating_sub(1);
         }
         let lengths: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
-        Self { logs: lengths.iter().map(|&length| log2(length)).collect(), lengths, starts }
+        let log = |index: usize| log2(lengths[index]);
+        let next = |index: usize| log((index + 1).min(lengths.len() - 1));
+        let logs = (0..lengths.len()).map(|index| (log(index), 1.0 / (next(index) - log(index)))).collect();
+        Self { lengths, logs, starts }
     }
 
     #[inline]
@@ -443,32 +446,49 @@ impl Axis {
         if below + 1 == self.lengths.len() || length <= self.lengths[below] {
             return Point { below, above: below, fraction: 0.0 };
         }
-        let (low, high) = (self.logs[below], self.logs[below + 1]);
-        Point { below, above: below + 1, fraction: (log2(length) - low) / (high - low) }
+        let (low, per_step) = self.logs[below];
+        Point { below, above: below + 1, fraction: (log2(length) - low) * per_step }
     }
 }
 
 /// Binary logarithm of a whole number of at least 1, within 1e-12, of `+ - * /` only: the same on every machine.
 ///
-/// The exponent's bits are the whole part. The rest is `log2(m)` of a mantissa in `[1, 2)`: with `t = (m - c) / (m + c)` and
-/// `c = sqrt(2)`, `ln(m) = ln(c) + 2 atanh(t)`, whose series converges by a factor of 34 a term.
+/// The exponent's bits are the whole part. The mantissa's first bits choose a knot of a table, and a short series does the
+/// rest of the way: `ln(1 + r)` for `r < 1/128`.
 #[inline]
 fn log2(length: i32) -> f64 {
-    const MANTISSA: u64 = (1 << 52) - 1;
-    const TWICE_LOG2_E: f64 = 2.0 * std::f64::consts::LOG2_E;
+    const FRACTION: u64 = (1 << 52) - 1;
     let bits = f64::from(length).to_bits();
     let exponent = (bits >> 52) as i64 - 1023;
-    if bits & MANTISSA == 0 {
-        return exponent as f64;
+    let mantissa = f64::from_bits(bits & FRACTION | 1023 << 52);
+    let (inverse, log) = KNOTS[(bits >> (52 - KNOT_BITS)) as usize % KNOTS.len()];
+    let r = mantissa * inverse - 1.0;
+    let series = r * (1.0 - r * (1.0 / 2.0 - r * (1.0 / 3.0 - r * (1.0 / 4.0 - r * (1.0 / 5.0)))));
+    exponent as f64 + (log + std::f64::consts::LOG2_E * series)
+}
+
+const KNOT_BITS: u32 = 7;
+
+/// `(1 / m, log2(m))` at even steps of a mantissa `m` from 1 to 2.
+static KNOTS: [(f64, f64); 1 << KNOT_BITS] = knots();
+
+const fn knots() -> [(f64, f64); 1 << KNOT_BITS] {
+    let mut knots = [(1.0, 0.0); 1 << KNOT_BITS];
+    let mut knot = 1;
+    while knot < knots.len() {
+        let mantissa = 1.0 + knot as f64 / knots.len() as f64;
+        // ln(m) = 2 atanh(t) with t = (m - 1) / (m + 1), at most 1/3: t + t^3/3 + t^5/5 + ...
+        let t = (mantissa - 1.0) / (mantissa + 1.0);
+        let (mut atanh, mut power, mut odd) = (0.0, t, 1.0);
+        while odd < 40.0 {
+            atanh += power / odd;
+            power *= t * t;
+            odd += 2.0;
+        }
+        knots[knot] = (1.0 / mantissa, 2.0 * std::f64::consts::LOG2_E * atanh);
+        knot += 1;
     }
-    let mantissa = f64::from_bits(bits & MANTISSA | 1023 << 52);
-    let t = (mantissa - std::f64::consts::SQRT_2) / (mantissa + std::f64::consts::SQRT_2);
-    let t2 = t * t;
-    let mut series = 0.0;
-    for odd in [15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
-        series = series * t2 + 1.0 / odd;
-    }
-    exponent as f64 + (0.5 + TWICE_LOG2_E * t * series)
+    knots
 }
 
 /// Reads latencies of segments off a model, in ticks. Remembers the last number of queries: neighbours have the same.
@@ -494,7 +514,7 @@ impl<'a> Clock<'a> {
 
     #[inline]
     pub(super) fn ticks(&mut self, queries: i32, keys: i32) -> i64 {
-        if i64::from(queries) != self.last.length {
+        if queries != self.last.length {
             self.last = self.model.query(queries);
         }
         // The cast saturates; half a tick rounds.

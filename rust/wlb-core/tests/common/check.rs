@@ -435,7 +435,7 @@ pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, thres
                 (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
                 (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
                 (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
-                (Strategy::Hybrid, _) => naive::hybrid(lengths, cp_size, threshold),
+                _ => naive::hybrid(lengths, cp_size, threshold),
             };
             assert_eq!(shard.ranks, naive::segments(&owners, cp_size), "{strategy:?} {remainder:?}");
             layout_is_legal(&shard);

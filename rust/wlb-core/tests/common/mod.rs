@@ -2,6 +2,7 @@
 
 pub(crate) mod check;
 pub(crate) mod forge;
+pub(crate) mod kernel;
 pub(crate) mod naive;
 pub(crate) mod strategies;
 pub(crate) mod stream;
