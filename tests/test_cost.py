@@ -1,12 +1,9 @@
 """Costs against closed forms and against hand-made tables."""
 
-import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,68 +121,6 @@ def test_from_flops(
     lengths = [1, 2, 1000, 131_072]
     expected = AnalyticCost(pair / efficiency / speed, token / speed, causal)
     np.testing.assert_allclose(model.cost(lengths), [expected(x) for x in lengths], rtol=1e-14)
-
-
-PROFILE: dict[str, Any] = {
-    "format": "wlb.cost_profile",
-    "version": 1,
-    "gpu": "Test GPU",
-    "kernel": "test kernel",
-    "causal": True,
-    "lengths": [10, 100],
-    "forward": {"attention_seconds": [1.0, 50.0], "linear_seconds": [2.0, 20.0]},
-    "backward": {"attention_seconds": [3.0, 120.0], "linear_seconds": [4.0, 40.0]},
-}
-
-
-@pytest.mark.parametrize(
-    ("passes", "attention", "linear"),
-    [
-        ("forward", (1.0, 50.0), (2.0, 20.0)),
-        ("backward", (3.0, 120.0), (4.0, 40.0)),
-        ("forward_backward", (4.0, 170.0), (6.0, 60.0)),
-    ],
-)
-def test_from_profile(tmp_path: Path, passes: Any, attention: tuple[float, ...], linear: tuple[float, ...]) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE))
-    table = TableCost((10, 100), attention, linear)
-    for where in (path, str(path)):
-        model = wlb.CostModel.from_profile(where, passes=passes)
-        assert model.causal
-        np.testing.assert_allclose(model.cost([1, 10, 50, 200]), [table(x) for x in (1, 10, 50, 200)], rtol=1e-12)
-
-
-DAMAGED: dict[str, Any] = {
-    **{f"no {missing}": {key: PROFILE[key] for key in PROFILE if key != missing} for missing in PROFILE},
-    "foreign": PROFILE | {"format": "something else"},
-    "from the future": PROFILE | {"version": 999},
-    "unknown key": PROFILE | {"offset": 1.0},
-    "descending": PROFILE | {"lengths": [100, 10]},
-    "too short": PROFILE | {"lengths": [10]},
-    "fraction": PROFILE | {"lengths": [10.5, 100]},
-    "empty": PROFILE | {"lengths": []},
-    "negative time": PROFILE | {"forward": {"attention_seconds": [1.0, -50.0], "linear_seconds": [2.0, 20.0]}},
-    "no linear time": PROFILE | {"forward": {"attention_seconds": [1.0, 50.0]}},
-    "no times": PROFILE | {"backward": None},
-    "no profile": [PROFILE],
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_profile_is_refused(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(DAMAGED[damage]))
-    with pytest.raises(wlb.WlbError):
-        wlb.CostModel.from_profile(path)
-
-
-def test_a_truncated_or_absent_profile_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE)[:-20])
-    for where in (path, tmp_path / "absent.json", tmp_path, "no such profile"):
-        with pytest.raises(wlb.WlbError):
-            wlb.CostModel.from_profile(where)
 
 
 @given(strategies.costs().map(AnalyticCost.model) | tables().map(TableCost.model))

@@ -177,6 +177,10 @@ def pack(**arguments: Any) -> wlb.Packing:
     return wlb.pack(LENGTHS, **arguments)
 
 
+def analytic(generation: Any, **arguments: Any) -> wlb.KernelModel:
+    return wlb.KernelModel.analytic(generation, **arguments)
+
+
 def shard(**arguments: Any) -> wlb.Shard:
     return wlb.shard(LENGTHS, **arguments)
 
@@ -221,6 +225,11 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (shard, {"cp_size": 2}, "strategy", ["zigzag", ""]),
     (shard, {"cp_size": 2}, "remainder", ["spread", ""]),
     (shard, {"cp_size": 2, "strategy": "hybrid"}, "hybrid_threshold", [-1, 2**63, 2**100, 1.5, "2", None]),
+    (shard, {"cp_size": 2, "strategy": "adaptive"}, "kernel_model", [None]),
+    (analytic, {"num_heads": 4, "head_dim": 64}, "generation", ["v100", ""]),
+    (analytic, {"generation": "h100", "head_dim": 64}, "num_heads", [0, -1, 2**40, 2**100, 1.5, "2", None]),
+    (analytic, {"generation": "h100", "num_heads": 4, "head_dim": 64}, "num_kv_heads", [0, 3, 2**40, 1.5]),
+    (analytic, {"generation": "h100", "num_heads": 4}, "head_dim", [0, -1, 2**40, 1.5, None]),
     (wlb.CostModel, RATES, "attention", [-1.0, NAN, INF, -INF]),
     (wlb.CostModel, RATES, "linear", [-1.0, NAN, INF, -INF]),
     (wlb.CostModel, RATES | {"attention": 0.0}, "linear", [0.0]),

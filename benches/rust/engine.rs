@@ -16,6 +16,7 @@ use wlb_core::cost::{FlopsOptions, Passes};
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
 use wlb_core::sharding::Remainder;
+use wlb_core::sharding::kernel::{Generation, KernelModel};
 use wlb_core::{CostModel, Lengths, Mask, Method, PackOptions, Shard, ShardOptions, Strategy, pack, shard};
 
 fn main() -> ExitCode {
@@ -185,6 +186,17 @@ fn shard_64_documents_128k(bencher: Bencher, way: &str) {
     let remainder = if token { Remainder::Token } else { Remainder::Chunk };
     let (lengths, options) = micro_batch(name.parse().unwrap(), remainder);
     bencher.bench(|| shard(black_box(&lengths), &options));
+}
+
+/// 30 documents for 8 ranks: the choice, and the shard beside it.
+#[divan::bench(args = ["per_document", "hybrid", "adaptive"])]
+fn choose_and_shard_30_documents(bencher: Bencher, way: &str) {
+    let lengths = lengths(30);
+    let model = KernelModel::analytic(Generation::H100, 32, 32, 128, Mask::Causal).unwrap();
+    let kernel = (way != "per_document").then_some(&model);
+    let (mask, remainder) = (Mask::Causal, Remainder::Chunk);
+    let options = ShardOptions { cp_size: 8, strategy: way.parse().unwrap(), mask, remainder, hybrid_threshold: None };
+    bencher.bench(|| shard(black_box(&lengths), &options.resolve(&lengths, kernel).unwrap()));
 }
 
 #[divan::bench]

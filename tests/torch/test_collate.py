@@ -54,6 +54,17 @@ def test_all_ranks_together_hold_the_packed_sequence(lengths: list[int], cp_size
     assert batches[0].num_valid_tokens == sum(int((batch.labels != IGNORE).sum()) for batch in batches)
 
 
+def test_a_kernel_model_chooses_the_strategy() -> None:
+    """The choice is that of `wlb.shard`, the same on every rank."""
+    model = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+    for lengths in ([20_000], [9_000, 9_000], [60_000, *[500] * 64]):
+        chosen = wlb.shard(lengths, cp_size=4, strategy="adaptive", kernel_model=model)
+        for rank in range(4):
+            batch = collate(make(lengths), cp_rank=rank, cp_size=4, strategy="adaptive", kernel_model=model)
+            assert batch.shard == chosen
+            assert batch.tokens.numel() == chosen.tokens_per_rank[rank]
+
+
 @settings(max_examples=40)
 @given(LENGTHS.filter(bool), st.integers(1, 15), st.sampled_from([1, 4]))
 def test_cutting_documents_drops_no_prediction(lengths: list[int], longest: int, cp_size: int) -> None:

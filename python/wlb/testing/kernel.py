@@ -1,4 +1,4 @@
-"""Naive latency of attention segments: the oracle of `wlb.KernelModel`, of its choice of a sharding, and example profiles."""
+"""Naive latency of attention segments: the oracle of `wlb.KernelModel` and of choices made by it; example profiles."""
 
 import math
 from collections.abc import Sequence

@@ -5,6 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from wlb.testing.cost import AnalyticCost
+from wlb.testing.kernel import profile
 
 
 def document_lengths(*, max_length: int, min_size: int = 0, max_size: int = 40) -> st.SearchStrategy[list[int]]:
@@ -27,6 +28,27 @@ def costs(*, exact: bool = False) -> st.SearchStrategy[AnalyticCost]:
     coefficient = whole if exact else st.one_of(whole, real)
     return st.builds(AnalyticCost, coefficient, coefficient, st.booleans()).filter(
         lambda cost: cost.attention > 0 or cost.linear > 0
+    )
+
+
+@st.composite
+def kernel_profiles(draw: st.DrawFn) -> dict[str, Any]:
+    """Profiles with any grid and times in no order, as `wlb.KernelModel.from_profile` reads them."""
+    lengths = st.sets(st.integers(1, 300) | st.sampled_from([128, 512, 4096]), min_size=1, max_size=5)
+    query_lengths = sorted(draw(lengths))
+    key_lengths = sorted(draw(lengths) | {query_lengths[-1]})
+
+    def table() -> list[list[float | None]]:
+        seconds = st.floats(1e-7, 1e-3)
+        return [[draw(seconds) if queries <= keys else None for keys in key_lengths] for queries in query_lengths]
+
+    return profile(
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        forward=table(),
+        backward=table(),
+        tile=draw(st.sampled_from([1, 16, 100, 128])),
+        causal=draw(st.booleans()),
     )
 
 

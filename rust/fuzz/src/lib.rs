@@ -7,15 +7,17 @@
 mod check;
 #[path = "../../wlb-core/tests/common/forge.rs"]
 mod forge;
+#[path = "../../wlb-core/tests/common/kernel.rs"]
+mod kernel;
 #[path = "../../wlb-core/tests/common/naive.rs"]
 mod naive;
 #[path = "../../wlb-core/tests/common/stream.rs"]
 mod stream;
 
 use arbitrary::{Result, Unstructured};
-use wlb_core::cost::Passes;
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, PackerConfig};
+use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask};
 
 use stream::Event;
@@ -72,9 +74,6 @@ fn try_load_state(u: &mut Unstructured) -> Result<()> {
     if kind == 0 {
         let text = String::from_utf8_lossy(u.bytes(u.len())?);
         forge::works_if_accepted(&text);
-        if let Ok(model) = CostModel::from_profile(&text, Passes::ForwardBackward) {
-            assert!([1, 1000, i32::MAX].iter().all(|&length| model.cost(length) > 0.0));
-        }
         return Ok(());
     }
     let config = packer_config(u)?;
@@ -92,9 +91,16 @@ fn try_load_state(u: &mut Unstructured) -> Result<()> {
         forge::refused_or_equal(&text, &packer);
         return Ok(());
     }
-    // Changed numbers, signed anew: refused, or it works.
+    // Signed anew: refused, or it works.
+    change_numbers(u, &mut text)?;
+    forge::works_if_accepted(&forge::sign(&text));
+    Ok(())
+}
+
+/// Changes some numbers of a JSON text.
+fn change_numbers(u: &mut Unstructured, text: &mut String) -> Result<()> {
     for _ in 0..u.int_in_range(1..=6)? {
-        let numbers = forge::numbers(&text);
+        let numbers = forge::numbers(text);
         let span = numbers[u.choose_index(numbers.len())?].clone();
         let old: f64 = text[span.clone()].parse().unwrap_or(0.0);
         let number = match u.int_in_range(0..=5)? {
@@ -107,8 +113,75 @@ fn try_load_state(u: &mut Unstructured) -> Result<()> {
         };
         text.replace_range(span, &number);
     }
-    forge::works_if_accepted(&forge::sign(&text));
     Ok(())
+}
+
+/// Texts and edited profiles: refused, or models that work, and a choice by them that is the best there is.
+pub fn profile(data: &[u8]) {
+    let _ = try_profile(&mut Unstructured::new(data));
+}
+
+fn try_profile(u: &mut Unstructured) -> Result<()> {
+    if u.ratio(1, 4)? {
+        kernel::works_if_accepted(&String::from_utf8_lossy(u.bytes(u.len())?));
+        return Ok(());
+    }
+    let description = kernel_description(u)?;
+    let mut text = kernel::profile(&description, Some((&[100, 20_000], &[1e-5, 2e-3], &[2e-5, 4e-3]))).to_string();
+    if u.arbitrary()? {
+        change_numbers(u, &mut text)?;
+        kernel::works_if_accepted(&text);
+        return Ok(());
+    }
+    let model = KernelModel::from_profile(&text).map_err(|_| arbitrary::Error::IncorrectFormat)?;
+    let (cp_size, longest) = (u.int_in_range(1..=16)?, longest(u)?);
+    let mut lengths = lengths(u, 80, longest)?;
+    let mut total = 0_i64;
+    lengths.retain(|&length| {
+        total += i64::from(length);
+        total <= i64::from(i32::MAX)
+    });
+    kernel::choice_is_the_best(&lengths, cp_size, &model);
+    Ok(())
+}
+
+/// A measured kernel with any grid and times in no order.
+fn kernel_description(u: &mut Unstructured) -> Result<KernelDescription> {
+    let mut grid = |least: i64| {
+        let mut lengths = vec![least.max(u.int_in_range(1..=300)?)];
+        for _ in 0..u.int_in_range(0..=4)? {
+            let last = lengths.last().copied().unwrap_or(1);
+            lengths.push(last + u.int_in_range(1..=2 * last)?);
+        }
+        Ok::<_, arbitrary::Error>(lengths)
+    };
+    let query_lengths = grid(1)?;
+    let key_lengths = grid(query_lengths.last().copied().unwrap_or(1))?;
+    let mut table = || {
+        let mut median_seconds = Vec::new();
+        for queries in &query_lengths {
+            let mut row = Vec::new();
+            for keys in &key_lengths {
+                let seconds = f64::from(u.int_in_range(1..=1_000_000)?) / 1e9;
+                row.push((queries <= keys).then_some(seconds));
+            }
+            median_seconds.push(row);
+        }
+        Ok::<_, arbitrary::Error>(PassTable { launch_seconds: f64::from(u.int_in_range(0..=9)?) / 1e6, median_seconds })
+    };
+    let (forward, backward) = (table()?, table()?);
+    Ok(KernelDescription {
+        source: String::new(),
+        causal: u.arbitrary()?,
+        num_heads: 32,
+        num_kv_heads: 8,
+        head_dim: 128,
+        tile: *u.choose(&[1, 16, 100, 128])?,
+        query_lengths,
+        key_lengths,
+        forward,
+        backward,
+    })
 }
 
 /// A micro-batch by every strategy.

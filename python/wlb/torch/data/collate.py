@@ -41,7 +41,7 @@ def collate(
         strategy: As in `wlb.shard`.
         causal: As in `wlb.shard`. Labels are those of next-token prediction either way.
         document_ids: int64 [documents], instead of those that the documents bring; bare tokens bring their index here.
-        **sharding: Further arguments of `wlb.shard`.
+        **sharding: Further arguments of `wlb.shard`: `kernel_model` for "adaptive", `hybrid_threshold`, `remainder`.
 
     Returns:
         The batch; its tensors lie in ordinary memory of the CPU.

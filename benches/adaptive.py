@@ -1,0 +1,127 @@
+"""What choosing the sharding by predicted latency gains, and what the choice costs.
+
+    python benches/adaptive.py --lengths lengths.npy      # int array of document lengths; without: synthetic ones
+    python benches/adaptive.py --profile my_gpu.json      # a measured kernel instead of the analytic H100
+
+Micro-batches of `--tokens` tokens are packed as a trainer would, 16 a global batch. Latency is that of attention on the
+slowest rank, forward and backward, summed over micro-batches: *predicted*, by the model that also makes the choice. Times
+of the choice are the least of many bursts, beside `shard(per_document)` in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from engine import COST, synthetic
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import wlb
+
+CP_SIZES = (2, 4, 8, 16)
+MICRO_BATCHES = 16
+
+
+def micro_batches(lengths: NDArray[np.int64], tokens: int, limit: int) -> list[NDArray[np.int32]]:
+    """The documents of each micro-batch, longest allowed `tokens`."""
+    packer = wlb.Packer(
+        num_micro_batches=MICRO_BATCHES,
+        max_tokens=tokens * 3 // 2,
+        max_document_tokens=tokens,
+        oversize="split",
+        cost_model=COST,
+    )
+    offsets = wlb.batch_offsets(lengths, tokens_per_batch=MICRO_BATCHES * tokens)
+    found: list[NDArray[np.int32]] = []
+    for start, end in itertools.pairwise(offsets):
+        found += [batch.lengths for batch in packer.push(lengths[start:end]).micro_batches if len(batch)]
+        if len(found) >= limit:
+            break
+    return found[:limit]
+
+
+def gains(batches: list[NDArray[np.int32]], model: wlb.KernelModel) -> Table:
+    """Shares of the strategies chosen, and the latency of all micro-batches relative to adaptive."""
+    names = ("per_sequence", "per_document", "hybrid")
+    table = Table("CP", *names, *(f"over {name}" for name in names))
+    documents = np.median([len(lengths) for lengths in batches])
+    table.title = (
+        f"chosen, and gain of adaptive; {len(batches)} micro-batches, {documents:.0f} documents; {model.source}"
+    )
+    for cp_size in CP_SIZES:
+        chosen: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
+        for lengths in batches:
+            shards = {
+                "per_sequence": wlb.shard(lengths, cp_size=cp_size, strategy="per_sequence"),
+                "per_document": wlb.shard(lengths, cp_size=cp_size, strategy="per_document"),
+                "hybrid": wlb.shard(lengths, cp_size=cp_size, strategy="hybrid", kernel_model=model),
+                "adaptive": wlb.shard(lengths, cp_size=cp_size, strategy="adaptive", kernel_model=model),
+            }
+            chosen[shards["adaptive"].strategy] += 1
+            for name, shard in shards.items():
+                seconds[name] += model.rank_seconds(shard).max()
+        shares = [f"{chosen[name] / len(batches):.1%}" for name in names]
+        speedups = [f"{seconds[name] / seconds['adaptive']:.3f}x" for name in names]
+        table.add_row(str(cp_size), *shares, *speedups)
+    return table
+
+
+def least(work: Callable[[], object], seconds: float = 1.0) -> float:
+    """Microseconds a call, the least of bursts of 20."""
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        for _ in range(20):
+            work()
+        best = min(best, (time.perf_counter() - started) / 20 * 1e6)
+    return best
+
+
+def times(lengths: NDArray[np.int64], model: wlb.KernelModel) -> list[float]:
+    """Microseconds of a shard per document, of the best hybrid, of adaptive, and of sorting the lengths."""
+    return [
+        least(lambda: wlb.shard(lengths, cp_size=8)),
+        least(lambda: wlb.shard(lengths, cp_size=8, strategy="hybrid", kernel_model=model)),
+        least(lambda: wlb.shard(lengths, cp_size=8, strategy="adaptive", kernel_model=model)),
+        least(lambda: np.sort(lengths)),
+    ]
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser.add_argument("--profile", help="path or name of a measured profile")
+    parser.add_argument("--tokens", type=int, default=131_072, help="tokens of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=320)
+    options = parser.parse_args()
+    if wlb.BUILD_PROFILE != "release":
+        parser.error("this is a debug build: its times say nothing")
+    if options.profile:
+        model = wlb.KernelModel.from_profile(options.profile)
+    else:
+        model = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+    console = Console()
+    sources = {path.stem: np.load(path).astype(np.int64) for path in options.lengths} or {
+        "synthetic": synthetic(200_000)
+    }
+    for name, lengths in sources.items():
+        console.print(f"\n[bold]{name}[/bold], {options.tokens} tokens a micro-batch")
+        console.print(gains(micro_batches(lengths, options.tokens, options.micro_batches), model))
+    table = Table("documents", "per_document", "best hybrid", "adaptive", "numpy.sort")
+    table.title = "microseconds a call from Python, the shard included; CP 8"
+    for documents in (10, 30, 64, 200):
+        table.add_row(str(documents), *(f"{value:.1f}" for value in times(synthetic(documents), model)))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
