@@ -112,8 +112,7 @@ class Device:
                 call()
             self._synchronize()
             round_seconds = time.perf_counter() - start
-        repeats = int(seconds / max(round_seconds, 1e-9)) - _WARM_UPS
-        repeats = min(max(repeats, REPEATS[0]), REPEATS[1])
+        repeats = repetitions(seconds, round_seconds=round_seconds)
         samples = [[self._timed(call) for call in calls.values()] for _ in range(repeats)]
         self._synchronize()
         return {name: [sample[i]() for sample in samples] for i, name in enumerate(calls)}
@@ -135,6 +134,11 @@ class Device:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def repetitions(seconds: float, *, round_seconds: float) -> int:
+    """How many rounds of calls to time, so that with the warm-up they take about `seconds`."""
+    return min(max(int(seconds / max(round_seconds, 1e-9)) - _WARM_UPS, REPEATS[0]), REPEATS[1])
 
 
 def _nvidia_smi(query: str, device: torch.device) -> str | None:
