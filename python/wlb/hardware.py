@@ -34,7 +34,6 @@ class Hardware:
         name: for reports.
         peak_flops: dense bf16 FLOP/s of a GPU.
         memory_bytes: what the driver reports as a GPU's memory.
-        memory_bandwidth: bytes/s of that memory.
         gpus_per_node: GPUs that NVLink joins.
         intra_node: NVLink.
         inter_node: InfiniBand or RoCE, a network card for each GPU.
@@ -49,7 +48,6 @@ class Hardware:
     name: str
     peak_flops: float
     memory_bytes: int
-    memory_bandwidth: float
     gpus_per_node: int
     intra_node: Link
     inter_node: Link
@@ -64,21 +62,20 @@ class Hardware:
     def preset(cls, name: str) -> Hardware:
         """A GPU by name, in nodes as its vendor builds them; ``dataclasses.replace`` changes what differs.
 
-        =======  ============  ===========  ========  =========  ======  ============  ==============
-        name     dense bf16    memory       its rate  GPUs/node  NVLink  NVLink used   network
-        =======  ============  ===========  ========  =========  ======  ============  ==============
-        a100     312 TFLOP/s   81,920 MiB   2.039 T   8          300 G   12 x 20.0 G   HDR, 200 Gb/s
-        h100     989 TFLOP/s   81,559 MiB   3.35 T    8          450 G   18 x 20.6 G   NDR, 400 Gb/s
-        h200     989 TFLOP/s   143,771 MiB  4.8 T     8          450 G   18 x 20.6 G   NDR, 400 Gb/s
-        b200     2.25 PFLOP/s  183,359 MiB  7.67 T    8          900 G   18 x 40.1 G   NDR, 400 Gb/s
-        gb200    2.5 PFLOP/s   189,471 MiB  8.0 T     72         900 G   18 x 40.1 G   NDR, 400 Gb/s
-        =======  ============  ===========  ========  =========  ======  ============  ==============
+        =======  ============  ===========  =========  ============  ===========  ==============
+        name     dense bf16    memory       GPUs/node  NVLink, GB/s  of it used   network
+        =======  ============  ===========  =========  ============  ===========  ==============
+        a100     312 TFLOP/s   81,920 MiB   8          300           12 x 20.0    HDR, 200 Gb/s
+        h100     989 TFLOP/s   81,559 MiB   8          450           18 x 20.6    NDR, 400 Gb/s
+        h200     989 TFLOP/s   143,771 MiB  8          450           18 x 20.6    NDR, 400 Gb/s
+        b200     2.25 PFLOP/s  183,359 MiB  8          900           18 x 40.1    NDR, 400 Gb/s
+        gb200    2.5 PFLOP/s   189,471 MiB  72         900           18 x 40.1    NDR, 400 Gb/s
+        =======  ============  ===========  =========  ============  ===========  ==============
 
-        (T, G: 10^12 and 10^9 bytes/s, each way.) SXM modules. Sources:
+        SXM modules; GB/s and Gb/s each way. Sources:
 
-        - FLOP/s, memory rate, NVLink: NVIDIA's data sheets, without sparsity: A100 80GB (2021), H100 and H200 Tensor
+        - FLOP/s, NVLink: NVIDIA's data sheets, without sparsity: A100 80GB (2021), H100 and H200 Tensor
           Core GPU, HGX B200 (36 PFLOP/s sparse for 8) and GB200 NVL72 (360 PFLOP/s sparse for 72).
-          The rate of the B200's memory is that of its bus as the driver reports it (pytorch/ao#4002).
         - Memory: "memory total" of nvidia-smi; a data sheet's 80 GB are 80 GiB less what the driver keeps.
         - NVLink used: what NCCL counts on for a link of that generation (``SM80_NVLINK_BW`` = 20.0,
           ``SM90`` = 20.6, ``SM100`` = 40.1, in its `src/graph/topo.h`) times the number of links.
@@ -116,14 +113,13 @@ def presets() -> list[str]:
 
 
 def _preset(
-    name: str, *, tflops: float, mebibytes: int, memory: float, gpus: int, links: int, link: float, network: float
+    name: str, *, tflops: float, mebibytes: int, gpus: int, links: int, link: float, network: float
 ) -> Hardware:
-    """`memory` in TB/s, `link` in GB/s, `network` in Gb/s."""
+    """`link` in GB/s, `network` in Gb/s."""
     return Hardware(
         name=name,
         peak_flops=tflops * 1e12,
         memory_bytes=mebibytes * 2**20,
-        memory_bandwidth=memory * 1e12,
         gpus_per_node=gpus,
         intra_node=Link(latency=3.4e-6, bandwidth=links * link * 1e9),
         inter_node=Link(latency=14e-6, bandwidth=0.96 * network / 8 * 1e9),
@@ -135,10 +131,10 @@ _BLACKWELL: dict[str, Any] = {"links": 18, "link": 40.1, "network": 400}
 _PRESETS = {
     hardware.name: hardware
     for hardware in (
-        _preset("a100", tflops=312, mebibytes=81920, memory=2.039, gpus=8, links=12, link=20.0, network=200),
-        _preset("h100", mebibytes=81559, memory=3.35, **_HOPPER),
-        _preset("h200", mebibytes=143771, memory=4.8, **_HOPPER),
-        _preset("b200", tflops=2250, mebibytes=183359, memory=7.67, gpus=8, **_BLACKWELL),
-        _preset("gb200", tflops=2500, mebibytes=189471, memory=8.0, gpus=72, **_BLACKWELL),
+        _preset("a100", tflops=312, mebibytes=81920, gpus=8, links=12, link=20.0, network=200),
+        _preset("h100", mebibytes=81559, **_HOPPER),
+        _preset("h200", mebibytes=143771, **_HOPPER),
+        _preset("b200", tflops=2250, mebibytes=183359, gpus=8, **_BLACKWELL),
+        _preset("gb200", tflops=2500, mebibytes=189471, gpus=72, **_BLACKWELL),
     )
 }
