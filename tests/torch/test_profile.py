@@ -23,7 +23,7 @@ from wlb.torch.profile import device as device_module
 from wlb.torch.profile import profiler as profiler_module
 from wlb.torch.profile.attention import AttentionBench
 from wlb.torch.profile.device import Device, repetitions
-from wlb.torch.profile.layer import LayerBench
+from wlb.torch.profile.layer import LayerBench, _LinearPart
 
 MODEL = wlb.ModelConfig(
     hidden_size=32, ffn_hidden_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=10
@@ -144,6 +144,16 @@ def test_flops_of_the_layer(tp: int) -> None:
         shape = MODEL.shape() | {"num_layers": 2}
         two, one = (wlb.CostModel.from_flops(**s).linear_cost([16])[0] for s in (shape, MODEL.shape()))
         assert tp * sum(counts) == two - one
+
+
+def test_every_row_of_the_layers_weights_has_a_gradient() -> None:
+    """Also those of keys and values, though attention is left out."""
+    layer = _LinearPart(32, 48, 4, 2, 8, gated=True)
+    angles = torch.rand(16, 1, 4)
+    layer(torch.randn(16, 32), angles.cos(), angles.sin()).square().sum().backward()
+    for weight in layer.parameters():
+        assert weight.grad is not None
+        assert weight.grad.reshape(len(weight), -1).any(dim=1).all()
 
 
 # --- which shapes ---
