@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import subprocess
 import time
@@ -78,9 +79,10 @@ class Device:
 
     def identity(self) -> dict[str, Any]:
         """What it is and what it runs; records of another are of no use here."""
-        installed = {d.name.lower().replace("-", "_"): d.version for d in importlib.metadata.distributions() if d.name}
         versions: dict[str, Any] = {"wlb": wlb.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-        versions |= {name: installed[name] for name in ("flash_attn", "flash_attn_3", "triton") if name in installed}
+        for package in ("flash_attn", "flash_attn_3"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
         if self.device.type == "cuda":
             versions["driver"] = _nvidia_smi("driver_version", self.device)
         return {"gpu": self.name, "dtype": str(self.dtype).removeprefix("torch."), "versions": versions}
