@@ -29,15 +29,14 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 /// Returns, concatenated, `dp_size` rows of micro-batch indices, the first of each row to go first.
 ///
 /// Deals by cost as [`crate::Packing::deal`] does, and orders each row: of the order of arrival, heaviest first, lightest first,
-/// and light ends, the fastest; then swaps of two micro-batches and moves of one while they help; then swaps between the
-/// slowest rank and another while they help. So it is never slower than `deal`. With up to eight micro-batches a
-/// rank it is within a few per mille of the best of all orders, on average.
+/// and light ends, the fastest. Then, for the slowest rank of each time, swaps of two micro-batches and moves of one
+/// while they help, and swaps with other ranks while those do. So it is never slower than `deal`.
 ///
 /// # Errors
 /// Those of [`Layout::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`] for `dp_size`.
 ///
 /// # Complexity
-/// At most a million ops are simulated, or four orders of each rank if those are more.
+/// At most about a million ops are simulated, or four orders of each rank if those are more.
 pub fn order_micro_batches(layout: &Layout, times: &Times<'_>, dp_size: usize) -> Result<Vec<usize>> {
     let pipeline = Pipeline::new(layout)?;
     let per_rank = layout.num_micro_batches;
@@ -49,10 +48,7 @@ pub fn order_micro_batches(layout: &Layout, times: &Times<'_>, dp_size: usize) -
     let costs: Vec<f64> = times.costs.chunks(times.costs.len() / total).map(|costs| costs.iter().sum()).collect();
     let mut search = Search { pipeline, times, left: MAX_OPS, buffers: Buffers::default() };
     let mut rows: Vec<Row> = deal(&costs, dp_size).chunks(per_rank).map(|row| search.start(row, &costs)).collect();
-    for row in &mut rows {
-        search.improve(row);
-    }
-    while search.exchange(&mut rows) {}
+    while search.improve_slowest(&mut rows) {}
     Ok(rows.into_iter().flat_map(|row| row.order).collect())
 }
 
@@ -60,6 +56,8 @@ pub fn order_micro_batches(layout: &Layout, times: &Times<'_>, dp_size: usize) -
 struct Row {
     order: Vec<usize>,
     seconds: f64,
+    /// No swap and no move inside it helps.
+    settled: bool,
 }
 
 struct Search<'a> {
@@ -78,7 +76,7 @@ impl Search<'_> {
 
     /// The best of a few sorted orders.
     fn start(&mut self, dealt: &[usize], costs: &[f64]) -> Row {
-        let mut best = Row { order: dealt.to_vec(), seconds: self.seconds(dealt) };
+        let mut best = Row { order: dealt.to_vec(), seconds: self.seconds(dealt), settled: false };
         let mut arrival = dealt.to_vec();
         arrival.sort_unstable();
         let mut heaviest_first = arrival.clone();
@@ -88,15 +86,27 @@ impl Search<'_> {
         for order in [arrival, heaviest_first, lightest_first] {
             let seconds = self.seconds(&order);
             if seconds < best.seconds {
-                best = Row { order, seconds };
+                best = Row { order, seconds, settled: false };
             }
         }
         best
     }
 
+    /// What only the slowest row needs, for the others wait for it. False when nothing helps it any more.
+    fn improve_slowest(&mut self, rows: &mut [Row]) -> bool {
+        let slower = |a: usize, b: usize| if rows[b].seconds > rows[a].seconds { b } else { a };
+        let Some(slowest) = (0..rows.len()).reduce(slower) else { return false };
+        if rows[slowest].settled {
+            return self.exchange(rows, slowest);
+        }
+        self.settle(&mut rows[slowest]);
+        true
+    }
+
     /// Swaps and moves inside a row until none helps.
-    fn improve(&mut self, row: &mut Row) {
+    fn settle(&mut self, row: &mut Row) {
         let count = row.order.len();
+        row.settled = true;
         let mut again = true;
         while again {
             again = false;
@@ -128,28 +138,29 @@ impl Search<'_> {
         better
     }
 
-    /// One swap between the slowest row and another that makes the slower of the two faster, each in its best order.
-    fn exchange(&mut self, rows: &mut [Row]) -> bool {
-        let Some(slowest) = (0..rows.len()).reduce(|a, b| if rows[b].seconds > rows[a].seconds { b } else { a }) else {
-            return false;
-        };
+    /// One swap between the slowest row and another that leaves both faster than it was.
+    fn exchange(&mut self, rows: &mut [Row], slowest: usize) -> bool {
         let limit = rows[slowest].seconds * WORTHWHILE;
+        let per_row = rows[slowest].order.len();
         for other in (0..rows.len()).filter(|&other| other != slowest) {
-            for (i, j) in (0..rows[slowest].order.len()).flat_map(|i| (0..rows[other].order.len()).map(move |j| (i, j)))
-            {
+            for (i, j) in (0..per_row).flat_map(|i| (0..per_row).map(move |j| (i, j))) {
                 if self.left == 0 {
                     return false;
                 }
-                let (mut a, mut b) = (rows[slowest].order.clone(), rows[other].order.clone());
-                std::mem::swap(&mut a[i], &mut b[j]);
-                let seconds = [self.seconds(&a), self.seconds(&b)];
+                let swap = |rows: &mut [Row]| {
+                    let given = rows[slowest].order[i];
+                    rows[slowest].order[i] = std::mem::replace(&mut rows[other].order[j], given);
+                };
+                swap(rows);
+                let seconds = [slowest, other].map(|row| self.seconds(&rows[row].order));
                 if seconds.iter().all(|&seconds| seconds < limit) {
-                    rows[slowest] = Row { order: a, seconds: seconds[0] };
-                    rows[other] = Row { order: b, seconds: seconds[1] };
-                    self.improve(&mut rows[slowest]);
-                    self.improve(&mut rows[other]);
+                    for (row, seconds) in [slowest, other].into_iter().zip(seconds) {
+                        rows[row].seconds = seconds;
+                        rows[row].settled = false;
+                    }
                     return true;
                 }
+                swap(rows);
             }
         }
         false
