@@ -106,14 +106,13 @@ fn naive(
 ) -> Option<BTreeMap<(usize, usize), (f64, f64)>> {
     let places: Vec<(usize, usize)> =
         orders.iter().enumerate().flat_map(|(rank, ops)| (0..ops.len()).map(move |at| (rank, at))).collect();
-    let slot = |kind, j: u32, s: u32| (kind, j, s);
     let whole = |kind| if kind == Kind::Backward { Kind::InputGradient } else { kind } as usize;
     let found: BTreeMap<_, _> = places
         .iter()
         .map(|&(rank, at)| (orders[rank][at], (rank, at)))
-        .map(|(op, place)| (slot(whole(op.kind), op.micro_batch, op.stage), place))
+        .map(|(op, place)| ((whole(op.kind), op.micro_batch, op.stage), place))
         .collect();
-    let find = |kind: Kind, micro_batch: u32, stage: u32| found[&slot(whole(kind), micro_batch, stage)];
+    let find = |kind: Kind, micro_batch: u32, stage: u32| found[&(whole(kind), micro_batch, stage)];
     let mut starts: BTreeMap<_, _> = places.iter().map(|&place| (place, 0.0_f64)).collect();
     for _ in 0..=places.len() {
         let mut changed = false;
