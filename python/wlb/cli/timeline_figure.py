@@ -1,7 +1,7 @@
 """A picture of a step: what every rank of every pipeline does when, and what it waits for.
 
-Blue goes forward; rust comes back, darker where only the weights' gradient is left. Idle time is bare, and hatched where
-a whole pipeline waits for a slower one.
+Blue goes forward; rust comes back, darker where only the weights' gradient is left. Idle time is bare, and hatched
+where a whole pipeline waits for a slower one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _PALE = "#ccdfed"
 _HEIGHT = 0.84  # of a rank's bars in its row
 _IDLE, _WAIT = "#f3f5f7", "#b6bec7"
 _MAX_ROWS = 64
+_Floats = NDArray[np.floating[Any]]
 
 
 def draw_timelines(
@@ -82,37 +83,38 @@ def _pipeline(
     low, high = top + (1 - _HEIGHT) / 2, top + (1 + _HEIGHT) / 2
     ranks = np.arange(timeline.num_stages)
     idle = _boxes(np.zeros(ranks.size), np.full(ranks.size, timeline.seconds), low + ranks, high + ranks)
-    ax.add_collection(PolyCollection(idle, facecolors=_IDLE, linewidths=0))
+    _bars(ax, idle, facecolors=_IDLE, linewidths=0)
     if timeline.seconds < step:
         ends = np.full(ranks.size, timeline.seconds), np.full(ranks.size, step)
         wait = _boxes(*ends, low + ranks, high + ranks)
         style: Any = {"facecolors": "none", "edgecolors": _WAIT, "hatch": "////", "linewidths": 0}
-        ax.add_collection(PolyCollection(wait, **style))
-    starts, ends_, rows = timeline.starts, timeline.ends, timeline.ranks
-    boxes = _boxes(starts, ends_, low + rows, high + rows)
+        _bars(ax, wait, **style)
+    starts, stops, rows = timeline.starts, timeline.ends, timeline.ranks
+    boxes = _boxes(starts, stops, low + rows, high + rows)
     chunks = timeline.stages // timeline.num_stages
     paler = 0.45 * chunks / max(1, timeline.num_virtual_stages - 1)
     colours = np.asarray([to_rgb(colour) for colour in _COLOURS])[timeline.kinds]
     colours = colours + (1 - colours) * paler[:, None]
-    ax.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.6))
+    _bars(ax, boxes, facecolors=colours, edgecolors="white", linewidths=0.6)
     if critical:
         path = timeline.critical_path
-        ax.add_collection(PolyCollection(boxes[path], facecolors="none", edgecolors=INK, linewidths=1.3))
-    sizes = (ends_ - starts) / (step or 1) * width
+        _bars(ax, boxes[path], facecolors="none", edgecolors=INK, linewidths=1.3)
+    sizes = (stops - starts) / (step or 1) * width
     for index in np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str))):
-        centre = (starts[index] + ends_[index]) / 2
+        centre = (starts[index] + stops[index]) / 2
         colour = INK if colours[index] @ (0.3, 0.59, 0.11) > 0.62 else "white"
         text: Any = {"ha": "center", "va": "center_baseline", "size": 8.5, "color": colour}
         ax.text(centre, top + rows[index] + 0.5, str(timeline.micro_batches[index]), **text)
 
 
-def _boxes(
-    left: NDArray[np.float64], right: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """float64[n, 4, 2]: corners."""
-    return np.stack(
-        [np.stack(corner, axis=1) for corner in ((left, low), (right, low), (right, high), (left, high))], axis=1
-    )
+def _boxes(left: _Floats, right: _Floats, low: _Floats, high: _Floats) -> _Floats:
+    """float[n, 4, 2]: corners."""
+    corners = (left, low), (right, low), (right, high), (left, high)
+    return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+
+
+def _bars(ax: Axes, boxes: _Floats, **style: Any) -> None:
+    ax.add_collection(PolyCollection(list(boxes), **style))
 
 
 def _summary(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> str:
