@@ -10,6 +10,7 @@ import wlb
 from wlb.cli.console import CliError
 from wlb.cli.demo import demo
 from wlb.cli.pack import pack
+from wlb.cli.profile import profile
 from wlb.cli.tune import tune
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ def wlb_command(
 
 app.command()(demo)
 app.command()(pack)
+app.command()(profile)
 app.command()(tune)
 
 

@@ -6,16 +6,14 @@ import torch
 from numpy.typing import ArrayLike
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
+from wlb.hardware import Hardware, presets
 
 # Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets; the longest name that matches counts.
 PEAK_BF16 = {
-    "A100": 312e12,
+    **{name.upper(): Hardware.preset(name).peak_flops for name in presets()},
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
 }
 
 

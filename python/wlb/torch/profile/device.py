@@ -1,0 +1,152 @@
+"""The device that is measured: its name, memory, clocks, and how a call on it is timed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wlb
+from wlb._errors import error
+
+REPEATS = (5, 50)
+_WARM_UPS = 2
+LEAST_CALLS = _WARM_UPS + REPEATS[0]
+"""How often :meth:`Device.time` makes a call, at least."""
+
+_CPU_BYTES = 2 * 2**30
+_FREE_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, timed by CUDA events or, on the CPU, by the clock on the wall."""
+
+    device: torch.device
+    memory_bytes: int
+    _flushed: Tensor | None = field(repr=False)  # twice the L2 cache
+
+    @classmethod
+    def open(cls, device: torch.device | str | None, *, memory_bytes: int | None = None) -> Device:
+        """The device by its name, by default the current CUDA device.
+
+        Raises:
+            WlbError: there is no such device, or it is neither a GPU nor the CPU.
+        """
+        if device is None:
+            if not torch.cuda.is_available():
+                raise error(
+                    "device", "is not given and torch sees no GPU; 'cpu' measures the CPU, to try it", value=None
+                )
+            device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            chosen = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as problem:
+            reason = str(problem).strip().partition("\n")[0]
+            raise error("device", f"{str(device)!r} cannot be used: {reason}", value=device) from problem
+        if chosen.type == "cpu":
+            return cls(chosen, memory_bytes or _CPU_BYTES, None)
+        if chosen.type != "cuda":
+            raise error("device", f"{str(device)!r}: must be a CUDA device or the CPU", value=device)
+        cache = torch.cuda.get_device_properties(chosen).L2_cache_size
+        flushed = torch.empty(2 * cache, dtype=torch.int8, device=chosen)
+        free, _ = torch.cuda.mem_get_info(chosen)
+        return cls(chosen, memory_bytes or int(_FREE_SHARE * free), flushed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is measured: bfloat16 on a GPU; float32 on the CPU, which often has no bfloat16 arithmetic."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def processors(self) -> int:
+        """Multiprocessors that a call has to fill."""
+        if self.device.type == "cpu":
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def assumed_flops(self) -> float:
+        """A rate, to choose how many segments a call needs to take long enough; nothing else depends on it."""
+        return 2e14 if self.device.type == "cuda" else 1e10
+
+    def identity(self) -> dict[str, Any]:
+        """What it is and what it runs; records of another are of no use here."""
+        versions: dict[str, Any] = {"wlb": wlb.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
+        for package in ("flash_attn", "flash_attn_3"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        if self.device.type == "cuda":
+            versions["driver"] = _nvidia_smi("driver_version", self.device)
+        return {"gpu": self.name, "dtype": str(self.dtype).removeprefix("torch."), "versions": versions}
+
+    @property
+    def name(self) -> str:
+        """As its driver gives it."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+    def clock_mhz(self) -> int | None:
+        """Of the multiprocessors, now; None where nothing tells."""
+        if self.device.type == "cpu":
+            return None
+        try:
+            return torch.cuda.clock_rate(self.device)
+        except (RuntimeError, ImportError, AttributeError):  # no NVML binding is installed
+            text = _nvidia_smi("clocks.sm", self.device)
+            return int(text.split()[0]) if text and text.split()[0].isdigit() else None
+
+    def time(self, calls: dict[str, Callable[[], object]], *, seconds: float) -> dict[str, list[float]]:
+        """Seconds of each of these calls, made in turn, as often as `seconds` allow within `REPEATS`.
+
+        Two rounds warm up and the second tells how often. Before each call the L2 cache is overwritten, which also
+        keeps the GPU busy while the host enqueues the call, so that only the GPU's work is timed.
+        """
+        for _ in range(_WARM_UPS):
+            start = time.perf_counter()
+            for call in calls.values():
+                call()
+            self._synchronize()
+            round_seconds = time.perf_counter() - start
+        repeats = repetitions(seconds, round_seconds=round_seconds)
+        samples = [[self._timed(call) for call in calls.values()] for _ in range(repeats)]
+        self._synchronize()
+        return {name: [sample[i]() for sample in samples] for i, name in enumerate(calls)}
+
+    def _timed(self, call: Callable[[], object]) -> Callable[[], float]:
+        """Makes the call; what is returned gives its seconds once the device is done."""
+        if self._flushed is None:
+            start = time.perf_counter()
+            call()
+            elapsed = time.perf_counter() - start
+            return lambda: elapsed
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._flushed.zero_()
+        before.record()
+        call()
+        after.record()
+        return lambda: before.elapsed_time(after) / 1e3
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def repetitions(seconds: float, *, round_seconds: float) -> int:
+    """How many rounds of calls to time, so that with the warm-up they take about `seconds`."""
+    return min(max(int(seconds / max(round_seconds, 1e-9)) - _WARM_UPS, REPEATS[0]), REPEATS[1])
+
+
+def _nvidia_smi(query: str, device: torch.device) -> str | None:
+    uuid = torch.cuda.get_device_properties(device).uuid
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
