@@ -16,6 +16,7 @@ The same lengths give the same plan, byte for byte, on every rank. Only numpy is
 from wlb._core import (
     BUILD_PROFILE,
     CostModel,
+    KernelModel,
     MicroBatch,
     Packer,
     PackerMetrics,
@@ -38,6 +39,7 @@ from wlb._core import (
 __all__ = [
     "BUILD_PROFILE",
     "CostModel",
+    "KernelModel",
     "MicroBatch",
     "Packer",
     "PackerMetrics",

@@ -6,11 +6,13 @@ from numpy.typing import ArrayLike, NDArray
 
 _Passes = Literal["forward", "backward", "forward_backward"]
 _Method = Literal["original", "fixed_length", "var_length", "var_length_fast"]
-_Strategy = Literal["per_sequence", "per_document", "hybrid"]
+_Strategy = Literal["per_sequence", "per_document", "hybrid", "adaptive"]
+_Generation = Literal["a100", "h100", "h200", "b200"]
 
 __all__ = [
     "BUILD_PROFILE",
     "CostModel",
+    "KernelModel",
     "MicroBatch",
     "Packer",
     "PackerMetrics",
@@ -317,6 +319,8 @@ class Shard:
     @property
     def strategy(self) -> str: ...
     @property
+    def hybrid_threshold(self) -> int | None: ...
+    @property
     def cp_size(self) -> int: ...
     @property
     def causal(self) -> bool: ...
@@ -344,7 +348,42 @@ def shard(
     causal: bool = True,
     remainder: Literal["chunk", "token"] = "chunk",
     hybrid_threshold: int | None = None,
+    kernel_model: KernelModel | None = None,
 ) -> Shard: ...
+
+@final
+class KernelModel:
+    @staticmethod
+    def from_profile(path_or_name: Any, *, num_heads: int | None = None) -> KernelModel: ...
+    @staticmethod
+    def analytic(
+        generation: _Generation,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int,
+        causal: bool = True,
+    ) -> KernelModel: ...
+    def segment_seconds(
+        self, query_lengths: ArrayLike, key_lengths: ArrayLike, *, passes: _Passes = "forward_backward"
+    ) -> NDArray[np.float64]: ...
+    def rank_seconds(self, shard: Shard, *, passes: _Passes = "forward_backward") -> NDArray[np.float64]: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def tile(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
 @overload
 def pairs(lengths: int, *, causal: bool = True) -> int: ...
 @overload

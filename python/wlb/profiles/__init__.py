@@ -1,4 +1,7 @@
-"""Measured cost profiles: JSON files, one per GPU and kernel, read by :meth:`wlb.CostModel.from_profile`."""
+"""Measured profiles: JSON files, one per GPU and attention kernel.
+
+:meth:`wlb.KernelModel.from_profile` and :meth:`wlb.CostModel.from_profile` read them; docs/semantics.md has the format.
+"""
 
 from __future__ import annotations
 

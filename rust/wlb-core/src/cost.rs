@@ -60,7 +60,7 @@ impl Mask {
 /// Only `+ - * /`, which round alike on every machine; a logarithm would not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Curve {
+pub(crate) enum Curve {
     /// Cost per unit of work.
     Rate(f64),
     /// Measured `(work, cost)` knots, ascending: linear between them (and from the origin to the first),
@@ -261,38 +261,11 @@ impl CostModel {
         Ok(model)
     }
 
-    /// Cost from a measured profile: the text of a JSON file.
-    ///
-    /// # Errors
-    /// [`Error::Profile`] for anything that is not a profile of this version, and the errors of
-    /// [`CostModel::from_tables`].
-    pub fn from_profile(json: &str, passes: Passes) -> Result<Self> {
-        let profile: Profile =
-            crate::error::from_json(json).map_err(|(path, problem)| Error::Profile { path, problem })?;
-        let unsupported = |path: &str, problem: String| Err(Error::Profile { path: path.to_owned(), problem });
-        if profile.format != Profile::FORMAT {
-            return unsupported("format", format!("{:?} is not {:?}", profile.format, Profile::FORMAT));
-        }
-        if profile.version != Profile::VERSION {
-            return unsupported("version", format!("{} is not {}", profile.version, Profile::VERSION));
-        }
-        let lengths = Lengths::new("lengths", &profile.lengths)?;
-        let parts: &[&PassSeconds] = match passes {
-            Passes::Forward => &[&profile.forward],
-            Passes::Backward => &[&profile.backward],
-            Passes::ForwardBackward => &[&profile.forward, &profile.backward],
-        };
-        let mask = if profile.causal { Mask::Causal } else { Mask::Full };
-        let mut sum =
-            PassSeconds { attention_seconds: vec![0.0; lengths.len()], linear_seconds: vec![0.0; lengths.len()] };
-        for part in parts {
-            // Each by itself: a negative time must not hide in a sum.
-            Self::from_tables(&lengths, &part.attention_seconds, &part.linear_seconds, mask)?;
-            let add = |sum: &mut [f64], seconds: &[f64]| sum.iter_mut().zip(seconds).for_each(|(sum, s)| *sum += s);
-            add(&mut sum.attention_seconds, &part.attention_seconds);
-            add(&mut sum.linear_seconds, &part.linear_seconds);
-        }
-        Self::from_tables(&lengths, &sum.attention_seconds, &sum.linear_seconds, mask)
+    /// Cost from two curves; never an infinite or negative one.
+    pub(crate) fn from_curves(attention: Curve, linear: Curve, mask: Mask) -> Result<Self> {
+        let model = Self { attention, linear, mask };
+        model.check()?;
+        Ok(model)
     }
 
     /// The model as JSON, for pickles and checkpoints.
@@ -374,35 +347,4 @@ impl CostModel {
         }
         Ok(())
     }
-}
-
-/// A file of measured times, one document per call.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Profile {
-    format: String,
-    version: u32,
-    /// Not used for the cost, but a profile that does not say what it was measured on is worth nothing.
-    #[serde(rename = "gpu")]
-    _gpu: String,
-    #[serde(rename = "kernel")]
-    _kernel: String,
-    #[serde(default, rename = "description")]
-    _description: String,
-    causal: bool,
-    lengths: Vec<i64>,
-    forward: PassSeconds,
-    backward: PassSeconds,
-}
-
-impl Profile {
-    const FORMAT: &str = "wlb.cost_profile";
-    const VERSION: u32 = 1;
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PassSeconds {
-    attention_seconds: Vec<f64>,
-    linear_seconds: Vec<f64>,
 }

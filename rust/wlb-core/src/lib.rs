@@ -27,6 +27,7 @@ pub mod error;
 pub mod lengths;
 mod longest_first;
 pub mod packing;
+pub mod profile;
 pub mod sharding;
 
 pub use cost::{CostModel, Mask};

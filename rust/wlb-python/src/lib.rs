@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 mod convert;
 mod cost;
 mod error;
+mod kernel;
 mod packer;
 mod packing;
 mod sharding;
@@ -19,5 +20,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     cost::register(module)?;
     packing::register(module)?;
     packer::register(module)?;
-    sharding::register(module)
+    sharding::register(module)?;
+    kernel::register(module)
 }

@@ -11,6 +11,7 @@ use wlb_core::sharding::{self as core, MAX_CP_SIZE, Remainder, ShardOptions};
 use crate::convert::{array, integer, read_lengths, run, size};
 use crate::cost::mask;
 use crate::error::raise;
+use crate::kernel::KernelModel;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Shard>()?;
@@ -29,22 +30,27 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     strategy: "per_document" cuts every document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and
 ///         ``2 * cp_size - 1 - i``: equal work on all ranks. "per_sequence" does that with the packed sequence: fewer,
 ///         longer segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document
-///         and keeps shorter ones whole on one rank.
+///         and keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be fastest:
+///         the least latency of the slowest rank, forward and backward; of equals the one named first here, "per_sequence" before
+///         all. The result's ``strategy`` and ``hybrid_threshold`` tell which.
 ///     causal: mask; decides pairs and key ranges, not who gets which token.
 ///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk" lengthens
 ///         chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).
 ///     hybrid_threshold: tokens; with "hybrid" only.
+///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It searches all
+///         distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from lengths only.
 ///
 /// Returns:
 ///     Shard. The same input gives the same shards on every rank.
 ///
 /// Raises:
 ///     WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with the
-///         strategy.
+///         strategy or is missing, a kernel model of another mask.
 ///
-/// O(n (log n + cp_size)). WLB-LLM, section 5.
+/// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 #[pyfunction]
-#[pyo3(signature = (lengths, *, cp_size, strategy = "per_document", causal = true, remainder = "chunk", hybrid_threshold = None))]
+#[pyo3(signature = (lengths, *, cp_size, strategy = "per_document", causal = true, remainder = "chunk", hybrid_threshold = None, kernel_model = None))]
+#[allow(clippy::too_many_arguments, reason = "all but the first are keywords in Python")]
 fn shard(
     py: Python<'_>,
     lengths: &Bound<'_, PyAny>,
@@ -53,8 +59,9 @@ fn shard(
     causal: bool,
     remainder: &str,
     hybrid_threshold: Option<&Bound<'_, PyAny>>,
+    kernel_model: Option<&KernelModel>,
 ) -> PyResult<Shard> {
-    let options = ShardOptions {
+    let asked_for = ShardOptions {
         cp_size: size("cp_size", cp_size, 1, MAX_CP_SIZE as i64)?,
         strategy: strategy.parse().map_err(raise)?,
         mask: mask(causal),
@@ -62,7 +69,12 @@ fn shard(
         hybrid_threshold: hybrid_threshold.map(|threshold| integer("hybrid_threshold", threshold)).transpose()?,
     };
     let lengths = read_lengths("lengths", lengths)?;
-    let plan = run(py, lengths.len(), || core::shard(&lengths, &options)).map_err(raise)?;
+    let kernel = kernel_model.map(|model| &model.0);
+    let cut = || {
+        let options = asked_for.resolve(&lengths, kernel)?;
+        Ok((core::shard(&lengths, &options)?, options))
+    };
+    let (plan, options) = run(py, lengths.len(), cut).map_err(raise)?;
     Ok(Shard { plan: Arc::new(plan), options })
 }
 
@@ -71,16 +83,22 @@ fn shard(
 /// Every array is a fresh copy that the caller may keep or change.
 #[pyclass(frozen, module = "wlb", name = "Shard")]
 pub(crate) struct Shard {
-    plan: Arc<core::Shard>,
+    pub(crate) plan: Arc<core::Shard>,
     options: ShardOptions,
 }
 
 #[pymethods]
 impl Shard {
-    /// How it was cut.
+    /// How it was cut: "per_sequence", "per_document" or "hybrid".
     #[getter]
     fn strategy(&self) -> &'static str {
         self.plan.strategy.as_str()
+    }
+
+    /// With "hybrid", the tokens from which on documents were cut, given or chosen; else None.
+    #[getter]
+    fn hybrid_threshold(&self) -> Option<i64> {
+        self.options.hybrid_threshold
     }
 
     /// Ranks of the group; also ``len()``.
@@ -180,7 +198,7 @@ impl Shard {
         remainder: &str,
         hybrid_threshold: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        shard(py, lengths, cp_size, strategy, causal, remainder, hybrid_threshold)
+        shard(py, lengths, cp_size, strategy, causal, remainder, hybrid_threshold, None)
     }
 }
 
@@ -324,6 +342,6 @@ impl RankShard {
         rank: &Bound<'py, PyAny>,
     ) -> PyResult<Self> {
         let (lengths, cp_size, strategy, causal, remainder, threshold) = &arguments;
-        shard(py, lengths, cp_size, strategy, *causal, remainder, threshold.as_ref())?.rank(rank)
+        shard(py, lengths, cp_size, strategy, *causal, remainder, threshold.as_ref(), None)?.rank(rank)
     }
 }

@@ -3,7 +3,7 @@
 use crate::longest_first::longest_first_of;
 
 use super::per_document;
-use super::plan::Builder;
+use super::plan::{Builder, Ranks};
 
 /// Cuts documents of at least `threshold` tokens per document. The others go whole, longest first, to the rank with the
 /// most room left under its equal share of the tokens; one is cut only where a share ends, so at most
@@ -17,18 +17,12 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
         per_document::cut_document(builder, document, lengths[document], cursors[document]);
     }
 
-    let mut room = room(builder, lengths);
+    let total = lengths.iter().map(|&length| i64::from(length)).sum();
+    let mut room = Vec::with_capacity(cp_size);
+    fill_room(&mut room, &builder.tokens_per_rank(), total);
     let short = (0..lengths.len()).filter(|document| !is_long(document));
     for (length, document) in longest_first_of(short.map(|document| (document, lengths[document]))) {
-        let (mut start, end) = (0, length);
-        while start < end {
-            // `max_by_key` keeps the last of equals: reversed, the lowest rank.
-            let Some(rank) = (0..cp_size).rev().max_by_key(|&rank| room[rank]) else { break };
-            let taken = room[rank].min(i64::from(end - start)) as i32;
-            builder.push(rank, document, start, taken);
-            room[rank] -= i64::from(taken);
-            start += taken;
-        }
+        deal(&mut room, length, |rank, start, taken| builder.push(rank, document, start, taken));
     }
     builder.sort();
 }
@@ -36,16 +30,29 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
 /// Tokens that each rank still lacks, when it holds its share of the long documents.
 ///
 /// `total % cp` ranks have one token more. They are taken first among those whose long documents gave them one
-/// more: a share is then never below what a rank already holds.
-fn room(builder: &Builder, lengths: &[i32]) -> Vec<i64> {
-    let cp_size = builder.cp_size();
-    let total: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
-    let held = builder.tokens_per_rank();
-    let mut fullest_first: Vec<usize> = (0..cp_size).collect();
-    fullest_first.sort_by_key(|&rank| std::cmp::Reverse(held[rank]));
-    let mut room: Vec<i64> = held.iter().map(|held| total / cp_size as i64 - held).collect();
-    for &rank in &fullest_first[..total as usize % cp_size] {
+/// more (what ranks hold of these differs by one at most): a share is then never below what a rank already holds.
+pub(super) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
+    let cp_size = held.len();
+    let most = held.iter().copied().max().unwrap_or(0);
+    room.clear();
+    room.extend(held.iter().map(|held| total / cp_size as i64 - held));
+    let fullest = (0..cp_size).filter(|&rank| held[rank] == most);
+    let others = (0..cp_size).filter(|&rank| held[rank] < most);
+    for rank in fullest.chain(others).take(total as usize % cp_size) {
         room[rank] += 1;
     }
-    room
+}
+
+/// Gives a short document to the rank with the most room, and what does not fit there to the next: `(rank, start, length)`.
+#[inline]
+pub(super) fn deal(room: &mut [i64], length: i32, mut place: impl FnMut(usize, i32, i32)) {
+    let mut start = 0;
+    while start < length {
+        // `max_by_key` keeps the last of equals: reversed, the lowest rank.
+        let Some(rank) = (0..room.len()).rev().max_by_key(|&rank| room[rank]) else { break };
+        let taken = room[rank].min(i64::from(length - start)) as i32;
+        place(rank, start, taken);
+        room[rank] -= i64::from(taken);
+        start += taken;
+    }
 }

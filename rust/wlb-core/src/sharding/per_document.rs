@@ -2,7 +2,7 @@
 
 use crate::longest_first::{longest_first, longest_first_of};
 
-use super::plan::{Builder, owner};
+use super::plan::{Ranks, owner};
 
 /// Cuts every document into `2*cp` chunks; left-over tokens lengthen chunks by one each.
 ///
@@ -11,32 +11,50 @@ use super::plan::{Builder, owner};
 /// Otherwise they differ by at most `2 * sum(d)` over the documents it does not divide, and by at most `2 * d_max` for
 /// each time that the cursor goes round (which the paper's bound of `2 * d_max` leaves out: `[9, 7, 9]` at `cp = 8` differs
 /// by 19). Long documents make that nothing; hundreds of documents of about `2*cp` tokens and nothing else do not.
-pub(super) fn cut(builder: &mut Builder, lengths: &[i32]) {
-    let cursors = cursors(lengths, builder.cp_size(), 0..lengths.len());
+pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
+    let cursors = cursors(lengths, ranks.cp_size(), 0..lengths.len());
     for (document, (&length, &cursor)) in lengths.iter().zip(&cursors).enumerate() {
-        cut_document(builder, document, length, cursor);
+        cut_document(ranks, document, length, cursor);
     }
 }
 
 /// The slot from which each of `documents` is lengthened; 0 for the others.
 pub(super) fn cursors(lengths: &[i32], cp_size: usize, documents: impl Iterator<Item = usize>) -> Vec<u32> {
-    let slots = 2 * cp_size as u32;
     let mut cursors = vec![0; lengths.len()];
-    let mut cursor = 0;
-    for (_, document) in longest_first_of(documents.map(|document| (document, lengths[document]))) {
-        cursors[document] = cursor;
-        cursor += lengths[document] as u32 % slots;
-        if cursor >= slots {
-            cursor -= slots;
-        }
+    let mut cursor = Cursor::new(cp_size);
+    for (length, document) in longest_first_of(documents.map(|document| (document, lengths[document]))) {
+        cursors[document] = cursor.step(length);
     }
     cursors
 }
 
+/// Where the next document, longest first, is lengthened.
+pub(super) struct Cursor {
+    slots: u32,
+    slot: u32,
+}
+
+impl Cursor {
+    pub(super) fn new(cp_size: usize) -> Self {
+        Self { slots: 2 * cp_size as u32, slot: 0 }
+    }
+
+    /// The slot from which a document is lengthened; the next one goes on where that ends.
+    #[inline]
+    pub(super) fn step(&mut self, length: i32) -> u32 {
+        let slot = self.slot;
+        self.slot += length as u32 % self.slots;
+        if self.slot >= self.slots {
+            self.slot -= self.slots;
+        }
+        slot
+    }
+}
+
 /// Pushes the chunks of one document, `length % (2*cp)` of them from slot `cursor` on one token longer.
 #[inline]
-pub(super) fn cut_document(builder: &mut Builder, document: usize, length: i32, cursor: u32) {
-    let cp_size = builder.cp_size();
+pub(super) fn cut_document(ranks: &mut impl Ranks, document: usize, length: i32, cursor: u32) {
+    let cp_size = ranks.cp_size();
     let slots = 2 * cp_size as u32;
     let (base, longer) = (length as u32 / slots, length as u32 % slots);
     let mut start = 0;
@@ -44,15 +62,15 @@ pub(super) fn cut_document(builder: &mut Builder, document: usize, length: i32, 
         // Distance from the cursor, going round.
         let distance = if slot >= cursor { slot - cursor } else { slot + slots - cursor };
         let size = (base + u32::from(distance < longer)) as i32;
-        builder.push(owner(slot as usize, cp_size), document, start, size);
+        ranks.push(owner(slot as usize, cp_size), document, start, size);
         start += size;
     }
 }
 
 /// The variant of the paper's text: chunks of `length / (2*cp)`, and the document's last `length % (2*cp)` tokens dealt to
 /// ranks one by one.
-pub(super) fn cut_dealing_tokens(builder: &mut Builder, lengths: &[i32]) {
-    let cp_size = builder.cp_size();
+pub(super) fn cut_dealing_tokens(ranks: &mut impl Ranks, lengths: &[i32]) {
+    let cp_size = ranks.cp_size();
     let chunks = 2 * cp_size;
     let mut first_rank = vec![0; lengths.len()];
     let mut cursor = 0;
@@ -63,10 +81,10 @@ pub(super) fn cut_dealing_tokens(builder: &mut Builder, lengths: &[i32]) {
     for (document, &length) in lengths.iter().enumerate() {
         let base = length / chunks as i32;
         for chunk in 0..chunks {
-            builder.push(owner(chunk, cp_size), document, chunk as i32 * base, base);
+            ranks.push(owner(chunk, cp_size), document, chunk as i32 * base, base);
         }
         for (token, start) in (base * chunks as i32..length).enumerate() {
-            builder.push((first_rank[document] + token) % cp_size, document, start, 1);
+            ranks.push((first_rank[document] + token) % cp_size, document, start, 1);
         }
     }
 }

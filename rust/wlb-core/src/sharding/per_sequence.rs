@@ -1,10 +1,11 @@
 //! Chunks of the packed sequence: balanced for one document, badly unbalanced for many.
 
-use super::plan::{Builder, owner};
+use super::plan::{Ranks, owner};
 
 /// Cuts the sequence into `2*cp` chunks, the first `total % (2*cp)` of them one token longer.
-pub(super) fn cut(builder: &mut Builder, lengths: &[i32], total: i32) {
-    let cp_size = builder.cp_size();
+pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
+    let total: i32 = lengths.iter().sum();
+    let cp_size = ranks.cp_size();
     let chunks = 2 * cp_size;
     let (base, longer) = (total / chunks as i32, total as usize % chunks);
     let size = |chunk: usize| base + i32::from(chunk < longer);
@@ -18,7 +19,7 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], total: i32) {
                 room = size(chunk);
             }
             let taken = room.min(length - start);
-            builder.push(owner(chunk, cp_size), document, start, taken);
+            ranks.push(owner(chunk, cp_size), document, start, taken);
             start += taken;
             room -= taken;
         }

@@ -88,11 +88,38 @@ impl Shard {
     }
 }
 
+/// Where a strategy puts the runs that it cuts: a shard, or the clock that only asks how long one would take.
+pub(super) trait Ranks {
+    fn cp_size(&self) -> usize;
+
+    /// Gives a run of a document to a rank, after all that the rank already has of earlier tokens. It may be empty.
+    fn push(&mut self, rank: usize, document: usize, start: i32, length: i32);
+}
+
 /// Fills a shard segment by segment.
 pub(super) struct Builder {
     lengths: Vec<i32>,
     document_starts: Vec<i32>,
     ranks: Vec<Vec<Segment>>,
+}
+
+impl Ranks for Builder {
+    fn cp_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    #[inline]
+    fn push(&mut self, rank: usize, document: usize, start: i32, length: i32) {
+        if length == 0 {
+            return;
+        }
+        let segment = Segment { document: document as u32, start, length };
+        let segments = &mut self.ranks[rank];
+        match segments.last_mut() {
+            Some(last) if last.document == segment.document && last.end() == start => last.length += length,
+            _ => segments.push(segment),
+        }
+    }
 }
 
 impl Builder {
@@ -114,26 +141,8 @@ impl Builder {
         }
     }
 
-    pub(super) fn cp_size(&self) -> usize {
-        self.ranks.len()
-    }
-
     pub(super) fn tokens_per_rank(&self) -> Vec<i64> {
         self.ranks.iter().map(|segments| segments.iter().map(|segment| i64::from(segment.length)).sum()).collect()
-    }
-
-    /// Gives a run of a document to a rank, after all that it already has of earlier tokens.
-    #[inline]
-    pub(super) fn push(&mut self, rank: usize, document: usize, start: i32, length: i32) {
-        if length == 0 {
-            return;
-        }
-        let segment = Segment { document: document as u32, start, length };
-        let segments = &mut self.ranks[rank];
-        match segments.last_mut() {
-            Some(last) if last.document == segment.document && last.end() == start => last.length += length,
-            _ => segments.push(segment),
-        }
     }
 
     /// Brings what was pushed in any order into packed order.

@@ -1,0 +1,153 @@
+//! Which strategy is predicted to be fastest, decided without building any shard.
+//!
+//! What makes every threshold of the hybrid affordable: longest first, the cursor of [`per_document`] has the same place at a
+//! document whatever comes after it. So the long documents of *any* threshold are cut as [`per_document`] cuts
+//! them; one pass over all of them, longest first, gives their latency under every threshold, and the last one is that of
+//! [`per_document`] itself. What is left for a threshold is to deal the short ones, whose latency as a whole is known too.
+
+use crate::cost::Passes;
+use crate::lengths::Lengths;
+use crate::longest_first::longest_first;
+
+use super::kernel::{Clock, KernelModel};
+use super::plan::{Ranks, Segment};
+use super::{Strategy, hybrid, per_document, per_sequence};
+
+/// What was chosen.
+pub(super) struct Choice {
+    pub(super) strategy: Strategy,
+    pub(super) hybrid_threshold: Option<i64>,
+}
+
+/// Chooses between all strategies, or between the thresholds of the hybrid alone.
+pub(super) fn choose(lengths: &Lengths, cp_size: usize, model: &KernelModel, any_strategy: bool) -> Choice {
+    let mut stopwatch = Stopwatch::new(lengths, cp_size, model);
+    let order: Vec<(i32, usize)> = longest_first(lengths).collect();
+    let whole: Vec<i64> = order.iter().map(|&(length, _)| stopwatch.clock.ticks(length, length)).collect();
+
+    // Every rank's latency and tokens of the long documents, for every candidate: the `k` longest are long.
+    let mut candidates = Vec::new();
+    let (mut long_ticks, mut long_tokens) = (Vec::new(), Vec::new());
+    let (mut number, mut next) = (0, 0);
+    let mut cursor = per_document::Cursor::new(cp_size);
+    for (k, &(length, document)) in order.iter().enumerate() {
+        if k == 0 || length < order[k - 1].0 {
+            if number == next {
+                stopwatch.close_all();
+                candidates.push(k);
+                long_ticks.extend_from_slice(&stopwatch.ticks);
+                long_tokens.extend_from_slice(&stopwatch.tokens);
+                next = number + 1 + number / 64;
+            }
+            number += 1;
+        }
+        per_document::cut_document(&mut stopwatch, document, length, cursor.step(length));
+    }
+    let shortest = order.last().map_or(1, |&(length, _)| i64::from(length));
+    let mut best = if any_strategy {
+        Choice { strategy: Strategy::PerDocument, hybrid_threshold: None }
+    } else {
+        Choice { strategy: Strategy::Hybrid, hybrid_threshold: Some(shortest) }
+    };
+    let mut least = stopwatch.slowest();
+    if any_strategy {
+        stopwatch.reset();
+        per_sequence::cut(&mut stopwatch, lengths);
+        let ticks = stopwatch.slowest();
+        if ticks <= least {
+            least = ticks;
+            best.strategy = Strategy::PerSequence;
+        }
+    }
+
+    let total = lengths.total();
+    let (mut ticks, mut room) = (vec![0; cp_size], Vec::with_capacity(cp_size));
+    let clock = &mut stopwatch.clock;
+    for (candidate, &k) in candidates.iter().enumerate() {
+        let ranks = candidate * cp_size..(candidate + 1) * cp_size;
+        ticks.copy_from_slice(&long_ticks[ranks.clone()]);
+        hybrid::fill_room(&mut room, &long_tokens[ranks], total);
+        let mut slowest = ticks.iter().copied().max().unwrap_or(0);
+        for (&(length, document), &whole) in order[k..].iter().zip(&whole[k..]) {
+            // Latency only grows: what is no better already never will be.
+            if slowest >= least {
+                break;
+            }
+            hybrid::deal(&mut room, length, |rank, start, taken| {
+                let keys = clock.keys(lengths, document, start + taken);
+                let of_segment = if taken == length { whole } else { clock.ticks(taken, keys) };
+                ticks[rank] = ticks[rank].saturating_add(of_segment);
+                slowest = slowest.max(ticks[rank]);
+            });
+        }
+        if slowest < least {
+            least = slowest;
+            let threshold = if k == 0 { i64::from(order[0].0) + 1 } else { i64::from(order[k - 1].0) };
+            best = Choice { strategy: Strategy::Hybrid, hybrid_threshold: Some(threshold) };
+        }
+    }
+    best
+}
+
+/// Adds up the latency of what ranks are given, instead of keeping it.
+struct Stopwatch<'a> {
+    lengths: &'a [i32],
+    clock: Clock<'a>,
+    /// The segment that each rank got last: the next run may lengthen it. Of no length: none.
+    open: Vec<Segment>,
+    ticks: Vec<i64>,
+    tokens: Vec<i64>,
+}
+
+impl<'a> Stopwatch<'a> {
+    fn new(lengths: &'a [i32], cp_size: usize, model: &'a KernelModel) -> Self {
+        let none = Segment { document: 0, start: 0, length: 0 };
+        let clock = Clock::new(model, Passes::ForwardBackward);
+        Self { lengths, clock, open: vec![none; cp_size], ticks: vec![0; cp_size], tokens: vec![0; cp_size] }
+    }
+
+    fn reset(&mut self) {
+        self.ticks.fill(0);
+        self.tokens.fill(0);
+    }
+
+    #[inline]
+    fn close(&mut self, rank: usize) {
+        let Segment { document, length, .. } = self.open[rank];
+        if length > 0 {
+            let keys = self.clock.keys(self.lengths, document as usize, self.open[rank].end());
+            self.ticks[rank] = self.ticks[rank].saturating_add(self.clock.ticks(length, keys));
+            self.open[rank].length = 0;
+        }
+    }
+
+    fn close_all(&mut self) {
+        (0..self.open.len()).for_each(|rank| self.close(rank));
+    }
+
+    fn slowest(&mut self) -> i64 {
+        self.close_all();
+        self.ticks.iter().copied().max().unwrap_or(0)
+    }
+}
+
+impl Ranks for Stopwatch<'_> {
+    fn cp_size(&self) -> usize {
+        self.ticks.len()
+    }
+
+    #[inline]
+    fn push(&mut self, rank: usize, document: usize, start: i32, length: i32) {
+        if length == 0 {
+            return;
+        }
+        self.tokens[rank] += i64::from(length);
+        let open = &mut self.open[rank];
+        if open.length > 0 && open.document as usize == document && open.end() == start {
+            open.length += length;
+        } else {
+            self.close(rank);
+            self.open[rank] = Segment { document: document as u32, start, length };
+        }
+    }
+}
