@@ -85,6 +85,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::OutOfRange { value, .. }
         | Error::DuplicateId { value, .. }
         | Error::Indivisible { value, .. }
+        | Error::Layout { value, .. }
         | Error::InfiniteCost { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),
         Error::Mismatch { found, .. } => whole(*found as i64),
@@ -93,9 +94,11 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
             value.into_pyobject(py).map(|value| value.into_any().unbind())
         }
         Error::Choice { value, .. } => value.into_pyobject(py).map(|value| value.into_any().unbind()),
-        Error::Combination { .. } | Error::Profile { .. } | Error::State { .. } | Error::ConfigChanged { .. } => {
-            return py.None();
-        }
+        Error::Combination { .. }
+        | Error::Order { .. }
+        | Error::Profile { .. }
+        | Error::State { .. }
+        | Error::ConfigChanged { .. } => return py.None(),
     };
     // The conversions of numbers and strings cannot fail.
     match object {
