@@ -6,9 +6,13 @@
 
 pub mod order;
 pub mod pipeline;
+mod timeline;
+mod times;
 
 pub use order::{Kind, Layout, Op};
-pub use pipeline::{Buffers, Pipeline, Times};
+pub use pipeline::{Buffers, Pipeline};
+pub use timeline::{Record, StepTotals, Summary, Timeline};
+pub use times::{Detail, Times};
 
 use crate::error::named_choices;
 
@@ -29,5 +33,7 @@ named_choices! {
         ZbH2 = "zb_h2",
         /// ZB-H1 with several stages a rank, as torch has it.
         InterleavedZeroBubble = "interleaved_zero_bubble",
+        /// Two stages a rank, down the ranks and back up; the memory of 1F1B (Qi et al. 2024, ZB-V).
+        ZbV = "zbv",
     }
 }

@@ -53,7 +53,9 @@ impl Layout {
     ///
     /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a
     /// rank takes the micro-batches in rounds of about `p`, each round through all its stages before the next:
-    /// `max(1, m / p)` rounds, and they must divide `m`. These are the orders that torch.distributed.pipelining runs.
+    /// `max(1, m / p)` rounds, and they must divide `m`. With `zbv` it holds stages `r` and `2p - 1 - r`. These are the
+    /// orders that torch.distributed.pipelining runs, which lacks `zb_h1` (its `interleaved_zero_bubble` with one
+    /// stage a rank) and `zb_h2`.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for sizes, [`Error::Layout`] where the schedule does not take them.
@@ -85,6 +87,10 @@ impl Layout {
                 let requirement = "needs the max(1, num_micro_batches / num_stages) rounds, rounded down, to divide it";
                 return refuse("num_micro_batches", num_micro_batches, requirement);
             }
+        } else if schedule == Schedule::ZbV {
+            if num_virtual_stages != 2 {
+                return refuse("num_virtual_stages", num_virtual_stages, "has two stages on each rank");
+            }
         } else if num_virtual_stages != 1 {
             return refuse("num_virtual_stages", num_virtual_stages, "has one stage on each rank");
         }
@@ -105,6 +111,7 @@ impl Layout {
             // holds as many micro-batches, and has as much left to do when its last backwards trickle in.
             Schedule::ZbH1 | Schedule::InterleavedZeroBubble => self.steady(rank, hops_to_last, Some(rank)),
             Schedule::ZbH2 => self.steady(rank, 2 * hops_to_last, Some(2 * rank)),
+            Schedule::ZbV => self.v_shaped(rank),
         }
     }
 
@@ -138,6 +145,48 @@ impl Layout {
         if let Some(late) = put_off {
             ops.extend((passes.saturating_sub(late)..passes).map(|turn| op(Kind::WeightGradient, turn)));
         }
+        ops
+    }
+
+    /// The way down the ranks (stage `r`) and back up (`2p - 1 - r`), each backward in two.
+    fn v_shaped(&self, rank: usize) -> Vec<Op> {
+        const DOWN: usize = 0;
+        const UP: usize = 1;
+        const BACKWARD_DOWN: [(Kind, usize); 2] = [(Kind::InputGradient, DOWN), (Kind::WeightGradient, DOWN)];
+        const THROUGH_UP: [(Kind, usize); 3] =
+            [(Kind::Forward, UP), (Kind::InputGradient, UP), (Kind::WeightGradient, UP)];
+        let (p, m) = (self.num_stages, self.num_micro_batches);
+        let hops_to_last = p - 1 - rank;
+        let stages = [rank, 2 * p - 1 - rank];
+        // With fewer micro-batches it is the order of as many as fill the pipeline, less those there are not.
+        let filling = m.max(2 * p - 1);
+        let mut turns = [[0; 2]; 4];
+        let mut ops = Vec::with_capacity(6 * m);
+        let mut repeat = |times: usize, pattern: &[(Kind, usize)]| {
+            for &(kind, way) in std::iter::repeat_n(pattern, times).flatten() {
+                let turn = &mut turns[kind as usize][way];
+                if *turn < m {
+                    ops.push(Op { kind, micro_batch: *turn as u32, stage: stages[way] as u32 });
+                }
+                *turn += 1;
+            }
+        };
+        repeat(2 * hops_to_last + 1, &[(Kind::Forward, DOWN)]);
+        repeat(rank, &[(Kind::Forward, UP), (Kind::Forward, DOWN)]);
+        repeat(p - rank, &THROUGH_UP);
+        for _ in 0..filling - p - hops_to_last {
+            repeat(1, &[(Kind::Forward, DOWN)]);
+            repeat(1, &BACKWARD_DOWN);
+            repeat(1, &THROUGH_UP);
+        }
+        for _ in 0..hops_to_last {
+            repeat(1, &BACKWARD_DOWN);
+            repeat(1, &THROUGH_UP);
+        }
+        repeat(rank, &[(Kind::InputGradient, DOWN), (Kind::InputGradient, UP)]);
+        repeat(p - rank, &BACKWARD_DOWN);
+        repeat(rank, &[(Kind::WeightGradient, UP)]);
+        repeat(rank, &[(Kind::WeightGradient, DOWN)]);
         ops
     }
 }

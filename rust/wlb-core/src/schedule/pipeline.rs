@@ -1,8 +1,10 @@
 //! The engine: any order of ops, executed as soon as their inputs are there.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_range};
 
-use super::order::{Kind, Layout, Op};
+use super::order::{Kind, Layout, MAX_CELLS, MAX_STAGES, Op};
+use super::timeline::{Record, Summary, Timeline};
+use super::times::{Detail, Times, check, expect};
 
 /// No op: ends before everything, so that nobody waits for it.
 const NOTHING: u32 = 0;
@@ -25,23 +27,9 @@ struct Step {
 pub struct Pipeline {
     steps: Vec<Step>,
     num_ranks: usize,
+    stages_of_rank: Vec<usize>,
     total_stages: usize,
     num_micro_batches: usize,
-}
-
-/// How long everything takes, in seconds. Borrowed; checked once.
-#[derive(Clone, Copy, Debug)]
-pub struct Times<'a> {
-    costs: &'a [f64],
-    detail: Detail,
-    p2p_seconds: &'a [f64],
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Detail {
-    MicroBatch,
-    Stage,
-    Pass,
 }
 
 /// Room to work in, kept between calls.
@@ -49,57 +37,6 @@ enum Detail {
 pub struct Buffers {
     ends: Vec<f64>,
     clocks: Vec<f64>,
-}
-
-impl<'a> Times<'a> {
-    /// `costs[j]`: micro-batch `j` through the whole model, forward and backward. Every stage takes an equal part, and of that
-    /// a third each the forward and the gradients of input and weights.
-    ///
-    /// # Errors
-    /// [`Error::Entry`] for a cost that is negative or not finite.
-    pub fn per_micro_batch(costs: &'a [f64]) -> Result<Self> {
-        Self::new(costs, Detail::MicroBatch)
-    }
-
-    /// `costs[j * total_stages + s]`: micro-batch `j` in stage `s`, a third for each of its passes.
-    ///
-    /// # Errors
-    /// [`Error::Entry`] for a cost that is negative or not finite.
-    pub fn per_stage(costs: &'a [f64]) -> Result<Self> {
-        Self::new(costs, Detail::Stage)
-    }
-
-    /// `costs[(j * total_stages + s) * 3 + k]`: micro-batch `j` in stage `s`, forward, input gradient, weight gradient.
-    ///
-    /// # Errors
-    /// [`Error::Entry`] for a cost that is negative or not finite.
-    pub fn per_pass(costs: &'a [f64]) -> Result<Self> {
-        Self::new(costs, Detail::Pass)
-    }
-
-    /// The same with latency: from the end of an op to where a stage on another rank can start on what it sends. It
-    /// occupies neither. One value for all micro-batches, or one for each.
-    ///
-    /// # Errors
-    /// [`Error::Entry`] for a latency that is negative or not finite.
-    pub fn with_p2p(self, p2p_seconds: &'a [f64]) -> Result<Self> {
-        check_seconds("p2p_seconds", p2p_seconds)?;
-        Ok(Self { p2p_seconds, ..self })
-    }
-
-    fn new(costs: &'a [f64], detail: Detail) -> Result<Self> {
-        check_seconds("costs", costs)?;
-        Ok(Self { costs, detail, p2p_seconds: &[0.0] })
-    }
-}
-
-fn check_seconds(argument: &'static str, values: &[f64]) -> Result<()> {
-    match values.iter().position(|value| !(0.0..=f64::MAX).contains(value)) {
-        None => Ok(()),
-        Some(index) => {
-            Err(Error::Entry { argument, index, value: values[index], requirement: "must be finite and not negative" })
-        }
-    }
 }
 
 impl Pipeline {
@@ -114,12 +51,15 @@ impl Pipeline {
     /// Any order of ops for each rank. Where a stage lies follows from whose ops are its.
     ///
     /// # Errors
-    /// [`Error::Order`] for an op that stands twice, is missing, belongs to a stage of another rank, or would wait for
+    /// [`Error::OutOfRange`] for sizes; [`Error::Order`] for an op that stands twice, is missing, belongs to a stage of another rank, or would wait for
     /// ever.
     ///
     /// # Complexity
     /// O(ops).
     pub fn from_orders(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: usize) -> Result<Self> {
+        check_range("num_stages", orders.len() as i64, 1, MAX_STAGES as i64)?;
+        check_range("total_stages", total_stages as i64, 1, MAX_CELLS as i64)?;
+        check_range("num_micro_batches", num_micro_batches as i64, 1, (MAX_CELLS / total_stages) as i64)?;
         let ranks = ranks_of_stages(orders, total_stages, num_micro_batches)?;
         let cell = |micro_batch: u32, stage: usize| micro_batch as usize * total_stages + stage;
         // One more than where it stands in the sequence.
@@ -179,7 +119,11 @@ impl Pipeline {
         }
         match (0..orders.len()).find(|&rank| next[rank] < orders[rank].len()) {
             Some(rank) => Err(deadlock(rank, next[rank])),
-            None => Ok(Self { steps, num_ranks: orders.len(), total_stages, num_micro_batches }),
+            None => {
+                let mut stages_of_rank = vec![0; orders.len()];
+                ranks.iter().for_each(|&rank| stages_of_rank[rank] += 1);
+                Ok(Self { steps, num_ranks: orders.len(), stages_of_rank, total_stages, num_micro_batches })
+            }
         }
     }
 
@@ -191,72 +135,143 @@ impl Pipeline {
     /// # Complexity
     /// O(ops), nanoseconds each; nothing is allocated once `buffers` are large enough.
     pub fn makespan(&self, times: &Times<'_>, buffers: &mut Buffers) -> Result<f64> {
-        self.run(times, buffers, |_, _, _| {})
+        self.run(times, buffers, |_, _, _, _| {})
     }
 
-    fn run(&self, times: &Times<'_>, buffers: &mut Buffers, record: impl FnMut(Op, f64, f64)) -> Result<f64> {
-        let (stages, costs) = (self.total_stages, times.costs);
-        let entries = match times.detail {
-            Detail::MicroBatch => self.num_micro_batches,
-            Detail::Stage => self.num_micro_batches * stages,
-            Detail::Pass => self.num_micro_batches * stages * 3,
-        };
-        expect("costs", costs.len(), "the schedule", entries)?;
-        if times.p2p_seconds.len() != 1 {
-            expect("p2p_seconds", times.p2p_seconds.len(), "the schedule", self.num_micro_batches)?;
+    /// A step in a few numbers.
+    ///
+    /// `activation[j]` is what a rank holds of micro-batch `j`, over all its stages, from the forward to the weight
+    /// gradient; in any unit, such as tokens; 1 each without it. Each stage of a rank has an equal part.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when `times` or `activation` are of another shape, [`Error::Entry`] for an activation that
+    /// is negative or not finite, [`Error::Number`] when the costs add up to infinity.
+    ///
+    /// # Complexity
+    /// O(ops).
+    pub fn summarize(&self, times: &Times<'_>, activation: Option<&[f64]>, buffers: &mut Buffers) -> Result<Summary> {
+        self.summarize_recording(times, activation, buffers, |_| {})
+    }
+
+    /// A step op by op.
+    ///
+    /// # Errors
+    /// Those of [`Pipeline::summarize`].
+    ///
+    /// # Complexity
+    /// O(ops).
+    pub fn simulate(&self, times: &Times<'_>, activation: Option<&[f64]>) -> Result<Timeline> {
+        let mut records = Vec::with_capacity(self.steps.len());
+        let summary =
+            self.summarize_recording(times, activation, &mut Buffers::default(), |record| records.push(record))?;
+        Ok(Timeline { summary, records, total_stages: self.total_stages })
+    }
+
+    fn summarize_recording(
+        &self,
+        times: &Times<'_>,
+        activation: Option<&[f64]>,
+        buffers: &mut Buffers,
+        mut record: impl FnMut(Record),
+    ) -> Result<Summary> {
+        let peak_activation = self.peak_activation(activation)?;
+        let mut busy = vec![0.0; self.num_ranks];
+        let mut first = vec![f64::INFINITY; self.num_ranks];
+        let seconds = self.run(times, buffers, |&Step { op, rank, .. }, start, end, duration| {
+            let at = usize::from(rank);
+            busy[at] += duration;
+            first[at] = start.min(first[at]);
+            record(Record { op, rank: u32::from(rank), start, end });
+        })?;
+        if !seconds.is_finite() {
+            let requirement = "the time of the step must be finite";
+            return Err(Error::Number { argument: "costs", value: seconds, requirement });
         }
-        let at = |op: Op| op.micro_batch as usize * stages + op.stage as usize;
-        let equal = |third: f64, kind| if kind == Kind::Backward { third + third } else { third };
-        let parts = 3.0 * stages as f64;
-        Ok(match times.detail {
-            Detail::MicroBatch => {
-                self.execute(times, buffers, |op| equal(costs[op.micro_batch as usize] / parts, op.kind), record)
-            }
-            Detail::Stage => self.execute(times, buffers, |op| equal(costs[at(op)] / 3.0, op.kind), record),
-            Detail::Pass => {
-                let duration = |op: Op| {
-                    let passes = &costs[at(op) * 3..][..3];
-                    match op.kind {
-                        Kind::Forward => passes[0],
-                        Kind::InputGradient => passes[1],
-                        Kind::WeightGradient => passes[2],
-                        Kind::Backward => passes[1] + passes[2],
-                    }
-                };
-                self.execute(times, buffers, duration, record)
-            }
-        })
+        let mut exposed = vec![0.0; self.num_ranks];
+        if let Some(values) = times.exposed {
+            self.each(values, times.detail, |step, seconds| exposed[usize::from(step.rank)] += seconds);
+        }
+        let spans = buffers.clocks.iter().zip(&first).map(|(end, start)| end - start.min(*end)).collect();
+        Ok(Summary { seconds, busy, exposed, spans, peak_activation })
     }
 
-    #[inline]
-    fn execute(
+    fn peak_activation(&self, activation: Option<&[f64]>) -> Result<Vec<f64>> {
+        if let Some(activation) = activation {
+            expect("activation", activation.len(), "the schedule", self.num_micro_batches)?;
+            check("activation", activation)?;
+        }
+        let mut held = vec![0.0_f64; self.num_ranks];
+        let mut peaks = held.clone();
+        for &Step { op, rank, .. } in &self.steps {
+            let rank = usize::from(rank);
+            let amount = activation.map_or(1.0, |activation| activation[op.micro_batch as usize]);
+            match op.kind {
+                Kind::Forward => held[rank] += amount,
+                Kind::Backward | Kind::WeightGradient => held[rank] -= amount,
+                Kind::InputGradient => {}
+            }
+            peaks[rank] = held[rank].max(peaks[rank]);
+        }
+        Ok(peaks.iter().zip(&self.stages_of_rank).map(|(peak, &stages)| peak / stages as f64).collect())
+    }
+
+    /// Calls `visit` with step, start, end and duration; gives the end of the last.
+    fn run(
         &self,
         times: &Times<'_>,
         buffers: &mut Buffers,
-        duration: impl Fn(Op) -> f64,
-        mut record: impl FnMut(Op, f64, f64),
-    ) -> f64 {
+        mut visit: impl FnMut(&Step, f64, f64, f64),
+    ) -> Result<f64> {
+        times.check_shape(self.num_micro_batches, self.total_stages)?;
         let Buffers { ends, clocks } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
         ends.clear();
         ends.push(f64::NEG_INFINITY);
         let p2p = times.p2p_seconds;
-        let each = usize::from(p2p.len() > 1);
-        for step in &self.steps {
+        let own = usize::from(p2p.len() > 1);
+        self.each(times.costs, times.detail, |step, duration| {
             let clock = &mut clocks[usize::from(step.rank)];
-            let start = clock.max(ends[step.input as usize] + p2p[step.op.micro_batch as usize * each]);
-            let end = start + duration(step.op);
+            let start = clock.max(ends[step.input as usize] + p2p[step.op.micro_batch as usize * own]);
+            let end = start + duration;
             *clock = end;
             ends.push(end);
-            record(step.op, start, end);
-        }
-        clocks.iter().copied().fold(0.0, f64::max)
+            visit(step, start, end, duration);
+        });
+        Ok(clocks.iter().copied().fold(0.0, f64::max))
     }
-}
 
-fn expect(argument: &'static str, found: usize, other: &'static str, expected: usize) -> Result<()> {
-    if found == expected { Ok(()) } else { Err(Error::Mismatch { argument, found, other, expected }) }
+    /// Calls `visit` with every step and its part of `seconds`.
+    #[inline]
+    fn each(&self, seconds: &[f64], detail: Detail, mut visit: impl FnMut(&Step, f64)) {
+        let equal = |third: f64, kind| if kind == Kind::Backward { third + third } else { third };
+        let at = |op: Op| op.micro_batch as usize * self.total_stages + op.stage as usize;
+        match detail {
+            Detail::MicroBatch => {
+                let parts = 3.0 * self.total_stages as f64;
+                for step in &self.steps {
+                    visit(step, equal(seconds[step.op.micro_batch as usize] / parts, step.op.kind));
+                }
+            }
+            Detail::Stage => {
+                for step in &self.steps {
+                    visit(step, equal(seconds[at(step.op)] / 3.0, step.op.kind));
+                }
+            }
+            Detail::Pass => {
+                for step in &self.steps {
+                    let passes = &seconds[at(step.op) * 3..][..3];
+                    let duration = match step.op.kind {
+                        Kind::Forward => passes[0],
+                        Kind::InputGradient => passes[1],
+                        Kind::WeightGradient => passes[2],
+                        Kind::Backward => passes[1] + passes[2],
+                    };
+                    visit(step, duration);
+                }
+            }
+        }
+    }
 }
 
 fn deadlock(rank: usize, position: usize) -> Error {
@@ -279,20 +294,23 @@ fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: u
                 return wrong("belongs to a stage of another rank");
             }
             ranks[stage] = rank;
-            let seen = &mut seen[micro_batch * total_stages + stage];
-            let bit = 1 << op.kind as u8;
+            let (seen, bit) = (&mut seen[micro_batch * total_stages + stage], 1 << op.kind as u8);
+            if *seen & bit != 0 {
+                return wrong("stands there before");
+            }
             *seen |= bit;
             if COMPLETE.iter().all(|complete| *seen & !complete != 0) {
-                return wrong("is a gradient computed both whole and in parts");
+                return wrong("is part of a gradient that is computed as a whole, too");
             }
         }
     }
-    let total: usize = orders.iter().map(Vec::len).sum();
-    let expected: usize = seen.iter().map(|seen| seen.count_ones() as usize).sum();
-    let complete = seen.iter().all(|seen| COMPLETE.contains(seen));
-    if complete && total == expected {
-        return Ok(ranks);
+    match seen.iter().position(|seen| !COMPLETE.contains(seen)) {
+        None => Ok(ranks),
+        Some(cell) => {
+            // A stage that nobody has belongs to nobody's order: the end of the last is as good a place as any.
+            let rank = ranks[cell % total_stages].min(orders.len() - 1);
+            let problem = "ends, and an op of one of its stages is missing";
+            Err(Error::Order { rank, position: orders[rank].len(), problem })
+        }
     }
-    let problem = if complete { "has an op that stands twice" } else { "ends, and an op is missing" };
-    Err(Error::Order { rank: 0, position: 0, problem })
 }
