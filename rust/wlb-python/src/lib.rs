@@ -7,6 +7,7 @@ mod cost;
 mod error;
 mod packer;
 mod packing;
+mod schedule;
 mod sharding;
 
 /// The engine of wlb. Private: import its names from `wlb`.
@@ -19,5 +20,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     cost::register(module)?;
     packing::register(module)?;
     packer::register(module)?;
-    sharding::register(module)
+    sharding::register(module)?;
+    schedule::register(module)
 }
