@@ -35,12 +35,14 @@ from wlb._core import (
     split_documents,
     tune_outlier_thresholds,
 )
+from wlb.models import ModelConfig
 
 __all__ = [
     "BUILD_PROFILE",
     "CostModel",
     "KernelModel",
     "MicroBatch",
+    "ModelConfig",
     "Packer",
     "PackerMetrics",
     "Packing",
