@@ -157,7 +157,7 @@ class ModelConfig:
         """Bytes of the keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
-    def shape(self) -> dict[str, int | bool]:
+    def shape(self) -> dict[str, Any]:
         """Arguments of :meth:`wlb.CostModel.from_flops` and `wlb.torch.model_flops`."""
         names = ("hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "head_dim")
         return {name: getattr(self, name) for name in (*names, "gated_ffn", "experts_per_token")}
@@ -223,7 +223,7 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab:
 _LLAMA2_7B = _shape(32, 4096, 11008, 32, 32)
 _LLAMA2_70B = _shape(80, 8192, 28672, 64, 8)
 _LLAMA3_VOCABULARY = 128256
-_PRESETS = {
+_PRESETS: dict[str, dict[str, Any]] = {
     "llama2-7b": _LLAMA2_7B,
     "llama2-13b": _shape(40, 5120, 13824, 40, 40),
     "llama2-70b": _LLAMA2_70B,
