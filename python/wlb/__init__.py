@@ -39,30 +39,46 @@ from wlb._core import (
     split_documents,
     tune_outlier_thresholds,
 )
+from wlb.fit import max_tokens
+from wlb.hardware import Hardware, Link
+from wlb.layout import ParallelLayout
+from wlb.memory import RankMemory, memory_per_rank
+from wlb.models import ModelConfig
+from wlb.step_time import StageSeconds, data_parallel_seconds, stage_seconds
 
 __all__ = [
     "BUILD_PROFILE",
     "CostModel",
+    "Hardware",
     "KernelModel",
+    "Link",
     "MicroBatch",
+    "ModelConfig",
     "Packer",
     "PackerMetrics",
     "Packing",
+    "ParallelLayout",
     "PipelineSteps",
     "PipelineTimeline",
+    "RankMemory",
     "RankShard",
     "Shard",
+    "StageSeconds",
     "StateError",
     "TuneResult",
     "TunedPoint",
     "WlbError",
     "__version__",
     "batch_offsets",
+    "data_parallel_seconds",
+    "max_tokens",
+    "memory_per_rank",
     "pack",
     "pairs",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
+    "stage_seconds",
     "tune_outlier_thresholds",
 ]

@@ -349,8 +349,7 @@ def shard(
     lengths: ArrayLike,
     *,
     cp_size: int,
-    strategy: _Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
-_Strategy = "per_document",
+    strategy: _Strategy = "per_document",
     causal: bool = True,
     remainder: Literal["chunk", "token"] = "chunk",
     hybrid_threshold: int | None = None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from wlb.cli.cost import PRESETS
+from wlb.models import presets
 
 _DOCUMENTS = "Documents"
 _BATCHES = "Global batches"
@@ -96,7 +96,7 @@ MaxDelay = Annotated[
 Model = Annotated[
     str,
     typer.Option(
-        help=f"Model whose FLOPs are the cost: {', '.join(PRESETS)}, or a Hugging Face config.json.",
+        help=f"Model whose FLOPs are the cost: {', '.join(presets())}, or a Hugging Face config.json.",
         rich_help_panel=_COST,
     ),
 ]

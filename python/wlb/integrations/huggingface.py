@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from wlb.torch._errors import error
+from wlb._errors import error
 
 __all__ = ["MicroBatchLoader", "PackedCollator"]
 

@@ -38,7 +38,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 
 __all__ = [
     "packed_seq_params",

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._attention import _LoadBalancer
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 
 __all__ = ["ShardLoadBalancer", "document_mask", "padded_lengths"]
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from wlb.torch._errors import error
+from wlb._errors import error
 
 
 class Plan(Protocol):

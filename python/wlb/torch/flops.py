@@ -6,7 +6,7 @@ import torch
 from numpy.typing import ArrayLike
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 
 # Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets; the longest name that matches counts.
 PEAK_BF16 = {

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wlb.torch._errors import error
+from wlb._errors import error
 
 MESH_DIMS = ("pp", "dp", "cp", "tp")
 

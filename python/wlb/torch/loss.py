@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.data.batch import IGNORE
 
 

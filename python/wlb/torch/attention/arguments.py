@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 
 Transport = Literal["all_gather", "ring", "ulysses", "usp"]
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.attention.segments import Call
 
 KernelName = Literal["auto", "flash_attn", "varlen", "sdpa"]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.data.batch import IGNORE, PackedBatch, cumulative
 from wlb.torch.data.documents import Document, as_document, token_array
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from wlb.torch._errors import error
+from wlb._errors import error
 
 
 class Piece(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import field, same

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.plan import Corpus, Order, Planner
 from wlb.torch.data.state import field

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from wlb.torch._errors import error
+from wlb._errors import error
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.plan import Planner
 from wlb.torch.data.sampler import BalancedBatchSampler

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.data.documents import Document, cut, token_array
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.sampler import batch_tokens

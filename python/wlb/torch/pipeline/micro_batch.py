@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 
 
 @dataclass(frozen=True, kw_only=True)

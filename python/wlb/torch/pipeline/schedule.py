@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, ScheduleDualPipeV
 
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.pipeline.stage import VarlenPipelineStage
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti

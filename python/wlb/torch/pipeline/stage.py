@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 import wlb
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.pipeline.failure import computing
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 

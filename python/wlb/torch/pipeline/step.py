@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch._errors import error
+from wlb._errors import error
 from wlb.torch.pipeline.failure import computing, failures_explained
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check
 from wlb.torch.pipeline.schedule import Schedule, forget, schedule_class, schedule_for, stages_of_rank

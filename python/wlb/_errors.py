@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import wlb
+from wlb._core import WlbError
 
 
-def error(argument: str, message: str, *, index: int | None = None, value: object = None) -> wlb.WlbError:
+def error(argument: str, message: str, *, index: int | None = None, value: object = None) -> WlbError:
     """A `WlbError` that names the argument, and where it applies the index in it and the offending value."""
     where = argument if index is None else f"{argument}[{index}]"
-    result = wlb.WlbError(f"{where} {message}")
+    result = WlbError(f"{where} {message}")
     result.argument, result.index, result.value = argument, index, value
     return result

@@ -1,0 +1,144 @@
+"""GPUs and the links between them: what a data sheet says, and what of it software reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from wlb._errors import error
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One level of the network: sending `n` bytes takes `latency + n / bandwidth`.
+
+    Args:
+        latency: seconds a hop.
+        bandwidth: bytes/s that one GPU sends while it receives as many.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A cluster of one kind of GPU, in nodes of a few.
+
+    Args:
+        name: for reports.
+        peak_flops: dense bf16 FLOP/s of a GPU.
+        memory_bytes: what the driver reports as a GPU's memory.
+        memory_bandwidth: bytes/s of that memory.
+        gpus_per_node: GPUs that NVLink joins.
+        intra_node: NVLink.
+        inter_node: InfiniBand or RoCE, a network card for each GPU.
+        launch_latency: seconds that a collective takes before anything is sent.
+        gemm_efficiency: share of the peak that the linear part of a layer reaches, element-wise work included.
+        attention_efficiency: attention's FLOP rate relative to the linear part's.
+
+    Raises:
+        WlbError: naming the first value that is not positive.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bytes: int
+    memory_bandwidth: float
+    gpus_per_node: int
+    intra_node: Link
+    inter_node: Link
+    launch_latency: float = 8.4e-6
+    gemm_efficiency: float = 0.65
+    attention_efficiency: float = 0.55
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    @classmethod
+    def preset(cls, name: str) -> Hardware:
+        """A GPU by name, in nodes as its vendor builds them; ``dataclasses.replace`` changes what differs.
+
+        =======  ============  ===========  ========  =========  ======  ============  ==============
+        name     dense bf16    memory       its rate  GPUs/node  NVLink  NVLink used   network
+        =======  ============  ===========  ========  =========  ======  ============  ==============
+        a100     312 TFLOP/s   81,920 MiB   2.039 T   8          300 G   12 x 20.0 G   HDR, 200 Gb/s
+        h100     989 TFLOP/s   81,559 MiB   3.35 T    8          450 G   18 x 20.6 G   NDR, 400 Gb/s
+        h200     989 TFLOP/s   143,771 MiB  4.8 T     8          450 G   18 x 20.6 G   NDR, 400 Gb/s
+        b200     2.25 PFLOP/s  183,359 MiB  7.67 T    8          900 G   18 x 40.1 G   NDR, 400 Gb/s
+        gb200    2.5 PFLOP/s   189,471 MiB  8.0 T     72         900 G   18 x 40.1 G   NDR, 400 Gb/s
+        =======  ============  ===========  ========  =========  ======  ============  ==============
+
+        (T, G: 10^12 and 10^9 bytes/s, each way.) SXM modules. Sources:
+
+        - FLOP/s, memory rate, NVLink: NVIDIA's data sheets, without sparsity: A100 80GB (2021), H100 and H200 Tensor
+          Core GPU, HGX B200 (36 PFLOP/s sparse for 8) and GB200 NVL72 (360 PFLOP/s sparse for 72).
+          The rate of the B200's memory is that of its bus as the driver reports it (pytorch/ao#4002).
+        - Memory: "memory total" of nvidia-smi; a data sheet's 80 GB are 80 GiB less what the driver keeps.
+        - NVLink used: what NCCL counts on for a link of that generation (``SM80_NVLINK_BW`` = 20.0,
+          ``SM90`` = 20.6, ``SM100`` = 40.1, in its `src/graph/topo.h`) times the number of links.
+        - Network: NVIDIA DGX A100, H100, H200, B200 and GB200 NVL72 have one card of that speed a GPU; 96 % of it used,
+          as NCCL counts (12 GB/s for 100 Gb/s, ``NET_BW`` in the same file).
+        - Latencies: NCCL's model of its ring with the Simple protocol (`src/graph/tuning.cc`, 2.18 and later): 8.4 us
+          a collective, 3.4 us a hop on NVLink, 14 us a hop on the network.
+        - Efficiencies are assumptions, to be replaced by measurements (`wlb profile`). Of the peak, 65 % is what a
+          transformer layer's matrix multiplications and element-wise work reach together where the multiplications
+          alone reach 75 to 80 %; 0.55 of that for attention is flash-attn 2 on a H100, and low for flash-attn 3.
+
+        Raises:
+            WlbError: there is no such name.
+        """
+        if name not in _PRESETS:
+            raise error("name", f"{name!r}: must be one of {', '.join(_PRESETS)}", value=name)
+        return _PRESETS[name]
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOP/s that the linear part of a layer reaches."""
+        return self.peak_flops * self.gemm_efficiency
+
+
+def _check_positive(values: Link | Hardware) -> None:
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if isinstance(value, int | float) and not 0 < value < float("inf"):
+            raise error(field.name, f"= {value}: must be a finite number above 0", value=value)
+
+
+def presets() -> list[str]:
+    """Names that :meth:`Hardware.preset` knows."""
+    return list(_PRESETS)
+
+
+def _preset(
+    name: str, *, tflops: float, mebibytes: int, memory: float, gpus: int, links: int, link: float, network: float
+) -> Hardware:
+    """`memory` in TB/s, `link` in GB/s, `network` in Gb/s."""
+    return Hardware(
+        name=name,
+        peak_flops=tflops * 1e12,
+        memory_bytes=mebibytes * 2**20,
+        memory_bandwidth=memory * 1e12,
+        gpus_per_node=gpus,
+        intra_node=Link(latency=3.4e-6, bandwidth=links * link * 1e9),
+        inter_node=Link(latency=14e-6, bandwidth=0.96 * network / 8 * 1e9),
+    )
+
+
+_HOPPER: dict[str, Any] = {"tflops": 989, "gpus": 8, "links": 18, "link": 20.6, "network": 400}
+_BLACKWELL: dict[str, Any] = {"links": 18, "link": 40.1, "network": 400}
+_PRESETS = {
+    hardware.name: hardware
+    for hardware in (
+        _preset("a100", tflops=312, mebibytes=81920, memory=2.039, gpus=8, links=12, link=20.0, network=200),
+        _preset("h100", mebibytes=81559, memory=3.35, **_HOPPER),
+        _preset("h200", mebibytes=143771, memory=4.8, **_HOPPER),
+        _preset("b200", tflops=2250, mebibytes=183359, memory=7.67, gpus=8, **_BLACKWELL),
+        _preset("gb200", tflops=2500, mebibytes=189471, memory=8.0, gpus=72, **_BLACKWELL),
+    )
+}

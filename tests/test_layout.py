@@ -1,0 +1,86 @@
+"""Layouts: their product, what they divide, and where their groups lie."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wlb
+
+LLAMA = wlb.ModelConfig.preset("llama2-7b")
+LLAMA3 = wlb.ModelConfig.preset("llama3-8b")
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tp": 0}, "tp = 0: must be at least 1"),
+        ({"tp": 2.0}, r"tp = 2\.0: must be an integer"),
+        ({"fsdp": "zero4"}, "fsdp = 'zero4': must be one of none, zero1, zero2, zero3"),
+        ({"recompute": "some"}, "recompute = 'some'"),
+        ({"virtual_stages": 2}, "virtual_stages = 2: needs pp above 1"),
+        ({"pp": 2, "stage_layers": (32,)}, "stage_layers has 1 numbers: pp x virtual_stages = 2 stages"),
+        ({"pp": 2, "stage_layers": (33, -1)}, r"stage_layers\[1\] = -1"),
+    ],
+)
+def test_nonsense_is_refused(layout: dict[str, Any], said: str) -> None:
+    with pytest.raises(wlb.WlbError, match=said) as caught:
+        wlb.ParallelLayout(**layout)
+    assert caught.value.argument == said.split(" ")[0].partition("\\")[0]
+
+
+def test_the_product_must_be_the_world_size() -> None:
+    layout = wlb.ParallelLayout(dp=2, pp=4, cp=2, tp=8)
+    layout.check(world_size=128)
+    with pytest.raises(wlb.WlbError, match="world_size = 64: dp 2 x pp 4 x cp 2 x tp 8 = 128 GPUs") as caught:
+        layout.check(world_size=64)
+    assert (caught.value.argument, caught.value.value) == ("world_size", 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "said"),
+    [
+        (LLAMA, {"tp": 3}, "tp = 3: does not divide num_heads = 32"),
+        (dataclasses.replace(LLAMA, ffn_hidden_size=11009), {"tp": 2}, "does not divide ffn_hidden_size = 11009"),
+        (dataclasses.replace(LLAMA, num_heads=24, num_kv_heads=6, head_dim=128), {"tp": 4}, "num_kv_heads = 6"),
+        (LLAMA, {"pp": 5}, "pp = 5: pp x virtual_stages = 5 does not divide num_layers = 32"),
+        (LLAMA, {"pp": 4, "virtual_stages": 3}, "= 12 does not divide num_layers = 32; stage_layers"),
+        (LLAMA, {"pp": 2, "stage_layers": (16, 15)}, "stage_layers add up to 31: the model has num_layers = 32"),
+    ],
+)
+def test_the_model_must_divide(model: wlb.ModelConfig, layout: dict[str, Any], said: str) -> None:
+    with pytest.raises(wlb.WlbError, match=said):
+        wlb.ParallelLayout(**layout).check(model=model)
+
+
+def test_unequal_stages() -> None:
+    """Llama 3 405B as its authors cut it: one layer less at both ends of 16 ranks with 8 stages each."""
+    model = wlb.ModelConfig.preset("llama3-405b")
+    layers = (0, *[1] * 126, 0)
+    layout = wlb.ParallelLayout(pp=16, virtual_stages=8, tp=8, stage_layers=layers)
+    layout.check(model=model, world_size=128)
+    assert layout.layers_of_stages(model).tolist() == list(layers)
+    wlb.ParallelLayout(tp=16).check(model=LLAMA3)  # 8 key heads, each on two ranks
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 4)] * 4),
+    gpus_per_node=st.integers(1, 9),
+    axis=st.sampled_from(["tp", "cp", "dp", "pp", "dp_cp"]),
+)
+def test_nodes_of_a_group(sizes: tuple[int, int, int, int], gpus_per_node: int, axis: Any) -> None:
+    """Against the mesh itself: the same that wlb.torch.build_mesh makes, pp outermost and tp innermost."""
+    pp, dp, cp, tp = sizes
+    mesh = np.arange(pp * dp * cp * tp).reshape(sizes)
+    position = {"pp": 0, "dp": 1, "cp": 2, "tp": 3}
+    if axis == "dp_cp":
+        groups = mesh.transpose(0, 3, 1, 2).reshape(-1, dp * cp)
+    else:
+        groups = np.moveaxis(mesh, position[axis], -1).reshape(-1, mesh.shape[position[axis]])
+    expected = max(np.unique(group // gpus_per_node).size for group in groups)
+    layout = wlb.ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp)
+    assert layout.size(axis) == groups.shape[1]
+    assert layout.nodes(axis, gpus_per_node=gpus_per_node) == expected
