@@ -30,6 +30,7 @@ __all__ = [
     "batch_offsets",
     "pack",
     "pairs",
+    "order_micro_batches",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
@@ -468,8 +469,8 @@ def simulate_pipeline(
     *,
     schedule: _Schedule = "1f1b",
     num_stages: int,
-    num_virtual_stages: int | None = None,
-    p2p_seconds: ArrayLike | None = None,
+    num_virtual_stages: int = 1,
+    p2p_seconds: ArrayLike = 0.0,
     activation: ArrayLike | None = None,
     exposed: ArrayLike | None = None,
 ) -> PipelineTimeline: ...
@@ -478,8 +479,17 @@ def simulate_steps(
     *,
     schedule: _Schedule = "1f1b",
     num_stages: int,
-    num_virtual_stages: int | None = None,
-    p2p_seconds: ArrayLike | None = None,
+    num_virtual_stages: int = 1,
+    p2p_seconds: ArrayLike = 0.0,
     activation: ArrayLike | None = None,
     exposed: ArrayLike | None = None,
 ) -> PipelineSteps: ...
+def order_micro_batches(
+    costs: ArrayLike,
+    *,
+    dp_size: int = 1,
+    schedule: _Schedule = "1f1b",
+    num_stages: int,
+    num_virtual_stages: int = 1,
+    p2p_seconds: ArrayLike = 0.0,
+) -> NDArray[np.int64]: ...

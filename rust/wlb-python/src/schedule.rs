@@ -1,4 +1,4 @@
-//! `wlb.simulate_pipeline`, `wlb.simulate_steps`.
+//! `wlb.simulate_pipeline`, `wlb.simulate_steps`, `wlb.order_micro_batches`.
 
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use pyo3::prelude::*;
@@ -7,13 +7,14 @@ use wlb_core::Error;
 use wlb_core::schedule::order::{MAX_CELLS, MAX_STAGES};
 use wlb_core::schedule::{self as core, Buffers, Detail, Layout, Pipeline, Record, StepTotals, Summary, Times};
 
-use crate::convert::{array, floats_of_shape, run, size};
+use crate::convert::{DETACH_FROM, array, floats_of_shape, integer, run, size};
 use crate::error::{raise, refuse, refuse_entry};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PipelineTimeline>()?;
     module.add_class::<PipelineSteps>()?;
     module.add_function(wrap_pyfunction!(simulate_pipeline, module)?)?;
+    module.add_function(wrap_pyfunction!(order_micro_batches, module)?)?;
     module.add_function(wrap_pyfunction!(simulate_steps, module)?)
 }
 
@@ -188,7 +189,12 @@ impl Question {
 ///
 /// O(ops), that is O(m p v).
 #[pyfunction]
-#[pyo3(signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None, activation = None, exposed = None))]
+#[pyo3(
+    signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None,
+                 activation = None, exposed = None),
+    text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, activation=None, \
+                      exposed=None)"
+)]
 #[allow(clippy::too_many_arguments, reason = "keyword-only in Python")]
 fn simulate_pipeline<'py>(
     py: Python<'py>,
@@ -232,7 +238,12 @@ fn simulate_pipeline<'py>(
 ///
 /// O(ops), that is O(steps dp m p v).
 #[pyfunction]
-#[pyo3(signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None, activation = None, exposed = None))]
+#[pyo3(
+    signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None,
+                 activation = None, exposed = None),
+    text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, activation=None, \
+                      exposed=None)"
+)]
 #[allow(clippy::too_many_arguments, reason = "keyword-only in Python")]
 fn simulate_steps<'py>(
     py: Python<'py>,
@@ -258,6 +269,58 @@ fn simulate_steps<'py>(
     let replicas = run(py, question.cells(), simulate).map_err(|(error, part)| question.raise(error, part))?;
     let totals = replicas.chunks(question.shape[1].max(1)).map(StepTotals::new).collect();
     Ok(PipelineSteps { question, replicas, totals })
+}
+
+/// Deals the micro-batches of a step to data-parallel ranks in equal counts, in an order that suits the schedule, so
+/// that the slowest rank is done early.
+///
+/// Deals by cost, then tries sorted orders, swaps and moves in the simulator: never slower than
+/// :meth:`Packing.deal`, which knows no schedule.
+///
+/// Args:
+///     costs: seconds of all micro-batches of a step; float64[M], [M, stages] or [M, stages, 3] as for
+///         :func:`simulate_pipeline`.
+///     dp_size: data-parallel ranks; divides M.
+///     schedule: see :func:`simulate_pipeline`.
+///     num_stages: see there.
+///     num_virtual_stages: see there.
+///     p2p_seconds: one number, or float64[M].
+///
+/// Returns:
+///     int64[dp_size, M / dp_size]: indices of each rank's micro-batches, the first of each row to go first. So
+///     ``costs[order]`` is what the ranks run. The same on every rank that has the same costs.
+///
+/// Raises:
+///     WlbError: ``dp_size`` does not divide M; and see :func:`simulate_pipeline`.
+///
+/// Simulates at most a million ops (milliseconds).
+#[pyfunction]
+#[pyo3(
+    signature = (costs, *, dp_size = None, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None),
+    text_signature = "(costs, *, dp_size=1, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0)"
+)]
+fn order_micro_batches<'py>(
+    py: Python<'py>,
+    costs: &Bound<'py, PyAny>,
+    dp_size: Option<&Bound<'py, PyAny>>,
+    schedule: &str,
+    num_stages: &Bound<'py, PyAny>,
+    num_virtual_stages: Option<&Bound<'py, PyAny>>,
+    p2p_seconds: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyArray2<i64>>> {
+    let arguments =
+        Arguments { costs, schedule, num_stages, num_virtual_stages, p2p_seconds, activation: None, exposed: None };
+    let question = Question::read(&arguments, 0)?;
+    let dp_size = dp_size.map_or(Ok(1), |dp_size| integer("dp_size", dp_size))?;
+    let total = question.layout.num_micro_batches;
+    let divides = usize::try_from(dp_size).ok().filter(|&dp_size| dp_size > 0 && total.is_multiple_of(dp_size));
+    let Some(ranks) = divides else {
+        return Err(raise(Error::Indivisible { argument: "dp_size", value: dp_size, total }));
+    };
+    let layout = Layout { num_micro_batches: total / ranks, ..question.layout };
+    let place = || core::order_micro_batches(&layout, &question.part(0)?.0, ranks);
+    let order = run(py, DETACH_FROM, place).map_err(|error| question.raise(error, 0))?;
+    array(py, order.into_iter().map(|micro_batch| micro_batch as i64).collect()).reshape([ranks, total / ranks])
 }
 
 /// One step of one pipeline, op by op. Times are in seconds since the step began.

@@ -6,11 +6,13 @@
 
 pub mod order;
 pub mod pipeline;
+pub mod placement;
 mod timeline;
 mod times;
 
 pub use order::{Kind, Layout, Op};
 pub use pipeline::{Buffers, Pipeline};
+pub use placement::order_micro_batches;
 pub use timeline::{Record, StepTotals, Summary, Timeline};
 pub use times::{Detail, Times};
 

@@ -135,7 +135,22 @@ impl Pipeline {
     /// # Complexity
     /// O(ops), nanoseconds each; nothing is allocated once `buffers` are large enough.
     pub fn makespan(&self, times: &Times<'_>, buffers: &mut Buffers) -> Result<f64> {
-        self.run(times, buffers, |_, _, _, _| {})
+        times.check_shape(self.num_micro_batches, self.total_stages)?;
+        Ok(self.run(times, |j| j, buffers, |_, _, _, _| {}))
+    }
+
+    /// The makespan when the schedule's `j`-th micro-batch is `times`' `order[j]`-th; `times` may have others, too.
+    ///
+    /// # Panics
+    /// When `order` is of another length, or names what `times` does not have: both are the crate's own.
+    #[inline]
+    pub(super) fn makespan_in_order(&self, times: &Times<'_>, order: &[usize], buffers: &mut Buffers) -> f64 {
+        self.run(times, |j| order[j], buffers, |_, _, _, _| {})
+    }
+
+    /// Ops of a step.
+    pub fn num_ops(&self) -> usize {
+        self.steps.len()
     }
 
     /// A step in a few numbers.
@@ -174,22 +189,28 @@ impl Pipeline {
         buffers: &mut Buffers,
         mut record: impl FnMut(Record),
     ) -> Result<Summary> {
+        times.check_shape(self.num_micro_batches, self.total_stages)?;
         let peak_activation = self.peak_activation(activation)?;
         let mut busy = vec![0.0; self.num_ranks];
         let mut first = vec![f64::INFINITY; self.num_ranks];
-        let seconds = self.run(times, buffers, |&Step { op, rank, .. }, start, end, duration| {
-            let at = usize::from(rank);
-            busy[at] += duration;
-            first[at] = start.min(first[at]);
-            record(Record { op, rank: u32::from(rank), start, end });
-        })?;
+        let seconds = self.run(
+            times,
+            |j| j,
+            buffers,
+            |&Step { op, rank, .. }, start, end, duration| {
+                let at = usize::from(rank);
+                busy[at] += duration;
+                first[at] = start.min(first[at]);
+                record(Record { op, rank: u32::from(rank), start, end });
+            },
+        );
         if !seconds.is_finite() {
             let requirement = "the time of the step must be finite";
             return Err(Error::Number { argument: "costs", value: seconds, requirement });
         }
         let mut exposed = vec![0.0; self.num_ranks];
         if let Some(values) = times.exposed {
-            self.each(values, times.detail, |step, seconds| exposed[usize::from(step.rank)] += seconds);
+            self.each(values, times.detail, |j| j, |step, _, seconds| exposed[usize::from(step.rank)] += seconds);
         }
         let spans = buffers.clocks.iter().zip(&first).map(|(end, start)| end - start.min(*end)).collect();
         Ok(Summary { seconds, busy, exposed, spans, peak_activation })
@@ -212,17 +233,19 @@ impl Pipeline {
             }
             peaks[rank] = held[rank].max(peaks[rank]);
         }
-        Ok(peaks.iter().zip(&self.stages_of_rank).map(|(peak, &stages)| peak / stages as f64).collect())
+        Ok(peaks.iter().zip(&self.stages_of_rank).map(|(peak, &stages)| peak / stages.max(1) as f64).collect())
     }
 
-    /// Calls `visit` with step, start, end and duration; gives the end of the last.
+    /// Calls `visit` with step, start, end and duration; gives the end of the last. `which` micro-batch of `times` each of
+    /// the schedule's is.
+    #[inline]
     fn run(
         &self,
         times: &Times<'_>,
+        which: impl Fn(usize) -> usize,
         buffers: &mut Buffers,
         mut visit: impl FnMut(&Step, f64, f64, f64),
-    ) -> Result<f64> {
-        times.check_shape(self.num_micro_batches, self.total_stages)?;
+    ) -> f64 {
         let Buffers { ends, clocks } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
@@ -230,46 +253,51 @@ impl Pipeline {
         ends.push(f64::NEG_INFINITY);
         let p2p = times.p2p_seconds;
         let own = usize::from(p2p.len() > 1);
-        self.each(times.costs, times.detail, |step, duration| {
+        self.each(times.costs, times.detail, which, |step, micro_batch, duration| {
             let clock = &mut clocks[usize::from(step.rank)];
-            let start = clock.max(ends[step.input as usize] + p2p[step.op.micro_batch as usize * own]);
+            let start = clock.max(ends[step.input as usize] + p2p[micro_batch * own]);
             let end = start + duration;
             *clock = end;
             ends.push(end);
             visit(step, start, end, duration);
         });
-        Ok(clocks.iter().copied().fold(0.0, f64::max))
+        clocks.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Calls `visit` with every step and its part of `seconds`.
+    /// Calls `visit` with every step, the micro-batch it is of, and its part of `seconds`.
     #[inline]
-    fn each(&self, seconds: &[f64], detail: Detail, mut visit: impl FnMut(&Step, f64)) {
+    fn each(
+        &self,
+        seconds: &[f64],
+        detail: Detail,
+        which: impl Fn(usize) -> usize,
+        mut visit: impl FnMut(&Step, usize, f64),
+    ) {
         let equal = |third: f64, kind| if kind == Kind::Backward { third + third } else { third };
-        let at = |op: Op| op.micro_batch as usize * self.total_stages + op.stage as usize;
+        let parts = 3.0 * self.total_stages as f64;
+        let of = |step: &Step| which(step.op.micro_batch as usize);
+        let cell = |step: &Step| of(step) * self.total_stages + step.op.stage as usize;
         match detail {
             Detail::MicroBatch => {
-                let parts = 3.0 * self.total_stages as f64;
-                for step in &self.steps {
-                    visit(step, equal(seconds[step.op.micro_batch as usize] / parts, step.op.kind));
-                }
+                self.steps
+                    .iter()
+                    .for_each(|step| visit(step, of(step), equal(seconds[of(step)] / parts, step.op.kind)));
             }
             Detail::Stage => {
-                for step in &self.steps {
-                    visit(step, equal(seconds[at(step.op)] / 3.0, step.op.kind));
-                }
+                self.steps
+                    .iter()
+                    .for_each(|step| visit(step, of(step), equal(seconds[cell(step)] / 3.0, step.op.kind)));
             }
-            Detail::Pass => {
-                for step in &self.steps {
-                    let passes = &seconds[at(step.op) * 3..][..3];
-                    let duration = match step.op.kind {
-                        Kind::Forward => passes[0],
-                        Kind::InputGradient => passes[1],
-                        Kind::WeightGradient => passes[2],
-                        Kind::Backward => passes[1] + passes[2],
-                    };
-                    visit(step, duration);
-                }
-            }
+            Detail::Pass => self.steps.iter().for_each(|step| {
+                let passes = &seconds[cell(step) * 3..][..3];
+                let duration = match step.op.kind {
+                    Kind::Forward => passes[0],
+                    Kind::InputGradient => passes[1],
+                    Kind::WeightGradient => passes[2],
+                    Kind::Backward => passes[1] + passes[2],
+                };
+                visit(step, of(step), duration);
+            }),
         }
     }
 }
