@@ -31,9 +31,9 @@ from wlb._core import (
     WlbError,
     __version__,
     batch_offsets,
+    order_micro_batches,
     pack,
     pairs,
-    order_micro_batches,
     shard,
     simulate_pipeline,
     simulate_steps,
@@ -45,6 +45,7 @@ from wlb.hardware import Hardware, Link
 from wlb.layout import ParallelLayout
 from wlb.memory import RankMemory, memory_per_rank
 from wlb.models import ModelConfig
+from wlb.simulation import Scenario, Simulation, simulate
 from wlb.step_time import StageSeconds, data_parallel_seconds, stage_seconds
 
 __all__ = [
@@ -63,7 +64,9 @@ __all__ = [
     "PipelineTimeline",
     "RankMemory",
     "RankShard",
+    "Scenario",
     "Shard",
+    "Simulation",
     "StageSeconds",
     "StateError",
     "TuneResult",
@@ -74,10 +77,11 @@ __all__ = [
     "data_parallel_seconds",
     "max_tokens",
     "memory_per_rank",
+    "order_micro_batches",
     "pack",
     "pairs",
-    "order_micro_batches",
     "shard",
+    "simulate",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",

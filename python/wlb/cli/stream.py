@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb.cli.console import CliError
-from wlb.simulation.plans import GlobalBatches
 from wlb.cli.sources import Documents
+from wlb.simulation.plans import GlobalBatches
 
 Oversize = Literal["split", "truncate", "error"]
 

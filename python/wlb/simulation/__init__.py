@@ -13,7 +13,7 @@ from wlb._core import batch_offsets, tune_outlier_thresholds
 from wlb._errors import error
 from wlb.simulation.plans import GlobalBatches, Plan, collect
 from wlb.simulation.scenario import Scenario, Schedule
-from wlb.simulation.score import ATTRIBUTION, Outcome, Sharded, score, shard_plan
+from wlb.simulation.score import ATTRIBUTION, Outcome, Sharded, placed, score, shard_plan
 from wlb.simulation.variants import VARIANTS, Variant, chosen
 
 __all__ = ["ATTRIBUTION", "VARIANTS", "Outcome", "Scenario", "Schedule", "Simulation", "Variant", "simulate"]
@@ -66,9 +66,9 @@ def simulate(
     that hold documents back empty their queues in further steps at the end, which count in full (`flush_share` says how
     much that is: less, the longer the stream).
 
-    The packer decides with `scenario.cost_model`; the prediction does not use it. It takes the kernel model's attention,
-    forward and backward, of the slowest context-parallel rank, the linear part at the hardware's rate, and the
-    communication that nothing hides, through the simulated pipeline. docs/simulation.md lists the assumptions.
+    The packer decides with `scenario.cost_model`; the prediction does not use it. It takes the kernel model's
+    attention, forward and backward, of the slowest context-parallel rank, the linear part at the hardware's rate, and
+    the communication that nothing hides, through the simulated pipeline. docs/simulation.md lists the assumptions.
 
     Args:
         lengths: int[n] tokens of the documents in arrival order, none longer than the context
@@ -102,9 +102,11 @@ def simulate(
         report(variant.title, done, len(wanted))
         packing = variant.packing_key
         if packing not in plans:
-            steps = variant.steps(stream, scenario.setup(), thresholds, scenario.max_delay)
+            setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None)
+            steps = variant.steps(stream, setup, thresholds, scenario.max_delay)
             own = thresholds if variant.packing == "var_length" else ()
-            plans[packing] = collect(variant.title, steps, stream, own)
+            plan = collect(variant.title, steps, stream, own)
+            plans[packing] = placed(plan, scenario) if variant.placed else plan
         how = (packing, variant.strategies)
         if how not in sharded:
             sharded[how] = shard_plan(plans[packing], scenario, variant.strategies)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel, KernelModel, simulate_pipeline
 from wlb._errors import error
@@ -17,6 +17,7 @@ from wlb.layout import ParallelLayout
 from wlb.memory import RESERVED_BYTES, RankMemory, in_flight, memory_per_rank
 from wlb.models import ModelConfig
 from wlb.simulation.plans import Setup
+from wlb.step_time import stage_seconds
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 
@@ -163,19 +164,51 @@ class Scenario:
         most = min(most, int((room / slope).min()))
         if most < self.context:
             message = (
-                f"= {self.schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a time, which"
-                f" leaves room for {most:,} tokens each, fewer than the context, {self.context:,}; 1F1B would fit"
+                f"= {self.schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a time,"
+                f" which leaves room for {most:,} tokens each, fewer than the context, {self.context:,}; 1F1B would fit"
             )
             raise error("schedule", message, value=self.schedule)
         return most
 
-    def setup(self) -> Setup:
-        """What the packing methods have in common."""
+    def fitted_efficiency(self, lengths: ArrayLike) -> float:
+        """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.
+
+        Everything else includes communication that nothing hides; so this is above the kernel's own relative rate. From
+        whole documents, attention spread evenly over context-parallel ranks.
+
+        Args:
+            lengths: int[n] tokens of the documents.
+        """
+        forward, backward = (
+            float(self.attention.segment_seconds(lengths, lengths, passes=passes).sum()) * self.model.num_layers
+            for passes in ("forward", "backward")
+        )
+        attention = (backward + (2 if self.layout.recompute == "full" else 1) * forward) / self.layout.cp
+        without = stage_seconds(
+            [-(-self.context // self.layout.cp)],
+            attention_forward=[0.0],
+            attention_backward=[0.0],
+            model=self.model,
+            layout=self.layout,
+            hardware=self.hardware,
+            cp_overlap=self.cp_overlap,
+            tp_overlap=self.tp_overlap,
+        )
+        rest = float(without.seconds.sum()) / self.context * float(np.sum(lengths))
+        flops = self.model.cost_model(attention_efficiency=1.0)
+        ratio = float(flops.attention_cost(lengths).sum() / flops.linear_cost(lengths).sum())
+        return ratio * rest / attention
+
+    def setup(self, *, fitted_to: ArrayLike | None = None) -> Setup:
+        """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`."""
+        cost_model = self.packer_cost
+        if fitted_to is not None:
+            cost_model = self.model.cost_model(attention_efficiency=self.fitted_efficiency(fitted_to))
         return Setup(
             num_micro_batches=self.micro_batches,
             context=self.context,
             max_tokens=self.limit,
-            cost_model=self.packer_cost,
+            cost_model=cost_model,
             dp_size=self.layout.dp,
         )
 

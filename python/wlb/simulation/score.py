@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import PipelineTimeline, Shard, shard, simulate_pipeline, simulate_steps
+from wlb._core import PipelineTimeline, Shard, order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb.memory import RankMemory
 from wlb.simulation.plans import Plan
 from wlb.simulation.scenario import Scenario
@@ -28,8 +29,8 @@ ATTRIBUTION = (
     "dp_communication",
 )
 """What a GPU's time goes to: computing; waiting for the slowest context-parallel rank's attention; context- and
-tensor-parallel communication that nothing hides; idle in the pipeline; waiting for the slowest data-parallel replica; the
-gradient reduction that nothing hides."""
+tensor-parallel communication that nothing hides; idle in the pipeline; waiting for the slowest data-parallel replica;
+the gradient reduction that nothing hides."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,22 @@ def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...])
 
 def _slowest(one: Shard, scenario: Scenario) -> float:
     return float(scenario.attention.rank_seconds(one).max())
+
+
+def placed(plan: Plan, scenario: Scenario) -> Plan:
+    """The plan with every step's micro-batches placed for the schedule, by the costs that the packer knows."""
+    layout = scenario.layout
+    order = [
+        order_micro_batches(
+            costs,
+            dp_size=layout.dp,
+            schedule=scenario.pipeline_schedule,
+            num_stages=layout.pp,
+            num_virtual_stages=layout.virtual_stages,
+        )
+        for costs in plan.costs
+    ]
+    return dataclasses.replace(plan, order=np.stack(order))
 
 
 @dataclass(frozen=True)

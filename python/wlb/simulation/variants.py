@@ -25,10 +25,13 @@ class Variant:
         packing: "original": as documents arrive, cut every context; "fixed_length": greedy with cuts;
             "var_length": whole documents, outliers wait in queues.
         strategies: how a micro-batch is sharded over context-parallel ranks. Of several, the one whose slowest rank is
-            predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also knows
-            the hybrid of them).
+            predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
+            knows the hybrid of them).
         window: global batches that "fixed_length" packs at a time.
         packer: further arguments of :class:`wlb.Packer`, for "var_length".
+        fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
+            `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
+        placed: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
     """
 
     title: str
@@ -36,6 +39,8 @@ class Variant:
     strategies: tuple[Strategy, ...] = ("per_sequence",)
     window: int = 1
     packer: Mapping[str, Any] = field(default_factory=dict)
+    fitted: bool = False
+    placed: bool = False
 
     def steps(
         self, stream: GlobalBatches, setup: Setup, thresholds: tuple[int, ...], max_delay: int | None
@@ -50,7 +55,7 @@ class Variant:
     @property
     def packing_key(self) -> tuple[Any, ...]:
         """Equal for variants that pack alike."""
-        return (self.packing, self.window, tuple(sorted(self.packer.items())))
+        return (self.packing, self.window, tuple(sorted(self.packer.items())), self.fitted, self.placed)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -60,8 +65,11 @@ VARIANTS: dict[str, Variant] = {
     "adaptive_cp": Variant(title="adaptive CP alone", strategies=("adaptive",)),
     "packing": Variant(title="packing and queues alone", packing="var_length"),
     "wlb": Variant(title="WLB", packing="var_length", strategies=("adaptive",)),
+    "placement": Variant(title="placement alone", placed=True),
+    "wlb_fitted": Variant(title="WLB, fitted costs", packing="var_length", strategies=("adaptive",), fitted=True),
 }
-"""By name, the baseline first. The paper's (section 7.1, figure 13): Plain-4D, Fixed-4D, each optimisation alone, all."""
+"""By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
+all of them; then ours: micro-batches placed for the schedule, and a packer that knows the cluster's costs."""
 
 
 def chosen(names: Mapping[str, Variant] | tuple[str, ...] | list[str]) -> dict[str, Variant]:
