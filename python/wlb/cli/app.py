@@ -10,6 +10,7 @@ import wlb
 from wlb.cli.console import CliError
 from wlb.cli.demo import demo
 from wlb.cli.pack import pack
+from wlb.cli.simulate import simulate
 from wlb.cli.tune import tune
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ def wlb_command(
 app.command()(demo)
 app.command()(pack)
 app.command()(tune)
+app.command()(simulate)
 
 
 def run(argv: Sequence[str]) -> None:

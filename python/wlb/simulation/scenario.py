@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import CostModel, KernelModel, simulate_pipeline
+from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
 from wlb._errors import error
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware
@@ -239,12 +239,23 @@ class Scenario:
         """Micro-batches of a step and data-parallel rank."""
         return self.micro_batches // self.layout.dp
 
-    @cached_property
+    @property
+    def equal_bubble(self) -> float:
+        """Share of its time that the pipeline idles when all micro-batches take the same."""
+        ratio = self._equal.bubble_ratio
+        return ratio / (1 + ratio)
+
+    @property
     def _flight(self) -> NDArray[np.float64]:
         """float64[pp]: micro-batches whose activations each pipeline rank holds at its peak."""
+        return self._equal.peak_activation
+
+    @cached_property
+    def _equal(self) -> PipelineTimeline:
+        """The pipeline with micro-batches of equal time."""
         return simulate_pipeline(
-            np.zeros(self._per_rank),
+            np.ones(self._per_rank),
             schedule=self.pipeline_schedule,
             num_stages=self.layout.pp,
             num_virtual_stages=self.layout.virtual_stages,
-        ).peak_activation
+        )

@@ -128,6 +128,11 @@ class Outcome:
         return np.asarray(seconds.max(axis=1) / seconds.mean(axis=1))
 
     @property
+    def idle(self) -> Floats:
+        """float64[steps]: share of the time in which GPUs wait for other stages or replicas."""
+        return np.asarray((self.attribution["bubble"] + self.attribution["dp_wait"]) / self.seconds)
+
+    @property
     def model_flops_utilization(self) -> float:
         """FLOPs of the documents as they are trained, over what the GPUs could do in the time."""
         peak = self.scenario.hardware.peak_flops * self.scenario.layout.world_size

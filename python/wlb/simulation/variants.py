@@ -61,11 +61,11 @@ class Variant:
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(title="Plain-4D"),
     "fixed": Variant(title="Fixed-4D", packing="fixed_length"),
-    "per_document": Variant(title="per-document CP alone", strategies=("per_document",)),
-    "adaptive_cp": Variant(title="adaptive CP alone", strategies=("adaptive",)),
-    "packing": Variant(title="packing and queues alone", packing="var_length"),
+    "per_document": Variant(title="per-document CP", strategies=("per_document",)),
+    "adaptive_cp": Variant(title="adaptive CP", strategies=("adaptive",)),
+    "packing": Variant(title="packing", packing="var_length"),
     "wlb": Variant(title="WLB", packing="var_length", strategies=("adaptive",)),
-    "placement": Variant(title="placement alone", placed=True),
+    "placement": Variant(title="placement", placed=True),
     "wlb_fitted": Variant(title="WLB, fitted costs", packing="var_length", strategies=("adaptive",), fitted=True),
 }
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
