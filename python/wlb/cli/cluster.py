@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, get_args
 
 import typer
 
@@ -121,22 +121,9 @@ OptionalMicroBatches = Annotated[
         rich_help_panel=_BATCHES,
     ),
 ]
-Thresholds = Annotated[
-    str | None,
-    typer.Option(
-        help="Thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.",
-        show_default=False,
-        rich_help_panel="Outlier queues",
-    ),
-]
-
-Oversize = Annotated[
-    Literal["split", "truncate", "error"],
-    typer.Option(help="What to do with documents longer than the context.", rich_help_panel="Documents"),
-]
 
 
-def hardware(gpu: str, gemm_efficiency: float | None) -> wlb.Hardware:
+def hardware(gpu: str, gemm_efficiency: float | None = None) -> wlb.Hardware:
     """The GPU of that name."""
     if gpu not in gpus():
         raise CliError(f"--gpu {gpu}: must be one of {', '.join(gpus())}")
@@ -160,16 +147,6 @@ def token_limit(max_tokens: int | None, memory_factor: float | None, context: in
     if max_tokens is not None:
         raise CliError("--max-tokens and --memory-factor: give one of them")
     return int(memory_factor * context)
-
-
-def parse_thresholds(text: str | None) -> tuple[int, ...] | None:
-    """The numbers between commas."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise CliError(f"--thresholds {text}: give whole numbers with commas between, such as 49152,98304") from None
 
 
 def assumptions(scenario: Scenario) -> dict[str, str]:
@@ -202,7 +179,7 @@ def layout(
     virtual_stages: int,
     fsdp: str,
     recompute: str,
-    world_size: int | None,
+    world_size: int | None = None,
 ) -> wlb.ParallelLayout:
     """The layout, of as many GPUs as there are."""
     made = wlb.ParallelLayout(

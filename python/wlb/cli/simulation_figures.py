@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -13,7 +14,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 import wlb
 from wlb.cli.figures import _STYLE, INK, ORIGINAL, SOFT, WLB
 from wlb.cli.timeline_figure import draw_timelines
-from wlb.simulation import ATTRIBUTION, Outcome
+from wlb.hardware import GIB
+from wlb.simulation import ATTRIBUTION, Choice, Outcome, Tuning
 
 LABELS = {
     "compute": "compute",
@@ -103,6 +105,38 @@ def draw_step(outcome: Outcome, step: int, kind: str) -> Figure:
     timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:_SHOWN_REPLICAS]
     title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
     return draw_timelines(timelines, title=title)
+
+
+def draw_choices(tuning: Tuning) -> Figure:
+    """Two panels: what memory buys, and what waiting buys."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(13, 5), layout="constrained")
+        memory, delay = figure.subplots(1, 2, sharey=True)
+        gib = [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory]
+        _choices(memory, tuning, gib, tuning.by_memory, [f"{choice.max_tokens:,}" for choice in tuning.by_memory])
+        memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=SOFT, lw=1.2, ls=(0, (4, 3)))
+        memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
+        memory.set_title("What memory buys: S_max in tokens")
+        waits = [choice.outcome.plan.delay_mean for choice in tuning.by_delay]
+        names = [" + ".join(_thousands(t) for t in choice.outlier_thresholds) or "none" for choice in tuning.by_delay]
+        _choices(delay, tuning, waits, tuning.by_delay, names)
+        delay.axvline(tuning.scenario.max_mean_delay, color=ORIGINAL, lw=1.2, ls=(0, (4, 3)))
+        delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
+        delay.set_title("What waiting buys: thresholds of the queues")
+        return figure
+
+
+def _choices(ax: Axes, tuning: Tuning, x: list[float], choices: Sequence[Choice], names: list[str]) -> None:
+    base = tuning.baseline.steady_seconds
+    speeds = [base / choice.outcome.steady_seconds for choice in choices]
+    ax.plot(x, speeds, "o-", color=WLB, lw=2)
+    best = tuning.best
+    for at, speed, choice, name in zip(x, speeds, choices, names, strict=True):
+        chosen = (choice.max_tokens, choice.outlier_thresholds) == (best.max_tokens, best.outlier_thresholds)
+        if chosen:
+            ax.plot(at, speed, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
+        ax.annotate(name, (at, speed), (0, 10), textcoords="offset points", ha="center", size=9.5, color=SOFT)
+    ax.margins(x=0.12, y=0.2)
 
 
 def _thousands(number: float) -> str:

@@ -117,6 +117,15 @@ class Outcome:
         return float(self.seconds.sum())
 
     @property
+    def steady_seconds(self) -> float:
+        """Seconds of all steps if those that empty the queues were as efficient as the others: for a longer stream.
+
+        That is, the seconds before the flush times all work over the work before it.
+        """
+        work, streamed = self.micro_batch_seconds.sum(axis=1), self.plan.streamed
+        return float(self.seconds[:streamed].sum() * work.sum() / work[:streamed].sum())
+
+    @property
     def tokens_per_second(self) -> float:
         """Of the whole cluster, over all steps."""
         return self.tokens / self.total_seconds
