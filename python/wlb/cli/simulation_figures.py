@@ -109,34 +109,56 @@ def draw_step(outcome: Outcome, step: int, kind: str) -> Figure:
 
 def draw_choices(tuning: Tuning) -> Figure:
     """Two panels: what memory buys, and what waiting buys."""
+    best = tuning.best
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13, 5), layout="constrained")
         memory, delay = figure.subplots(1, 2, sharey=True)
-        gib = [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory]
-        _choices(memory, tuning, gib, tuning.by_memory, [f"{choice.max_tokens:,}" for choice in tuning.by_memory])
         memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=SOFT, lw=1.2, ls=(0, (4, 3)))
+        _choices(
+            memory,
+            tuning.baseline,
+            tuning.by_memory,
+            [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory],
+            [f"{choice.max_tokens:,}" for choice in tuning.by_memory],
+            [choice.max_tokens == best.max_tokens for choice in tuning.by_memory],
+        )
         memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
         memory.set_title("What memory buys: S_max in tokens")
-        waits = [choice.outcome.plan.delay_mean for choice in tuning.by_delay]
-        names = [" + ".join(_thousands(t) for t in choice.outlier_thresholds) or "none" for choice in tuning.by_delay]
-        _choices(delay, tuning, waits, tuning.by_delay, names)
-        delay.axvline(tuning.scenario.max_mean_delay, color=ORIGINAL, lw=1.2, ls=(0, (4, 3)))
+        delay.axvline(tuning.scenario.max_mean_delay, color=SOFT, lw=1.2, ls=(0, (4, 3)))
+        _choices(
+            delay,
+            tuning.baseline,
+            tuning.by_delay,
+            [choice.outcome.plan.delay_mean for choice in tuning.by_delay],
+            [
+                ", ".join(f"{threshold:,}" for threshold in choice.outlier_thresholds) or "none"
+                for choice in tuning.by_delay
+            ],
+            [choice.outlier_thresholds == best.outlier_thresholds for choice in tuning.by_delay],
+        )
         delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
         delay.set_title("What waiting buys: thresholds of the queues")
         return figure
 
 
-def _choices(ax: Axes, tuning: Tuning, x: list[float], choices: Sequence[Choice], names: list[str]) -> None:
-    base = tuning.baseline.steady_seconds
-    speeds = [base / choice.outcome.steady_seconds for choice in choices]
+def _choices(
+    ax: Axes,
+    baseline: Outcome,
+    choices: Sequence[Choice],
+    x: Sequence[float],
+    names: Sequence[str],
+    chosen: Sequence[bool],
+) -> None:
+    """Speed over `x`; the names of the ends and of the chosen one."""
+    speeds = [baseline.steady_seconds / choice.outcome.steady_seconds for choice in choices]
     ax.plot(x, speeds, "o-", color=WLB, lw=2)
-    best = tuning.best
-    for at, speed, choice, name in zip(x, speeds, choices, names, strict=True):
-        chosen = (choice.max_tokens, choice.outlier_thresholds) == (best.max_tokens, best.outlier_thresholds)
-        if chosen:
+    for index, (at, speed, name, ringed) in enumerate(zip(x, speeds, names, chosen, strict=True)):
+        if ringed:
             ax.plot(at, speed, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
-        ax.annotate(name, (at, speed), (0, 10), textcoords="offset points", ha="center", size=9.5, color=SOFT)
-    ax.margins(x=0.12, y=0.2)
+        if ringed or index == 0:
+            style: Any = {"textcoords": "offset points", "size": 10.5, "color": ORIGINAL if ringed else SOFT}
+            ax.annotate(name, (at, speed), (10, -18), **style)
+    ax.margins(x=0.15, y=0.2)
 
 
 def _thousands(number: float) -> str:
