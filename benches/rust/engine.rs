@@ -15,9 +15,12 @@ use divan::Bencher;
 use wlb_core::cost::{FlopsOptions, Passes};
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::schedule::{Buffers, Layout, Times, order_micro_batches};
 use wlb_core::sharding::Remainder;
 use wlb_core::sharding::kernel::{Generation, KernelModel};
-use wlb_core::{CostModel, Lengths, Mask, Method, PackOptions, Shard, ShardOptions, Strategy, pack, shard};
+use wlb_core::{
+    CostModel, Lengths, Mask, Method, PackOptions, Pipeline, Schedule, Shard, ShardOptions, Strategy, pack, shard,
+};
 
 fn main() -> ExitCode {
     if cfg!(debug_assertions) {
@@ -207,6 +210,53 @@ fn arrays_of_a_rank_16k(bencher: Bencher) {
         let shard = black_box(&shard);
         (shard.layout(0), shard.token_indices(0), shard.position_ids(0))
     });
+}
+
+/// Schedule, pipeline ranks, stages a rank, micro-batches.
+type Pipe = (&'static str, usize, usize, usize);
+const PIPES: [Pipe; 4] =
+    [("1f1b", 4, 1, 8), ("1f1b", 8, 1, 64), ("interleaved_1f1b", 8, 4, 64), ("zb_h1", 16, 1, 1024)];
+
+fn layout((schedule, num_stages, num_virtual_stages, num_micro_batches): Pipe) -> Layout {
+    let schedule: Schedule = schedule.parse().unwrap();
+    Layout { schedule, num_stages, num_virtual_stages, num_micro_batches }
+}
+
+/// Costs of micro-batches as unequal as documents.
+fn unequal(count: usize) -> Vec<f64> {
+    cost_model().costs(&lengths(count))
+}
+
+#[divan::bench(args = PIPES)]
+fn pipeline_compile(bencher: Bencher, pipe: Pipe) {
+    let ops = Pipeline::new(&layout(pipe)).unwrap().num_ops();
+    bencher.counter(divan::counter::ItemsCount::new(ops)).bench(|| Pipeline::new(black_box(&layout(pipe))));
+}
+
+#[divan::bench(args = PIPES)]
+fn pipeline_makespan(bencher: Bencher, pipe: Pipe) {
+    let (pipeline, costs) = (Pipeline::new(&layout(pipe)).unwrap(), unequal(pipe.3));
+    let times = Times::per_micro_batch(&costs).unwrap();
+    let mut buffers = Buffers::default();
+    bencher
+        .counter(divan::counter::ItemsCount::new(pipeline.num_ops()))
+        .bench_local(|| pipeline.makespan(black_box(&times), &mut buffers));
+}
+
+#[divan::bench(args = PIPES)]
+fn pipeline_simulate(bencher: Bencher, pipe: Pipe) {
+    let (pipeline, costs) = (Pipeline::new(&layout(pipe)).unwrap(), unequal(pipe.3));
+    let times = Times::per_micro_batch(&costs).unwrap();
+    bencher
+        .counter(divan::counter::ItemsCount::new(pipeline.num_ops()))
+        .bench(|| pipeline.simulate(black_box(&times), None));
+}
+
+#[divan::bench(args = [("1f1b", 4, 1, 8), ("interleaved_1f1b", 4, 2, 16)])]
+fn pipeline_order(bencher: Bencher, pipe: Pipe) {
+    let costs = unequal(pipe.3);
+    let times = Times::per_micro_batch(&costs).unwrap();
+    bencher.bench(|| order_micro_batches(&layout(pipe), black_box(&times), 1));
 }
 
 /// Packing over sorting, the two taking turns, so that what slows the machine slows both.

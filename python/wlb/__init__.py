@@ -21,6 +21,8 @@ from wlb._core import (
     Packer,
     PackerMetrics,
     Packing,
+    PipelineSteps,
+    PipelineTimeline,
     RankShard,
     Shard,
     StateError,
@@ -29,9 +31,12 @@ from wlb._core import (
     WlbError,
     __version__,
     batch_offsets,
+    order_micro_batches,
     pack,
     pairs,
     shard,
+    simulate_pipeline,
+    simulate_steps,
     split_documents,
     tune_outlier_thresholds,
 )
@@ -40,6 +45,7 @@ from wlb.hardware import Hardware, Link
 from wlb.layout import ParallelLayout
 from wlb.memory import RankMemory, memory_per_rank
 from wlb.models import ModelConfig
+from wlb.simulation import Scenario, Simulation, simulate
 from wlb.step_time import StageSeconds, data_parallel_seconds, stage_seconds
 
 __all__ = [
@@ -54,9 +60,13 @@ __all__ = [
     "PackerMetrics",
     "Packing",
     "ParallelLayout",
+    "PipelineSteps",
+    "PipelineTimeline",
     "RankMemory",
     "RankShard",
+    "Scenario",
     "Shard",
+    "Simulation",
     "StageSeconds",
     "StateError",
     "TuneResult",
@@ -67,9 +77,13 @@ __all__ = [
     "data_parallel_seconds",
     "max_tokens",
     "memory_per_rank",
+    "order_micro_batches",
     "pack",
     "pairs",
     "shard",
+    "simulate",
+    "simulate_pipeline",
+    "simulate_steps",
     "split_documents",
     "stage_seconds",
     "tune_outlier_thresholds",

@@ -8,6 +8,7 @@ _Passes = Literal["forward", "backward", "forward_backward"]
 _Method = Literal["original", "fixed_length", "var_length", "var_length_fast"]
 _Strategy = Literal["per_sequence", "per_document", "hybrid", "adaptive"]
 _Generation = Literal["a100", "h100", "h200", "b200"]
+_Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 
 __all__ = [
     "BUILD_PROFILE",
@@ -17,6 +18,8 @@ __all__ = [
     "Packer",
     "PackerMetrics",
     "Packing",
+    "PipelineSteps",
+    "PipelineTimeline",
     "RankShard",
     "Shard",
     "StateError",
@@ -25,9 +28,12 @@ __all__ = [
     "WlbError",
     "__version__",
     "batch_offsets",
+    "order_micro_batches",
     "pack",
     "pairs",
     "shard",
+    "simulate_pipeline",
+    "simulate_steps",
     "split_documents",
     "tune_outlier_thresholds",
 ]
@@ -37,7 +43,7 @@ BUILD_PROFILE: Literal["release", "debug"]
 
 class WlbError(ValueError):
     argument: str | None
-    index: int | None
+    index: int | tuple[int, ...] | None
     value: Any
 
 class StateError(WlbError): ...
@@ -388,3 +394,102 @@ class KernelModel:
 def pairs(lengths: int, *, causal: bool = True) -> int: ...
 @overload
 def pairs(lengths: ArrayLike, *, causal: bool = True) -> NDArray[np.int64]: ...
+
+@final
+class PipelineTimeline:
+    KINDS: tuple[str, str, str, str]
+    @property
+    def schedule(self) -> _Schedule: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def num_virtual_stages(self) -> int: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def period_seconds(self) -> float: ...
+    @property
+    def bubble_ratio(self) -> float: ...
+    @property
+    def busy(self) -> NDArray[np.float64]: ...
+    @property
+    def exposed(self) -> NDArray[np.float64]: ...
+    @property
+    def bubble(self) -> NDArray[np.float64]: ...
+    @property
+    def spans(self) -> NDArray[np.float64]: ...
+    @property
+    def peak_activation(self) -> NDArray[np.float64]: ...
+    @property
+    def ranks(self) -> NDArray[np.int32]: ...
+    @property
+    def stages(self) -> NDArray[np.int32]: ...
+    @property
+    def micro_batches(self) -> NDArray[np.int32]: ...
+    @property
+    def kinds(self) -> NDArray[np.uint8]: ...
+    @property
+    def starts(self) -> NDArray[np.float64]: ...
+    @property
+    def ends(self) -> NDArray[np.float64]: ...
+    @property
+    def critical_path(self) -> NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class PipelineSteps:
+    @property
+    def seconds(self) -> NDArray[np.float64]: ...
+    @property
+    def compute(self) -> NDArray[np.float64]: ...
+    @property
+    def exposed(self) -> NDArray[np.float64]: ...
+    @property
+    def bubble(self) -> NDArray[np.float64]: ...
+    @property
+    def dp_wait(self) -> NDArray[np.float64]: ...
+    @property
+    def pipeline_seconds(self) -> NDArray[np.float64]: ...
+    @property
+    def busy(self) -> NDArray[np.float64]: ...
+    @property
+    def spans(self) -> NDArray[np.float64]: ...
+    @property
+    def peak_activation(self) -> NDArray[np.float64]: ...
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+def simulate_pipeline(
+    costs: ArrayLike,
+    *,
+    schedule: _Schedule = "1f1b",
+    num_stages: int,
+    num_virtual_stages: int = 1,
+    p2p_seconds: ArrayLike = 0.0,
+    activation: ArrayLike | None = None,
+    exposed: ArrayLike | None = None,
+) -> PipelineTimeline: ...
+def simulate_steps(
+    costs: ArrayLike,
+    *,
+    schedule: _Schedule = "1f1b",
+    num_stages: int,
+    num_virtual_stages: int = 1,
+    p2p_seconds: ArrayLike = 0.0,
+    activation: ArrayLike | None = None,
+    exposed: ArrayLike | None = None,
+) -> PipelineSteps: ...
+def order_micro_batches(
+    costs: ArrayLike,
+    *,
+    dp_size: int = 1,
+    schedule: _Schedule = "1f1b",
+    num_stages: int,
+    num_virtual_stages: int = 1,
+    p2p_seconds: ArrayLike = 0.0,
+) -> NDArray[np.int64]: ...

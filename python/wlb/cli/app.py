@@ -11,6 +11,7 @@ from wlb.cli.console import CliError
 from wlb.cli.demo import demo
 from wlb.cli.pack import pack
 from wlb.cli.profile import profile
+from wlb.cli.simulate import simulate
 from wlb.cli.tune import tune
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ app.command()(demo)
 app.command()(pack)
 app.command()(profile)
 app.command()(tune)
+app.command()(simulate)
 
 
 def run(argv: Sequence[str]) -> None:

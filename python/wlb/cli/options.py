@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from wlb.cli.console import CliError
+from wlb.cli.stream import Oversize
 from wlb.models import presets
 
 _DOCUMENTS = "Documents"
@@ -50,6 +52,10 @@ OptionalSeed = Annotated[
         rich_help_panel=_DOCUMENTS,
     ),
 ]
+OversizeFate = Annotated[
+    Oversize,
+    typer.Option("--oversize", help="What to do with documents longer than the context.", rich_help_panel=_DOCUMENTS),
+]
 Steps = Annotated[int, typer.Option(min=1, help="Global batches to form.", rich_help_panel=_BATCHES)]
 MicroBatches = Annotated[
     int, typer.Option(min=1, help="Micro-batches of a global batch: PP x DP.", rich_help_panel=_BATCHES)
@@ -76,6 +82,14 @@ Queues = Annotated[
     typer.Option(min=0, help="Number of outlier queues; their thresholds are tuned.", rich_help_panel=_QUEUES),
 ]
 TunedQueues = Annotated[int, typer.Option(min=1, help="Number of outlier queues.", rich_help_panel=_QUEUES)]
+Thresholds = Annotated[
+    str | None,
+    typer.Option(
+        help="Thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.",
+        show_default=False,
+        rich_help_panel=_QUEUES,
+    ),
+]
 MaxMeanDelay = Annotated[
     float,
     typer.Option(
@@ -113,3 +127,13 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print the results as JSON and nothing else.", rich_help_panel=_OUTPUT)
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=_OUTPUT)]
+
+
+def parse_thresholds(text: str | None) -> tuple[int, ...] | None:
+    """The numbers between commas."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise CliError(f"--thresholds {text}: give whole numbers with commas between, such as 49152,98304") from None

@@ -14,7 +14,7 @@ from wlb.cli.plan_files import deal, write_jsonl, write_npz
 from wlb.cli.plans import Plan, Setup, collect, fixed_length, original, tune, var_length
 from wlb.cli.report import Report
 from wlb.cli.sources import read_documents
-from wlb.cli.stream import Oversize, build_stream
+from wlb.cli.stream import build_stream
 
 _TUNED_BATCHES = 100  # at most so many, from the start of the stream
 
@@ -32,10 +32,7 @@ def pack(
     pattern: options.Pattern = "*",
     tokenizer: options.TokenizerFile = None,
     seed: options.OptionalSeed = None,
-    oversize: Annotated[
-        Oversize,
-        typer.Option(help="What to do with documents longer than the context.", rich_help_panel="Documents"),
-    ] = "split",
+    oversize: options.OversizeFate = "split",
     micro_batches: options.MicroBatches = 16,
     context: options.Context = 131072,
     max_tokens: Annotated[
@@ -55,14 +52,7 @@ def pack(
         typer.Option(min=1, help="Also deal the micro-batches to so many DP ranks.", rich_help_panel="Global batches"),
     ] = None,
     queues: options.Queues = 2,
-    thresholds: Annotated[
-        str | None,
-        typer.Option(
-            help="Thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.",
-            show_default=False,
-            rich_help_panel="Outlier queues",
-        ),
-    ] = None,
+    thresholds: options.Thresholds = None,
     max_mean_delay: options.MaxMeanDelay = 0.6,
     max_delay: options.MaxDelay = None,
     model: options.Model = "llama2-7b",
@@ -88,7 +78,7 @@ def pack(
         )
     if dp_size is not None and micro_batches % dp_size:
         raise CliError(f"--dp-size {dp_size}: does not divide --micro-batches {micro_batches}")
-    levels = _parse_thresholds(thresholds)
+    levels = options.parse_thresholds(thresholds)
 
     with progress(quiet) as bars:
         documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
@@ -162,12 +152,3 @@ def pack(
         print(jsonlib.dumps(report.as_json(), indent=2))
     elif not quiet:
         report.print(results(), files)
-
-
-def _parse_thresholds(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise CliError(f"--thresholds {text}: give whole numbers with commas between, such as 49152,98304") from None

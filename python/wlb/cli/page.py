@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -51,46 +51,82 @@ pre { background: #f6f8fa; padding: .8rem 1rem; overflow-x: auto; border-radius:
 
 
 def page(report: Report, svg: str, command_line: str) -> str:
-    """The page; `svg` is the picture."""
+    """The page of packings side by side; `svg` is the picture."""
     before, after = report.plans[0].summary(), report.shown.summary()
     title = f"Work imbalance {before['imbalance_mean']:.2f} → {after['imbalance_mean']:.2f}"
     results = report.as_json()
+    figures = [figure(label, f"{before[key]:{form}}", f"{after[key]:{form}}", "→") for label, key, form in _FIGURES]
+    return document(
+        name=report.name,
+        subject=report.shown.name,
+        title=title,
+        sentences=report.sentences(),
+        figures=figures,
+        body=(
+            svg,
+            table(method_table(report.plans)),
+            notes(METHOD_NOTES),
+            table(cp_table(report.balances, report.shown)),
+        ),
+        command_line=command_line,
+        facts={
+            "Settings": {**report.settings, **_thresholds(report)},
+            "Documents": results["documents"],
+            "Machine": {"wlb": wlb.__version__, **results["machine"]},
+        },
+    )
+
+
+def document(
+    *,
+    name: str,
+    subject: str,
+    title: str,
+    sentences: Sequence[str],
+    figures: Sequence[str],
+    body: Sequence[str],
+    command_line: str,
+    facts: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """A page: `figures` and `body` are HTML, `facts` tables of names and values at the end."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>wlb {report.name}: {title}</title>
+<title>wlb {name}: {escape(title)}</title>
 <style>{_CSS}</style>
 </head>
 <body><main>
-<p class="soft">wlb {report.name} · {escape(report.shown.name)}</p>
-<h1>{title}</h1>
-{"".join(f"<p>{escape(sentence)}</p>" for sentence in report.sentences())}
+<p class="soft">wlb {name} · {escape(subject)}</p>
+<h1>{escape(title)}</h1>
+{"".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)}
 <div class="figures">
-{"".join(_figure(label, before[key], after[key], form) for label, key, form in _FIGURES)}
+{"".join(figures)}
 </div>
-{svg}
-{_table(method_table(report.plans))}
-<div class="notes">{"".join(f"<p>{escape(note)}</p>" for note in METHOD_NOTES)}</div>
-{_table(cp_table(report.balances, report.shown))}
+{"".join(body)}
 <h2>How this was made</h2>
 <pre>{escape(command_line)}</pre>
 <div class="columns">
-{_facts("Settings", {**report.settings, **_thresholds(report)})}
-{_facts("Documents", results["documents"])}
-{_facts("Machine", {"wlb": wlb.__version__, **results["machine"]})}
+{"".join(_facts(heading, values) for heading, values in facts.items())}
 </div>
 </main></body>
 </html>
 """
 
 
-def _figure(label: str, before: float, after: float, form: str) -> str:
-    return f"<div><b><s>{before:{form}}</s> → {after:{form}}</b>{label}</div>"
+def figure(label: str, before: str, after: str, between: str) -> str:
+    """A number that stands out, and what it was before."""
+    return f"<div><b><s>{escape(before)}</s> {between} {escape(after)}</b>{escape(label)}</div>"
 
 
-def _table(table: Table) -> str:
+def notes(sentences: Sequence[str]) -> str:
+    """Small print."""
+    return f'<div class="notes">{"".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)}</div>'
+
+
+def table(table: Table) -> str:
+    """A table, its title above it."""
     groups = "".join(f'<th colspan="{width}">{escape(text)}</th>' for text, width in table.groups)
     columns = "".join(f"<th>{escape(text)}</th>" for text in table.columns)
     rows = []

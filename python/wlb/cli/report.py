@@ -51,40 +51,13 @@ class Report:
 
     def describe_documents(self) -> dict[str, Any]:
         """The documents of the source and what the stream took of them; lengths in `unit`."""
-        lengths = self.documents.lengths
-        return {
-            "source": self.documents.source,
-            "unit": self.documents.unit,
-            "distinct": lengths.size,
-            "distinct_used": np.unique(self.stream.ids).size,
-            "empty": self.documents.empty,
-            "tokens": self.documents.tokens,
-            "mean": float(lengths.mean()),
-            "median": float(np.median(lengths)),
-            "p99": float(np.quantile(lengths, 0.99)),
-            "longest": int(lengths.max()),
-            "longer_than_context": int((lengths > self.setup.context).sum()),
-            "epochs": self.stream.epochs,
-            "global_batches": self.stream.batches,
-            "streamed_tokens": int(self.stream.lengths.sum()),
-            "streamed_documents": self.stream.lengths.size,
-        }
+        return describe_documents(self.documents, self.stream, self.setup.context)
 
     def sentences(self) -> list[str]:
         """What was packed, in words."""
-        d = self.describe_documents()
-        sentences = [
-            f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
-            f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."
-            f"{' A byte counts as a token.' if d['unit'] == 'bytes' else ''}",
-            f"{d['global_batches']:,} global batches of up to {self.setup.tokens_per_batch:,} tokens"
-            f" ({self.setup.num_micro_batches} micro-batches x {self.setup.context:,}), from"
-            f" {d['distinct_used']:,} distinct documents in {counted(d['epochs'], 'epoch')}.",
-        ]
-        if d["longer_than_context"]:
-            fate = {"split": "split", "truncate": "truncated"}[str(self.settings["oversize"])]
-            sentences.append(f"{d['longer_than_context']:,} documents longer than the context are {fate} to fit it.")
-        return [*sentences, self.remark]
+        fate = str(self.settings["oversize"])
+        described = document_sentences(self.describe_documents(), self.setup, oversize=fate)
+        return [*described, self.remark]
 
     def print(self, console: Console, files: Sequence[Path]) -> None:
         """Sentences, tables with their notes, and the names of the `files` written."""
@@ -111,3 +84,42 @@ class Report:
         for path, content in files.items():
             path.write_bytes(content)
         return list(files)
+
+
+def describe_documents(documents: Documents, stream: Stream, context: int) -> dict[str, Any]:
+    """The documents of a source and what the stream took of them; lengths in `unit`."""
+    lengths = documents.lengths
+    return {
+        "source": documents.source,
+        "unit": documents.unit,
+        "distinct": lengths.size,
+        "distinct_used": np.unique(stream.ids).size,
+        "empty": documents.empty,
+        "tokens": documents.tokens,
+        "mean": float(lengths.mean()),
+        "median": float(np.median(lengths)),
+        "p99": float(np.quantile(lengths, 0.99)),
+        "longest": int(lengths.max()),
+        "longer_than_context": int((lengths > context).sum()),
+        "epochs": stream.epochs,
+        "global_batches": stream.batches,
+        "streamed_tokens": int(stream.lengths.sum()),
+        "streamed_documents": stream.lengths.size,
+    }
+
+
+def document_sentences(described: dict[str, Any], setup: Setup, *, oversize: str) -> list[str]:
+    """What `describe_documents` found, in words."""
+    d = described
+    sentences = [
+        f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
+        f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."
+        f"{' A byte counts as a token.' if d['unit'] == 'bytes' else ''}",
+        f"{d['global_batches']:,} global batches of up to {setup.tokens_per_batch:,} tokens"
+        f" ({setup.num_micro_batches} micro-batches x {setup.context:,}), from"
+        f" {d['distinct_used']:,} distinct documents in {counted(d['epochs'], 'epoch')}.",
+    ]
+    if d["longer_than_context"]:
+        fate = {"split": "split", "truncate": "truncated"}[oversize]
+        sentences.append(f"{d['longer_than_context']:,} documents longer than the context are {fate} to fit it.")
+    return sentences

@@ -10,36 +10,21 @@ from numpy.typing import NDArray
 import wlb
 from wlb.cli.console import CliError
 from wlb.cli.sources import Documents
+from wlb.simulation.plans import GlobalBatches
 
 Oversize = Literal["split", "truncate", "error"]
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Documents in arrival order, cut into global batches: batch i is `lengths[offsets[i]:offsets[i + 1]]`.
+class Stream(GlobalBatches):
+    """Global batches of the documents of a source.
 
     A source document longer than the context arrives as several, one after the other.
     """
 
-    lengths: NDArray[np.int64]  # [n] tokens
     ids: NDArray[np.int64]  # [n] document of the source
     starts: NDArray[np.int64]  # [n] its first token inside that document
-    offsets: NDArray[np.int64]  # [batches + 1]
     epochs: int  # passes over the source, the last one perhaps not to its end
-
-    @property
-    def batches(self) -> int:
-        """The number of global batches."""
-        return self.offsets.size - 1
-
-    @property
-    def arrival(self) -> NDArray[np.int64]:
-        """int64[n]: the global batch of each document."""
-        return np.repeat(np.arange(self.batches), np.diff(self.offsets))
-
-    def head(self, batches: int) -> NDArray[np.int64]:
-        """Lengths of the first `batches` global batches."""
-        return self.lengths[: self.offsets[batches]]
 
 
 def build_stream(
@@ -89,4 +74,4 @@ def build_stream(
     if steps is not None:
         offsets = offsets[: steps + 1]
     used = int(offsets[-1])
-    return Stream(lengths[:used].astype(np.int64), ids[:used], starts[:used], offsets, epochs)
+    return Stream(lengths[:used].astype(np.int64), offsets, ids[:used], starts[:used], epochs)

@@ -70,6 +70,16 @@ pub enum Error {
     #[allow(missing_docs)]
     Indivisible { argument: &'static str, value: i64, total: usize },
 
+    /// A schedule does not take this number of stages or micro-batches.
+    #[error("{argument} = {value}: schedule={schedule:?} {requirement}")]
+    #[allow(missing_docs)]
+    Layout { argument: &'static str, value: i64, schedule: &'static str, requirement: &'static str },
+
+    /// An order of ops that no pipeline can run.
+    #[error("orders[{rank}][{position}]: {problem}")]
+    #[allow(missing_docs)]
+    Order { rank: usize, position: usize, problem: &'static str },
+
     /// The cost model gives infinite work.
     #[error("{argument}[{index}] = {value}: the cost model gives this document infinite cost")]
     #[allow(missing_docs)]
@@ -109,7 +119,9 @@ impl Error {
             | Self::Choice { argument, .. }
             | Self::Combination { argument, .. }
             | Self::Indivisible { argument, .. }
+            | Self::Layout { argument, .. }
             | Self::InfiniteCost { argument, .. } => argument,
+            Self::Order { .. } => "orders",
             Self::Profile { .. } => "profile",
             Self::State { .. } | Self::ConfigChanged { .. } => "state",
         }
@@ -123,6 +135,7 @@ impl Error {
             | Self::Entry { index, .. }
             | Self::DuplicateId { index, .. }
             | Self::InfiniteCost { index, .. } => Some(*index),
+            Self::Order { rank, .. } => Some(*rank),
             _ => None,
         }
     }

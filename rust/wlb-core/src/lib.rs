@@ -10,6 +10,7 @@
 //! | which documents go together in a micro-batch? | [`packing`] | sections 3.2, 4 |
 //! | which documents wait for others of their size? | [`packing::outlier_queue`], [`packing::packer`] | section 4.3, Algorithm 1 |
 //! | which tokens go to which context-parallel rank? | [`sharding`] | section 5 |
+//! | when does each stage of the pipeline compute what? | [`schedule`] | section 2.2 |
 //!
 //! ```
 //! use wlb_core::{CostModel, Lengths, Mask, Method, PackOptions, pack};
@@ -28,10 +29,12 @@ pub mod lengths;
 mod longest_first;
 pub mod packing;
 pub mod profile;
+pub mod schedule;
 pub mod sharding;
 
 pub use cost::{CostModel, Mask};
 pub use error::{Error, Result};
 pub use lengths::Lengths;
 pub use packing::{Method, PackOptions, Packing, pack};
+pub use schedule::{Pipeline, Schedule};
 pub use sharding::{Shard, ShardOptions, Strategy, shard};

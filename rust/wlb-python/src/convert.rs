@@ -1,6 +1,10 @@
 //! numpy in, numpy out.
 
-use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use std::ops::RangeInclusive;
+
+use numpy::{
+    Element, PyArray1, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
+};
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt};
@@ -30,7 +34,7 @@ pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
     {
         return Ok(values.to_vec());
     }
-    let array = as_array(argument, object)?;
+    let array = as_array(argument, object, 1..=1)?;
     match kind(&array)? {
         'u' if array.dtype().itemsize() < 8 => {}
         'i' => {}
@@ -46,12 +50,23 @@ pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
 
 /// Any float64 values.
 pub(crate) fn floats(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<f64>> {
-    let array = as_array(argument, object)?;
+    Ok(floats_of_shape(argument, object, 1..=1)?.0)
+}
+
+/// Any float64 values with so many dimensions, in C order, and the shape. Copied.
+pub(crate) fn floats_of_shape(
+    argument: &'static str,
+    object: &Bound<'_, PyAny>,
+    dimensions: RangeInclusive<usize>,
+) -> PyResult<(Vec<f64>, Vec<usize>)> {
+    let array = as_array(argument, object, dimensions)?;
     if !"iuf".contains(kind(&array)?) {
         return Err(refuse(argument, None, Some(object), format!("must be real numbers, not {}", array.dtype())));
     }
-    let converted = array.call_method1("astype", ("float64",)).map_err(|error| unreadable(argument, object, error))?;
-    Ok(converted.cast::<PyArray1<f64>>()?.to_vec()?)
+    // A copy: in native byte order, aligned, contiguous.
+    let converted =
+        array.call_method1("astype", ("float64", "C")).map_err(|error| unreadable(argument, object, error))?;
+    Ok((converted.cast::<PyArrayDyn<f64>>()?.to_vec()?, array.shape().to_vec()))
 }
 
 /// One whole number; a bool is none.
@@ -85,8 +100,12 @@ pub(crate) fn array<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyA
     PyArray1::from_vec(py, values)
 }
 
-/// Any 1-D array or sequence, as a numpy array of whatever dtype numpy gives it.
-fn as_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyUntypedArray>> {
+/// Any array or sequence with so many dimensions, as a numpy array of whatever dtype numpy gives it.
+fn as_array<'py>(
+    argument: &'static str,
+    object: &Bound<'py, PyAny>,
+    dimensions: RangeInclusive<usize>,
+) -> PyResult<Bound<'py, PyUntypedArray>> {
     let numpy = object.py().import("numpy")?;
     // `asarray` would drop the mask, and pack what the caller masked out.
     if object.is_instance_of::<PyUntypedArray>() && object.is_instance(&numpy.getattr("ma")?.getattr("MaskedArray")?)? {
@@ -94,11 +113,15 @@ fn as_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult
     }
     let array = numpy.call_method1("asarray", (object,)).map_err(|error| unreadable(argument, object, error))?;
     let array = array.cast_into::<PyUntypedArray>()?;
-    if array.ndim() == 1 {
+    if dimensions.contains(&array.ndim()) {
         return Ok(array);
     }
     let shape = array.shape().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let problem = format!("must be 1-dimensional, but its shape is ({shape})");
+    let wanted = match dimensions.into_inner() {
+        (least, most) if least == most => format!("{least}"),
+        (least, most) => format!("{least}- to {most}"),
+    };
+    let problem = format!("must be {wanted}-dimensional, but its shape is ({shape})");
     Err(refuse(argument, None, None, problem))
 }
 

@@ -3,6 +3,7 @@
 use pyo3::create_exception;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use wlb_core::Error;
 
 create_exception!(
@@ -64,11 +65,29 @@ pub(crate) fn refuse(
     })
 }
 
+/// An exception for one entry of an array of any shape; with several dimensions its index is a tuple.
+pub(crate) fn refuse_entry(argument: &str, place: &[usize], value: f64, problem: &str) -> PyErr {
+    Python::attach(|py| {
+        let at = place.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let error = WlbError::new_err(format!("{argument}[{at}] = {value}: {problem}"));
+        match place {
+            [index] => annotate(py, error, argument, index, value),
+            _ => annotate(py, error, argument, PyTuple::new(py, place).ok(), value),
+        }
+    })
+}
+
 fn shorten(text: &str) -> String {
     if text.chars().count() <= 80 { text.to_owned() } else { text.chars().take(77).chain("...".chars()).collect() }
 }
 
-fn annotate(py: Python<'_>, error: PyErr, argument: &str, index: Option<usize>, value: Py<PyAny>) -> PyErr {
+fn annotate<'py>(
+    py: Python<'py>,
+    error: PyErr,
+    argument: &str,
+    index: impl IntoPyObject<'py>,
+    value: impl IntoPyObject<'py>,
+) -> PyErr {
     let instance = error.value(py);
     let annotated = instance
         .setattr("argument", argument)
@@ -85,6 +104,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::OutOfRange { value, .. }
         | Error::DuplicateId { value, .. }
         | Error::Indivisible { value, .. }
+        | Error::Layout { value, .. }
         | Error::InfiniteCost { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),
         Error::Mismatch { found, .. } => whole(*found as i64),
@@ -93,9 +113,11 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
             value.into_pyobject(py).map(|value| value.into_any().unbind())
         }
         Error::Choice { value, .. } => value.into_pyobject(py).map(|value| value.into_any().unbind()),
-        Error::Combination { .. } | Error::Profile { .. } | Error::State { .. } | Error::ConfigChanged { .. } => {
-            return py.None();
-        }
+        Error::Combination { .. }
+        | Error::Order { .. }
+        | Error::Profile { .. }
+        | Error::State { .. }
+        | Error::ConfigChanged { .. } => return py.None(),
     };
     // The conversions of numbers and strings cannot fail.
     match object {

@@ -8,6 +8,7 @@ mod error;
 mod kernel;
 mod packer;
 mod packing;
+mod schedule;
 mod sharding;
 
 /// The engine of wlb. Private: import its names from `wlb`.
@@ -21,5 +22,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     packing::register(module)?;
     packer::register(module)?;
     sharding::register(module)?;
-    kernel::register(module)
+    kernel::register(module)?;
+    schedule::register(module)
 }

@@ -31,7 +31,8 @@ impl Packing {
     }
 }
 
-fn deal(costs: &[f64], dp_size: usize) -> Vec<usize> {
+/// One step's micro-batches: `dp_size` rows of their indices, in the order of [`Packing::deal`].
+pub(crate) fn deal(costs: &[f64], dp_size: usize) -> Vec<usize> {
     let per_rank = costs.len() / dp_size;
     let mut heaviest_first: Vec<usize> = (0..costs.len()).collect();
     heaviest_first.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));

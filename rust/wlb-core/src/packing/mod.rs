@@ -3,7 +3,7 @@
 //! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`]; a
 //! [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
 
-mod deal;
+pub(crate) mod deal;
 mod fixed_length;
 mod ladder;
 pub mod metrics;
@@ -117,6 +117,6 @@ fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
     })
 }
 
-fn saturating_i64(value: usize) -> i64 {
+pub(crate) fn saturating_i64(value: usize) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }

@@ -1,0 +1,203 @@
+"""A model on a cluster, from the options of a command."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+import wlb
+from wlb.cli.console import CliError
+from wlb.hardware import GIB
+from wlb.hardware import presets as gpus
+from wlb.layout import Fsdp, Recompute
+from wlb.simulation import Scenario, Schedule
+
+_CLUSTER = "Cluster"
+_BATCHES = "Global batches"
+_MEMORY = "Memory"
+
+Gpu = Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(gpus())}.", rich_help_panel=_CLUSTER)]
+Dp = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel ranks.", rich_help_panel=_CLUSTER)]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks.", rich_help_panel=_CLUSTER)]
+Cp = Annotated[int, typer.Option("--cp", min=1, help="Context-parallel ranks.", rich_help_panel=_CLUSTER)]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.", rich_help_panel=_CLUSTER)]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        min=1,
+        help="GPUs there are: checks that DP x PP x CP x TP is that.",
+        show_default=False,
+        rich_help_panel=_CLUSTER,
+    ),
+]
+VirtualStages = Annotated[
+    int, typer.Option(min=1, help="Stages of a pipeline rank; above 1: interleaved.", rich_help_panel=_CLUSTER)
+]
+ScheduleName = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help=f"Of the pipeline: {', '.join(get_args(Schedule))}; by default 1f1b, interleaved with --virtual-stages.",
+        show_default=False,
+        rich_help_panel=_CLUSTER,
+    ),
+]
+KernelProfile = Annotated[
+    str | None,
+    typer.Option(
+        help="Measured attention kernel, from `wlb profile`: a name or a .json; by default an analytic assumption.",
+        show_default=False,
+        rich_help_panel=_CLUSTER,
+    ),
+]
+GemmEfficiency = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=1.0,
+        help="Share of the GPU's peak that the linear part of a layer reaches; by default the preset's.",
+        show_default=False,
+        rich_help_panel=_CLUSTER,
+    ),
+]
+CpOverlap = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Share of CP communication that computation hides.", rich_help_panel=_CLUSTER),
+]
+TpOverlap = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Share of TP communication that computation hides.", rich_help_panel=_CLUSTER),
+]
+DpOverlap = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Share of DP communication that computation hides.", rich_help_panel=_CLUSTER),
+]
+FsdpStage = Annotated[
+    str,
+    typer.Option(
+        help=f"What DP and CP ranks share out: {', '.join(get_args(Fsdp))}.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+Recomputation = Annotated[
+    str,
+    typer.Option(
+        help=f"What the backward computes again: {', '.join(get_args(Recompute))}.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+ReservedGib = Annotated[
+    float, typer.Option(min=0, help="GiB of a GPU that are not available.", rich_help_panel=_MEMORY)
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The most tokens of a micro-batch of variable length; by default what fits into memory.",
+        show_default=False,
+        rich_help_panel=_MEMORY,
+    ),
+]
+OptionalMemoryFactor = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-factor",
+        min=1.0,
+        max=1000.0,
+        help="The same in contexts.",
+        show_default=False,
+        rich_help_panel=_MEMORY,
+    ),
+]
+OptionalMicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        "--micro-batches",
+        min=1,
+        help="Micro-batches of a global batch, a multiple of DP; by default PP x DP.",
+        show_default=False,
+        rich_help_panel=_BATCHES,
+    ),
+]
+
+
+def hardware(gpu: str, gemm_efficiency: float | None = None) -> wlb.Hardware:
+    """The GPU of that name."""
+    if gpu not in gpus():
+        raise CliError(f"--gpu {gpu}: must be one of {', '.join(gpus())}")
+    preset = wlb.Hardware.preset(gpu)
+    return preset if gemm_efficiency is None else dataclasses.replace(preset, gemm_efficiency=gemm_efficiency)
+
+
+def kernel_model(profile: str | None, model: wlb.ModelConfig, tp: int) -> wlb.KernelModel | None:
+    """The measured kernel with the heads of a tensor-parallel rank, or None for the default."""
+    if profile is None:
+        return None
+    if profile.endswith(".json") and not Path(profile).is_file():
+        raise CliError(f"--kernel-profile {profile}: no such file")
+    return wlb.KernelModel.from_profile(profile, num_heads=max(1, model.num_heads // tp))
+
+
+def token_limit(max_tokens: int | None, memory_factor: float | None, context: int) -> int | None:
+    """The limit that the options give, or None for what fits."""
+    if memory_factor is None:
+        return max_tokens
+    if max_tokens is not None:
+        raise CliError("--max-tokens and --memory-factor: give one of them")
+    return int(memory_factor * context)
+
+
+def assumptions(scenario: Scenario) -> dict[str, str]:
+    """What the predictions rest on, in words; the first says whether attention was measured."""
+    hardware, layout = scenario.hardware, scenario.layout
+    memory = hardware.memory_bytes / GIB
+    return {
+        "attention": f"{scenario.attention.source}, {scenario.attention.num_heads} heads of a GPU",
+        "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)",
+        "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
+        f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
+        "hidden communication": f"CP {scenario.cp_overlap:.0%}, TP {scenario.tp_overlap:.0%},"
+        f" DP {scenario.dp_overlap:.0%}",
+        "pipeline": f"{scenario.pipeline_schedule}, {layout.pp} ranks x {layout.virtual_stages} stages,"
+        f" {scenario.micro_batches} micro-batches a step",
+        "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"
+        f" recompute {layout.recompute}",
+        "S_max": f"{scenario.limit:,} tokens ({'given' if scenario.max_tokens is not None else 'what fits'})",
+        "noise": f"{scenario.noise:.1%} of every pass, seed {scenario.noise_seed}" if scenario.noise else "none",
+        "not modelled": "optimizer step, kernel launches between layers, stragglers, loading",
+    }
+
+
+def layout(
+    *,
+    dp: int,
+    pp: int,
+    cp: int,
+    tp: int,
+    virtual_stages: int,
+    fsdp: str,
+    recompute: str,
+    world_size: int | None = None,
+) -> wlb.ParallelLayout:
+    """The layout, of as many GPUs as there are."""
+    made = wlb.ParallelLayout(
+        dp=dp,
+        pp=pp,
+        cp=cp,
+        tp=tp,
+        virtual_stages=virtual_stages,
+        fsdp=fsdp,  # type: ignore[arg-type]  # checked there
+        recompute=recompute,  # type: ignore[arg-type]
+    )
+    if world_size is not None and world_size != made.world_size:
+        raise CliError(f"--gpus {world_size}: DP {dp} x PP {pp} x CP {cp} x TP {tp} = {made.world_size}")
+    return made
+
+
+def describe(model: wlb.ModelConfig, layout: wlb.ParallelLayout, gpu: str, context: int) -> str:
+    """A model on a cluster in one line."""
+    sizes = ", ".join(f"{name} {getattr(layout, name.lower())}" for name in ("TP", "CP", "PP", "DP"))
+    window = f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}"
+    return f"{model.name}, {window} context, {layout.world_size} x {gpu} ({sizes})"

@@ -1,0 +1,164 @@
+"""`wlb simulate`: what each method would give, on a user's documents, model and cluster."""
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wlb.cli import cluster, options
+from wlb.cli.console import CliError, progress, results
+from wlb.cli.cost import model_config
+from wlb.cli.simulation_report import SimulationReport
+from wlb.cli.sources import read_documents
+from wlb.cli.stream import build_stream
+from wlb.hardware import GIB
+from wlb.simulation import VARIANTS, Scenario
+from wlb.simulation import simulate as run
+
+_SHOWN = "wlb"
+
+
+def simulate(
+    context_: typer.Context,
+    source: options.Source,
+    field: options.Field = "text",
+    pattern: options.Pattern = "*",
+    tokenizer: options.TokenizerFile = None,
+    seed: options.Seed = 0,
+    oversize: options.OversizeFate = "split",
+    steps: options.Steps = 500,
+    micro_batches: cluster.OptionalMicroBatches = None,
+    context: options.Context = 131072,
+    model: options.Model = "llama2-7b",
+    gpu: cluster.Gpu = "h100",
+    dp: cluster.Dp = 1,
+    pp: cluster.Pp = 4,
+    cp: cluster.Cp = 2,
+    tp: cluster.Tp = 8,
+    gpus: cluster.WorldSize = None,
+    virtual_stages: cluster.VirtualStages = 1,
+    schedule: cluster.ScheduleName = None,
+    kernel_profile: cluster.KernelProfile = None,
+    gemm_efficiency: cluster.GemmEfficiency = None,
+    cp_overlap: cluster.CpOverlap = 0.0,
+    tp_overlap: cluster.TpOverlap = 0.0,
+    dp_overlap: cluster.DpOverlap = 0.0,
+    max_tokens: cluster.MaxTokens = None,
+    memory_factor: cluster.OptionalMemoryFactor = None,
+    fsdp: cluster.FsdpStage = "zero1",
+    recompute: cluster.Recomputation = "none",
+    reserved_gib: cluster.ReservedGib = 4.0,
+    thresholds: options.Thresholds = None,
+    queues: options.TunedQueues = 2,
+    max_mean_delay: options.MaxMeanDelay = 0.6,
+    max_delay: options.MaxDelay = None,
+    attention_efficiency: options.AttentionEfficiency = 0.55,
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Methods with commas between, the baseline first: {', '.join(VARIANTS)}; by default all.",
+            show_default=False,
+            rich_help_panel="Methods",
+        ),
+    ] = None,
+    noise: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=0.5, help="Standard deviation of every pass, relative to its time.", rich_help_panel="Methods"
+        ),
+    ] = 0.0,
+    noise_seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.", rich_help_panel="Methods")] = 0,
+    output_dir: options.OutputDir = Path("wlb-simulate"),
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB and each optimisation alone.
+
+    No GPU is needed. By default the cluster is the paper's for a 7B model with 128K tokens of context. Every
+    prediction says what it rests on; docs/simulation.md has the assumptions.
+    """
+    names = tuple(VARIANTS) if variants is None else tuple(name.strip() for name in variants.split(","))
+    for name in names:
+        if name not in VARIANTS:
+            raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
+    config = model_config(model)
+    scenario = Scenario(
+        model=config,
+        layout=cluster.layout(
+            dp=dp,
+            pp=pp,
+            cp=cp,
+            tp=tp,
+            virtual_stages=virtual_stages,
+            fsdp=fsdp,
+            recompute=recompute,
+            world_size=gpus,
+        ),
+        hardware=cluster.hardware(gpu, gemm_efficiency),
+        context=context,
+        kernel_model=cluster.kernel_model(kernel_profile, config, tp),
+        max_tokens=cluster.token_limit(max_tokens, memory_factor, context),
+        num_micro_batches=micro_batches,
+        schedule=schedule,  # type: ignore[arg-type]  # checked there
+        cost_model=config.cost_model(attention_efficiency=attention_efficiency),
+        outlier_thresholds=options.parse_thresholds(thresholds),
+        num_queues=queues,
+        max_mean_delay=max_mean_delay,
+        max_delay=max_delay,
+        cp_overlap=cp_overlap,
+        tp_overlap=tp_overlap,
+        dp_overlap=dp_overlap,
+        reserved_bytes=int(reserved_gib * GIB),
+        noise=noise,
+        noise_seed=noise_seed,
+    )
+    with progress(quiet) as bars:
+        documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
+        stream = build_stream(
+            documents,
+            context=context,
+            tokens_per_batch=scenario.tokens_per_batch,
+            seed=seed,
+            steps=steps,
+            oversize=oversize,
+        )
+        output_dir.mkdir(parents=True, exist_ok=True)  # before the long work, so that it fails early
+        task = bars.add_task("Simulating", total=len(names))
+        simulation = run(
+            stream.lengths,
+            scenario,
+            variants=names,
+            progress=lambda title, done, total: bars.update(task, description=f"Simulating: {title}", completed=done),
+        )
+        report = SimulationReport(
+            documents=documents,
+            stream=stream,
+            simulation=simulation,
+            settings={
+                "model": config.name,
+                "gpu": gpu,
+                "dp": dp,
+                "pp": pp,
+                "cp": cp,
+                "tp": tp,
+                "virtual_stages": virtual_stages,
+                "schedule": scenario.pipeline_schedule,
+                "micro_batches": scenario.micro_batches,
+                "context": context,
+                "max_tokens": scenario.limit,
+                "kernel_model": scenario.attention.source,
+                "attention_efficiency": attention_efficiency,
+                "seed": seed,
+                "oversize": oversize,
+                "outlier_thresholds": ", ".join(f"{threshold:,}" for threshold in simulation.thresholds) or None,
+                "max_mean_delay": max_mean_delay,
+                "max_delay": max_delay,
+            },
+            shown=_SHOWN if _SHOWN in names else names[-1],
+        )
+        files = report.write(output_dir, context_.obj)
+    if json:
+        print(jsonlib.dumps(report.as_json(), indent=2))
+    elif not quiet:
+        report.print(results(), files)

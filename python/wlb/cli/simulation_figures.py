@@ -1,0 +1,168 @@
+"""Pictures of a simulation: where the time goes, and how long steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+import wlb
+from wlb.cli.figures import _STYLE, INK, ORIGINAL, SOFT, WLB
+from wlb.cli.timeline_figure import draw_timelines
+from wlb.hardware import GIB
+from wlb.simulation import ATTRIBUTION, Choice, Outcome, Tuning
+
+LABELS = {
+    "compute": "compute",
+    "cp_wait": "waits for slowest CP rank",
+    "cp_communication": "CP communication",
+    "tp_communication": "TP communication",
+    "bubble": "pipeline bubble",
+    "dp_wait": "waits for slowest DP rank",
+    "dp_communication": "DP communication",
+}
+# Work is blue, communication sand, waiting rust.
+_COLOURS = {
+    "compute": "#0a5c91",
+    "tp_communication": "#e3bd6b",
+    "cp_communication": "#c9942f",
+    "dp_communication": "#8f641a",
+    "cp_wait": "#e8b4a4",
+    "bubble": "#d9775f",
+    "dp_wait": "#a3361f",
+}
+assert set(_COLOURS) == set(ATTRIBUTION)
+_SHOWN_REPLICAS = 4
+
+
+def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Figure:
+    """Two panels: what a GPU's time goes to under each variant, and how uneven steps are."""
+    rows = len(simulation.outcomes)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+        figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
+        left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
+        _time(left, simulation, shown)
+        _imbalance(right, simulation, shown)
+        handles, labels = left.get_legend_handles_labels()
+        style: Any = {"loc": "outside lower center", "columnspacing": 1.4, "handlelength": 1.0}
+        figure.legend(handles, labels, ncols=len(labels), **style)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # lay out once, not once a file
+        return figure
+
+
+def _time(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
+    """A bar per variant: GPU time for the same tokens, by what it goes to."""
+    gpus = simulation.scenario.layout.world_size
+    outcomes = list(simulation.outcomes.items())
+    y = np.arange(len(outcomes))
+    per_token = np.array([1e6 * gpus / outcome.tokens for _, outcome in outcomes])  # GPU seconds for 1M tokens
+    left = np.zeros(len(outcomes))
+    for name, colour in _COLOURS.items():
+        width = per_token * [float(outcome.attribution[name].sum()) for _, outcome in outcomes]
+        if width.max() > 0.001 * per_token.max():
+            ax.barh(y, width, left=left, height=0.68, color=colour, label=LABELS[name])
+        left += width
+    for row, (name, outcome) in enumerate(outcomes):
+        text = f" {_thousands(outcome.tokens_per_second)} tokens/s"
+        if row:
+            text += f"  {simulation.speedup(name):.2f}x"
+        ax.text(left[row], row, text, va="center", color=INK, weight="bold" if name == shown else "normal")
+    ax.set_yticks(y, [outcome.title for _, outcome in outcomes])
+    for label, (name, _) in zip(ax.get_yticklabels(), outcomes, strict=True):
+        label.set_fontweight("bold" if name == shown else "normal")
+    ax.invert_yaxis()
+    ax.tick_params(axis="y", length=0)
+    ax.spines.left.set_visible(False)
+    ax.grid(visible=False, axis="y")
+    ax.grid(visible=True, axis="x")
+    ax.set(xlim=(0, 1.42 * left.max()), xlabel="GPU seconds for a million tokens (predicted)")
+    ax.set_title("What a GPU's time goes to")
+
+
+def _imbalance(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
+    """Which share of the steps is at most so uneven."""
+    drawn = [(simulation.baseline, ORIGINAL)]
+    if simulation.outcomes[shown] is not simulation.baseline:
+        drawn.append((simulation.outcomes[shown], WLB))
+    for outcome, colour in drawn:
+        ratios = np.sort(outcome.imbalance)
+        share = 100 * np.arange(1, ratios.size + 1) / ratios.size
+        ax.step([1, *ratios], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
+    ax.set(xlabel="heaviest micro-batch / mean", ylabel="steps at most so uneven (%)", ylim=(0, 102))
+    ax.set_title("How uneven steps are")
+    ax.legend(loc="lower right")
+
+
+def draw_step(outcome: Outcome, step: int, kind: str) -> Figure:
+    """The pipelines of one step; of many data-parallel replicas those that take longest."""
+    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:_SHOWN_REPLICAS]
+    title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
+    return draw_timelines(timelines, title=title)
+
+
+def draw_choices(tuning: Tuning) -> Figure:
+    """Two panels: what memory buys, and what waiting buys."""
+    best = tuning.best
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(13, 5), layout="constrained")
+        memory, delay = figure.subplots(1, 2, sharey=True)
+        memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=SOFT, lw=1.2, ls=(0, (4, 3)))
+        _choices(
+            memory,
+            tuning.baseline,
+            tuning.by_memory,
+            [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory],
+            [f"{choice.max_tokens:,}" for choice in tuning.by_memory],
+            [choice.max_tokens == best.max_tokens for choice in tuning.by_memory],
+        )
+        memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
+        memory.set_title("What memory buys: S_max in tokens")
+        delay.axvline(tuning.scenario.max_mean_delay, color=SOFT, lw=1.2, ls=(0, (4, 3)))
+        _choices(
+            delay,
+            tuning.baseline,
+            tuning.by_delay,
+            [choice.outcome.plan.delay_mean for choice in tuning.by_delay],
+            [
+                ", ".join(f"{threshold:,}" for threshold in choice.outlier_thresholds) or "none"
+                for choice in tuning.by_delay
+            ],
+            [choice.outlier_thresholds == best.outlier_thresholds for choice in tuning.by_delay],
+        )
+        delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
+        delay.set_title("What waiting buys: thresholds of the queues")
+        return figure
+
+
+def _choices(
+    ax: Axes,
+    baseline: Outcome,
+    choices: Sequence[Choice],
+    x: Sequence[float],
+    names: Sequence[str],
+    chosen: Sequence[bool],
+) -> None:
+    """Speed over `x`; the names of the ends and of the chosen one."""
+    speeds = [baseline.steady_seconds / choice.outcome.steady_seconds for choice in choices]
+    ax.plot(x, speeds, "o-", color=WLB, lw=2)
+    for index, (at, speed, name, ringed) in enumerate(zip(x, speeds, names, chosen, strict=True)):
+        if ringed:
+            ax.plot(at, speed, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
+        if ringed or index == 0:
+            style: Any = {"textcoords": "offset points", "size": 10.5, "color": ORIGINAL if ringed else SOFT}
+            ax.annotate(name, (at, speed), (10, -18), **style)
+    ax.margins(x=0.15, y=0.2)
+
+
+def _thousands(number: float) -> str:
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.3g}"

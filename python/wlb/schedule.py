@@ -1,0 +1,87 @@
+"""Timelines for people: a trace that Perfetto and Chrome show (https://ui.perfetto.dev, chrome://tracing).
+
+timelines = [wlb.simulate_pipeline(costs[row], num_stages=4) for row in order]  # a data-parallel rank each
+write_chrome_trace(timelines, path="step.json")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from wlb._core import PipelineTimeline, WlbError
+
+__all__ = ["chrome_trace", "write_chrome_trace"]
+
+_LETTERS = ("F", "B", "I", "W")  # as torch.distributed.pipelining writes them
+_MICROSECONDS = 1e6
+
+
+def chrome_trace(timelines: PipelineTimeline | Sequence[PipelineTimeline]) -> dict[str, Any]:
+    """A step in Chrome's trace event format.
+
+    Args:
+        timelines: of one pipeline, or of each data-parallel rank.
+
+    Returns:
+        A JSON object. A data-parallel rank is a process, a pipeline rank a thread, an op a complete event ("X") whose
+        name is its letter (F forward, B backward, I input gradient, W weight gradient) and its micro-batch; its
+        arguments are the micro-batch, the stage of the model, and whether it is on the critical path of its pipeline.
+        Times are in microseconds.
+
+    Raises:
+        WlbError: no timeline.
+
+    O(ops).
+    """
+    pipelines = [timelines] if isinstance(timelines, PipelineTimeline) else list(timelines)
+    if not pipelines:
+        raise WlbError("timelines: there is none")
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(pipelines):
+        events.append(_named("process_name", f"DP rank {process}", process))
+        for thread in range(timeline.num_stages):
+            events.append(_named("thread_name", f"PP rank {thread}", process, thread))
+            events.append(_metadata("thread_sort_index", {"sort_index": thread}, process, thread))
+        critical = set(timeline.critical_path.tolist())
+        starts, ends = timeline.starts * _MICROSECONDS, timeline.ends * _MICROSECONDS
+        columns = (timeline.ranks, timeline.kinds, timeline.micro_batches, timeline.stages, starts, ends - starts)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for index, (rank, kind, micro_batch, stage, start, duration) in enumerate(rows):
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{_LETTERS[kind]}{micro_batch}",
+                    "cat": timeline.KINDS[kind],
+                    "pid": process,
+                    "tid": rank,
+                    "ts": start,
+                    "dur": duration,
+                    "args": {"micro_batch": micro_batch, "stage": stage, "critical": index in critical},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_chrome_trace(
+    timelines: PipelineTimeline | Sequence[PipelineTimeline], *, path: str | os.PathLike[str]
+) -> None:
+    """Writes :func:`chrome_trace` to a file.
+
+    Raises:
+        WlbError: no timeline.
+        OSError: the file cannot be written.
+    """
+    trace = json.dumps(chrome_trace(timelines))
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(trace)
+
+
+def _named(event: str, name: str, process: int, thread: int = 0) -> dict[str, Any]:
+    return _metadata(event, {"name": name}, process, thread)
+
+
+def _metadata(event: str, arguments: dict[str, Any], process: int, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "name": event, "pid": process, "tid": thread, "args": arguments}

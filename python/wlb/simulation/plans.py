@@ -1,0 +1,235 @@
+"""What each packing method makes of a stream of documents, in one form, so that all are measured alike."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import CostModel, MicroBatch, Packer, Packing, pack
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """Documents in arrival order, cut into global batches: batch i is `lengths[offsets[i]:offsets[i + 1]]`."""
+
+    lengths: NDArray[np.int64]  # [n] tokens
+    offsets: NDArray[np.int64]  # [batches + 1]
+
+    @property
+    def batches(self) -> int:
+        """The number of global batches."""
+        return self.offsets.size - 1
+
+    @property
+    def arrival(self) -> NDArray[np.int64]:
+        """int64[n]: the global batch of each document."""
+        return np.repeat(np.arange(self.batches), np.diff(self.offsets))
+
+    def head(self, batches: int) -> NDArray[np.int64]:
+        """Lengths of the first `batches` global batches."""
+        return self.lengths[: self.offsets[batches]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the methods have in common."""
+
+    num_micro_batches: int  # of one global batch
+    context: int  # tokens: the longest document, and a micro-batch of the fixed-length methods
+    max_tokens: int  # the most tokens of a micro-batch of variable length
+    cost_model: CostModel
+    dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """The most tokens of a global batch."""
+        return self.num_micro_batches * self.context
+
+
+@dataclass(frozen=True)
+class Step:
+    """One global batch as it is trained."""
+
+    micro_batches: Sequence[MicroBatch]
+    order: NDArray[np.int64]  # [dp, micro-batches of a rank] which rank trains which, in which order
+    first_document: int  # what to add to their document ids to get indices into the stream
+    iteration: int  # when it can run: iteration t is when global batch t of the stream arrives
+    digest: str
+    seconds: float | None  # of planning; None for what a flush yields
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole stream as one method trains it: a row per piece of a document, in training order."""
+
+    name: str
+    thresholds: tuple[int, ...]  # of the outlier queues
+    step: NDArray[np.int64]  # [pieces] global batch, in training order
+    micro_batch: NDArray[np.int64]  # [pieces] inside the step
+    document: NDArray[np.int64]  # [pieces] index into the stream
+    start: NDArray[np.int64]  # [pieces] first token inside that document
+    length: NDArray[np.int64]  # [pieces] tokens
+    delay: NDArray[np.int64]  # [pieces] iterations from arrival to training
+    costs: NDArray[np.float64]  # [steps, micro-batches]
+    tokens: NDArray[np.int64]  # [steps, micro-batches]
+    order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
+    digests: tuple[str, ...]  # [steps]
+    seconds: NDArray[np.float64]  # [steps before the flush] planning time
+
+    @property
+    def streamed(self) -> int:
+        """Steps before the flush that empties the queues; all steps where everything waited for it."""
+        return self.seconds.size or len(self.digests)
+
+    @property
+    def imbalance(self) -> NDArray[np.float64]:
+        """float64[streamed]: the slowest micro-batch over the mean of its step."""
+        costs = self.costs[: self.streamed]
+        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+
+    @property
+    def tokens_by_delay(self) -> NDArray[np.int64]:
+        """int64[delays]: tokens trained k iterations after they arrived."""
+        return np.bincount(self.delay, weights=self.length).astype(np.int64)
+
+    @property
+    def delay_mean(self) -> float:
+        """Iterations that a token waits, on average."""
+        by_delay = self.tokens_by_delay
+        return float(by_delay @ np.arange(by_delay.size) / by_delay.sum())
+
+    def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
+        """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""
+        width = self.tokens.shape[1]
+        ends = np.bincount(self.step * width + self.micro_batch, minlength=self.tokens.size).cumsum()
+        return (self.length[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """Balance and delay in a few numbers, as plain JSON values."""
+        imbalance, by_delay = self.imbalance, self.tokens_by_delay
+        tokens = self.tokens[: self.streamed]
+        return {
+            "method": self.name,
+            "thresholds": list(self.thresholds),
+            "imbalance_mean": float(imbalance.mean()),
+            "imbalance_p95": float(np.quantile(imbalance, 0.95)),
+            "imbalance_worst": float(imbalance.max()),
+            "delay_mean": self.delay_mean,
+            "delay_p99": int(np.searchsorted(by_delay.cumsum(), 0.99 * by_delay.sum())),
+            "delay_max": by_delay.size - 1,
+            "memory_skew": float((tokens.max(axis=1) / tokens.mean(axis=1)).mean()),
+            "planning_microseconds": float(np.median(self.seconds) * 1e6) if self.seconds.size else 0.0,
+            "steps": len(self.digests),
+            "steps_of_flush": len(self.digests) - self.streamed,
+            "documents_cut": int((np.bincount(self.document) > 1).sum()),
+            "digest": hashlib.sha256("".join(self.digests).encode()).hexdigest(),
+        }
+
+
+def original(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
+    """Documents concatenated as they arrive and cut every `context` tokens."""
+    for i in range(stream.batches):
+        first, last = int(stream.offsets[i]), int(stream.offsets[i + 1])
+        began = time.perf_counter()
+        packing = pack(
+            stream.lengths[first:last],
+            num_micro_batches=setup.num_micro_batches,
+            max_tokens=setup.context,
+            cost_model=setup.cost_model,
+            method="original",
+        )
+        seconds = time.perf_counter() - began
+        yield Step(packing.micro_batches, _as_they_come(setup), first, i, packing.digest(), seconds)
+
+
+def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[Step]:
+    """Greedy over `window` global batches. The first of their steps waits for the last of them to arrive."""
+    n = setup.num_micro_batches
+    for i in range(0, stream.batches, window):
+        end = min(i + window, stream.batches)
+        first, last = int(stream.offsets[i]), int(stream.offsets[end])
+        began = time.perf_counter()
+        packing = pack(
+            stream.lengths[first:last],
+            num_micro_batches=n,
+            max_tokens=setup.context,
+            cost_model=setup.cost_model,
+            method="fixed_length",
+            window=end - i,
+        )
+        seconds = (time.perf_counter() - began) / (end - i)
+        micro_batches, digest = packing.micro_batches, packing.digest()
+        for k in range(end - i):
+            of_step = micro_batches[k * n : (k + 1) * n]
+            yield Step(of_step, _as_they_come(setup), first, end - 1 + k, digest, seconds)
+
+
+def var_length(
+    stream: GlobalBatches,
+    setup: Setup,
+    thresholds: tuple[int, ...],
+    max_delay: int | None,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[Step]:
+    """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
+
+    `options` are further arguments of the packer.
+    """
+    packer = Packer(
+        num_micro_batches=setup.num_micro_batches,
+        max_tokens=setup.max_tokens,
+        cost_model=setup.cost_model,
+        outlier_thresholds=thresholds,
+        max_delay=max_delay,
+        **(options or {}),
+    )
+
+    def step(packing: Packing, iteration: int, seconds: float | None) -> Step:
+        order = packing.deal(setup.dp_size)
+        return Step(packing.micro_batches, order, 0, iteration, packing.digest(), seconds)
+
+    for i in range(stream.batches):
+        lengths = stream.lengths[stream.offsets[i] : stream.offsets[i + 1]]
+        began = time.perf_counter()
+        packing = packer.push(lengths)  # default ids: a running number, here the index into the stream
+        yield step(packing, i, time.perf_counter() - began)
+    for i, packing in enumerate(packer.flush(), start=stream.batches):
+        yield step(packing, i, None)
+
+
+def _as_they_come(setup: Setup) -> NDArray[np.int64]:
+    return np.arange(setup.num_micro_batches).reshape(setup.dp_size, -1)
+
+
+def collect(name: str, steps: Iterable[Step], stream: GlobalBatches, thresholds: tuple[int, ...] = ()) -> Plan:
+    """Runs a method over the stream. A step in which every document waits trains nothing and is no step."""
+    trained = [step for step in steps if any(map(len, step.micro_batches))]
+    micro_batches = [m for step in trained for m in step.micro_batches]
+    shape = (len(trained), len(trained[0].micro_batches))
+
+    pieces = [len(m) for m in micro_batches]
+    step, micro_batch = (np.repeat(index.ravel(), pieces) for index in np.indices(shape))
+    document = np.concatenate([m.document_ids for m in micro_batches])
+    document += np.array([step.first_document for step in trained])[step]
+    iteration = np.array([step.iteration for step in trained])
+    return Plan(
+        name=name,
+        thresholds=thresholds,
+        step=step,
+        micro_batch=micro_batch,
+        document=document,
+        start=np.concatenate([m.starts for m in micro_batches]).astype(np.int64),
+        length=np.concatenate([m.lengths for m in micro_batches]).astype(np.int64),
+        delay=iteration[step] - stream.arrival[document],
+        costs=np.array([m.cost for m in micro_batches]).reshape(shape),
+        tokens=np.array([m.tokens for m in micro_batches]).reshape(shape),
+        order=np.stack([step.order for step in trained]),
+        digests=tuple(step.digest for step in trained),
+        seconds=np.array([step.seconds for step in trained if step.seconds is not None]),
+    )

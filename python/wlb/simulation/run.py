@@ -1,0 +1,142 @@
+"""The same stream under several methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wlb._core import TuneResult, batch_offsets, tune_outlier_thresholds
+from wlb._errors import error
+from wlb.simulation.plans import GlobalBatches, Plan, collect
+from wlb.simulation.scenario import Scenario
+from wlb.simulation.score import Outcome, Sharded, placed, score, shard_plan
+from wlb.simulation.variants import VARIANTS, Variant, chosen
+
+TUNED_SHARE = 4
+"""Thresholds are tuned on the first quarter of the global batches."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The same stream under several methods."""
+
+    scenario: Scenario
+    thresholds: tuple[int, ...]  # of the outlier queues
+    batches: int  # global batches of the stream
+    outcomes: dict[str, Outcome]  # by variant; the first is the baseline
+
+    @property
+    def baseline(self) -> Outcome:
+        """The first of the variants."""
+        return next(iter(self.outcomes.values()))
+
+    def speedup(self, name: str) -> float:
+        """Throughput of a variant over the baseline's, on the same documents."""
+        return self.baseline.total_seconds / self.outcomes[name].total_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything in numbers, as plain JSON values."""
+        return {
+            "kernel_model": self.scenario.attention.source,
+            "max_tokens": self.scenario.limit,
+            "outlier_thresholds": list(self.thresholds),
+            "global_batches": self.batches,
+            "variants": {
+                name: {"speedup": self.speedup(name), **outcome.summary()} for name, outcome in self.outcomes.items()
+            },
+        }
+
+
+def simulate(
+    lengths: ArrayLike,
+    scenario: Scenario,
+    *,
+    variants: Sequence[str] | Mapping[str, Variant] = tuple(VARIANTS),
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Simulation:
+    """Predicts what training takes under each method, on the same documents.
+
+    Every method trains every document of the stream once: throughput is all tokens over the time of all steps. Methods
+    that hold documents back empty their queues in further steps at the end, which count in full (`flush_share` says how
+    much that is: less, the longer the stream).
+
+    The packer decides with `scenario.cost_model`; the prediction does not use it. It takes the kernel model's
+    attention, forward and backward, of the slowest context-parallel rank, the linear part at the hardware's rate, and
+    the communication that nothing hides, through the simulated pipeline. docs/simulation.md lists the assumptions.
+
+    Args:
+        lengths: int[n] tokens of the documents in arrival order, none longer than the context
+            (:func:`wlb.split_documents`). They are cut into global batches of at most `num_micro_batches * context`.
+        scenario: model, cluster, packing.
+        variants: names in :data:`VARIANTS`, or own variants by name. The first is the baseline of the speed-ups.
+        progress: called with a variant's title, how many are done, and how many there are.
+
+    Returns:
+        Simulation.
+
+    Raises:
+        WlbError: a length out of range, no document at all, or an unknown variant.
+
+    Complexity:
+        Some tens of microseconds for each micro-batch and variant, and the tuning of thresholds unless they are given.
+    """
+    wanted = chosen(variants if isinstance(variants, Mapping) else list(variants))
+    stream = _stream(lengths, scenario)
+    report = progress or (lambda *_: None)
+    queued = any(variant.packing == "var_length" for variant in wanted.values())
+    thresholds = scenario.outlier_thresholds
+    if thresholds is None:
+        report("tuning thresholds", 0, len(wanted))
+        sample = stream.head(max(1, stream.batches // TUNED_SHARE))
+        thresholds = tune_thresholds(sample, scenario).thresholds if queued else ()
+
+    plans: dict[Any, Plan] = {}
+    sharded: dict[Any, Sharded] = {}
+    outcomes: dict[str, Outcome] = {}
+    for done, (name, variant) in enumerate(wanted.items()):
+        report(variant.title, done, len(wanted))
+        packing = variant.packing_key
+        if packing not in plans:
+            setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None)
+            steps = variant.steps(stream, setup, thresholds, scenario.max_delay)
+            own = thresholds if variant.packing == "var_length" else ()
+            plan = collect(variant.title, steps, stream, own)
+            plans[packing] = placed(plan, scenario) if variant.placed else plan
+        how = (packing, variant.strategies)
+        if how not in sharded:
+            sharded[how] = shard_plan(plans[packing], scenario, variant.strategies)
+        outcomes[name] = score(variant.title, plans[packing], sharded[how], scenario)
+    report("done", len(wanted), len(wanted))
+    return Simulation(scenario=scenario, thresholds=thresholds, batches=stream.batches, outcomes=outcomes)
+
+
+def _stream(lengths: ArrayLike, scenario: Scenario) -> GlobalBatches:
+    offsets = batch_offsets(lengths, tokens_per_batch=scenario.tokens_per_batch)  # also checks the lengths
+    values = np.asarray(lengths).astype(np.int64)
+    too_long = np.flatnonzero(values > scenario.context)
+    if too_long.size:
+        index = int(too_long[0])
+        message = f"= {values[index]}: more than the context, {scenario.context}; wlb.split_documents cuts documents"
+        raise error("lengths", message, index=index, value=int(values[index]))
+    if offsets.size < 2:
+        raise error("lengths", "is empty: there is no global batch", value=0)
+    return GlobalBatches(values, offsets)
+
+
+def tune_thresholds(lengths: ArrayLike, scenario: Scenario) -> TuneResult:
+    """:func:`wlb.tune_outlier_thresholds` with the scenario's settings."""
+    return tune_outlier_thresholds(
+        lengths,
+        num_micro_batches=scenario.micro_batches,
+        max_tokens=scenario.limit,
+        cost_model=scenario.packer_cost,
+        num_queues=scenario.num_queues,
+        max_mean_delay=scenario.max_mean_delay,
+        max_delay=scenario.max_delay,
+        max_document_tokens=scenario.context,
+        tokens_per_batch=scenario.tokens_per_batch,
+    )

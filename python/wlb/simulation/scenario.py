@@ -1,0 +1,261 @@
+"""What is simulated: a model on a cluster, and how its documents are packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
+from wlb._errors import error
+from wlb.fit import max_tokens
+from wlb.hardware import Hardware
+from wlb.layout import ParallelLayout
+from wlb.memory import RESERVED_BYTES, RankMemory, in_flight, memory_per_rank
+from wlb.models import ModelConfig
+from wlb.simulation.plans import Setup
+from wlb.step_time import stage_seconds
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
+
+_GENERATIONS: dict[str, Literal["a100", "h100", "h200", "b200"]] = {
+    "a100": "a100",
+    "h100": "h100",
+    "h200": "h200",
+    "b200": "b200",
+    "gb200": "b200",
+}
+"""Which kernel default of `KernelModel.analytic` goes with a GPU of `Hardware.preset`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A model on a cluster, its global batches, and what the packer is told.
+
+    Args:
+        model: its shape.
+        layout: how it is spread over GPUs.
+        hardware: what it runs on.
+        context: tokens; no document is longer, and the fixed-length methods cut every `context`.
+        kernel_model: latency of attention with a tensor-parallel rank's heads, `num_heads / tp`; default: the
+            analytic one of the hardware, an assumption.
+        max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
+            memory, see :func:`wlb.max_tokens`.
+        num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
+        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
+        cost_model: what the packer believes documents cost; default: the model's FLOPs, attention's at the hardware's
+            `attention_efficiency`. It does not enter the predicted times.
+        outlier_thresholds: of the queues; default: tuned on the first quarter of the global batches.
+        num_queues: how many thresholds are tuned.
+        max_mean_delay: iterations that a token may wait on average, for tuning.
+        max_delay: iterations after which a document leaves its queue; default: no limit.
+        cp_overlap: share of context-parallel communication that computation hides.
+        tp_overlap: share of tensor-parallel communication that computation hides.
+        dp_overlap: share of the gradient reduction and parameter gathering that computation hides.
+        reserved_bytes: memory of a GPU that is not available.
+        noise: standard deviation of every pass of a micro-batch through a stage, relative to its time.
+        noise_seed: of the noise.
+
+    Raises:
+        WlbError: naming the first value that makes no sense; the model does not fit into memory, and what would make
+            it fit; a schedule that the layout cannot have.
+    """
+
+    model: ModelConfig
+    layout: ParallelLayout
+    hardware: Hardware
+    context: int = 131072
+    kernel_model: KernelModel | None = None
+    max_tokens: int | None = None
+    num_micro_batches: int | None = None
+    schedule: Schedule | None = None
+    cost_model: CostModel | None = None
+    outlier_thresholds: tuple[int, ...] | None = None
+    num_queues: int = 2
+    max_mean_delay: float = 0.6
+    max_delay: int | None = None
+    cp_overlap: float = 0.0
+    tp_overlap: float = 0.0
+    dp_overlap: float = 0.0
+    reserved_bytes: int = RESERVED_BYTES
+    noise: float = 0.0
+    noise_seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.layout.check(model=self.model)
+        for name in ("cp_overlap", "tp_overlap", "dp_overlap"):
+            share = getattr(self, name)
+            if not 0 <= share <= 1:
+                raise error(name, f"= {share}: must be from 0 to 1", value=share)
+        if not 0 <= self.noise < 1:
+            raise error("noise", f"= {self.noise}: must be from 0 to below 1", value=self.noise)
+        if self.context < 1:
+            raise error("context", f"= {self.context}: must be at least 1", value=self.context)
+        if self.micro_batches < 1 or self.micro_batches % self.layout.dp:
+            message = f"= {self.micro_batches}: must be a positive multiple of dp = {self.layout.dp}"
+            raise error("num_micro_batches", message, value=self.micro_batches)
+        heads = self.model.num_heads // self.layout.tp
+        if self.kernel_model is not None and self.kernel_model.num_heads != heads:
+            message = f"is for {self.kernel_model.num_heads} heads: a GPU has num_heads / tp = {heads}"
+            raise error("kernel_model", message, value=self.kernel_model.num_heads)
+        if self.max_tokens is not None and self.max_tokens < self.context:
+            message = f"= {self.max_tokens}: must be at least the context, {self.context}"
+            raise error("max_tokens", message, value=self.max_tokens)
+        _ = self._flight, self.limit, self.attention  # wrong ones are refused here
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a global batch."""
+        return self.layout.pp * self.layout.dp if self.num_micro_batches is None else self.num_micro_batches
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """The most tokens of a global batch."""
+        return self.micro_batches * self.context
+
+    @property
+    def pipeline_schedule(self) -> Schedule:
+        """The schedule by name."""
+        return self.schedule or ("1f1b" if self.layout.virtual_stages == 1 else "interleaved_1f1b")
+
+    @cached_property
+    def attention(self) -> KernelModel:
+        """The kernel model; its `source` says whether it was measured."""
+        if self.kernel_model is not None:
+            return self.kernel_model
+        if self.hardware.name not in _GENERATIONS:
+            message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(_GENERATIONS)} have"
+            raise error("kernel_model", message)
+        tp = self.layout.tp
+        return KernelModel.analytic(
+            _GENERATIONS[self.hardware.name],
+            num_heads=self.model.num_heads // tp,
+            num_kv_heads=max(1, self.model.num_kv_heads // tp),
+            head_dim=self.model.head_dim,
+        )
+
+    @cached_property
+    def packer_cost(self) -> CostModel:
+        """What the packer believes documents cost."""
+        if self.cost_model is not None:
+            return self.cost_model
+        return self.model.cost_model(attention_efficiency=self.hardware.attention_efficiency)
+
+    @cached_property
+    def limit(self) -> int:
+        """`S_max`: the most tokens of a micro-batch."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        most = max_tokens(
+            self.model,
+            self.layout,
+            self.hardware,
+            num_micro_batches=self._per_rank,
+            reserved_bytes=self.reserved_bytes,
+            at_least=self.context,
+        )
+        # That was for 1F1B. GPipe and ZB-H2 hold more micro-batches at a time.
+        room = self.hardware.memory_bytes - self.memory(0, np.zeros(self.layout.pp)).total
+        taken = self.memory(self.context, self._flight * self.context)
+        slope = (taken.activations + taken.workspace + taken.logits) / self.context
+        most = min(most, int((room / slope).min()))
+        if most < self.context:
+            message = (
+                f"= {self.schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a time,"
+                f" which leaves room for {most:,} tokens each, fewer than the context, {self.context:,}; 1F1B would fit"
+            )
+            raise error("schedule", message, value=self.schedule)
+        return most
+
+    def fitted_efficiency(self, lengths: ArrayLike) -> float:
+        """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.
+
+        Everything else includes communication that nothing hides; so this is above the kernel's own relative rate. From
+        whole documents, attention spread evenly over context-parallel ranks.
+
+        Args:
+            lengths: int[n] tokens of the documents.
+        """
+        forward, backward = (
+            float(self.attention.segment_seconds(lengths, lengths, passes=passes).sum()) * self.model.num_layers
+            for passes in ("forward", "backward")
+        )
+        attention = (backward + (2 if self.layout.recompute == "full" else 1) * forward) / self.layout.cp
+        without = stage_seconds(
+            [-(-self.context // self.layout.cp)],
+            attention_forward=[0.0],
+            attention_backward=[0.0],
+            model=self.model,
+            layout=self.layout,
+            hardware=self.hardware,
+            cp_overlap=self.cp_overlap,
+            tp_overlap=self.tp_overlap,
+        )
+        rest = float(without.seconds.sum()) / self.context * float(np.sum(lengths))
+        flops = self.model.cost_model(attention_efficiency=1.0)
+        ratio = float(flops.attention_cost(lengths).sum() / flops.linear_cost(lengths).sum())
+        return ratio * rest / attention
+
+    def setup(self, *, fitted_to: ArrayLike | None = None) -> Setup:
+        """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`."""
+        cost_model = self.packer_cost
+        if fitted_to is not None:
+            cost_model = self.model.cost_model(attention_efficiency=self.fitted_efficiency(fitted_to))
+        return Setup(
+            num_micro_batches=self.micro_batches,
+            context=self.context,
+            max_tokens=self.limit,
+            cost_model=cost_model,
+            dp_size=self.layout.dp,
+        )
+
+    def memory(self, tokens: int, held: NDArray[np.float64]) -> RankMemory:
+        """Bytes on the GPUs of every pipeline rank.
+
+        Args:
+            tokens: of the largest micro-batch.
+            held: float64[pp], tokens of micro-batches under way, as :attr:`PipelineSteps.peak_activation` counts them.
+        """
+        options = {"num_micro_batches": self._per_rank, "reserved_bytes": self.reserved_bytes}
+        now = memory_per_rank(self.model, self.layout, tokens, **options)
+        one = memory_per_rank(self.model, self.layout, 1, **options).activations
+        each = one / in_flight(self.layout, num_micro_batches=self._per_rank)
+        return RankMemory(
+            now.parameters,
+            now.gradients,
+            now.optimizer,
+            now.gathered_parameters,
+            now.reserved,
+            each * held,
+            now.workspace,
+            now.logits,
+        )
+
+    @property
+    def _per_rank(self) -> int:
+        """Micro-batches of a step and data-parallel rank."""
+        return self.micro_batches // self.layout.dp
+
+    @property
+    def equal_bubble(self) -> float:
+        """Share of its time that the pipeline idles when all micro-batches take the same."""
+        ratio = self._equal.bubble_ratio
+        return ratio / (1 + ratio)
+
+    @property
+    def _flight(self) -> NDArray[np.float64]:
+        """float64[pp]: micro-batches whose activations each pipeline rank holds at its peak."""
+        return self._equal.peak_activation
+
+    @cached_property
+    def _equal(self) -> PipelineTimeline:
+        """The pipeline with micro-batches of equal time."""
+        return simulate_pipeline(
+            np.ones(self._per_rank),
+            schedule=self.pipeline_schedule,
+            num_stages=self.layout.pp,
+            num_virtual_stages=self.layout.virtual_stages,
+        )

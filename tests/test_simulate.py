@@ -1,0 +1,214 @@
+"""The simulator: every method trains the same documents, all time is accounted for, and nothing grades itself."""
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import wlb
+from wlb.simulation import ATTRIBUTION, VARIANTS, Scenario, Variant, simulate
+
+MODEL = wlb.ModelConfig(hidden_size=512, ffn_hidden_size=1024, num_layers=8, num_heads=8, vocab_size=1000)
+LAYOUTS = [
+    wlb.ParallelLayout(),
+    wlb.ParallelLayout(dp=2, pp=2, cp=2, tp=2),
+    wlb.ParallelLayout(pp=4, cp=4, virtual_stages=2, recompute="full"),
+    wlb.ParallelLayout(dp=4, tp=8, fsdp="zero3", sequence_parallel=False),
+]
+
+
+def scenario(layout: wlb.ParallelLayout = LAYOUTS[1], **changes: Any) -> Scenario:
+    defaults: dict[str, Any] = {"context": 4096, "max_tokens": 6144, "outlier_thresholds": (1500, 3000)}
+    return Scenario(model=MODEL, layout=layout, hardware=wlb.Hardware.preset("h100"), **(defaults | changes))
+
+
+def documents(count: int = 400, seed: int = 0, longest: int = 4096) -> NDArray[np.int64]:
+    lengths = np.random.default_rng(seed).lognormal(5.5, 1.3, count)
+    return np.clip(lengths, 1, longest).astype(np.int64)
+
+
+def trained(plan: Any, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64[tokens]: how often each token of the stream is trained."""
+    firsts = np.cumsum(lengths) - lengths
+    counts = np.zeros(int(lengths.sum()), dtype=np.int64)
+    for document, start, length in zip(plan.document, plan.start, plan.length, strict=True):
+        first = firsts[document] + start
+        counts[first : first + length] += 1
+    return counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_all_documents_and_all_time_are_accounted_for(layout: wlb.ParallelLayout) -> None:
+    lengths = documents()
+    simulation = simulate(lengths, scenario(layout, noise=0.05))
+    assert list(simulation.outcomes) == list(VARIANTS)
+    for outcome in simulation.outcomes.values():
+        assert (trained(outcome.plan, lengths) == 1).all()
+        assert outcome.tokens == lengths.sum()
+        assert tuple(outcome.attribution) == ATTRIBUTION
+        assert all((part >= -1e-12 * outcome.seconds).all() for part in outcome.attribution.values())
+        np.testing.assert_allclose(sum(outcome.attribution.values()), outcome.seconds, rtol=1e-12)
+        for step in (0, len(outcome.seconds) - 1):
+            slowest = max(timeline.seconds for timeline in outcome.timelines(step))
+            gradients = outcome.attribution["dp_communication"][step]
+            assert outcome.seconds[step] == pytest.approx(slowest + gradients, rel=1e-12)
+    assert json.loads(json.dumps(simulation.as_json()))["variants"].keys() == VARIANTS.keys()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_equal_documents_leave_nothing_to_gain(layout: wlb.ParallelLayout) -> None:
+    simulation = simulate(np.full(5 * 8, 4096), scenario(layout, outlier_thresholds=()))
+    # One document a micro-batch: per-sequence and per-document shards are the same.
+    for name in ("fixed", "packing", "placement", "per_document"):
+        assert simulation.speedup(name) == pytest.approx(1, rel=1e-12)
+        assert simulation.outcomes[name].imbalance.max() == pytest.approx(1)
+    assert simulation.speedup("wlb") >= 1 - 1e-9
+
+
+def test_the_same_input_gives_the_same_numbers() -> None:
+    first, second = (simulate(documents(), scenario(noise=0.1, noise_seed=3)).as_json() for _ in range(2))
+    assert first == second
+    other = simulate(documents(), scenario(noise=0.1, noise_seed=4)).as_json()
+    assert other != first
+
+
+def test_ordering() -> None:
+    """Nothing here is tuned: these hold by construction, or for any long-tailed stream."""
+    lengths = documents(2000)
+    layout = wlb.ParallelLayout(dp=2, pp=4, cp=2)
+    simulation = simulate(lengths, scenario(layout))
+    outcomes = simulation.outcomes
+    adaptive, per_document, plain = (outcomes[name].sharded for name in ("adaptive_cp", "per_document", "plain"))
+
+    def slowest(sharded: Any) -> NDArray[np.float64]:
+        return np.asarray((sharded.forward + sharded.backward).max(axis=1))
+
+    assert (slowest(adaptive) <= np.minimum(slowest(per_document), slowest(plain)) * (1 + 1e-9)).all()
+    assert outcomes["wlb"].imbalance.mean() < outcomes["plain"].imbalance.mean()
+    assert outcomes["wlb_fitted"].imbalance.mean() < outcomes["wlb"].imbalance.mean()
+    assert simulation.speedup("plain") == 1
+    assert simulation.speedup("wlb") > 1
+    assert outcomes["plain"].plan.delay_mean == 0 < outcomes["wlb"].plan.delay_mean
+    faster = simulate(lengths, scenario(layout, cp_overlap=1.0, tp_overlap=1.0, dp_overlap=1.0))
+    for name, outcome in faster.outcomes.items():
+        assert outcome.total_seconds < outcomes[name].total_seconds
+        assert outcome.attribution["cp_communication"].sum() == 0
+        assert outcome.attribution["dp_communication"].sum() == 0
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 4096), min_size=1, max_size=60), st.sampled_from(LAYOUTS), st.booleans())
+def test_any_stream(lengths: list[int], layout: wlb.ParallelLayout, queues: bool) -> None:
+    thresholds = (1500, 3000) if queues else ()
+    simulation = simulate(lengths, scenario(layout, outlier_thresholds=thresholds))
+    for outcome in simulation.outcomes.values():
+        assert (trained(outcome.plan, np.array(lengths)) == 1).all()
+        np.testing.assert_allclose(sum(outcome.attribution.values()), outcome.seconds, rtol=1e-9)
+        assert outcome.seconds.min() > 0
+
+
+def test_the_packer_does_not_grade_itself() -> None:
+    """Other costs change the plan, and not how a plan is priced."""
+    lengths = documents()
+    variants = {"plain": VARIANTS["plain"], "wlb": VARIANTS["wlb"]}
+    one = simulate(lengths, scenario(), variants=variants)
+    other = simulate(lengths, scenario(cost_model=wlb.CostModel(attention=1.0, linear=0.0)), variants=variants)
+    assert one.outcomes["plain"].total_seconds == other.outcomes["plain"].total_seconds
+    assert one.outcomes["wlb"].plan.digests != other.outcomes["wlb"].plan.digests
+
+
+def test_memory_is_that_of_the_memory_model() -> None:
+    """Equal micro-batches under 1F1B hold what `memory_per_rank` says, and `S_max` is `max_tokens`."""
+    layout = wlb.ParallelLayout(pp=4, cp=2)
+    case = scenario(layout, outlier_thresholds=(), max_tokens=None)
+    assert case.limit == wlb.max_tokens(MODEL, layout, case.hardware, num_micro_batches=4)
+    outcome = simulate(np.full(8, 4096), case, variants=("plain",)).baseline
+    expected = wlb.memory_per_rank(MODEL, layout, 4096, num_micro_batches=4)
+    np.testing.assert_allclose(outcome.memory.total, expected.total, rtol=1e-12)
+    # GPipe holds every micro-batch on every rank, so fewer tokens fit.
+    gpipe = scenario(layout, schedule="gpipe", max_tokens=None, num_micro_batches=8)
+    assert gpipe.limit < scenario(layout, max_tokens=None, num_micro_batches=8).limit
+    held = gpipe.memory(gpipe.limit, np.full(4, 8.0 * gpipe.limit)).total.max()
+    assert 0 <= gpipe.hardware.memory_bytes - held < 1e-4 * held
+
+
+def test_own_variants_and_paper_choices() -> None:
+    lengths = documents()
+    own = {
+        "base": Variant(title="base"),
+        "two": Variant(title="two", strategies=("per_sequence", "per_document")),
+        "window": Variant(title="window", packing="fixed_length", window=4),
+    }
+    simulation = simulate(lengths, scenario(), variants=own)
+    assert list(simulation.outcomes) == list(own)
+    assert set(simulation.outcomes["two"].sharded.strategies) <= {"per_sequence", "per_document"}
+    assert simulation.outcomes["window"].plan.delay_mean > 0
+    assert simulation.outcomes["two"].total_seconds <= simulation.outcomes["base"].total_seconds * (1 + 1e-9)
+
+
+def test_fitted_efficiency_is_what_the_cluster_does() -> None:
+    """On one GPU with an attention kernel at the linear part's rate, FLOPs alone have the right ratio."""
+    case = scenario(wlb.ParallelLayout())
+    lengths = np.full(10, 4096)
+    efficiency = case.fitted_efficiency(lengths)
+    cost = MODEL.cost_model(attention_efficiency=efficiency)
+    stage = wlb.stage_seconds(
+        [4096],
+        attention_forward=case.attention.segment_seconds([4096], [4096], passes="forward"),
+        attention_backward=case.attention.segment_seconds([4096], [4096], passes="backward"),
+        model=MODEL,
+        layout=case.layout,
+        hardware=case.hardware,
+    ).seconds.sum()
+    kernel = float(case.attention.segment_seconds([4096], [4096])[0]) * MODEL.num_layers
+    expected = kernel / (stage - kernel)
+    found = cost.attention_cost([4096])[0] / cost.linear_cost([4096])[0]
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"max_tokens": 4095}, "max_tokens"),
+        ({"context": 0}, "context"),
+        ({"num_micro_batches": 3}, "num_micro_batches"),
+        ({"num_micro_batches": 0}, "num_micro_batches"),
+        ({"cp_overlap": 1.5}, "cp_overlap"),
+        ({"noise": -0.1}, "noise"),
+        ({"schedule": "2f2b"}, "schedule"),
+        ({"schedule": "zbv"}, "num_virtual_stages"),
+        ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=5, head_dim=64)}, "kernel_model"),
+        ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), name="mine")}, "kernel_model"),
+        ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), memory_bytes=2**30)}, "layout"),
+        ({"layout": wlb.ParallelLayout(tp=3)}, "tp"),
+    ],
+)
+def test_scenarios_that_make_no_sense(changes: dict[str, Any], argument: str) -> None:
+    if argument == "layout":
+        changes = changes | {"max_tokens": None}
+    with pytest.raises(wlb.WlbError) as raised:
+        dataclasses.replace(scenario(), **changes)
+    assert raised.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("lengths", "variants", "argument", "index"),
+    [
+        ([10, 4097], ("plain",), "lengths", 1),
+        ([10, 0], ("plain",), "lengths", 1),
+        ([], ("plain",), "lengths", None),
+        ([10], ("plain", "faster"), "variants", 1),
+        ([10], (), "variants", None),
+    ],
+)
+def test_streams_and_variants_that_make_no_sense(
+    lengths: list[int], variants: tuple[str, ...], argument: str, index: int | None
+) -> None:
+    with pytest.raises(wlb.WlbError) as raised:
+        simulate(lengths, scenario(), variants=variants)
+    assert (raised.value.argument, raised.value.index) == (argument, index)
