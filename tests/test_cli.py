@@ -22,6 +22,8 @@ from wlb.cli.console import progress
 from wlb.cli.report import Report
 from wlb.cli.sources import Documents, read_documents
 from wlb.cli.stream import build_stream
+from wlb.simulation import VARIANTS
+from wlb.testing import kernel
 
 CONTEXT = 1024
 SMALL = ("--context", str(CONTEXT), "--micro-batches", "4")
@@ -280,6 +282,80 @@ def test_tune_stays_within_the_delay(run: Any, npy: Path, tmp_path: Path) -> Non
     assert (tmp_path / "wlb-tune/tune.png").read_bytes().startswith(b"\x89PNG")
 
 
+CLUSTER = ("--context", CONTEXT, "--pp", 2, "--cp", 2, "--dp", 2, "--tp", 1)
+
+
+def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, tmp_path: Path) -> None:
+    arguments = ("tune", npy, *CLUSTER, "--steps", 10, "--memory-factor", 2, "--max-mean-delay", 0.5)
+    results = run(*arguments, "--json").json
+    cluster, best = results["cluster"], results["cluster"]["best"]
+    assert cluster["kernel_model"] == "analytic: h100"
+    assert best["delay_mean"] <= 0.5
+    assert best["speedup"] >= 0.995 * max(choice["speedup"] for choice in cluster["by_strategy"])
+    limits = [choice["max_tokens"] for choice in cluster["by_memory"]]
+    assert limits == sorted(limits)
+    assert (limits[0], limits[-1]) == (CONTEXT, 2 * CONTEXT)
+    assert best["max_tokens"] in limits
+    made: dict[str, Any] = {}
+    exec((tmp_path / "wlb-tune/configuration.py").read_text(), made)
+    packer = made["packer"]
+    assert packer.outlier_thresholds == tuple(best["outlier_thresholds"]) == tuple(results["best"]["thresholds"])
+    assert (packer.num_micro_batches, packer.max_tokens) == (4, best["max_tokens"])
+    plan = packer.push([100, 200, 300, 400])
+    assert len(made["shard"](plan.micro_batches[0].lengths)) == 2
+    assert (tmp_path / "wlb-tune/tune.png").read_bytes().startswith(b"\x89PNG")
+    assert "attention_efficiency" in run(*arguments).out
+
+
+# --- simulate ---
+
+
+def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: Path) -> None:
+    result = run("simulate", npy, *CLUSTER, "--gpus", 8, "--steps", 12, "--noise", 0.02, "--output-dir", "here")
+    assert result.code == 0, result.err
+    assert "analytic: h100 (an assumption, measured nowhere)" in result.out
+    assert "llama2-7b, 1K context, 8 x h100" in result.out
+    page = (tmp_path / "here/simulate.html").read_text(encoding="utf-8")
+    for loads in ("<script", "<link", "<img", "src=", "@import", "url(http"):
+        assert loads not in page
+    assert "an assumption, measured nowhere" in page
+    assert "(predicted)" in page
+    assert page.count("<svg") == 5, "the overview, and two steps of two methods"
+    assert (tmp_path / "here/simulate.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "here/results.json").read_text())
+    assert results["assumptions"]["attention"].startswith("analytic: h100")
+    assert list(results["variants"]) == list(VARIANTS)
+    for variant in results["variants"].values():
+        assert variant["tokens"] == results["documents"]["streamed_tokens"]
+        assert sum(variant["attribution"].values()) == pytest.approx(1)
+        assert variant["peak_bytes"] <= 81559 * 2**20
+    for step in ("typical-baseline", "typical-wlb", "worst-baseline", "worst-wlb"):
+        trace = json.loads((tmp_path / f"here/step-{step}.trace.json").read_text())
+        ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert len(ops) == 2 * 2 * 2 * 2, "forwards and backwards of two micro-batches on DP 2 x PP 2"
+    again = run("simulate", npy, *CLUSTER, "--steps", 12, "--noise", 0.02, "--json").json
+    assert again["variants"] == results["variants"]
+
+
+def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(kernel.profile()))
+    arguments = (
+        "simulate",
+        npy,
+        *CLUSTER,
+        "--steps",
+        4,
+        "--variants",
+        "fixed,wlb_fitted",
+        "--kernel-profile",
+        "mine.json",
+    )
+    results = run(*arguments, "--json").json
+    assert results["kernel_model"].startswith("measured: ")
+    assert list(results["variants"]) == ["fixed", "wlb_fitted"]
+    assert results["variants"]["fixed"]["speedup"] == 1
+
+
 # --- sources ---
 
 
@@ -355,6 +431,18 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
         ("pack", npy, *SMALL, "--thresholds", "800,512"): "outlier_thresholds",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
+        ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
+        ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",
+        ("simulate", npy, *CLUSTER, "--variants", "plain,best"): "--variants best: must be one of plain",
+        ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
+        ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): "schedule",
+        ("simulate", npy, *CLUSTER, "--micro-batches", 3): "num_micro_batches = 3",
+        ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "max_tokens = 1000: must be at least the context, 1024",
+        ("simulate", npy, *CLUSTER, "--max-tokens", 2000, "--memory-factor", 2): "give one of them",
+        ("simulate", npy, *CLUSTER, "--model", "llama3-405b"): "GiB more than the",
+        ("simulate", npy, *CLUSTER, "--oversize", "error"): "more than --context 1,024",
+        ("simulate", npy, *CLUSTER, "--thresholds", "a"): "--thresholds",
+        ("tune", npy, "--tp", 3): "tp = 3: does not divide num_heads = 32",
         ("demo", npy, "--tokenizer", "t.json"): "--tokenizer has nothing to read",
         ("demo", "empty.txt", "--tokenizer", "t.json"): "t.json: no such tokenizer file",
     }
@@ -375,7 +463,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
 
 def test_help_and_version(run: Any) -> None:
     assert run("--version").out == f"wlb {wlb.__version__}\n"
-    for command in ("demo", "pack", "tune"):
+    for command in ("demo", "pack", "tune", "simulate"):
         assert command in run("--help").out
         assert "--micro-batches" in run(command, "--help").out
 

@@ -105,9 +105,7 @@ class SimulationReport:
             for outcome in self.compared:
                 step = _shown_steps(outcome)[kind]
                 slug = f"{kind}-{'baseline' if outcome is self.simulation.baseline else self.shown}"
-                drawn = draw_step(outcome, step, "a typical" if kind == "typical" else "its most idle")
-                contents[folder / f"step-{slug}.png"] = png(drawn)
-                pictures.append(svg(drawn))
+                pictures.append(svg(draw_step(outcome, step, "a typical" if kind == "typical" else "its most idle")))
                 traces.append(folder / f"step-{slug}.trace.json")
                 write_chrome_trace(outcome.timelines(step), path=traces[-1])
         results = self.as_json()

@@ -87,7 +87,7 @@ def simulate(
     wanted = chosen(variants if isinstance(variants, Mapping) else list(variants))
     stream = _stream(lengths, scenario)
     report = progress or (lambda *_: None)
-    queued = any(variant.packing == "var_length" for variant in wanted.values())
+    queued = any(variant.queued for variant in wanted.values())
     thresholds = scenario.outlier_thresholds
     if thresholds is None:
         report("tuning thresholds", 0, len(wanted))
@@ -103,7 +103,7 @@ def simulate(
         if packing not in plans:
             setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None)
             steps = variant.steps(stream, setup, thresholds, scenario.max_delay)
-            own = thresholds if variant.packing == "var_length" else ()
+            own = thresholds if variant.queued else ()
             plan = collect(variant.title, steps, stream, own)
             plans[packing] = placed(plan, scenario) if variant.placed else plan
         how = (packing, variant.strategies)

@@ -28,7 +28,8 @@ class Variant:
             predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
             knows the hybrid of them).
         window: global batches that "fixed_length" packs at a time.
-        packer: further arguments of :class:`wlb.Packer`, for "var_length".
+        packer: further arguments of :class:`wlb.Packer`, for "var_length". With a release rule of its own no thresholds
+            are given.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
             `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
         placed: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
@@ -50,7 +51,12 @@ class Variant:
             return original(stream, setup)
         if self.packing == "fixed_length":
             return fixed_length(stream, setup, self.window)
-        return var_length(stream, setup, thresholds, max_delay, self.packer)
+        return var_length(stream, setup, thresholds if self.queued else (), max_delay, self.packer)
+
+    @property
+    def queued(self) -> bool:
+        """Whether documents wait in queues with thresholds."""
+        return self.packing == "var_length" and self.packer.get("release", "fifo") == "fifo"
 
     @property
     def packing_key(self) -> tuple[Any, ...]:
