@@ -60,6 +60,49 @@ def test_all_documents_and_all_time_are_accounted_for(layout: wlb.ParallelLayout
     assert json.loads(json.dumps(simulation.as_json()))["variants"].keys() == VARIANTS.keys()
 
 
+@pytest.mark.parametrize("name", ["plain", "wlb", "placement"])
+def test_steps_recomputed_one_by_one(name: str) -> None:
+    """The naive way: every micro-batch by itself, on its slowest rank, through its own pipeline."""
+    case = scenario(wlb.ParallelLayout(dp=2, pp=2, cp=4, recompute="full"), num_micro_batches=8, tp_overlap=0.5)
+    outcome = simulate(documents(), case, variants=(name,)).baseline
+    plan, kernel = outcome.plan, case.attention
+    for step in range(len(plan.digests)):
+        replicas = []
+        for order in plan.order[step]:
+            costs, transfers, waits = [], [], 0.0
+            for micro_batch in order:
+                lengths = plan.length[(plan.step == step) & (plan.micro_batch == micro_batch)]
+                if lengths.size == 0:
+                    costs.append(np.zeros((2, 3)))
+                    transfers.append(0.0)
+                    continue
+                strategy = VARIANTS[name].strategies[0]
+                made = wlb.shard(
+                    lengths, cp_size=4, strategy=strategy, kernel_model=kernel if strategy == "adaptive" else None
+                )
+                forward, backward = (kernel.rank_seconds(made, passes=passes) for passes in ("forward", "backward"))
+                stages = wlb.stage_seconds(
+                    [made.tokens_per_rank.max()],
+                    attention_forward=[forward.max()],
+                    attention_backward=[backward.max()],
+                    model=MODEL,
+                    layout=case.layout,
+                    hardware=case.hardware,
+                    tp_overlap=0.5,
+                )
+                costs.append(stages.seconds[0])
+                transfers.append(stages.p2p[0])
+                # Full recomputation runs every layer's forward twice.
+                idle = 2 * (forward.max() - forward.mean()) + backward.max() - backward.mean()
+                waits += MODEL.num_layers * idle
+            timeline = wlb.simulate_pipeline(costs, num_stages=2, p2p_seconds=transfers)
+            replicas.append((timeline.seconds, waits))
+        gradients = wlb.data_parallel_seconds(MODEL, case.layout, case.hardware).max()
+        assert outcome.seconds[step] == pytest.approx(max(seconds for seconds, _ in replicas) + gradients, rel=1e-12)
+        mean_wait = sum(waits for _, waits in replicas) / 4
+        assert outcome.attribution["cp_wait"][step] == pytest.approx(mean_wait, rel=1e-9, abs=1e-15)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_equal_documents_leave_nothing_to_gain(layout: wlb.ParallelLayout) -> None:
     simulation = simulate(np.full(5 * 8, 4096), scenario(layout, outlier_thresholds=()))
