@@ -88,7 +88,8 @@ fn peak_activation_is_that_of_the_closed_forms() {
             assert_eq!(peaks(Schedule::ZbH2, 1), per_rank(|p, _, _| 2 * p - 1));
             if m > 1 {
                 assert_eq!(peaks(Schedule::ZbV, 2), per_rank(|p, _, _| p));
-                let chunks = |rank: usize| ((2 - 1) * p + 2 * (p - 1 - rank) + 1) as f64;
+                // Of the first round all but the last stage, two for every hop to the last rank, and one in work.
+                let chunks = |rank: usize| (p + 2 * (p - 1 - rank) + 1) as f64;
                 let interleaved: Vec<f64> = (0..p).map(|rank| chunks(rank) / 2.0).collect();
                 assert_eq!(peaks(Schedule::Interleaved, 2), interleaved);
             }
@@ -350,9 +351,10 @@ proptest! {
 #[test]
 fn bad_orders_are_refused() {
     let good = layout(Schedule::OneForwardOneBackward, 2, 1, 3).orders().unwrap();
-    let refused = |orders: &[Vec<Op>]| match Pipeline::from_orders(orders, 2, 3).unwrap_err() {
-        Error::Order { rank, position, .. } => (rank, position),
-        other => panic!("{other}"),
+    let refused = |orders: &[Vec<Op>]| {
+        let error = Pipeline::from_orders(orders, 2, 3).unwrap_err();
+        let Error::Order { rank, position, .. } = error else { unreachable!("{error}") };
+        (rank, position)
     };
     let mut twice = good.clone();
     let again = twice[1][2];
