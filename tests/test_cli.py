@@ -356,6 +356,14 @@ def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) ->
     assert results["variants"]["fixed"]["speedup"] == 1
 
 
+def test_simulate_says_what_does_not_fit(run: Any, npy: Path) -> None:
+    """A limit that was given is believed; the memory that it would take is not."""
+    large = ("--model", "llama2-70b", "--max-tokens", 2048)
+    result = run("simulate", npy, *CLUSTER, *large, "--steps", 4, "--variants", "plain")
+    assert result.code == 0
+    assert "Plain-4D does not fit: it needs " in result.out
+
+
 # --- sources ---
 
 

@@ -20,6 +20,7 @@ from wlb.cli.report import Settings, describe_documents, document_sentences
 from wlb.cli.simulation_tables import NOTES, time_table, variant_table
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
+from wlb.hardware import GIB
 from wlb.schedule import write_chrome_trace
 from wlb.simulation import Outcome
 
@@ -75,6 +76,18 @@ class SimulationReport:
             f" documents from {thresholds} tokens on wait in queues."
             if thresholds
             else f"Micro-batches of variable length have at most {scenario.limit:,} tokens; no document waits.",
+            *self._too_large(),
+        ]
+
+    def _too_large(self) -> list[str]:
+        """Methods that would run out of memory: possible only under a limit that was given."""
+        hardware = self.simulation.scenario.hardware
+        needs = {outcome.title: outcome.memory.total.max() for outcome in self.simulation.outcomes.values()}
+        return [
+            f"{title} does not fit: it needs {need / GIB:.1f} GiB,"
+            f" {(need - hardware.memory_bytes) / GIB:.1f} GiB more than {hardware.name} has."
+            for title, need in needs.items()
+            if need > hardware.memory_bytes
         ]
 
     def print(self, console: Console, files: Sequence[Path]) -> None:

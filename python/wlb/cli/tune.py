@@ -86,7 +86,7 @@ def tune(
     in delay and memory, and the configuration to paste. Speed is predicted; the report says on what grounds.
     """
     scenario = None
-    if any(given is not None for given in (gpu, dp, pp, cp, tp)):
+    if virtual_stages > 1 or any(given is not None for given in (gpu, dp, pp, cp, tp, schedule, kernel_profile)):
         config = model_config(model)
         scenario = Scenario(
             model=config,

@@ -43,7 +43,7 @@ class Scenario:
         kernel_model: latency of attention with a tensor-parallel rank's heads, `num_heads / tp`; default: the
             analytic one of the hardware, an assumption.
         max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
-            memory, see :func:`wlb.max_tokens`.
+            memory, see :func:`wlb.max_tokens`. Whether a given one fits is not checked; outcomes say what it takes.
         num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
         schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
         cost_model: what the packer believes documents cost; default: the model's FLOPs, attention's at the hardware's
