@@ -5,7 +5,7 @@ use super::placement::Placement;
 use super::refined::{CLOSE, Documents};
 
 /// Most binary searches for the last document of an exchange: a few hundred microseconds.
-const SEARCHES: usize = 8192;
+const SEARCHES: usize = 4096;
 
 /// Lowers the maximum cost, as far as exchanges between the heaviest micro-batch and one other do.
 ///

@@ -168,7 +168,7 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
     let max = |plan: &Plan| plan.costs.iter().copied().fold(0.0, f64::max);
     let close = |plan: &Plan| plan.leftover.is_empty() && max(plan) <= bound * 1.0001;
     let mut best = start.clone();
-    let mut consider = |plan: Plan, best: &mut Plan| {
+    let consider = |plan: Plan, best: &mut Plan| {
         let fewer = plan.leftover.len() < best.leftover.len();
         let lower = plan.leftover.len() == best.leftover.len() && max(&plan) < max(best);
         if max(&plan) <= max(&start) && (fewer || lower) {
@@ -226,7 +226,7 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
     Some(plan)
 }
 
-/// Exchanges until there is none, the maximum is close to the bound, or 8192 last documents were searched for.
+/// Exchanges until there is none, the maximum is close to the bound, or 4096 last documents were searched for.
 fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &CostModel) -> Plan {
     let (n, mut tokens, mut costs) = (start.costs.len(), start.tokens.clone(), start.costs.clone());
     let mut assignment = start.assignment.clone();
@@ -295,7 +295,7 @@ fn best_exchange(
     let mut least = heavy;
     for (i, &first) in has.iter().enumerate().filter(|(_, first)| first.is_some()) {
         for &second in has.iter().skip(i + 1).filter(|second| most == 2 || second.is_none()) {
-            if *searches >= 8192 {
+            if *searches >= 4096 {
                 return best;
             }
             for (k, &third) in offers.iter().enumerate().filter(|(_, third)| most == 2 || third.is_none()) {
