@@ -1,4 +1,4 @@
-"""Packers side by side, on the same documents: planning time, balance, delay, padding, memory.
+"""Packers side by side, on the same documents: planning time, balance, pipeline, delay, padding, memory.
 
     make bench-peers [LENGTHS="x.npy ..."]           # sets everything up, then:
     python benches/peers.py [--lengths x.npy ...]    # a table per set of lengths; writes benches/records/peers.json
@@ -13,6 +13,8 @@ wlb's cost model.
   many that takes. Each `--micro-batches` consecutive bins are a step; before that, bins are shuffled where the trainer
   shuffles packed rows, and in the packer's order where its sampler emits them itself. An incomplete last step is not
   judged. They see all documents beforehand, so that their delay has no meaning.
+- The pipeline column is the same simulator for all: a step's micro-batches, in the order given, through 1F1B over
+  `--stages` stages, over the time that equal micro-batches of the same total take.
 - Megatron-Core's scheduler spreads documents over a pool of as many GPUs as there are micro-batches, in groups that end
   in a barrier: its step costs the sum over groups of the busiest GPU.
 
@@ -63,6 +65,7 @@ class Stream:
     micro_batches: int
     context: int
     max_tokens: int
+    stages: int
     solver_seconds: float
     solver_batches: int
 
@@ -445,6 +448,8 @@ def measure(peer: Peer, stream: Stream) -> dict[str, Any]:
     costs = result.costs or [[float(COST.cost(part).sum()) for part in step] for step in result.steps]
     ratios = np.array([max(step) * len(step) / sum(step) for step in costs])
     row["imbalance"] = [float(ratios.mean()), float(np.quantile(ratios, 0.95)), float(ratios.max())]
+    if result.costs is None:
+        row["pipeline"] = float(np.mean([over_equal(step, stream.stages) for step in costs]))
     row["delay"], row["padding"] = result.delay, result.padding
     if result.costs is None:
         tokens = np.array([[sum(part) for part in step] for step in result.steps])
@@ -452,6 +457,15 @@ def measure(peer: Peer, stream: Stream) -> dict[str, Any]:
         row["steps_over_max_tokens"] = int((tokens.max(axis=1) > stream.max_tokens).sum())
     row["left_out"] = result.left_out
     return row
+
+
+def over_equal(costs: list[float], stages: int) -> float:
+    """Time of 1F1B over that of equal micro-batches."""
+
+    def seconds(costs: list[float]) -> float:
+        return wlb.simulate_pipeline(costs, schedule="1f1b", num_stages=stages).seconds
+
+    return seconds(costs) / seconds([sum(costs) / len(costs)] * len(costs))
 
 
 def streams(arguments: argparse.Namespace) -> Iterator[Stream]:
@@ -471,6 +485,7 @@ def streams(arguments: argparse.Namespace) -> Iterator[Stream]:
             micro_batches=n,
             context=context,
             max_tokens=int(arguments.room * context),
+            stages=arguments.stages,
             solver_seconds=arguments.solver_seconds,
             solver_batches=arguments.solver_batches,
         )
@@ -485,6 +500,7 @@ def main() -> None:
         "--context", type=int, default=131072, help="tokens: longest document, mean micro-batch, size of a bin"
     )
     parser.add_argument("--room", type=float, default=1.5, help="max_tokens over the context")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline stages of the simulated step")
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="time limit of HiGHS, for one step")
     parser.add_argument("--solver-batches", type=int, default=2, help="steps that HiGHS gets")
     parser.add_argument("--record", type=Path, default=RECORDS / "peers.json", help="where the raw record goes")
@@ -520,14 +536,27 @@ def print_table(console: Console, stream: Stream, rows: list[dict[str, Any]]) ->
         "up to the context. Memory: most over mean tokens. Without its dependencies: so installed, one file imported."
     )
     table = Table(
-        "package", "packer", "ms", "x", "imbalance", "p95", "worst", "delay", "out", "pad", "memory", "", title=title
+        "package",
+        "packer",
+        "ms",
+        "x",
+        "imbalance",
+        "p95",
+        "worst",
+        "pipeline",
+        "delay",
+        "out",
+        "pad",
+        "memory",
+        "",
+        title=title,
     )
     table.caption = caption
     fastest = float(np.mean(rows[0]["seconds_per_step"]))
     for row in rows:
         package = f"{row['package']} {row.get('version', '')}".strip()
         if "missing" in row:
-            table.add_row(package, row["packer"], *[""] * 9, row["missing"])
+            table.add_row(package, row["packer"], *[""] * 10, row["missing"])
             continue
         seconds = float(np.mean(row["seconds_per_step"]))
         over = row.get("steps_over_max_tokens", 0)
@@ -538,6 +567,7 @@ def print_table(console: Console, stream: Stream, rows: list[dict[str, Any]]) ->
             f"{seconds * 1e3:,.3f}",
             f"{seconds / fastest:,.1f}",
             *(f"{value:.4f}" for value in row["imbalance"]),
+            f"{row['pipeline']:.4f}" if "pipeline" in row else "",
             f"{row['delay']:.2f}" if row["delay"] is not None else "",
             f"{row['left_out']:.2%}" if row["left_out"] > 1e-9 else "",
             f"{row['padding']:.2%}" if row["padding"] is not None else "",
