@@ -33,9 +33,10 @@ lint: $(VENV)/.wlb-test
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
 
-## Compare with the floor; writes benches/records/. LENGTHS: .npy files for real balance.
+## Compare with the floor, and with the optimum; writes benches/records/. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.wlb-bench
 	$(BIN)/python benches/engine.py $(if $(LENGTHS),--lengths $(LENGTHS))
+	$(BIN)/python benches/refined.py $(if $(LENGTHS),--lengths $(LENGTHS))
 
 ## Compare with packers from PyPI; writes benches/records/. LENGTHS: .npy files for real lengths beside synthetic ones.
 bench-peers: $(VENV)/.wlb-peers $(VENV)/peers

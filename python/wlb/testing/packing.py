@@ -147,7 +147,7 @@ def refined(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, 
     sizes = {"num_micro_batches": num_micro_batches, "max_tokens": max_tokens}
     start = var_length(lengths, **sizes, cost=cost)
     ceiling = max(start.costs)
-    bound = max([sum_in_order(map(cost, lengths)) / num_micro_batches, *map(cost, lengths)])
+    bound = max([sum_in_order(start.costs) / num_micro_batches, *start.document_costs])
 
     def is_close(plan: Plan) -> bool:
         return not plan.leftover and max(plan.costs) <= bound * 1.0001

@@ -168,6 +168,14 @@ fn nothing_packs_into_empty_micro_batches() {
     assert_eq!(batch_offsets(&checked(&[]), 5).unwrap(), [0]);
 }
 
+/// There is room for what `var_length` leaves over, but only in plans with a higher maximum: those are refused.
+#[test]
+fn refined_pays_for_nothing_with_a_higher_maximum() {
+    let cost = CostModel::analytic(1.0, 0.0, Mask::Causal).unwrap();
+    check::pack_every_way(&[5, 7, 4, 6, 7, 4, 9, 2, 4, 6, 9, 8, 9], 2, 1, 40, &cost);
+    check::pack_every_way(&[11, 6, 4, 5, 7, 9, 6, 9, 5, 4, 3, 12, 3, 12], 4, 1, 24, &cost);
+}
+
 #[test]
 fn sizes_out_of_range_are_named() {
     let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();

@@ -44,9 +44,10 @@ pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
 /// O(n) and, on average, a few steps for each document and target, O(n N) at worst; and a bounded number of exchanges tried.
 pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
     let ceiling = start.max_cost();
-    let largest = costs.iter().copied().fold(0.0, f64::max);
-    // No plan that places every document has a lower maximum.
-    let bound = largest.max(costs.iter().sum::<f64>() / start.costs.len() as f64);
+    let placed = start.assignment.iter().zip(costs).filter(|&(&micro_batch, _)| micro_batch >= 0);
+    let largest = placed.map(|(_, &cost)| cost).fold(0.0, f64::max);
+    // No plan that places as much has a lower maximum.
+    let bound = largest.max(start.costs.iter().sum::<f64>() / start.costs.len() as f64);
     let close = |placement: &Placement| placement.leftover.is_empty() && placement.max_cost() <= bound * CLOSE;
     if close(&start) {
         return start;

@@ -162,9 +162,8 @@ fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_
 /// Algorithm 1; then plans by slope for three targets; then exchanges with the heaviest micro-batch.
 pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
     let start = var_length(lengths, num_micro_batches, max_tokens, cost);
-    let costs: Vec<f64> = lengths.iter().map(|&length| cost.cost(length)).collect();
-    let mean = costs.iter().sum::<f64>() / num_micro_batches as f64;
-    let bound = mean.max(costs.iter().copied().fold(0.0, f64::max));
+    let placed = start.micro_batches.iter().flatten().map(|piece| cost.cost(piece.length));
+    let bound = placed.fold(start.costs.iter().sum::<f64>() / num_micro_batches as f64, f64::max);
     let max = |plan: &Plan| plan.costs.iter().copied().fold(0.0, f64::max);
     let close = |plan: &Plan| plan.leftover.is_empty() && max(plan) <= bound * 1.0001;
     let mut best = start.clone();
