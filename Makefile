@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long lint bench loss-curves fuzz clean
+.PHONY: demo test test-long lint bench bench-peers loss-curves fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -33,9 +33,14 @@ lint: $(VENV)/.wlb-test
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
 
-## Compare with the floor and with other packers; writes benches/records/. LENGTHS: .npy files for real balance.
+## Compare with the floor, and with the optimum; writes benches/records/. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.wlb-bench
 	$(BIN)/python benches/engine.py $(if $(LENGTHS),--lengths $(LENGTHS))
+	$(BIN)/python benches/refined.py $(if $(LENGTHS),--lengths $(LENGTHS))
+
+## Compare with packers from PyPI; writes benches/records/. LENGTHS: .npy files for real lengths beside synthetic ones.
+bench-peers: $(VENV)/.wlb-peers $(VENV)/peers
+	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/peers.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(PEERS_FLAGS)
 
 ## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
 loss-curves: $(VENV)/.wlb-examples
@@ -53,6 +58,10 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# Whole training stacks that cannot be installed side by side: without what they depend on; the bench imports one file of each.
+$(VENV)/peers: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ axolotl llamafactory nemo-automodel nemo-toolkit verl
 
 # A wheel, not an editable install: a stale library beside the sources would win over a fresh build.
 $(VENV)/.wlb-%: $(VENV)/bin/python $(SOURCES)

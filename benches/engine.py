@@ -1,6 +1,6 @@
-"""How fast the engine is, and how it compares: the floor (numpy.sort), pure Python, and packers from PyPI.
+"""How fast the engine is, beside the floor (numpy.sort); `peers.py` compares it with other packers.
 
-    python benches/engine.py                      # prints the tables, writes benches/records/engine.json
+    python benches/engine.py                      # prints the table, writes benches/records/engine.json
     python benches/engine.py --lengths x.npy ...  # adds balance on real lengths, streamed at 128K x 16
 
 Everything is measured from Python, numpy int64 in, in one process. Timings on shared machines are noisy: read the
@@ -10,7 +10,6 @@ ratios. Each sample is the mean of a burst; the record keeps all of them, the ta
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import json
 import os
@@ -18,8 +17,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -68,68 +67,6 @@ def samples(work: Callable[[], object], seconds: float = 0.6) -> list[float]:
             work()
         result.append(round((time.perf_counter() - started) / burst * 1e6, 3))
     return result
-
-
-# --- peers -----------------------------------------------------------------------------------------------------------
-
-
-def heapq_algorithm_1(lengths: Lengths, bins: int, max_tokens: int) -> list[list[int]]:
-    """Algorithm 1 as one writes it in Python: sort, a heap of costs, the fewest tokens where those do not fit.
-
-    The same job as `wlb.pack`: from an array of lengths to the documents of each micro-batch, costs included.
-    """
-    attention, linear = float(COST.attention_cost([1])[0]), float(COST.linear_cost([1])[0])  # of one pair, of one token
-    documents = lengths.tolist()
-    heap = [(0.0, j) for j in range(bins)]
-    tokens = [0] * bins
-    micro_batches: list[list[int]] = [[] for _ in range(bins)]
-    for i in sorted(range(len(documents)), key=lambda i: -documents[i]):
-        length = documents[i]
-        added = attention * (length * (length + 1) // 2) + linear * length
-        cost, j = heap[0]
-        if tokens[j] + length > max_tokens:
-            j = min(range(bins), key=tokens.__getitem__)
-            if tokens[j] + length > max_tokens:
-                continue
-            cost = next(c for c, k in heap if k == j)
-            heap.remove((cost, j))
-            heapq.heapify(heap)
-            heapq.heappush(heap, (cost + added, j))
-        else:
-            heapq.heapreplace(heap, (cost + added, j))
-        tokens[j] += length
-        micro_batches[j].append(i)
-    return micro_batches
-
-
-def _binpacking(costs: list[float], bins: int) -> list[list[int]]:
-    import binpacking
-
-    return [list(b) for b in binpacking.to_constant_bin_number(dict(enumerate(costs)), bins)]
-
-
-def _prtpy(costs: list[float], bins: int) -> list[list[int]]:
-    import prtpy
-
-    items = dict(enumerate(costs))
-    return list(prtpy.partition(algorithm=prtpy.partitioning.greedy, numbins=bins, items=items))
-
-
-def _numberpartitioning(costs: list[float], bins: int) -> list[list[int]]:
-    import numberpartitioning
-
-    result = numberpartitioning.karmarkar_karp(costs, num_parts=bins, return_indices=True)
-    return [list(part) for part in result.partition]
-
-
-PEERS: dict[str, Callable[[list[float], int], list[list[int]]]] = {
-    "binpacking": _binpacking,
-    "prtpy": _prtpy,
-    "numberpartitioning": _numberpartitioning,
-}
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def speed(progress: Progress) -> list[dict[str, Any]]:
@@ -203,64 +140,6 @@ def speed(progress: Progress) -> list[dict[str, Any]]:
     return rows
 
 
-def peers(progress: Progress) -> list[dict[str, Any]]:
-    """The same documents through other packers; those know no token limit, so they may exceed it."""
-    rows: list[dict[str, Any]] = []
-    cases = [(100, 4), (1500, 64), (8700, 64)]
-    task = progress.add_task("peers", total=len(cases) * (2 + len(PEERS)))
-    for documents, bins in cases:
-        lengths = synthetic(documents)
-        max_tokens = max(int(lengths.sum() / bins * 1.5), CONTEXT)
-        options: dict[str, Any] = {"num_micro_batches": bins, "max_tokens": max_tokens, "cost_model": COST}
-        as_list, costs = lengths.tolist(), COST.cost(lengths).tolist()
-        ours = samples(lambda lengths=lengths, options=options: wlb.pack(lengths, **options))
-        plan = wlb.pack(lengths, **options)
-
-        def row(
-            name: str,
-            measured: list[float],
-            imbalance: float | None,
-            note: str = "",
-            n=documents,
-            m=bins,
-            w=ours,
-        ) -> None:
-            rows.append(
-                {
-                    "documents": n,
-                    "micro_batches": m,
-                    "packer": name,
-                    "us": measured,
-                    "imbalance": imbalance,
-                    "note": note,
-                    "times_wlb": min(measured) / min(w) if measured else None,
-                }
-            )
-            progress.advance(task)
-
-        row("wlb", ours, plan.imbalance)
-        mine = heapq_algorithm_1(lengths, bins, max_tokens)
-        if [sorted(documents) for documents in mine] != [batch.document_ids.tolist() for batch in plan.micro_batches]:
-            raise SystemExit("the pure-Python Algorithm 1 gives another plan: this would compare different things")
-        row(
-            "Algorithm 1 in Python",
-            samples(lambda a=lengths, b=bins, m=max_tokens: heapq_algorithm_1(a, b, m)),
-            plan.imbalance,
-        )
-        for name, peer in PEERS.items():
-            try:
-                result = peer(costs, bins)
-            except ImportError as error:
-                row(name, [], None, f"missing: {error}")
-                continue
-            loads = np.asarray([sum(costs[i] for i in part) for part in result])
-            most = max(sum(as_list[i] for i in part) for part in result)
-            note = f"exceeds max_tokens by {most - max_tokens:,}" if most > max_tokens else ""
-            measured = samples(lambda p=peer, c=costs, b=bins: p(c, b))
-            row(name, measured, float(loads.max() * bins / loads.sum()), note)
-    return rows
-
-
 def balance(path: Path, progress: Progress) -> list[dict[str, Any]]:
     """Real lengths streamed at 128K x 16: original against two queues, and the pairs of ranks at CP 16.
 
@@ -318,7 +197,7 @@ def pair_ratios(packing: wlb.Packing, strategy: str) -> list[float]:
     return [float(ranks.max() / ranks.mean()) for ranks in pairs if ranks.sum() > 0]
 
 
-def machine() -> dict[str, Any]:
+def machine(packages: Sequence[str] = ()) -> dict[str, Any]:
     """What the numbers depend on."""
     cpu = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
@@ -335,7 +214,7 @@ def machine() -> dict[str, Any]:
         "wlb": wlb.__version__,
         "profile": wlb.BUILD_PROFILE,
         "commit": commit.stdout.strip(),
-        "peers": {name: _version(name) for name in PEERS},
+        "packages": {name: _version(name) for name in packages},
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -343,7 +222,7 @@ def machine() -> dict[str, Any]:
 def _version(name: str) -> str:
     try:
         return version(name)
-    except ImportError:
+    except PackageNotFoundError:
         return "missing"
 
 
@@ -359,7 +238,6 @@ def main() -> None:
         record: dict[str, Any] = {
             "machine": machine(),
             "speed": speed(progress),
-            "peers": peers(progress),
             "balance": [row for path in arguments.lengths for row in balance(path, progress)],
         }
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
@@ -376,18 +254,6 @@ def main() -> None:
             f"{min(row['us']):.1f}",
             f"{min(row['us']) / sort:.1f}" if sort else "",
             f"{bound:.5f}" if bound else "",
-        )
-    console.print(table)
-    table = Table("documents", "micro-batches", "packer", "us", "x wlb", "imbalance", "", title="Peers")
-    for row in record["peers"]:
-        table.add_row(
-            f"{row['documents']:,}",
-            str(row["micro_batches"]),
-            row["packer"],
-            f"{min(row['us']):,.1f}" if row["us"] else "",
-            f"{row['times_wlb']:,.1f}" if row["times_wlb"] else "",
-            f"{row['imbalance']:.4f}" if row["imbalance"] else "",
-            row["note"],
         )
     console.print(table)
     if record["balance"]:

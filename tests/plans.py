@@ -8,7 +8,7 @@ from typing import Any
 
 import wlb
 
-METHODS: list[Any] = ["original", "fixed_length", "var_length", "var_length_fast"]
+METHODS: list[Any] = ["original", "fixed_length", "var_length", "var_length_fast", "refined"]
 SHARDS: list[dict[str, Any]] = [
     {"strategy": "per_sequence"},
     {"strategy": "per_document"},

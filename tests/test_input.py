@@ -350,7 +350,7 @@ def test_bad_lengths_change_nothing(case: str) -> None:
     assert waiting.state_dict() == before
 
 
-@pytest.mark.parametrize("method", ["var_length", "var_length_fast"])
+@pytest.mark.parametrize("method", ["var_length", "var_length_fast", "refined"])
 def test_a_document_over_max_tokens_is_named(method: Any) -> None:
     with pytest.raises(wlb.WlbError) as raised:
         wlb.pack([5, 1000, 1001], **SIZES, method=method)

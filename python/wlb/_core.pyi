@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _Passes = Literal["forward", "backward", "forward_backward"]
-_Method = Literal["original", "fixed_length", "var_length", "var_length_fast"]
+_Method = Literal["original", "fixed_length", "var_length", "var_length_fast", "refined"]
 _Strategy = Literal["per_sequence", "per_document", "hybrid", "adaptive"]
 _Generation = Literal["a100", "h100", "h200", "b200"]
 _Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]

@@ -61,6 +61,7 @@ def pack_cases(rng: random.Random) -> list[dict[str, Any]]:
                 "original": packing.original(lengths, **sizes, cost=cost),
                 "fixed_length": packing.fixed_length(lengths, **sizes, cost=cost),
                 "var_length": packing.var_length(lengths, **sizes, cost=cost),
+                "refined": packing.refined(lengths, **sizes, cost=cost),
             }
             for method, plan in plans.items():
                 case = {"lengths": lengths, **sizes, "method": method, "window": 1}

@@ -17,6 +17,9 @@ class Piece(NamedTuple):
     length: int
 
 
+Pair = tuple[Piece, Piece]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What `wlb.Packing` holds, in plain Python."""
@@ -137,6 +140,124 @@ def var_length(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: in
     )
     listed = [sorted(pieces) for pieces in batches]
     return _plan(lengths, listed, batches, leftover, max_tokens, cost, length_fallbacks=fallbacks)
+
+
+def refined(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, cost: Cost) -> Plan:
+    """Algorithm 1; then plans by slope for three targets; then exchanges with the heaviest micro-batch."""
+    sizes = {"num_micro_batches": num_micro_batches, "max_tokens": max_tokens}
+    start = var_length(lengths, **sizes, cost=cost)
+    ceiling = max(start.costs)
+    bound = max([sum_in_order(start.costs) / num_micro_batches, *start.document_costs])
+
+    def is_close(plan: Plan) -> bool:
+        return not plan.leftover and max(plan.costs) <= bound * 1.0001
+
+    def rank(plan: Plan) -> tuple[int, float]:
+        return len(plan.leftover), max(plan.costs)
+
+    best = start
+    below, above, target = bound, max(bound, ceiling), bound
+    for _ in range(3):
+        if is_close(best):
+            return best
+        plan = _by_slope(lengths, start, target, cost)
+        if plan is not None and max(plan.costs) <= target:
+            above = target
+        else:
+            below = target
+        target = below + (above - below) * 0.5
+        if plan is not None and max(plan.costs) <= ceiling:
+            best = min(best, plan, key=rank)
+    if is_close(best):
+        return best
+    plan = _exchanged(lengths, best, bound, cost)
+    return min(best, plan, key=rank) if max(plan.costs) <= ceiling else best
+
+
+def _by_slope(lengths: Sequence[int], start: Plan, target: float, cost: Cost) -> Plan | None:
+    """Longest first, to the greatest slope within `target`; else to the least cost."""
+    batches: list[list[Piece]] = [[] for _ in start.micro_batches]
+    costs = [0.0 for _ in batches]
+    room = [start.max_tokens for _ in batches]
+
+    def put(batch: int, piece: Piece) -> None:
+        batches[batch].append(piece)
+        costs[batch] += cost(piece.length)
+        room[batch] -= piece.length
+
+    placed = sorted((piece for pieces in start.micro_batches for piece in pieces), key=lambda x: (-x.length, x.id))
+    for piece in placed:
+        with_room = [j for j in range(len(batches)) if room[j] >= piece.length]
+        within = [j for j in with_room if costs[j] + cost(piece.length) <= target]
+        if within:
+            put(min(within, key=lambda j: (costs[j] - target) / room[j]), piece)
+        elif with_room:
+            put(min(with_room, key=lambda j: costs[j]), piece)
+        else:
+            return None
+    leftover = []
+    for piece in start.leftover:
+        with_room = [j for j in range(len(batches)) if room[j] >= piece.length]
+        cheapest = min(with_room, key=lambda j: costs[j], default=-1)
+        if with_room and costs[cheapest] + cost(piece.length) <= max(start.costs):
+            put(cheapest, piece)
+        else:
+            leftover.append(piece)
+    listed = [sorted(pieces) for pieces in batches]
+    return _plan(lengths, listed, batches, leftover, start.max_tokens, cost, length_fallbacks=start.length_fallbacks)
+
+
+def _exchanged(lengths: Sequence[int], start: Plan, bound: float, cost: Cost) -> Plan:
+    """The best exchange with the lightest partner that has one, again and again, up to 4096 third documents."""
+    nothing = Piece(len(lengths), 0, 0)
+    batches = [sorted(pieces, key=lambda x: (-x.length, x.id)) for pieces in start.micro_batches]
+    costs = list(start.costs)
+    tries = 0
+
+    def weigh(*pieces: Piece) -> float:
+        one, other = (cost(piece.length) if piece.length > 0 else 0.0 for piece in pieces)
+        return one + other
+
+    def best_exchange(heavy: int, light: int, most: int) -> tuple[float, float, Pair, Pair] | None:
+        nonlocal tries
+        has, offers = [*batches[heavy], nothing], [*batches[light], nothing]
+        room = [start.max_tokens - sum(piece.length for piece in batches[j]) for j in (heavy, light)]
+        best = None
+        for i, first in enumerate(has[:-1]):
+            for second in has[i + 1 :] if most == 2 else [nothing]:
+                if tries >= 4096:
+                    return best
+                for k, third in enumerate(offers) if most == 2 else [(-1, nothing)]:
+                    tries += 1
+                    found = None
+                    for fourth in offers[k + 1 :] or [nothing]:
+                        arriving = first.length + second.length - third.length - fourth.length
+                        moved = weigh(first, second) - weigh(third, fourth)
+                        after = costs[heavy] - moved, costs[light] + moved
+                        # Of equals the last that leaves the heavy one the heavier.
+                        if -room[0] <= arriving <= room[1] and (
+                            found is None or max(after) < max(found[:2]) or after[0] == max(found[:2]) > after[1]
+                        ):
+                            found = *after, (first, second), (third, fourth)
+                    if found is not None and max(found[:2]) < (max(best[:2]) if best else costs[heavy]):
+                        best = found
+        return best
+
+    while max(costs) > bound * 1.0001:
+        heavy = costs.index(max(costs))
+        partners = sorted((j for j in range(len(costs)) if costs[j] < costs[heavy]), key=lambda j: costs[j])
+        exchanges = ((light, best_exchange(heavy, light, most)) for most in (1, 2) for light in partners)
+        light, found = next(((light, found) for light, found in exchanges if found is not None), (heavy, None))
+        if found is None:
+            break
+        costs[heavy], costs[light], given, taken = found
+        for pieces, source, target in [(given, heavy, light), (taken, light, heavy)]:
+            moving = [piece for piece in pieces if piece is not nothing]
+            batches[source] = [piece for piece in batches[source] if piece not in moving]
+            batches[target] = sorted([*batches[target], *moving], key=lambda x: (-x.length, x.id))
+    listed = [sorted(pieces) for pieces in batches]
+    fallbacks = start.length_fallbacks
+    return _plan(lengths, listed, batches, start.leftover, start.max_tokens, cost, length_fallbacks=fallbacks)
 
 
 def algorithm_1(

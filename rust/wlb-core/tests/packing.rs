@@ -5,14 +5,15 @@ mod common;
 
 use common::check;
 use common::naive;
-use common::strategies::{checked, config, cost_model, lengths, memory, num_micro_batches};
+use common::strategies::{Memory, checked, config, cost_model, lengths, memory, num_micro_batches};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use wlb_core::packing::stream::{batch_offsets, split_documents};
 use wlb_core::packing::{MAX_MICRO_BATCHES, Piece};
 use wlb_core::{CostModel, Error, Mask, Method, PackOptions, Packing, pack};
 
-const METHODS: [Method; 4] = [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast];
+const METHODS: [Method; 5] =
+    [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast, Method::Refined];
 
 fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Packing {
     let options = PackOptions { num_micro_batches, max_tokens, method: Method::VarLength, window: 1 };
@@ -42,6 +43,15 @@ proptest! {
         check::pack_every_way(&lengths, n, window, memory.max_tokens(&lengths, n, 1), &cost);
     }
 
+    /// Micro-batches of equal tokens, full or nearly so: where `refined` has work to do.
+    #[test]
+    fn full_micro_batches_are_refined(
+        lengths in lengths(100, 60_000), n in 2_usize..12, per_mille in 0_i32..120, cost in cost_model(),
+    ) {
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        check::pack_every_way(&lengths, n, 1, Memory::Share(per_mille).max_tokens(&lengths, n, longest), &cost);
+    }
+
     /// Enough light documents that `var_length_fast` pours instead of sorting.
     #[test]
     fn a_poured_tail_keeps_the_promise(
@@ -66,7 +76,7 @@ proptest! {
     /// Equal digests iff equal plans.
     #[test]
     fn a_digest_tells_plans_apart(
-        lengths in lengths(60, 50), n in 1_usize..5, a in (0_usize..4, 50_i32..100), b in (0_usize..4, 50_i32..100),
+        lengths in lengths(60, 50), n in 1_usize..5, a in (0_usize..5, 50_i32..100), b in (0_usize..5, 50_i32..100),
     ) {
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let run = |(method, max_tokens): (usize, i32)| {
@@ -81,7 +91,7 @@ proptest! {
     /// Written and read back, a plan is the same to the last bit; a changed byte is an error or a plan, never a panic.
     #[test]
     fn a_plan_survives_json(
-        lengths in lengths(60, 50), n in 1_usize..5, method in 0_usize..4, max_tokens in 50_i32..100, cost in cost_model(),
+        lengths in lengths(60, 50), n in 1_usize..5, method in 0_usize..5, max_tokens in 50_i32..100, cost in cost_model(),
         at in any::<Index>(), byte in 0_u8..128,
     ) {
         let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1 };
@@ -131,7 +141,7 @@ proptest! {
         lengths.push(1);
         let at = at.index(lengths.len());
         lengths[at] = 1001;
-        for method in [Method::VarLength, Method::VarLengthFast] {
+        for method in [Method::VarLength, Method::VarLengthFast, Method::Refined] {
             let options = PackOptions { num_micro_batches: 3, max_tokens: 1000, method, window: 1 };
             let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
             prop_assert_eq!((error.argument(), error.index()), ("lengths", Some(at)));
@@ -156,6 +166,14 @@ fn nothing_packs_into_empty_micro_batches() {
     let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
     check::pack_every_way(&[], 3, 2, 10, &cost);
     assert_eq!(batch_offsets(&checked(&[]), 5).unwrap(), [0]);
+}
+
+/// There is room for what `var_length` leaves over, but only in plans with a higher maximum: those are refused.
+#[test]
+fn refined_pays_for_nothing_with_a_higher_maximum() {
+    let cost = CostModel::analytic(1.0, 0.0, Mask::Causal).unwrap();
+    check::pack_every_way(&[5, 7, 4, 6, 7, 4, 9, 2, 4, 6, 9, 8, 9], 2, 1, 40, &cost);
+    check::pack_every_way(&[11, 6, 4, 5, 7, 9, 6, 9, 5, 4, 3, 12, 3, 12], 4, 1, 24, &cost);
 }
 
 #[test]

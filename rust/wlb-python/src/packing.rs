@@ -28,7 +28,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     cost_model: what documents cost.
 ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
 ///         "var_length_fast" (the same for heavy documents, the light tail poured in arrival order; costs at most 1.001 of the
-///         lower bound where var_length does), "fixed_length" (longest first, to the least attention work that
+///         lower bound where var_length does), "refined" (no worse than var_length, and next to optimal where ``max_tokens``
+///         binds; under 1 ms for 500 documents), "fixed_length" (longest first, to the least attention work that
 ///         has room; cuts what fits nowhere), "original" (arrival order, cut every ``max_tokens``).
 ///     window: with "fixed_length", the number of global batches in ``lengths``. They are packed together
 ///         into ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
@@ -191,7 +192,7 @@ impl Packing {
         self.0.lower_bound()
     }
 
-    /// Documents placed by token count instead of by cost. At 0, ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
+    /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
     /// is the cost of the last document put into the heaviest micro-batch.
     #[getter]
     fn length_fallbacks(&self) -> usize {

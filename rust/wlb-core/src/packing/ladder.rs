@@ -1,4 +1,4 @@
-//! The lightest of many micro-batches, while they grow.
+//! The lightest of many micro-batches, while they change.
 
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
@@ -38,6 +38,25 @@ impl Ladder {
     #[inline]
     pub(super) fn lightest(&self) -> usize {
         self.rungs[self.end() as usize].heavier as usize
+    }
+
+    /// Index of the greatest weight, the lowest index of several.
+    pub(super) fn heaviest(&self) -> usize {
+        let end = self.end();
+        let mut heaviest = self.rungs[end as usize].lighter;
+        loop {
+            let below = self.rungs[heaviest as usize].lighter;
+            if below == end || self.rungs[below as usize].weight < self.rungs[heaviest as usize].weight {
+                return heaviest as usize;
+            }
+            heaviest = below;
+        }
+    }
+
+    /// All indices by weight, ties by index.
+    pub(super) fn ascending(&self) -> impl Iterator<Item = usize> + '_ {
+        let heavier = |&index: &u32| Some(self.rungs[index as usize].heavier).filter(|&next| next != self.end());
+        std::iter::successors(heavier(&self.end()), heavier).map(|index| index as usize)
     }
 
     /// Sets one weight.
@@ -92,7 +111,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn finds_the_lightest_after_any_changes(
+        fn keeps_its_order_through_any_changes(
             start in proptest::collection::vec(0_u8..9, 1..12),
             changes in proptest::collection::vec((any::<prop::sample::Index>(), 0_u8..9), 0..40),
         ) {
@@ -105,6 +124,11 @@ mod tests {
                 let least = weights.iter().copied().fold(f64::INFINITY, f64::min);
                 let first = weights.iter().position(|&weight| weight == least);
                 prop_assert_eq!(Some(ladder.lightest()), first);
+                let mut ascending: Vec<usize> = (0..weights.len()).collect();
+                ascending.sort_by(|&a, &b| weights[a].total_cmp(&weights[b]));
+                prop_assert_eq!(ladder.ascending().collect::<Vec<_>>(), ascending);
+                let most = weights.iter().copied().fold(0.0, f64::max);
+                prop_assert_eq!(Some(ladder.heaviest()), weights.iter().position(|&weight| weight == most));
             }
         }
     }

@@ -4,6 +4,7 @@
 //! [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
 
 pub(crate) mod deal;
+mod exchange;
 mod fixed_length;
 mod ladder;
 pub mod metrics;
@@ -12,6 +13,7 @@ pub mod outlier_queue;
 pub mod packer;
 mod placement;
 mod plan;
+mod refined;
 pub mod state;
 pub mod stream;
 pub mod tune;
@@ -40,6 +42,8 @@ named_choices! {
         VarLength = "var_length",
         /// The same for heavy documents; the light tail is poured in arrival order.
         VarLengthFast = "var_length_fast",
+        /// Algorithm 1's plan, made better where tokens run out.
+        Refined = "refined",
     }
 }
 
@@ -93,6 +97,10 @@ pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) ->
         Method::VarLengthFast => {
             check_fit(lengths, max_tokens)?;
             Ok(var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model))
+        }
+        Method::Refined => {
+            check_fit(lengths, max_tokens)?;
+            Ok(refined::pack(lengths, num_micro_batches, max_tokens, cost_model))
         }
     }
 }

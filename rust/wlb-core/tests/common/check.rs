@@ -121,7 +121,7 @@ pub(crate) fn pack_every_way(
     same_plan(&run(Method::FixedLength, window).unwrap(), &naive::fixed_length(lengths, total, max_tokens, cost));
 
     if let Some(index) = lengths.iter().position(|&d| d > max_tokens) {
-        for method in [Method::VarLength, Method::VarLengthFast] {
+        for method in [Method::VarLength, Method::VarLengthFast, Method::Refined] {
             let error = run(method, 1).unwrap_err();
             assert!(matches!(error, Error::TooLong { argument: "lengths", index: at, .. } if at == index));
         }
@@ -132,6 +132,20 @@ pub(crate) fn pack_every_way(
     certificate_holds(&exact, cost);
     fast_is_as_good(&run(Method::VarLengthFast, 1).unwrap(), &exact);
     scored_alike_elsewhere(&exact, &checked, cost);
+    let refined = run(Method::Refined, 1).unwrap();
+    refined_is_no_worse(&refined, &exact);
+    scored_alike_elsewhere(&refined, &checked, cost);
+    // Its oracle tries every exchange.
+    if lengths.len() <= 100 {
+        same_plan(&refined, &naive::refined(lengths, num_micro_batches, max_tokens, cost));
+    }
+}
+
+/// `refined`'s promise.
+fn refined_is_no_worse(refined: &Packing, exact: &Packing) {
+    assert!(refined.max_cost() <= exact.max_cost(), "{} is above {}", refined.max_cost(), exact.max_cost());
+    assert!(exact.assignment.iter().zip(&refined.assignment).all(|(&was, &is)| was < 0 || is >= 0), "was placed");
+    assert_eq!(refined.length_fallbacks, exact.length_fallbacks);
 }
 
 /// `var_length_fast`'s promise.

@@ -159,6 +159,173 @@ fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_
     plan
 }
 
+/// Algorithm 1; then plans by slope for three targets; then exchanges with the heaviest micro-batch.
+pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
+    let start = var_length(lengths, num_micro_batches, max_tokens, cost);
+    let placed = start.micro_batches.iter().flatten().map(|piece| cost.cost(piece.length));
+    let bound = placed.fold(start.costs.iter().sum::<f64>() / num_micro_batches as f64, f64::max);
+    let max = |plan: &Plan| plan.costs.iter().copied().fold(0.0, f64::max);
+    let close = |plan: &Plan| plan.leftover.is_empty() && max(plan) <= bound * 1.0001;
+    let mut best = start.clone();
+    let consider = |plan: Plan, best: &mut Plan| {
+        let fewer = plan.leftover.len() < best.leftover.len();
+        let lower = plan.leftover.len() == best.leftover.len() && max(&plan) < max(best);
+        if max(&plan) <= max(&start) && (fewer || lower) {
+            *best = plan;
+        }
+    };
+    let (mut below, mut above) = (bound, bound.max(max(&start)));
+    let mut target = bound;
+    for _ in 0..3 {
+        if close(&best) {
+            return best;
+        }
+        let plan = by_slope(lengths, &start, max_tokens, target, cost);
+        if plan.as_ref().is_some_and(|plan| max(plan) <= target) {
+            above = target;
+        } else {
+            below = target;
+        }
+        target = below + (above - below) * 0.5;
+        plan.into_iter().for_each(|plan| consider(plan, &mut best));
+    }
+    if close(&best) {
+        return best;
+    }
+    let plan = exchanged(lengths, &best, max_tokens, bound, cost);
+    consider(plan, &mut best);
+    best
+}
+
+/// Longest first, to the most cost lacking per token of room, where the cost stays within the target; else to the least cost.
+fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &CostModel) -> Option<Plan> {
+    let n = start.costs.len();
+    let mut plan = Plan { length_fallbacks: start.length_fallbacks, ..Plan::empty(lengths.len(), n) };
+    for index in longest_first(lengths).into_iter().filter(|&index| start.assignment[index] >= 0) {
+        let room = |j: usize| i64::from(max_tokens) - plan.tokens[j];
+        let with_room: Vec<usize> = (0..n).filter(|&j| room(j) >= i64::from(lengths[index])).collect();
+        let within = with_room.iter().copied().filter(|&j| plan.costs[j] + cost.cost(lengths[index]) <= target);
+        let steepest = first_least(within.map(|j| (j, (plan.costs[j] - target) / room(j) as f64)));
+        let j = steepest.or_else(|| first_least(with_room.iter().map(|&j| (j, plan.costs[j]))))?;
+        plan.put(j, whole(index, lengths[index]), cost.cost(lengths[index]));
+        plan.assignment[index] = j as i32;
+    }
+    let ceiling = start.costs.iter().copied().fold(0.0, f64::max);
+    for piece in &start.leftover {
+        let has_room = |j: &usize| plan.tokens[*j] + i64::from(piece.length) <= i64::from(max_tokens);
+        match first_least((0..n).filter(has_room).map(|j| (j, plan.costs[j]))) {
+            Some(j) if plan.costs[j] + cost.cost(piece.length) <= ceiling => {
+                plan.put(j, *piece, cost.cost(piece.length));
+                plan.assignment[piece.id as usize] = j as i32;
+            }
+            _ => plan.leftover.push(*piece),
+        }
+    }
+    plan.micro_batches.iter_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.id));
+    Some(plan)
+}
+
+/// Exchanges until there is none, the maximum is close to the bound, or 4096 last documents were searched for.
+fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &CostModel) -> Plan {
+    let (n, mut tokens, mut costs) = (start.costs.len(), start.tokens.clone(), start.costs.clone());
+    let mut assignment = start.assignment.clone();
+    let mut searches = 0;
+    loop {
+        let heaviest = first_least(costs.iter().map(|&cost| -cost).enumerate()).unwrap_or(0);
+        if costs[heaviest] <= bound * 1.0001 {
+            break;
+        }
+        let mut partners: Vec<usize> = (0..n).filter(|&j| costs[j] < costs[heaviest]).collect();
+        partners.sort_by(|&a, &b| costs[a].total_cmp(&costs[b]));
+        let both = [1, 2].iter().flat_map(|&most| partners.iter().map(move |&partner| (most, partner)));
+        let found = both
+            .map(|(most, partner)| {
+                // Longest first; after the last document, none.
+                let inside = |j: usize| -> Vec<Option<usize>> {
+                    let inside = longest_first(lengths).into_iter().filter(|&index| assignment[index] == j as i32);
+                    inside.map(Some).chain([None]).collect()
+                };
+                let side = |j: usize| (inside(j), i64::from(max_tokens) - tokens[j], costs[j]);
+                (partner, best_exchange(lengths, side(heaviest), side(partner), most, &mut searches, cost))
+            })
+            .find_map(|(partner, found)| Some((partner, found?)));
+        let Some((partner, ([given, taken], moved))) = found else { break };
+        for (documents, from, to) in [(given, heaviest, partner), (taken, partner, heaviest)] {
+            for index in documents.into_iter().flatten() {
+                assignment[index] = to as i32;
+                tokens[from] -= i64::from(lengths[index]);
+                tokens[to] += i64::from(lengths[index]);
+            }
+        }
+        costs[heaviest] -= moved;
+        costs[partner] += moved;
+    }
+    let mut plan = Plan {
+        leftover: start.leftover.clone(),
+        length_fallbacks: start.length_fallbacks,
+        ..Plan::empty(lengths.len(), n)
+    };
+    for index in longest_first(lengths) {
+        if let Ok(j) = usize::try_from(assignment[index]) {
+            plan.put(j, whole(index, lengths[index]), cost.cost(lengths[index]));
+        }
+    }
+    plan.assignment = assignment;
+    plan.micro_batches.iter_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.id));
+    plan
+}
+
+/// Two documents, or one, or none.
+type Two = [Option<usize>; 2];
+
+/// Every exchange, one by one: the one with the least maximum (what is given and taken, and by how much the heavy one's cost falls).
+fn best_exchange(
+    lengths: &[i32],
+    (has, room, heavy): (Vec<Option<usize>>, i64, f64),
+    (offers, partner_room, light): (Vec<Option<usize>>, i64, f64),
+    most: usize,
+    searches: &mut usize,
+    cost: &CostModel,
+) -> Option<([Two; 2], f64)> {
+    let tokens = |two: Two| two.into_iter().flatten().map(|index| i64::from(lengths[index])).sum::<i64>();
+    let cost_of = |one: Option<usize>| one.map_or(0.0, |index| cost.cost(lengths[index]));
+    let cost_of_two = |two: Two| cost_of(two[0]) + cost_of(two[1]);
+    let mut best = None;
+    let mut least = heavy;
+    for (i, &first) in has.iter().enumerate().filter(|(_, first)| first.is_some()) {
+        for &second in has.iter().skip(i + 1).filter(|second| most == 2 || second.is_none()) {
+            if *searches >= 4096 {
+                return best;
+            }
+            for (k, &third) in offers.iter().enumerate().filter(|(_, third)| most == 2 || third.is_none()) {
+                *searches += 1;
+                let given = [first, second];
+                let mut best_of_these = None;
+                let mut least_of_these = f64::INFINITY;
+                for (l, &fourth) in offers.iter().enumerate() {
+                    let taken = [third, fourth];
+                    let is_another = most == 1 || l > k || fourth.is_none();
+                    let arriving = tokens(given) - tokens(taken);
+                    if !is_another || arriving > partner_room || -arriving > room {
+                        continue;
+                    }
+                    let moved = cost_of_two(given) - cost_of_two(taken);
+                    let (heavy, light) = (heavy - moved, light + moved);
+                    // Of equals the last that leaves the heavy one the heavier.
+                    if heavy.max(light) < least_of_these || (heavy > light && heavy == least_of_these) {
+                        least_of_these = heavy.max(light);
+                        best_of_these = Some(([given, taken], moved));
+                    }
+                }
+                if least_of_these < least {
+                    (least, best) = (least_of_these, best_of_these);
+                }
+            }
+        }
+    }
+    best
+}
+
 /// Batch `i` is documents `offsets[i]..offsets[i + 1]`.
 pub(crate) fn batch_offsets(lengths: &[i32], tokens_per_batch: i64) -> Vec<usize> {
     let mut offsets = vec![0];

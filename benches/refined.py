@@ -1,0 +1,179 @@
+"""How far packings are from the optimum where max_tokens binds: var_length, refined, and a solver with a time limit.
+
+    python benches/refined.py                      # prints the tables, writes benches/records/refined.json
+    python benches/refined.py --lengths x.npy ...  # also on real lengths, split at 16K, 32K and 128K
+
+50 to 500 documents in 4 to 64 micro-batches that may hold little more than the mean. Only instances where Algorithm 1
+could not always follow the cost are kept. The optimum is rarely known: the yardstick is the greater of two lower bounds.
+One is the solver's (HiGHS, `wlb.exact`). The other is a linear program: the longest documents of which no two fit
+together, be it by tokens or under the maximum cost that `refined` found, have a micro-batch each; the others may be cut
+at will.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import highspy
+import numpy as np
+from engine import COST, RECORDS, Lengths, machine, samples, synthetic
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import wlb
+import wlb.exact
+
+DOCUMENTS = (50, 100, 200, 350, 500)
+MICRO_BATCHES = (4, 8, 16, 32, 64)
+ROOM = (1.02, 1.1, 1.5)
+Instance = tuple[str, Lengths, dict[str, Any]]  # where the lengths are from, and how they are packed
+
+
+def instances(paths: list[Path], seeds: int) -> Iterator[Instance]:
+    for n, micro_batches, seed in itertools.product(DOCUMENTS, MICRO_BATCHES, range(seeds)):
+        lengths = synthetic(n, seed)
+        # As if split at the mean micro-batch: otherwise the longest document is all that matters.
+        split = wlb.split_documents(lengths, max_document_tokens=int(lengths.sum()) // micro_batches)[2]
+        for name, these in (("synthetic", lengths), ("synthetic, split", split)):
+            if 3 * micro_batches <= len(these) <= max(DOCUMENTS):
+                yield from bound_by_tokens(name, these, micro_batches, int(these.sum()) / micro_batches)
+    for path in paths:
+        corpus = np.random.default_rng(0).permutation(np.load(path).astype(np.int64))
+        for micro_batches, context in itertools.product((4, 16, 64), (16384, 32768, 131072)):
+            pieces = wlb.split_documents(corpus, max_document_tokens=context)[2]
+            offsets = wlb.batch_offsets(pieces, tokens_per_batch=micro_batches * context)
+            batches = (pieces[a:b] for a, b in itertools.pairwise(offsets[:-1]))
+            usual = (batch for batch in batches if 3 * micro_batches <= len(batch) <= max(DOCUMENTS))
+            for batch in itertools.islice(usual, seeds):
+                yield from bound_by_tokens(path.stem, batch, micro_batches, context)
+
+
+def bound_by_tokens(name: str, lengths: Lengths, micro_batches: int, mean: float) -> Iterator[Instance]:
+    for room in ROOM:
+        max_tokens = max(int(room * mean), int(lengths.max()))
+        options = {"num_micro_batches": micro_batches, "max_tokens": max_tokens, "cost_model": COST}
+        greedy = wlb.pack(lengths, **options)
+        if greedy.length_fallbacks > 0 or len(greedy.leftover) > 0:
+            yield name, lengths, options
+
+
+def relaxed_bound(lengths: Lengths, micro_batches: int, max_tokens: int, ceiling: float) -> float | None:
+    """The linear program's lower bound for packings that cost at most `ceiling`; None if it has no solution."""
+    costs = COST.cost(lengths)
+    order = np.argsort(-lengths, kind="stable")
+    apart = 1
+    while apart < min(micro_batches, len(order)):
+        shortest, following = order[apart - 1], order[apart]
+        if lengths[shortest] + lengths[following] <= max_tokens and costs[shortest] + costs[following] <= ceiling:
+            break
+        apart += 1
+    rest = order[apart:]
+    # (cost, tokens, how many) of the micro-batches that hold one of those, and of the others together.
+    bins = [(costs[i], float(lengths[i]), 1) for i in order[:apart]] + [(0.0, 0.0, micro_batches - apart)]
+    unit = costs.sum() / micro_batches
+    model = highspy.Highs()
+    model.setOptionValue("output_flag", False)
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = len(rest) * len(bins) + 1, len(rest) + 2 * len(bins)
+    program.col_cost_ = np.append(np.zeros(len(rest) * len(bins)), 1.0)
+    program.col_lower_ = np.append(np.zeros(len(rest) * len(bins)), max(1.0, costs.max() / unit))
+    program.col_upper_ = np.full(program.num_col_, np.inf)
+    program.row_lower_ = np.append(np.ones(len(rest)), np.full(2 * len(bins), -np.inf))
+    free_tokens = [(count * max_tokens - tokens) / max_tokens for _, tokens, count in bins]
+    program.row_upper_ = np.concatenate([np.ones(len(rest)), [-cost / unit for cost, *_ in bins], free_tokens])
+    document, bin_ = (axis.ravel() for axis in np.indices((len(rest), len(bins))))
+    rows = np.stack([document, len(rest) + bin_, len(rest) + len(bins) + bin_], axis=1)
+    values = np.stack(
+        [np.ones(len(document)), costs[rest][document] / unit, lengths[rest][document] / max_tokens], axis=1
+    )
+    matrix = program.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kColwise
+    matrix.start_ = np.append(np.arange(0, 3 * len(document) + 1, 3), 3 * len(document) + len(bins))
+    matrix.index_ = np.append(rows.ravel(), np.arange(len(rest), len(rest) + len(bins)))
+    matrix.value_ = np.append(values.ravel(), [-float(count) for *_, count in bins])
+    model.passModel(program)
+    model.run()
+    if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    return float(model.getInfo().objective_function_value) * unit
+
+
+def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float) -> dict[str, Any]:
+    greedy, refined = wlb.pack(lengths, **options), wlb.pack(lengths, method="refined", **options)
+    row: dict[str, Any] = {
+        "lengths": name,
+        "documents": len(lengths),
+        "micro_batches": options["num_micro_batches"],
+        "max_tokens_over_mean": options["max_tokens"] * options["num_micro_batches"] / int(lengths.sum()),
+        "left_over": [len(greedy.leftover), len(refined.leftover)],
+        "us": {
+            "sort": samples(lambda: np.sort(lengths), 0.02),
+            "var_length": samples(lambda: wlb.pack(lengths, **options), 0.02),
+            "refined": samples(lambda: wlb.pack(lengths, method="refined", **options), 0.04),
+        },
+    }
+    if len(refined.leftover) > 0:
+        return row
+    bound = relaxed_bound(lengths, options["num_micro_batches"], options["max_tokens"], float(refined.costs.max()))
+    bound = max(bound or 0.0, refined.lower_bound)
+    try:
+        solution = wlb.exact.solve(lengths, time_limit=seconds, **options)
+    except wlb.WlbError:  # nothing found in time
+        solution = None
+    if solution is not None:
+        bound = max(bound, solution.lower_bound)
+        row |= {"solver_seconds": solution.seconds, "solver": solution.objective / bound - 1.0}
+    row["refined"] = float(refined.costs.max()) / bound - 1.0
+    if len(greedy.leftover) == 0:
+        row["var_length"] = float(greedy.costs.max()) / bound - 1.0
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser.add_argument("--seeds", type=int, default=2, help="instances of each kind")
+    parser.add_argument("--solver-seconds", type=float, default=5.0, help="time limit of HiGHS, for one instance")
+    parser.add_argument("--record", type=Path, default=RECORDS / "refined.json", help="where the raw record goes")
+    arguments = parser.parse_args()
+    if wlb.BUILD_PROFILE != "release":
+        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        found = progress.track(list(instances(arguments.lengths, arguments.seeds)), description="refined")
+        rows = [measure(*instance, arguments.solver_seconds) for instance in found]
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    arguments.record.write_text(json.dumps({"machine": machine(["highspy"]), "rows": rows}) + "\n")
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    kinds = dict.fromkeys(row["lengths"] for row in rows)
+    title = f"Maximum cost above the best lower bound, {len(rows)} instances where max_tokens binds"
+    table = Table("lengths", "packer", "solved", "mean", "p50", "p90", "p95", "worst", "within 0.5 %", title=title)
+    for kind, packer in itertools.product([*kinds, "all"], ("var_length", "refined", "solver")):
+        these = [row for row in rows if kind in (row["lengths"], "all")]
+        above = np.array([row[packer] for row in these if packer in row])
+        name = f"HiGHS, {arguments.solver_seconds:g} s" if packer == "solver" else packer
+        if len(above) > 0:
+            numbers = [above.mean(), *np.quantile(above, [0.5, 0.9, 0.95, 1.0]), (above <= 0.005).mean()]
+            table.add_row(kind, name, f"{len(above)} of {len(these)}", *(f"{number:.2%}" for number in numbers))
+    console.print(table)
+    us = {name: np.array([min(row["us"][name]) for row in rows]) for name in ("sort", "var_length", "refined")}
+    table = Table("time", "p50", "p95", "worst", title="Planning time: the least of many bursts, of each instance")
+    table.add_row("refined, us", *(f"{value:.0f}" for value in np.quantile(us["refined"], [0.5, 0.95, 1.0])))
+    for other in ("var_length", "sort"):
+        ratios = np.quantile(us["refined"] / us[other], [0.5, 0.95, 1.0])
+        table.add_row(f"over {other}", *(f"{value:.1f}" for value in ratios))
+    console.print(table)
+    left = np.array([row["left_over"] for row in rows])
+    console.print(f"documents left over: var_length {left[:, 0].sum()}, refined {left[:, 1].sum()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+//! Algorithm 1's plan, made better where tokens run out before work does.
+
+use crate::cost::CostModel;
+use crate::longest_first::{longest_first, longest_first_of};
+
+use super::Method;
+use super::exchange::exchange;
+use super::ladder::Ladder;
+use super::placement::{Placement, whole};
+use super::plan::Packing;
+use super::var_length::Bins;
+
+/// A plan is left as it is once its maximum is this close to the lower bound.
+pub(super) const CLOSE: f64 = 1.0001;
+/// Plans made by [`steepest`], each for another target cost.
+const TARGETS: usize = 3;
+
+/// Algorithm 1, then [`refine`].
+///
+/// # Complexity
+/// As [`refine`].
+pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
+    let costs = cost_model.costs(lengths);
+    for (length, index) in longest_first(lengths) {
+        bins.place(index, length, costs[index]);
+    }
+    refine(bins.placement, lengths, &costs, max_tokens).into_packing(
+        Some(Method::Refined),
+        max_tokens,
+        cost_model,
+        |index| whole(index, lengths[index]),
+    )
+}
+
+/// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher.
+///
+/// Where every micro-batch has tokens to spare, `start` is next to optimal and is given back. Where tokens run out,
+/// Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`] looks at both from the
+/// first document on, for a few targets between the lower bound and the best maximum found; [`exchange`] then works on
+/// the heaviest micro-batch of the best plan.
+///
+/// # Complexity
+/// O(n) and, on average, a few steps for each document and target, O(n N) at worst; and a bounded number of exchanges tried.
+pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
+    let ceiling = start.max_cost();
+    let placed = start.assignment.iter().zip(costs).filter(|&(&micro_batch, _)| micro_batch >= 0);
+    let largest = placed.map(|(_, &cost)| cost).fold(0.0, f64::max);
+    // No plan that places as much has a lower maximum.
+    let bound = largest.max(start.costs.iter().sum::<f64>() / start.costs.len() as f64);
+    let close = |placement: &Placement| placement.leftover.is_empty() && placement.max_cost() <= bound * CLOSE;
+    if close(&start) {
+        return start;
+    }
+
+    let documents = Documents::new(lengths, costs, max_tokens);
+    let better = |best: Placement, other: Placement| if other.is_better_than(&best, ceiling) { other } else { best };
+    let (mut below, mut above, mut target) = (bound, bound.max(ceiling), bound);
+    let mut best = start.clone();
+    for _ in 0..TARGETS {
+        let found = steepest(&documents, &start, target, ceiling);
+        if found.as_ref().is_some_and(|found| found.max_cost() <= target) {
+            above = target;
+        } else {
+            below = target;
+        }
+        target = below + (above - below) * 0.5;
+        best = found.into_iter().fold(best, better);
+        if close(&best) {
+            return best;
+        }
+    }
+    // Costs are summed anew there: rounding may lift a maximum that exchanges could hardly lower.
+    exchange(&documents, &best, bound).into_iter().fold(best, better)
+}
+
+impl Placement {
+    fn max_cost(&self) -> f64 {
+        self.costs.iter().copied().fold(0.0, f64::max)
+    }
+
+    /// Leaves fewer documents over, or as many at a lower maximum cost; and costs at most `ceiling`.
+    fn is_better_than(&self, other: &Self, ceiling: f64) -> bool {
+        let max = self.max_cost();
+        max <= ceiling && (self.leftover.len(), max) < (other.leftover.len(), other.max_cost())
+    }
+}
+
+/// What is to be placed.
+pub(super) struct Documents<'a> {
+    pub(super) lengths: &'a [i32],
+    pub(super) costs: &'a [f64],
+    pub(super) max_tokens: i64,
+    /// Indices, longest first.
+    pub(super) longest_first: Vec<u32>,
+}
+
+impl<'a> Documents<'a> {
+    fn new(lengths: &'a [i32], costs: &'a [f64], max_tokens: i32) -> Self {
+        let longest_first =
+            longest_first_of(lengths.iter().copied().enumerate()).map(|(_, index)| index as u32).collect();
+        Self { lengths, costs, max_tokens: i64::from(max_tokens), longest_first }
+    }
+}
+
+/// Longest first, each to the micro-batch that lacks the most cost per token of its room, among those with room for it
+/// whose cost stays within `target`; else to the least cost that has room.
+///
+/// Longer documents cost more per token. A micro-batch that has few tokens left but much cost to reach `target` must get
+/// long ones, one with a heavy document and room to spare can take the many short ones: so both run out together.
+///
+/// `None` where a document that `start` places finds no room. What `start` left over is tried last, and placed where the
+/// cost stays within `ceiling`.
+fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
+    let mut placement = Placement::new(documents.lengths.len(), start.tokens.len());
+    placement.length_fallbacks = start.length_fallbacks;
+    let num_micro_batches = start.tokens.len();
+    let room = |placement: &Placement, j: usize| documents.max_tokens - placement.tokens[j];
+    // The steepest is the lightest of the ladder.
+    let slope = |placement: &Placement, j: usize| match room(placement, j) {
+        0 => f64::INFINITY,
+        tokens => (placement.costs[j] - target) / tokens as f64,
+    };
+    let least_cost = |placement: &Placement, length: i32| {
+        let with_room = (0..num_micro_batches).filter(|&j| room(placement, j) >= i64::from(length));
+        with_room.min_by(|&a, &b| placement.costs[a].total_cmp(&placement.costs[b]))
+    };
+    let mut by_slope = Ladder::new((0..num_micro_batches).map(|j| slope(&placement, j)));
+    for &index in &documents.longest_first {
+        let index = index as usize;
+        if start.assignment[index] < 0 {
+            continue;
+        }
+        let (length, cost) = (documents.lengths[index], documents.costs[index]);
+        let fits = |&j: &usize| room(&placement, j) >= i64::from(length) && placement.costs[j] + cost <= target;
+        let j = by_slope.ascending().find(fits).or_else(|| least_cost(&placement, length))?;
+        placement.put(index, j, length, cost);
+        by_slope.set(j, slope(&placement, j));
+    }
+    for &index in &start.leftover {
+        let (length, cost) = (documents.lengths[index], documents.costs[index]);
+        match least_cost(&placement, length).filter(|&j| placement.costs[j] + cost <= ceiling) {
+            Some(j) => placement.put(index, j, length, cost),
+            None => placement.leftover.push(index),
+        }
+    }
+    Some(placement)
+}
