@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 mod convert;
 mod cost;
+mod dynamic_cp;
 mod error;
 mod kernel;
 mod packer;
@@ -23,5 +24,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     packer::register(module)?;
     sharding::register(module)?;
     kernel::register(module)?;
-    schedule::register(module)
+    schedule::register(module)?;
+    dynamic_cp::register(module)
 }

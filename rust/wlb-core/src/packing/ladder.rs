@@ -5,7 +5,7 @@
 /// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
 /// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024 (`benches/rust/engine.rs`
 /// has the time), where a tournament tree or a heap always pays log N. In any other order it takes up to N steps.
-pub(super) struct Ladder {
+pub(crate) struct Ladder {
     /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a ring.
     rungs: Vec<Rung>,
     /// Where the last search ended.
@@ -21,7 +21,7 @@ struct Rung {
 
 impl Ladder {
     /// A ladder over `weights`: numbers, infinity included; at most `MAX_MICRO_BATCHES`.
-    pub(super) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
+    pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
         let end = weights.len() as u32;
         let mut rungs: Vec<Rung> = weights.map(|weight| Rung { weight, lighter: end, heavier: end }).collect();
         rungs.push(Rung { weight: f64::INFINITY, lighter: end, heavier: end });
@@ -36,7 +36,7 @@ impl Ladder {
 
     /// Index of the least weight, the lowest index of several.
     #[inline]
-    pub(super) fn lightest(&self) -> usize {
+    pub(crate) fn lightest(&self) -> usize {
         self.rungs[self.end() as usize].heavier as usize
     }
 
@@ -61,7 +61,7 @@ impl Ladder {
 
     /// Sets one weight.
     #[inline]
-    pub(super) fn set(&mut self, index: usize, weight: f64) {
+    pub(crate) fn set(&mut self, index: usize, weight: f64) {
         let Rung { lighter, heavier, .. } = self.rungs[index];
         self.rungs[lighter as usize].heavier = heavier;
         self.rungs[heavier as usize].lighter = lighter;

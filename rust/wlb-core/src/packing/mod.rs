@@ -6,7 +6,7 @@
 pub(crate) mod deal;
 mod exchange;
 mod fixed_length;
-mod ladder;
+pub(crate) mod ladder;
 pub mod metrics;
 mod original;
 pub mod outlier_queue;

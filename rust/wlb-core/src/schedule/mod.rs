@@ -4,6 +4,7 @@
 //! program of any such order, once; then, for any costs, it gives the makespan (for planners, in nanoseconds an op) or
 //! a whole [`Timeline`].
 
+pub mod dynamic_cp;
 pub mod order;
 pub mod pipeline;
 pub mod placement;

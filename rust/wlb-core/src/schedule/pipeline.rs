@@ -139,6 +139,12 @@ impl Pipeline {
         Ok(self.run(times, |j| j, buffers, |_, _, _, _| {}))
     }
 
+    /// The ops in a sequence in which everything stands behind what it waits for: the rank that runs it, and whether it waits for
+    /// what another rank sends.
+    pub(super) fn program(&self) -> impl Iterator<Item = (Op, usize, bool)> {
+        self.steps.iter().map(|step| (step.op, usize::from(step.rank), step.input != NOTHING))
+    }
+
     /// The makespan when the schedule's `j`-th micro-batch is `times`' `order[j]`-th; `times` may have others, too.
     ///
     /// # Panics

@@ -1,0 +1,285 @@
+//! Dynamic context parallelism: every micro-batch divides the ranks into groups as its documents need.
+//!
+//! A fixed context-parallel size shards short documents as thinly as the longest one, and a document that is more than a fair share of
+//! a micro-batch makes everybody wait. Here a document gets as many ranks as it takes to finish with the others, and short ones
+//! share few.
+//!
+//! | part | what |
+//! | --- | --- |
+//! | `cost` | seconds of a group: its documents' cost over its ranks, and the exchange of keys and values that attention does not hide |
+//! | `shape` | how much work each micro-batch should get: less where the pipeline fills and drains |
+//! | `solver` | documents to groups, for one number of micro-batches |
+//! | `simulate` | seconds of the step |
+//! | `bound` | what no plan can beat |
+//!
+//! [`plan_dynamic_cp`] tries numbers of micro-batches and block sizes, and keeps what the simulation finds fastest.
+
+mod bound;
+mod cost;
+mod plan;
+mod shape;
+mod simulate;
+mod solver;
+
+pub use cost::Communication;
+pub use plan::{DynamicCpPlan, Group};
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result, check_range};
+use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::packing::MAX_MICRO_BATCHES;
+use crate::sharding::MAX_CP_SIZE;
+
+use super::order::{Layout, MAX_STAGES};
+use super::pipeline::{Buffers, Pipeline, Times};
+use super::Schedule;
+use cost::GroupCost;
+use solver::{Draft, Problem};
+
+/// Most (micro-batch, rank) pairs of a plan: a mistyped number is an error, not an exhausted memory.
+pub const MAX_CELLS: usize = 1 << 22;
+
+/// The sweep ends at this many times the micro-batches that it begins with.
+const SWEEP: usize = 4;
+
+/// The machine, and what a plan may do.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DynamicCpOptions {
+    /// Ranks of one pipeline stage, DP times CP: those that groups are made of.
+    pub world_size: usize,
+    /// Pipeline stages, PP.
+    pub num_stages: usize,
+    /// Parts of the model on each of them; above 1, the pipeline is interleaved.
+    pub num_virtual_stages: usize,
+    /// Most tokens of a rank in one micro-batch: a memory bound.
+    pub max_tokens_per_rank: i32,
+    /// Largest group; `world_size` if not given. Rounded down to a power of two.
+    pub max_cp_size: Option<usize>,
+    /// Micro-batches of the step; swept if not given.
+    pub num_micro_batches: Option<usize>,
+    /// Where the sweep ends; 4 times where it begins if not given.
+    pub max_micro_batches: Option<usize>,
+    /// What larger groups cost.
+    pub communication: Communication,
+    /// Latency between pipeline stages.
+    pub p2p_seconds: f64,
+    /// What every micro-batch takes through the whole model, whatever is in it.
+    pub micro_batch_seconds: f64,
+}
+
+/// Divides the documents of one step among micro-batches and groups of ranks.
+///
+/// # Arguments
+/// * `ids` - names of the documents in the plan; their indices if not given.
+///
+/// # Errors
+/// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a document that exceeds the memory of the
+/// largest group; [`Error::Combination`] when the documents do not fit into the micro-batches allowed;
+/// [`Error::Layout`] when an interleaved pipeline does not take that number of micro-batches; [`Error::InfiniteCost`].
+///
+/// # Complexity
+/// About ten times [`Problem::solve`], and O(p v m world_size) for the simulation of the best.
+pub fn plan_dynamic_cp(
+    lengths: &Lengths,
+    ids: Option<&[i64]>,
+    options: &DynamicCpOptions,
+    cost_model: &CostModel,
+) -> Result<DynamicCpPlan> {
+    if let Some(found) = ids.map(<[i64]>::len).filter(|&found| found != lengths.len()) {
+        return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
+    }
+    let cost = GroupCost { communication: options.communication, micro_batch_seconds: options.micro_batch_seconds };
+    let largest_group = check(lengths, options, cost_model, &cost)?;
+    let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
+    let problem = Problem::new(lengths, cost_model, cost, world_size, largest_group, max_tokens_per_rank);
+    let (least, most) = range(lengths, options);
+    let counts = candidates(options, least, most);
+    let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
+    for &num_micro_batches in &counts {
+        search.attempt(num_micro_batches, largest_group)?;
+    }
+    if search.best.is_none() && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
+        search.more(most)?;
+    }
+    search.smaller_blocks(&counts)?;
+    let Search { best, mut sweep, .. } = search;
+    let Some(best) = best else {
+        let argument = if options.num_micro_batches.is_some() { "num_micro_batches" } else { "max_micro_batches" };
+        let requirement = "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank tokens";
+        return Err(Error::Combination { argument, requirement });
+    };
+    sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
+    let draft = best.draft.in_order(&best.order, &problem.documents);
+    let seconds = simulate::step_seconds(&best.pipeline, &draft, options);
+    let last = sweep.last().map_or(most, |&(num_micro_batches, _)| num_micro_batches);
+    let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
+    let documents: Vec<usize> =
+        draft.documents.iter().map(|&document| problem.documents[document as usize].index as usize).collect();
+    let group = |group: &solver::Group| {
+        let solver::Group { first_rank, cp_size, seconds, .. } = *group;
+        Group { first_rank, cp_size, seconds }
+    };
+    Ok(DynamicCpPlan {
+        world_size,
+        num_stages: options.num_stages,
+        num_virtual_stages: options.num_virtual_stages,
+        max_tokens_per_rank,
+        lengths: documents.iter().map(|&index| lengths[index]).collect(),
+        documents: documents.into_iter().map(|index| ids.map_or(index as i64, |ids| ids[index])).collect(),
+        groups: draft.groups.iter().map(group).collect(),
+        document_offsets: std::iter::once(0).chain(draft.groups.iter().map(|group| group.end as usize)).collect(),
+        group_offsets: draft.offsets,
+        seconds,
+        lower_bound,
+        balanced_seconds: problem.total_work / (world_size * options.num_stages) as f64,
+        sweep,
+    })
+}
+
+/// Everything that can be wrong; the size of the largest group.
+fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, cost: &GroupCost) -> Result<usize> {
+    let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
+    let size = |argument, value: usize, most: usize| check_range(argument, value as i64, 1, most as i64);
+    size("world_size", world_size, MAX_CP_SIZE)?;
+    size("num_stages", num_stages, MAX_STAGES)?;
+    size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
+    check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
+    let most = (MAX_CELLS / world_size.max(num_stages * num_virtual_stages)).clamp(1, MAX_MICRO_BATCHES);
+    let counts = [("num_micro_batches", options.num_micro_batches), ("max_micro_batches", options.max_micro_batches)];
+    for (argument, count) in counts {
+        count.map_or(Ok(()), |count| size(argument, count, most))?;
+    }
+    if options.num_micro_batches.is_some() && options.max_micro_batches.is_some() {
+        let requirement = "has no meaning beside num_micro_batches";
+        return Err(Error::Combination { argument: "max_micro_batches", requirement });
+    }
+    cost.check()?;
+    let p2p = options.p2p_seconds;
+    if !(0.0..=f64::MAX).contains(&p2p) {
+        let requirement = "must be a finite number, 0 or above";
+        return Err(Error::Number { argument: "p2p_seconds", value: p2p, requirement });
+    }
+    let largest = options.max_cp_size.unwrap_or(world_size);
+    size("max_cp_size", largest, world_size)?;
+    let largest_group = 1 << largest.ilog2();
+    cost_model.check_finite(lengths)?;
+    let limit = (largest_group as i64 * i64::from(max_tokens_per_rank)).min(MAX_TOKENS);
+    match lengths.iter().position(|&length| i64::from(length) > limit) {
+        None => Ok(largest_group),
+        Some(index) => Err(Error::TooLong {
+            argument: "lengths",
+            index,
+            value: i64::from(lengths[index]),
+            limit_name: "max_tokens_per_rank on the largest group",
+            limit,
+            hint: "; split it first (split_documents), or raise max_tokens_per_rank or max_cp_size",
+        }),
+    }
+}
+
+/// Fewest and most micro-batches to try.
+fn range(lengths: &Lengths, options: &DynamicCpOptions) -> (usize, usize) {
+    if let Some(fixed) = options.num_micro_batches {
+        return (fixed, fixed);
+    }
+    let &DynamicCpOptions { world_size, num_stages, max_tokens_per_rank, .. } = options;
+    let memory = (lengths.total() as u64).div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
+    let useful = lengths.len().max(num_stages);
+    let most = options.max_micro_batches;
+    let least = memory.max(num_stages.min(most.unwrap_or(num_stages)));
+    (least, most.unwrap_or((SWEEP * least).min(useful.max(least))))
+}
+
+/// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes whole rounds only.
+fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usize> {
+    let mut counts: Vec<usize> = Vec::new();
+    let mut count = least;
+    while count < most {
+        counts.push(count);
+        count += (count / 4).max(1);
+    }
+    counts.extend((least <= most).then_some(most));
+    if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
+        let round = options.num_stages;
+        counts.iter_mut().for_each(|count| *count = (*count / round).max(1) * round);
+        counts.dedup();
+        counts.retain(|&count| count <= most);
+    }
+    counts
+}
+
+/// The best so far.
+struct Best {
+    num_micro_batches: usize,
+    draft: Draft,
+    /// Which micro-batch of the draft comes when.
+    order: Vec<usize>,
+    pipeline: Pipeline,
+    seconds: f64,
+}
+
+struct Search<'a> {
+    problem: &'a Problem,
+    options: &'a DynamicCpOptions,
+    best: Option<Best>,
+    sweep: Vec<(usize, f64)>,
+    buffers: Buffers,
+}
+
+impl Search<'_> {
+    /// Solves for one number of micro-batches and size of blocks.
+    ///
+    /// Its time is estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close
+    /// where micro-batches are balanced.
+    fn attempt(&mut self, num_micro_batches: usize, base: usize) -> Result<bool> {
+        let &DynamicCpOptions { num_stages, num_virtual_stages, p2p_seconds, .. } = self.options;
+        let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+        let pipeline = Pipeline::new(&Layout { schedule, num_stages, num_virtual_stages, num_micro_batches })?;
+        let shape = shape::shape(num_micro_batches, num_stages, num_virtual_stages);
+        let Some(draft) = self.problem.solve(&shape, base) else { return Ok(false) };
+        let costs = draft.costs();
+        let order = shape::arrange(&costs, &shape);
+        let arranged: Vec<f64> = order.iter().map(|&j| costs[j]).collect();
+        let p2p = [p2p_seconds];
+        let seconds = pipeline.makespan(&Times::per_micro_batch(&arranged)?.with_p2p(&p2p)?, &mut self.buffers)?;
+        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+            Some((_, least)) => *least = least.min(seconds),
+            None => self.sweep.push((num_micro_batches, seconds)),
+        }
+        let better = self.best.as_ref().is_none_or(|best| seconds < best.seconds);
+        if better {
+            self.best = Some(Best { num_micro_batches, draft, order, pipeline, seconds });
+        }
+        Ok(better)
+    }
+
+    /// Doubles the micro-batches until the documents fit: at the latest, when each can have one.
+    fn more(&mut self, most: usize) -> Result<()> {
+        let enough = self.problem.documents.len();
+        let round = if self.options.num_virtual_stages > 1 { self.options.num_stages } else { 1 };
+        let mut count = most;
+        while self.best.is_none() && count < enough {
+            count = (2 * count).min(enough).next_multiple_of(round);
+            self.attempt(count, self.problem.largest_group)?;
+        }
+        Ok(())
+    }
+
+    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for all.
+    fn smaller_blocks(&mut self, counts: &[usize]) -> Result<()> {
+        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
+        let count = best.num_micro_batches;
+        let mut base = None;
+        for size in self.problem.group_sizes().filter(|&size| size < self.problem.largest_group) {
+            if self.attempt(count, size)? {
+                base = Some(size);
+            }
+        }
+        if let Some(base) = base {
+            for &other in counts.iter().filter(|&&other| other != count) {
+                self.attempt(other, base)?;
+            }
+        }
+        Ok(())
+    }
+}

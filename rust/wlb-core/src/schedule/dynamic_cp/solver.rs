@@ -1,0 +1,366 @@
+//! From documents to groups, for a given number of micro-batches.
+//!
+//! Three steps. A document that is too much for a block of `base` ranks opens a larger one of its own ([`Blocks::open`]). All
+//! others go, longest first, to the block with the least time beyond its target, or, where memory binds, to the one with
+//! the most room ([`Blocks::fill`]). Then every block is halved, and its halves again, while halves of equal work can be
+//! found in it ([`Halving`]): less to exchange, same time.
+
+use crate::cost::CostModel;
+use crate::longest_first::longest_first;
+use crate::packing::ladder::Ladder;
+
+use super::cost::{GroupCost, Load};
+
+/// Halves may take this much longer than what their micro-batch takes anyway.
+const SLACK: f64 = 1.0 + 1.0 / 256.0;
+
+/// A document as the solver sees it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Document {
+    pub(super) index: u32,
+    pub(super) load: Load,
+}
+
+/// What is the same for every number of micro-batches.
+pub(super) struct Problem {
+    /// Longest first.
+    pub(super) documents: Vec<Document>,
+    pub(super) total_work: f64,
+    pub(super) cost: GroupCost,
+    pub(super) world_size: usize,
+    pub(super) largest_group: usize,
+    max_tokens_per_rank: i64,
+}
+
+/// Documents together on a group of ranks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Group {
+    pub(super) first_rank: u32,
+    pub(super) cp_size: u32,
+    pub(super) seconds: f64,
+    /// One past its last document in [`Draft::documents`].
+    pub(super) end: u32,
+}
+
+/// A plan in the making.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Draft {
+    /// Positions in [`Problem::documents`], group by group.
+    pub(super) documents: Vec<u32>,
+    /// Micro-batch by micro-batch; in one, in the order of ranks, and every rank in one.
+    pub(super) groups: Vec<Group>,
+    /// Micro-batch `j` is `groups[offsets[j]..offsets[j + 1]]`.
+    pub(super) offsets: Vec<usize>,
+}
+
+impl Draft {
+    /// Seconds of each micro-batch on its slowest rank.
+    pub(super) fn costs(&self) -> Vec<f64> {
+        let slowest = |groups: &[Group]| groups.iter().map(|group| group.seconds).fold(0.0, f64::max);
+        self.offsets.windows(2).map(|ends| slowest(&self.groups[ends[0]..ends[1]])).collect()
+    }
+
+    /// The same with its micro-batches in another order, and documents in order of arrival inside each group.
+    pub(super) fn in_order(&self, order: &[usize], documents: &[Document]) -> Self {
+        let mut draft = Self { offsets: vec![0], ..Self::default() };
+        for &j in order {
+            for index in self.offsets[j]..self.offsets[j + 1] {
+                let group = self.groups[index];
+                let start = if index == 0 { 0 } else { self.groups[index - 1].end } as usize;
+                let first = draft.documents.len();
+                draft.documents.extend_from_slice(&self.documents[start..group.end as usize]);
+                draft.documents[first..].sort_unstable_by_key(|&document| documents[document as usize].index);
+                draft.groups.push(Group { end: draft.documents.len() as u32, ..group });
+            }
+            draft.offsets.push(draft.groups.len());
+        }
+        draft
+    }
+}
+
+impl Problem {
+    pub(super) fn new(
+        lengths: &[i32],
+        cost_model: &CostModel,
+        cost: GroupCost,
+        world_size: usize,
+        largest_group: usize,
+        max_tokens_per_rank: i32,
+    ) -> Self {
+        let documents: Vec<Document> = longest_first(lengths)
+            .map(|(length, index)| Document { index: index as u32, load: Load::of(length, cost_model) })
+            .collect();
+        let total_work = documents.iter().map(|document| document.load.work()).sum();
+        let max_tokens_per_rank = i64::from(max_tokens_per_rank);
+        Self { documents, total_work, cost, world_size, largest_group, max_tokens_per_rank }
+    }
+
+    /// Powers of two.
+    pub(super) fn group_sizes(&self) -> impl Iterator<Item = usize> + use<> {
+        let largest = self.largest_group;
+        (0..=largest.ilog2()).map(|bit| 1 << bit)
+    }
+
+    /// Whether no rank gets too many tokens (ranks differ by at most one), and the group no more than int32 `cu_seqlens` count.
+    #[inline]
+    pub(super) fn fits(&self, load: &Load, cp_size: usize) -> bool {
+        load.tokens <= (cp_size as i64 * self.max_tokens_per_rank).min(crate::lengths::MAX_TOKENS)
+    }
+
+    /// Groups of documents in micro-batches of that shape, in blocks of `base` ranks where these will do. `None` if the
+    /// documents do not fit.
+    ///
+    /// # Complexity
+    /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document that needs a
+    /// larger block; where memory binds O(n m r / base) at worst.
+    pub(super) fn solve(&self, shape: &[f64], base: usize) -> Option<Draft> {
+        let mut blocks = Blocks::new(self, self.targets(shape));
+        let opened = blocks.open(base);
+        blocks.fill(opened, base)?;
+        Some(blocks.into_draft())
+    }
+
+    /// Seconds that each micro-batch should take: the shape, scaled to the work; the heaviest documents that take more even
+    /// on the largest group get a full micro-batch each.
+    fn targets(&self, shape: &[f64]) -> Vec<f64> {
+        let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
+        fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
+        let mut work = self.total_work / self.world_size as f64;
+        let mut left: f64 = shape.iter().sum();
+        let mut oversize = Vec::new();
+        for (document, &j) in self.documents.iter().zip(&fullest_first) {
+            let seconds = document.load.work() / self.largest_group as f64;
+            if seconds <= shape[j] * (work / left) || oversize.len() + 1 == shape.len() {
+                break;
+            }
+            work = (work - seconds).max(0.0);
+            left -= shape[j];
+            oversize.push((j, seconds));
+        }
+        let mut targets: Vec<f64> = shape.iter().map(|size| size * (work / left)).collect();
+        for (j, seconds) in oversize {
+            targets[j] = seconds;
+        }
+        targets.iter_mut().for_each(|target| *target += self.cost.micro_batch_seconds);
+        targets
+    }
+}
+
+/// An aligned run of ranks in one micro-batch, being filled.
+#[derive(Clone, Copy, Debug)]
+struct Block {
+    micro_batch: u32,
+    first_rank: u32,
+    cp_size: u32,
+    load: Load,
+    seconds: f64,
+}
+
+struct Blocks<'a> {
+    problem: &'a Problem,
+    targets: Vec<f64>,
+    blocks: Vec<Block>,
+    /// Block of each document.
+    assignment: Vec<u32>,
+}
+
+impl<'a> Blocks<'a> {
+    fn new(problem: &'a Problem, targets: Vec<f64>) -> Self {
+        let assignment = Vec::with_capacity(problem.documents.len());
+        Self { problem, targets, blocks: Vec::new(), assignment }
+    }
+
+    /// Opens a block for every document that needs more than `base` ranks, for memory or for time, while micro-batches have ranks left;
+    /// cuts what is left of them into blocks of `base`. Returns how many documents were placed.
+    fn open(&mut self, base: usize) -> usize {
+        let Self { problem, targets, .. } = self;
+        let full = targets.iter().copied().fold(0.0, f64::max);
+        let mut used = vec![0_usize; targets.len()];
+        let mut size = problem.largest_group;
+        let mut opened = 0;
+        for document in &problem.documents {
+            // A shorter document never needs more ranks: blocks come in falling sizes, so each is aligned.
+            size = problem.wanted(&document.load, base, size, full);
+            if size <= base {
+                break;
+            }
+            let seconds = problem.cost.seconds(&document.load, size);
+            let room = (0..targets.len()).filter(|&j| used[j] + size <= problem.world_size);
+            // Where it exceeds the target least; of those, where most ranks are free.
+            let excess = |j: usize| (seconds - targets[j] * SLACK).max(0.0);
+            let Some(j) = room.min_by(|&a, &b| excess(a).total_cmp(&excess(b)).then(used[a].cmp(&used[b]))) else { break };
+            self.assignment.push(self.blocks.len() as u32);
+            let (micro_batch, first_rank, cp_size) = (j as u32, used[j] as u32, size as u32);
+            self.blocks.push(Block { micro_batch, first_rank, cp_size, load: document.load, seconds });
+            used[j] += size;
+            opened += 1;
+        }
+        let constant = problem.cost.micro_batch_seconds;
+        for (j, &used) in used.iter().enumerate() {
+            let mut first = used;
+            while first < problem.world_size {
+                let rest = problem.world_size - first;
+                let cp_size = base.min(1 << rest.ilog2());
+                let (micro_batch, first_rank) = (j as u32, first as u32);
+                let load = Load::default();
+                self.blocks.push(Block { micro_batch, first_rank, cp_size: cp_size as u32, load, seconds: constant });
+                first += cp_size;
+            }
+        }
+        opened
+    }
+
+    /// Places the other documents: each to the block that is furthest below its target; where that is too small or has no memory
+    /// left, to the one that it takes least beyond its target.
+    fn fill(&mut self, opened: usize, base: usize) -> Option<()> {
+        let Self { problem, targets, blocks, assignment } = self;
+        let over = |block: &Block, seconds: f64| seconds - targets[block.micro_batch as usize];
+        let mut by_time = Ladder::new(blocks.iter().map(|block| over(block, block.seconds)));
+        for document in &problem.documents[opened..] {
+            let after = |block: &Block| {
+                let load = block.load + document.load;
+                let cp_size = block.cp_size as usize;
+                problem.fits(&load, cp_size).then(|| problem.cost.seconds(&load, cp_size))
+            };
+            let mut chosen = by_time.lightest();
+            let mut seconds = after(&blocks[chosen]);
+            // At the end of a world that is no power of two.
+            let small = (blocks[chosen].cp_size as usize) < base;
+            let too_long = |seconds: f64| small && over(&blocks[chosen], seconds) > 0.0;
+            if seconds.is_none_or(too_long) {
+                let fitting = blocks.iter().enumerate().filter_map(|(index, block)| Some((index, after(block)?)));
+                let excess = |(index, seconds): &(usize, f64)| over(&blocks[*index], *seconds);
+                let best = fitting.min_by(|a, b| excess(a).total_cmp(&excess(b)))?;
+                (chosen, seconds) = (best.0, Some(best.1));
+            }
+            let block = &mut blocks[chosen];
+            block.load = block.load + document.load;
+            block.seconds = seconds?;
+            by_time.set(chosen, over(&blocks[chosen], blocks[chosen].seconds));
+            assignment.push(chosen as u32);
+        }
+        Some(())
+    }
+
+    fn into_draft(self) -> Draft {
+        let Self { problem, targets, mut blocks, assignment } = self;
+        // What a micro-batch takes anyway.
+        let mut limits = targets;
+        for block in &blocks {
+            let limit = &mut limits[block.micro_batch as usize];
+            *limit = limit.max(block.seconds);
+        }
+        // Documents by block, longest first in each: a counting sort.
+        let mut cursors = vec![0_u32; blocks.len() + 1];
+        for &block in &assignment {
+            cursors[block as usize + 1] += 1;
+        }
+        for block in 0..blocks.len() {
+            cursors[block + 1] += cursors[block];
+        }
+        let starts = cursors.clone();
+        let mut documents = vec![0_u32; assignment.len()];
+        for (document, &block) in assignment.iter().enumerate() {
+            let cursor = &mut cursors[block as usize];
+            documents[*cursor as usize] = document as u32;
+            *cursor += 1;
+        }
+        let mut order: Vec<usize> = (0..blocks.len()).collect();
+        order.sort_unstable_by_key(|&block| (blocks[block].micro_batch, blocks[block].first_rank));
+        let mut draft = Draft { documents: Vec::with_capacity(documents.len()), ..Draft::default() };
+        let mut halving = Halving { problem, scratch: Vec::new() };
+        draft.offsets.push(0);
+        for (j, &limit) in limits.iter().enumerate() {
+            let of_micro_batch = order.partition_point(|&block| (blocks[block].micro_batch as usize) < j)
+                ..order.partition_point(|&block| blocks[block].micro_batch as usize <= j);
+            for &index in &order[of_micro_batch] {
+                let range = starts[index] as usize..starts[index + 1] as usize;
+                halving.halve(&mut blocks[index], &mut documents[range], limit * SLACK, &mut draft);
+            }
+            draft.offsets.push(draft.groups.len());
+        }
+        draft
+    }
+}
+
+impl Problem {
+    /// The smallest group from `base` to `most` ranks on which a document takes at most `full` seconds; if there is none, the
+    /// one where it takes least.
+    fn wanted(&self, load: &Load, base: usize, most: usize, full: f64) -> usize {
+        let mut best = (most, f64::INFINITY);
+        for size in self.group_sizes().filter(|&size| (base..=most).contains(&size) && self.fits(load, size)) {
+            let seconds = self.cost.seconds(load, size);
+            if seconds <= full * SLACK {
+                return size;
+            }
+            if seconds < best.1 {
+                best = (size, seconds);
+            }
+        }
+        best.0
+    }
+}
+
+/// Cuts blocks into the smallest groups that take no longer.
+struct Halving<'a> {
+    problem: &'a Problem,
+    scratch: Vec<u32>,
+}
+
+impl Halving<'_> {
+    fn halve(&mut self, block: &mut Block, documents: &mut [u32], limit: f64, draft: &mut Draft) {
+        if let Some((first, mut halves)) = self.halves(block, documents, limit) {
+            let (left, right) = documents.split_at_mut(first);
+            self.halve(&mut halves[0], left, limit, draft);
+            self.halve(&mut halves[1], right, limit, draft);
+            return;
+        }
+        draft.documents.extend_from_slice(documents);
+        let Block { first_rank, cp_size, seconds, .. } = *block;
+        draft.groups.push(Group { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
+    }
+
+    /// Longest first, each to the half with less work, memory permitting; the documents of the first half come to the front. `None` if
+    /// that takes longer than the block and the limit, and the documents are as before.
+    fn halves(&mut self, block: &Block, documents: &mut [u32], limit: f64) -> Option<(usize, [Block; 2])> {
+        if block.cp_size == 1 || documents.len() < 2 {
+            return None;
+        }
+        let half = block.cp_size as usize / 2;
+        let mut loads = [Load::default(); 2];
+        self.scratch.clear();
+        for &document in &*documents {
+            let load = self.problem.documents[document as usize].load;
+            let mut side = usize::from(loads[1].work() < loads[0].work());
+            if !self.problem.fits(&(loads[side] + load), half) {
+                side = 1 - side;
+                if !self.problem.fits(&(loads[side] + load), half) {
+                    return None;
+                }
+            }
+            loads[side] = loads[side] + load;
+            self.scratch.push(side as u32);
+        }
+        let seconds = loads.map(|load| self.problem.cost.seconds(&load, half));
+        if seconds[0].max(seconds[1]) > limit.max(block.seconds) || loads[1].tokens == 0 {
+            return None;
+        }
+        let mut first = 0;
+        for index in 0..documents.len() {
+            // Stable for the first half; the second is put in order below.
+            if self.scratch[index] == 0 {
+                documents.swap(first, index);
+                first += 1;
+            }
+        }
+        documents[first..].sort_unstable();
+        let of = |side: usize| Block {
+            first_rank: block.first_rank + (side * half) as u32,
+            cp_size: half as u32,
+            load: loads[side],
+            seconds: seconds[side],
+            ..*block
+        };
+        Some((first, [of(0), of(1)]))
+    }
+}

@@ -1,0 +1,483 @@
+//! `wlb.plan_dynamic_cp`.
+
+use std::sync::Arc;
+
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use pyo3::types::{PyIterator, PyTuple};
+use wlb_core::packing::MAX_MICRO_BATCHES;
+use wlb_core::schedule::dynamic_cp::{self as core, Communication, DynamicCpOptions};
+use wlb_core::schedule::order::MAX_STAGES;
+use wlb_core::sharding::MAX_CP_SIZE;
+
+use crate::convert::{array, integers, positive, read_lengths, run, size};
+use crate::cost::CostModel;
+use crate::error::raise;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<DynamicCpPlan>()?;
+    module.add_class::<DynamicMicroBatch>()?;
+    module.add_class::<CpGroup>()?;
+    module.add_function(wrap_pyfunction!(plan_dynamic_cp, module)?)
+}
+
+/// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its documents need.
+///
+/// A long document gets as many ranks as it takes to finish with the others, short ones share few. Groups are aligned
+/// powers of two inside any ``world_size``, so that all of them can be built once. All ranks have the same number of
+/// micro-batches.
+///
+/// A micro-batch of documents with ``T`` tokens in all takes a group of ``c`` ranks
+/// ``micro_batch_seconds + cost / c + max(0, exchange - cp_overlap * attention_cost / c)`` through the whole model, forward and
+/// backward, with ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at
+/// most ``ceil(T / c)`` tokens of it (documents are sharded "per_document").
+///
+/// Args:
+///     lengths: int[n], tokens of the documents of the step.
+///     world_size: ranks of one pipeline stage, DP times CP: those that groups are made of. Any number.
+///     num_stages: pipeline stages, PP.
+///     max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound.
+///     cost_model: what documents cost on one rank, in seconds for the whole model.
+///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
+///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
+///     num_micro_batches: micro-batches of the step; None sweeps them.
+///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces, and ends by default at 4
+///         times that; if the documents do not fit by then, later.
+///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
+///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
+///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
+///     p2p_seconds: latency between pipeline stages.
+///     micro_batch_seconds: what every micro-batch takes through the whole model, whatever is in it.
+///     ids: int64[n], names of the documents in the plan; their indices if None.
+///
+/// Returns:
+///     DynamicCpPlan. The same input gives the same plan, byte for byte, on every rank and machine.
+///
+/// Raises:
+///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents.
+///
+/// O(n log world_size) for each number of micro-batches tried, about ten, and O(num_stages * micro-batches * world_size)
+/// for the simulation of the best. Releases the GIL from 1,024 documents on.
+#[pyfunction]
+#[pyo3(signature = (
+    lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = None, max_cp_size = None,
+    num_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0, cp_seconds_per_exchange = 0.0,
+    cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
+), text_signature = "(lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages=1, max_cp_size=None, \
+    num_micro_batches=None, max_micro_batches=None, cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_overlap=1.0, \
+    p2p_seconds=0.0, micro_batch_seconds=0.0, ids=None)")]
+#[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+fn plan_dynamic_cp(
+    py: Python<'_>,
+    lengths: &Bound<'_, PyAny>,
+    world_size: &Bound<'_, PyAny>,
+    num_stages: &Bound<'_, PyAny>,
+    max_tokens_per_rank: &Bound<'_, PyAny>,
+    cost_model: &Bound<'_, CostModel>,
+    num_virtual_stages: Option<&Bound<'_, PyAny>>,
+    max_cp_size: Option<&Bound<'_, PyAny>>,
+    num_micro_batches: Option<&Bound<'_, PyAny>>,
+    max_micro_batches: Option<&Bound<'_, PyAny>>,
+    cp_seconds_per_token: f64,
+    cp_seconds_per_exchange: f64,
+    cp_overlap: f64,
+    p2p_seconds: f64,
+    micro_batch_seconds: f64,
+    ids: Option<&Bound<'_, PyAny>>,
+) -> PyResult<DynamicCpPlan> {
+    let count = |name, value: Option<&Bound<'_, PyAny>>, most: usize| {
+        value.map(|value| size(name, value, 1, most as i64)).transpose()
+    };
+    let options = DynamicCpOptions {
+        world_size: size("world_size", world_size, 1, MAX_CP_SIZE as i64)?,
+        num_stages: size("num_stages", num_stages, 1, MAX_STAGES as i64)?,
+        num_virtual_stages: count("num_virtual_stages", num_virtual_stages, MAX_STAGES)?.unwrap_or(1),
+        max_tokens_per_rank: positive("max_tokens_per_rank", max_tokens_per_rank)?,
+        max_cp_size: count("max_cp_size", max_cp_size, MAX_CP_SIZE)?,
+        num_micro_batches: count("num_micro_batches", num_micro_batches, MAX_MICRO_BATCHES)?,
+        max_micro_batches: count("max_micro_batches", max_micro_batches, MAX_MICRO_BATCHES)?,
+        communication: Communication {
+            seconds_per_exchange: cp_seconds_per_exchange,
+            seconds_per_token: cp_seconds_per_token,
+            overlap: cp_overlap,
+        },
+        p2p_seconds,
+        micro_batch_seconds,
+    };
+    let lengths = read_lengths("lengths", lengths)?;
+    let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
+    let cost_model = &cost_model.get().0;
+    let plan = run(py, lengths.len(), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, cost_model));
+    Ok(DynamicCpPlan(Arc::new(plan.map_err(raise)?)))
+}
+
+/// Which documents of a step run when, on which ranks of a stage: plain data that can be printed, compared, pickled and sent.
+///
+/// Every array is a fresh copy that the caller may keep or change.
+#[pyclass(frozen, sequence, module = "wlb", name = "DynamicCpPlan")]
+pub(crate) struct DynamicCpPlan(Arc<core::DynamicCpPlan>);
+
+impl DynamicCpPlan {
+    fn micro_batch(&self, index: usize) -> DynamicMicroBatch {
+        DynamicMicroBatch { plan: Arc::clone(&self.0), index }
+    }
+
+    /// A value for each micro-batch and rank.
+    fn table<'py, T: numpy::Element + Copy>(
+        &self,
+        py: Python<'py>,
+        value: impl Fn(usize) -> T,
+    ) -> PyResult<Bound<'py, PyArray2<T>>> {
+        let plan = &self.0;
+        let of_group = |group: usize| std::iter::repeat_n(value(group), plan.groups[group].cp_size as usize);
+        let values = (0..plan.groups.len()).flat_map(of_group).collect();
+        array(py, values).reshape([plan.num_micro_batches(), plan.world_size])
+    }
+}
+
+#[pymethods]
+impl DynamicCpPlan {
+    /// Ranks of a pipeline stage, DP times CP.
+    #[getter]
+    fn world_size(&self) -> usize {
+        self.0.world_size
+    }
+
+    /// Pipeline stages.
+    #[getter]
+    fn num_stages(&self) -> usize {
+        self.0.num_stages
+    }
+
+    /// Parts of the model on each stage.
+    #[getter]
+    fn num_virtual_stages(&self) -> usize {
+        self.0.num_virtual_stages
+    }
+
+    /// Most tokens that a rank was allowed in a micro-batch.
+    #[getter]
+    fn max_tokens_per_rank(&self) -> i32 {
+        self.0.max_tokens_per_rank
+    }
+
+    /// Micro-batches of the step, ``m``, the same on every rank; also ``len()``.
+    #[getter]
+    fn num_micro_batches(&self) -> usize {
+        self.0.num_micro_batches()
+    }
+
+    /// The micro-batches in the order in which they run, a tuple of :class:`DynamicMicroBatch`.
+    #[getter]
+    fn micro_batches<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, (0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)))
+    }
+
+    /// Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a group wait for one another.
+    #[getter]
+    fn seconds(&self) -> f64 {
+        self.0.seconds
+    }
+
+    /// No plan takes less: the work, the drain of the pipeline behind micro-batches that are at most as many as were tried, and the way
+    /// of the longest document.
+    #[getter]
+    fn lower_bound(&self) -> f64 {
+        self.0.lower_bound
+    }
+
+    /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
+    #[getter]
+    fn balanced_seconds(&self) -> f64 {
+        self.0.balanced_seconds
+    }
+
+    /// The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each: a tuple of pairs. An estimate
+    /// from above: every rank as slow as the slowest of its micro-batch.
+    #[getter]
+    fn sweep<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.sweep)
+    }
+
+    /// int32[m, world_size]: ranks of the group of each rank.
+    #[getter]
+    fn cp_sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        self.table(py, |group| self.0.groups[group].cp_size as i32)
+    }
+
+    /// int64[m, world_size]: most tokens of each rank; the ranks of a group differ by at most one.
+    #[getter]
+    fn tokens_per_rank<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        self.table(py, |group| self.0.tokens_per_rank(group))
+    }
+
+    /// float64[m, world_size]: seconds of each rank through the whole model, forward and backward.
+    #[getter]
+    fn rank_seconds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<f64>>> {
+        self.table(py, |group| self.0.groups[group].seconds)
+    }
+
+    /// Hex hash of which documents run when and where: equal on two ranks iff their plans are equal. O(documents + groups).
+    fn digest(&self) -> String {
+        self.0.digest()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.num_micro_batches()
+    }
+
+    fn __getitem__(&self, index: isize) -> PyResult<DynamicMicroBatch> {
+        item(index, self.0.num_micro_batches(), "micro-batch").map(|index| self.micro_batch(index))
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        self.micro_batches(py)?.try_iter()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
+    }
+
+    fn __hash__(&self) -> u64 {
+        u64::from_str_radix(&self.0.digest()[..16], 16).unwrap_or_default()
+    }
+
+    fn __repr__(&self) -> String {
+        let plan = &self.0;
+        let largest = plan.groups.iter().map(|group| group.cp_size).max().unwrap_or(0);
+        format!(
+            "DynamicCpPlan(world_size={}, num_stages={}, num_micro_batches={}, documents={}, largest_cp_size={largest}, seconds={:.6})",
+            plan.world_size,
+            plan.num_stages,
+            plan.num_micro_batches(),
+            plan.documents.len(),
+            plan.seconds,
+        )
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    }
+
+    #[staticmethod]
+    fn _from_json(json: &str) -> PyResult<Self> {
+        core::DynamicCpPlan::from_json(json).map(|plan| Self(Arc::new(plan))).map_err(raise)
+    }
+}
+
+/// One micro-batch of a :class:`DynamicCpPlan`: groups that share the ranks of a stage.
+#[pyclass(frozen, sequence, module = "wlb", name = "DynamicMicroBatch")]
+pub(crate) struct DynamicMicroBatch {
+    plan: Arc<core::DynamicCpPlan>,
+    index: usize,
+}
+
+impl DynamicMicroBatch {
+    fn group(&self, group: usize) -> CpGroup {
+        CpGroup { plan: Arc::clone(&self.plan), group }
+    }
+}
+
+#[pymethods]
+impl DynamicMicroBatch {
+    /// The groups in the order of their ranks, which are all ranks: a tuple of :class:`CpGroup`. A group may be empty.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.plan.groups_of(self.index).map(|group| self.group(group)))
+    }
+
+    /// The group that a rank of the stage belongs to.
+    ///
+    /// Raises:
+    ///     WlbError: no such rank.
+    fn group_of(&self, rank: &Bound<'_, PyAny>) -> PyResult<CpGroup> {
+        let rank = size("rank", rank, 0, self.plan.world_size as i64 - 1)?;
+        Ok(self.group(self.plan.group_of(self.index, rank)))
+    }
+
+    /// Seconds of its slowest group through the whole model, forward and backward.
+    #[getter]
+    fn seconds(&self) -> f64 {
+        self.plan.groups[self.plan.groups_of(self.index)].iter().map(|group| group.seconds).fold(0.0, f64::max)
+    }
+
+    /// Tokens of all its groups.
+    #[getter]
+    fn tokens(&self) -> i64 {
+        self.plan.groups_of(self.index).map(|group| self.plan.tokens(group)).sum()
+    }
+
+    fn __len__(&self) -> usize {
+        self.plan.groups_of(self.index).len()
+    }
+
+    fn __getitem__(&self, index: isize) -> PyResult<CpGroup> {
+        let range = self.plan.groups_of(self.index);
+        item(index, range.len(), "group").map(|index| self.group(range.start + index))
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        self.groups(py)?.try_iter()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| {
+            let other = other.get();
+            self.index == other.index && self.plan == other.plan
+        })
+    }
+
+    fn __hash__(&self) -> u64 {
+        self.index as u64 ^ self.tokens() as u64
+    }
+
+    fn __repr__(&self) -> String {
+        let sizes: Vec<String> =
+            self.plan.groups[self.plan.groups_of(self.index)].iter().map(|group| group.cp_size.to_string()).collect();
+        format!("DynamicMicroBatch(cp_sizes=[{}], tokens={})", sizes.join(", "), self.tokens())
+    }
+
+    /// A pickle holds the whole plan: to send several micro-batches of one, send that.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (DynamicCpPlan, usize))> {
+        let this = slf.get();
+        Ok((slf.get_type().getattr("_of")?, (DynamicCpPlan(Arc::clone(&this.plan)), this.index)))
+    }
+
+    #[staticmethod]
+    fn _of(plan: &Bound<'_, DynamicCpPlan>, index: isize) -> PyResult<Self> {
+        plan.get().__getitem__(index)
+    }
+}
+
+/// Ranks that share the documents of one micro-batch.
+#[pyclass(frozen, module = "wlb", name = "CpGroup")]
+pub(crate) struct CpGroup {
+    plan: Arc<core::DynamicCpPlan>,
+    group: usize,
+}
+
+impl CpGroup {
+    fn get(&self) -> &core::Group {
+        &self.plan.groups[self.group]
+    }
+
+    fn document_lengths(&self) -> &[i32] {
+        &self.plan.lengths[self.plan.documents_of(self.group)]
+    }
+}
+
+#[pymethods]
+impl CpGroup {
+    /// First of its ranks, a multiple of ``cp_size``.
+    #[getter]
+    fn first_rank(&self) -> u32 {
+        self.get().first_rank
+    }
+
+    /// Number of ranks, a power of two; also ``len()``.
+    #[getter]
+    fn cp_size(&self) -> u32 {
+        self.get().cp_size
+    }
+
+    /// The ranks of the stage that it is made of.
+    #[getter]
+    fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let ranks = self.get().ranks();
+        py.import("builtins")?.getattr("range")?.call1((ranks.start, ranks.end))
+    }
+
+    /// int64[k]: the documents, in order of arrival.
+    #[getter]
+    fn document_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        PyArray1::from_slice(py, &self.plan.documents[self.plan.documents_of(self.group)])
+    }
+
+    /// int32[k]: tokens of each document.
+    #[getter]
+    fn lengths<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyArray1::from_slice(py, self.document_lengths())
+    }
+
+    /// int32[k + 1]: where each document begins in the packed sequence, then its length.
+    #[getter]
+    fn cu_seqlens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        let mut total = 0;
+        let ends = self.document_lengths().iter().map(|length| {
+            total += length;
+            total
+        });
+        array(py, std::iter::once(0).chain(ends).collect())
+    }
+
+    /// Tokens of the longest document; 0 without documents.
+    #[getter]
+    fn max_seqlen(&self) -> i32 {
+        self.document_lengths().iter().copied().max().unwrap_or(0)
+    }
+
+    /// Tokens of all documents.
+    #[getter]
+    fn tokens(&self) -> i64 {
+        self.plan.tokens(self.group)
+    }
+
+    /// Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
+    #[getter]
+    fn tokens_per_rank(&self) -> i64 {
+        self.plan.tokens_per_rank(self.group)
+    }
+
+    /// Predicted time through the whole model, forward and backward, on each of its ranks.
+    #[getter]
+    fn seconds(&self) -> f64 {
+        self.get().seconds
+    }
+
+    fn __len__(&self) -> usize {
+        self.get().cp_size as usize
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| {
+            let other = other.get();
+            let ids = |group: &Self| group.plan.documents_of(group.group);
+            self.get() == other.get()
+                && self.document_lengths() == other.document_lengths()
+                && self.plan.documents[ids(self)] == other.plan.documents[ids(other)]
+        })
+    }
+
+    fn __hash__(&self) -> u64 {
+        u64::from(self.get().first_rank) << 32 ^ self.tokens() as u64
+    }
+
+    fn __repr__(&self) -> String {
+        let core::Group { first_rank, cp_size, seconds } = *self.get();
+        let documents = self.document_lengths().len();
+        let tokens = self.tokens();
+        format!("CpGroup(first_rank={first_rank}, cp_size={cp_size}, documents={documents}, tokens={tokens}, seconds={seconds})")
+    }
+
+    /// A pickle holds the whole plan: to send several groups of one, send that.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (DynamicCpPlan, usize))> {
+        let this = slf.get();
+        Ok((slf.get_type().getattr("_of")?, (DynamicCpPlan(Arc::clone(&this.plan)), this.group)))
+    }
+
+    #[staticmethod]
+    fn _of(plan: &Bound<'_, DynamicCpPlan>, group: usize) -> PyResult<Self> {
+        let plan = Arc::clone(&plan.get().0);
+        item(group as isize, plan.groups.len(), "group").map(|group| Self { plan, group })
+    }
+}
+
+/// A Python index as one from the front.
+fn item(index: isize, count: usize, what: &str) -> PyResult<usize> {
+    let wrapped = if index < 0 { index + count as isize } else { index };
+    match usize::try_from(wrapped) {
+        Ok(index) if index < count => Ok(index),
+        _ => Err(PyIndexError::new_err(format!("{what} {index} of {count}"))),
+    }
+}
