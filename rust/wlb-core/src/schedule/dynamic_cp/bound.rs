@@ -10,7 +10,7 @@ use super::solver::Problem;
 /// - without virtual stages, the drain: `most` micro-batches that share this work cannot shrink towards the end faster than
 ///   the pipeline drains behind each of them ([`drain`]);
 /// - the way of the longest document through the pipeline on its best group; and where only all ranks together are fast
-///   enough, what they do before and after it ([`behind`]).
+///   enough for the few longest, what they do before and after these ([`behind`]).
 pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: usize, most: usize) -> f64 {
     let stages = options.num_stages as f64;
     let share = problem.total_work / problem.world_size as f64 / stages;
@@ -19,20 +19,25 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     if options.num_virtual_stages == 1 && options.num_stages > 1 {
         bound = bound.max(share + drain(share, stages, most));
     }
-    if let Some(longest) = problem.documents.first() {
-        let load = longest.load;
-        // With one rank there is nowhere to hop to.
-        let hops = if options.num_stages == 1 { 0 } else { 2 * (options.num_stages * options.num_virtual_stages - 1) };
-        let hops = hops as f64 * options.p2p_seconds;
-        let mut way = f64::INFINITY;
-        for cp_size in problem.group_sizes().filter(|&cp_size| problem.fits(&load, cp_size)) {
-            let seconds = problem.cost.seconds(&load, cp_size);
-            let mut least = seconds + hops;
-            if cp_size == problem.world_size && options.num_virtual_stages == 1 {
-                let others = (share - load.work() / problem.world_size as f64 / stages).max(0.0);
-                least = least.max(behind(seconds / stages, others, stages));
+    // With one rank there is nowhere to hop to.
+    let hops = if options.num_stages == 1 { 0 } else { 2 * (options.num_stages * options.num_virtual_stages - 1) };
+    let hops = hops as f64 * options.p2p_seconds;
+    // The heaviest so far, on all ranks at once: their time and their work.
+    let (mut together, mut work) = (0.0, 0.0);
+    for document in problem.documents.iter().take(most) {
+        let load = document.load;
+        let seconds = |cp_size: usize| problem.cost.seconds(&load, cp_size);
+        let fitting = || problem.group_sizes().filter(|&cp_size| problem.fits(&load, cp_size));
+        let apart = fitting().filter(|&cp_size| cp_size < problem.world_size).map(seconds).fold(f64::INFINITY, f64::min);
+        let mut way = apart + hops;
+        if fitting().any(|cp_size| cp_size == problem.world_size) {
+            let whole = seconds(problem.world_size);
+            way = way.min(whole + hops);
+            if options.num_virtual_stages == 1 {
+                (together, work) = (together + whole / stages, work + load.work());
+                let others = share - work / problem.world_size as f64 / stages;
+                way = way.max(behind(together, whole / stages, others.max(0.0), stages).min(apart + hops));
             }
-            way = way.min(least);
         }
         bound = bound.max(way);
     }
@@ -54,18 +59,20 @@ fn drain(share: f64, stages: f64, most: usize) -> f64 {
     share / (3.0 * (power - 1.0))
 }
 
-/// A micro-batch of `x` a stage on all ranks at once, other work `others` on each of them, before (`q`) or after (`s`) it.
+/// Documents that take `together` a stage on all ranks at once, each at least `x`; other work `others` on each rank, before (`q`)
+/// the first of them or after (`s`) the last: in between it takes longest.
 ///
-/// Its forward reaches the last stage behind `q/3` and on a way of `(p - 1) x/3`; there `x` and all of `s` remain. Or: as in
-/// [`drain`]. Or: the way there, back, and the backwards of `s` on the first stage. The least maximum of the three:
+/// The forward of the first reaches the last stage behind `q/3` and on a way of `(p - 1) x/3`; there `together` and all of `s`
+/// remain. Or: as in [`drain`], behind the last. Or: the way there, `together`, the way back, and the backwards of `s` on the first
+/// stage. The least maximum of the three:
 ///
-/// `x + s + q/3 + (p-1) x/3`, `x + s + q + (p-1) 2x/3 - s/3`, `q/3 + p x + 2s/3`. All grow with `q` and `s`, so uneven ranks
-/// do not help.
-fn behind(x: f64, others: f64, stages: f64) -> f64 {
+/// `t + s + q/3 + (p-1) x/3`, `t + s + q + (p-1) 2x/3 - s/3`, `t + q/3 + (p-1) x + 2s/3`. All are sums in `q` and `s`, so uneven
+/// ranks do not help; nor do several in one micro-batch, which then is the first and the last, and larger.
+fn behind(together: f64, x: f64, others: f64, stages: f64) -> f64 {
     let way = stages - 1.0;
-    let fill = x + others / 3.0 + way * x / 3.0;
-    let drain = x + others + way * x * 2.0 / 3.0;
-    let through = others / 3.0 + stages * x;
+    let fill = together + others / 3.0 + way * x / 3.0;
+    let drain = together + others + way * x * 2.0 / 3.0;
+    let through = together + others / 3.0 + way * x;
     // With `s`, the second falls by a third and the others rise by two thirds and one: least where it meets the first of them.
     let s = (drain - fill).min((drain - through) * 1.5).clamp(0.0, others);
     (fill + s * 2.0 / 3.0).max(drain - s / 3.0).max(through + s / 3.0)

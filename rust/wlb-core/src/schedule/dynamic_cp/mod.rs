@@ -235,7 +235,7 @@ impl Search<'_> {
         let &DynamicCpOptions { num_stages, num_virtual_stages, p2p_seconds, .. } = self.options;
         let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
         let pipeline = Pipeline::new(&Layout { schedule, num_stages, num_virtual_stages, num_micro_batches })?;
-        let shape = shape::shape(num_micro_batches, num_stages, num_virtual_stages);
+        let shape = shape::shape(num_micro_batches, num_stages, num_virtual_stages, self.problem.heaviest());
         let Some(draft) = self.problem.solve(&shape, base) else { return Ok(false) };
         let costs = draft.costs();
         let order = shape::arrange(&costs, &shape);

@@ -6,13 +6,14 @@
 //! found in it ([`Halving`]): less to exchange, same time.
 
 use crate::cost::CostModel;
+use crate::lengths::MAX_TOKENS;
 use crate::longest_first::longest_first;
 use crate::packing::ladder::Ladder;
 
 use super::cost::{GroupCost, Load};
 
 /// Halves may take this much longer than what their micro-batch takes anyway.
-const SLACK: f64 = 1.0 + 1.0 / 256.0;
+const SLACK: f64 = 1.0 + 1.0 / 1024.0;
 
 /// A document as the solver sees it.
 #[derive(Clone, Copy, Debug)]
@@ -95,6 +96,12 @@ impl Problem {
         Self { documents, total_work, cost, world_size, largest_group, max_tokens_per_rank }
     }
 
+    /// The heaviest document on the largest group, relative to all work spread evenly.
+    pub(super) fn heaviest(&self) -> f64 {
+        let work = self.documents.first().map_or(0.0, |document| document.load.work());
+        if work > 0.0 { work * self.world_size as f64 / (self.largest_group as f64 * self.total_work) } else { 0.0 }
+    }
+
     /// Powers of two.
     pub(super) fn group_sizes(&self) -> impl Iterator<Item = usize> + use<> {
         let largest = self.largest_group;
@@ -104,7 +111,16 @@ impl Problem {
     /// Whether no rank gets too many tokens (ranks differ by at most one), and the group no more than int32 `cu_seqlens` count.
     #[inline]
     pub(super) fn fits(&self, load: &Load, cp_size: usize) -> bool {
-        load.tokens <= (cp_size as i64 * self.max_tokens_per_rank).min(crate::lengths::MAX_TOKENS)
+        load.tokens <= self.capacity(cp_size)
+    }
+
+    fn capacity(&self, cp_size: usize) -> i64 {
+        (cp_size as i64 * self.max_tokens_per_rank).min(MAX_TOKENS)
+    }
+
+    /// Tokens that a block still takes.
+    fn room(&self, block: &Block) -> i64 {
+        self.capacity(block.cp_size as usize) - block.load.tokens
     }
 
     /// Groups of documents in micro-batches of that shape, in blocks of `base` ranks where these will do. `None` if the
@@ -112,7 +128,7 @@ impl Problem {
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document that needs a
-    /// larger block; where memory binds O(n m r / base) at worst.
+    /// larger block.
     pub(super) fn solve(&self, shape: &[f64], base: usize) -> Option<Draft> {
         let mut blocks = Blocks::new(self, self.targets(shape));
         let opened = blocks.open(base);
@@ -210,33 +226,39 @@ impl<'a> Blocks<'a> {
         opened
     }
 
-    /// Places the other documents: each to the block that is furthest below its target; where that is too small or has no memory
-    /// left, to the one that it takes least beyond its target.
+    /// Places the other documents: each to the block that is furthest below its target; if it does not fit there, to the one
+    /// with the most room. `None` if it fits nowhere.
     fn fill(&mut self, opened: usize, base: usize) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
-        let over = |block: &Block, seconds: f64| seconds - targets[block.micro_batch as usize];
-        let mut by_time = Ladder::new(blocks.iter().map(|block| over(block, block.seconds)));
+        let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
+        let mut by_time = Ladder::new(blocks.iter().map(over));
+        let mut by_room: Option<Ladder> = None;
         for document in &problem.documents[opened..] {
-            let after = |block: &Block| {
+            let with = |block: &Block| {
                 let load = block.load + document.load;
                 let cp_size = block.cp_size as usize;
-                problem.fits(&load, cp_size).then(|| problem.cost.seconds(&load, cp_size))
+                Block { load, seconds: problem.cost.seconds(&load, cp_size), ..*block }
             };
+            let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
             let mut chosen = by_time.lightest();
-            let mut seconds = after(&blocks[chosen]);
-            // At the end of a world that is no power of two.
-            let small = (blocks[chosen].cp_size as usize) < base;
-            let too_long = |seconds: f64| small && over(&blocks[chosen], seconds) > 0.0;
-            if seconds.is_none_or(too_long) {
-                let fitting = blocks.iter().enumerate().filter_map(|(index, block)| Some((index, after(block)?)));
-                let excess = |(index, seconds): &(usize, f64)| over(&blocks[*index], *seconds);
-                let best = fitting.min_by(|a, b| excess(a).total_cmp(&excess(b)))?;
-                (chosen, seconds) = (best.0, Some(best.1));
+            let mut after = with(&blocks[chosen]);
+            if (after.cp_size as usize) < base && over(&after) > 0.0 {
+                // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond its target.
+                let all = blocks.iter().map(with).enumerate().filter(|(_, after)| fits(after));
+                (chosen, after) = all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)))?;
+            } else if !fits(&after) {
+                let rooms = || blocks.iter().map(|block| -problem.room(block) as f64);
+                chosen = by_room.get_or_insert_with(|| Ladder::new(rooms())).lightest();
+                after = with(&blocks[chosen]);
+                if !fits(&after) {
+                    return None;
+                }
             }
-            let block = &mut blocks[chosen];
-            block.load = block.load + document.load;
-            block.seconds = seconds?;
-            by_time.set(chosen, over(&blocks[chosen], blocks[chosen].seconds));
+            blocks[chosen] = after;
+            by_time.set(chosen, over(&after));
+            if let Some(by_room) = &mut by_room {
+                by_room.set(chosen, -problem.room(&after) as f64);
+            }
             assignment.push(chosen as u32);
         }
         Some(())

@@ -1,0 +1,275 @@
+//! What must hold of every Dynamic-CP plan, and how long it takes, written down as plainly as possible.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::collections::HashMap;
+
+use wlb_core::schedule::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::schedule::order::{Kind, Layout, Op};
+use wlb_core::sharding::Remainder;
+use wlb_core::{CostModel, Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
+
+/// Plans, asserts all that can be asserted, and returns the plan if there is one.
+pub(crate) fn planned(
+    lengths: &[i32],
+    options: &DynamicCpOptions,
+    cost_model: &CostModel,
+    small: bool,
+) -> Option<DynamicCpPlan> {
+    let values: Vec<i64> = lengths.iter().map(|&length| i64::from(length)).collect();
+    let checked = Lengths::new("lengths", &values).unwrap();
+    let largest_group = 1_i64 << options.max_cp_size.unwrap_or(options.world_size).ilog2();
+    let limit = (largest_group * i64::from(options.max_tokens_per_rank)).min(i64::from(i32::MAX));
+    match plan_dynamic_cp(&checked, None, options, cost_model) {
+        Ok(plan) => {
+            assert!(values.iter().all(|&length| length <= limit));
+            is_legal(&plan, lengths, options);
+            takes_that_long(&plan, lengths, options, cost_model, small);
+            let again = plan_dynamic_cp(&checked, None, options, cost_model).unwrap();
+            assert_eq!(plan, again);
+            assert_eq!(plan.digest(), again.digest());
+            assert_eq!(DynamicCpPlan::from_json(&plan.to_json()).unwrap(), plan);
+            Some(plan)
+        }
+        Err(Error::TooLong { argument: "lengths", index, value, .. }) => {
+            assert_eq!(Some(index), values.iter().position(|&length| length > limit));
+            assert_eq!(value, values[index]);
+            None
+        }
+        Err(Error::Combination { argument: "num_micro_batches" | "max_micro_batches", .. }) => {
+            // Whatever the documents, one micro-batch each is enough.
+            let most = options.num_micro_batches.or(options.max_micro_batches);
+            assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
+            None
+        }
+        Err(Error::Layout { argument: "num_micro_batches", .. }) => {
+            assert!(options.num_virtual_stages > 1 && options.num_micro_batches.is_some());
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Every document once, every rank in one aligned group of every micro-batch, no rank over its memory.
+pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOptions) {
+    let m = plan.num_micro_batches();
+    assert!(m >= 1);
+    if let Some(fixed) = options.num_micro_batches {
+        assert_eq!(m, fixed);
+    }
+    if let Some(most) = options.max_micro_batches {
+        assert!(m <= most);
+    }
+    if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
+        assert_eq!(m % options.num_stages, 0, "an interleaved pipeline takes whole rounds");
+    }
+    let mut seen = vec![0; lengths.len()];
+    let mut next_group = 0;
+    for j in 0..m {
+        let groups = plan.groups_of(j);
+        assert_eq!(groups.start, next_group);
+        next_group = groups.end;
+        let mut owner = vec![None; options.world_size];
+        for g in groups {
+            let Group { first_rank, cp_size, .. } = plan.groups[g];
+            assert!(cp_size.is_power_of_two() && first_rank % cp_size == 0, "group {g} is misaligned");
+            assert!(cp_size as usize <= options.max_cp_size.unwrap_or(options.world_size));
+            for rank in first_rank..first_rank + cp_size {
+                assert_eq!(owner[rank as usize].replace(g), None, "rank {rank} is in two groups of micro-batch {j}");
+                assert_eq!(plan.group_of(j, rank as usize), g);
+            }
+            let documents = &plan.documents[plan.documents_of(g)];
+            assert!(documents.is_sorted(), "documents of group {g} are not in order of arrival");
+            for (&id, &length) in documents.iter().zip(&plan.lengths[plan.documents_of(g)]) {
+                assert_eq!(lengths[id as usize], length);
+                seen[id as usize] += 1;
+            }
+            let most = most_tokens_of_a_rank(&plan.lengths[plan.documents_of(g)], cp_size as usize);
+            assert_eq!(plan.tokens_per_rank(g), most);
+            assert!(most <= i64::from(options.max_tokens_per_rank), "group {g} exceeds its memory");
+        }
+        assert!(owner.iter().all(Option::is_some), "a rank is in no group of micro-batch {j}");
+    }
+    assert_eq!(next_group, plan.groups.len());
+    assert!(seen.iter().all(|&times| times == 1), "a document is lost or doubled");
+}
+
+/// By really sharding them, where that is quick.
+fn most_tokens_of_a_rank(lengths: &[i32], cp_size: usize) -> i64 {
+    let total: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+    if lengths.len() * cp_size > 256 {
+        return (total as u64).div_ceil(cp_size as u64) as i64;
+    }
+    let lengths: Vec<i64> = lengths.iter().map(|&length| i64::from(length)).collect();
+    let options = ShardOptions {
+        cp_size,
+        strategy: Strategy::PerDocument,
+        mask: Mask::Causal,
+        remainder: Remainder::Chunk,
+        hybrid_threshold: None,
+    };
+    let shard = shard(&Lengths::new("lengths", &lengths).unwrap(), &options).unwrap();
+    (0..cp_size).map(|rank| shard.tokens(rank)).max().unwrap()
+}
+
+/// The seconds of groups, of the step, and the bounds on them.
+fn takes_that_long(
+    plan: &DynamicCpPlan,
+    lengths: &[i32],
+    options: &DynamicCpOptions,
+    cost_model: &CostModel,
+    small: bool,
+) {
+    let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
+    for (g, group) in plan.groups.iter().enumerate() {
+        let expected = group_seconds(&plan.lengths[plan.documents_of(g)], group.cp_size as usize, options, cost_model);
+        assert!(close(group.seconds, expected), "group {g}: {} is not {expected}", group.seconds);
+    }
+    let work: f64 = lengths.iter().map(|&length| cost_model.cost(length)).sum();
+    assert!(close(plan.balanced_seconds, work / (options.world_size * options.num_stages) as f64));
+    assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9), "{} is above {}", plan.lower_bound, plan.seconds);
+    assert!(plan.lower_bound >= plan.balanced_seconds * (1.0 - 1e-9));
+    assert!(plan.sweep.is_sorted_by(|a, b| a.0 < b.0));
+    let estimate = plan.sweep.iter().find(|(m, _)| *m == plan.num_micro_batches()).unwrap().1;
+    assert!(plan.sweep.iter().all(|&(_, seconds)| seconds >= estimate), "not the best of the sweep");
+    assert!(plan.seconds <= estimate * (1.0 + 1e-9), "the estimate is one from above");
+    if small {
+        let micro_batches: Vec<Vec<Group>> =
+            (0..plan.num_micro_batches()).map(|j| plan.groups[plan.groups_of(j)].to_vec()).collect();
+        let expected = step_seconds(&micro_batches, options);
+        assert!(close(plan.seconds, expected), "the step: {} is not {expected}", plan.seconds);
+    }
+}
+
+/// Seconds of some documents on a group, as documented.
+pub(crate) fn group_seconds(
+    lengths: &[i32],
+    cp_size: usize,
+    options: &DynamicCpOptions,
+    cost_model: &CostModel,
+) -> f64 {
+    let c = cp_size as f64;
+    let attention: f64 = lengths.iter().map(|&length| cost_model.attention_cost(length)).sum();
+    let linear: f64 = lengths.iter().map(|&length| cost_model.linear_cost(length)).sum();
+    let tokens: f64 = lengths.iter().map(|&length| f64::from(length)).sum();
+    let exchange = if lengths.is_empty() {
+        0.0
+    } else {
+        let communication = options.communication;
+        (c - 1.0) * communication.seconds_per_exchange + tokens * (c - 1.0) / c * communication.seconds_per_token
+    };
+    let exposed = f64::max(0.0, exchange - options.communication.overlap * attention / c);
+    options.micro_batch_seconds + (attention + linear) / c + exposed
+}
+
+/// Every op on every rank of every stage: it starts when all ranks of its group have done what comes before it, and have its input.
+pub(crate) fn step_seconds(micro_batches: &[Vec<Group>], options: &DynamicCpOptions) -> f64 {
+    let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
+    let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+    let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches: micro_batches.len() };
+    let orders = layout.orders().unwrap();
+    let mut step = Step { micro_batches, options, orders: &orders, ends: HashMap::new() };
+    let last = |stage: usize| orders[stage].len() - 1;
+    let mut seconds = 0.0_f64;
+    for stage in 0..num_stages {
+        for position in 0..=last(stage) {
+            for rank in 0..options.world_size {
+                seconds = seconds.max(step.end(stage, position, rank));
+            }
+        }
+    }
+    seconds
+}
+
+struct Step<'a> {
+    micro_batches: &'a [Vec<Group>],
+    options: &'a DynamicCpOptions,
+    orders: &'a [Vec<Op>],
+    ends: HashMap<(usize, usize, usize), f64>,
+}
+
+impl Step<'_> {
+    fn end(&mut self, stage: usize, position: usize, rank: usize) -> f64 {
+        if let Some(&end) = self.ends.get(&(stage, position, rank)) {
+            return end;
+        }
+        let (p, v) = (self.options.num_stages, self.options.num_virtual_stages);
+        let op = self.orders[stage][position];
+        let groups = &self.micro_batches[op.micro_batch as usize];
+        let group = *groups.iter().find(|group| group.ranks().contains(&rank)).unwrap();
+        let sender = match op.kind {
+            Kind::Forward => (op.stage as usize).checked_sub(1),
+            _ => Some(op.stage as usize + 1).filter(|&sender| sender < p * v),
+        };
+        let mut start = 0.0_f64;
+        for peer in group.ranks() {
+            if position > 0 {
+                start = start.max(self.end(stage, position - 1, peer));
+            }
+            if let Some(sender) = sender {
+                let wanted = Op { stage: sender as u32, ..op };
+                let place = self.orders[sender % p].iter().position(|&other| other == wanted).unwrap();
+                let hop = if sender % p == stage { 0.0 } else { self.options.p2p_seconds };
+                start = start.max(self.end(sender % p, place, peer) + hop);
+            }
+        }
+        let thirds = if op.kind == Kind::Forward { 1.0 } else { 2.0 };
+        let end = start + group.seconds * thirds / (3 * p * v) as f64;
+        self.ends.insert((stage, position, rank), end);
+        end
+    }
+}
+
+/// The least time of any plan with that many micro-batches: all ways to group the ranks, all ways to place the documents.
+pub(crate) fn optimum(lengths: &[i32], options: &DynamicCpOptions, cost_model: &CostModel, m: usize) -> Option<f64> {
+    let ways = partitions(options.world_size, 0, options.max_cp_size.unwrap_or(options.world_size));
+    let mut best: Option<f64> = None;
+    let choices = ways.len().pow(m as u32);
+    for choice in 0..choices {
+        let micro_batches: Vec<&Vec<(u32, u32)>> =
+            (0..m).map(|j| &ways[choice / ways.len().pow(j as u32) % ways.len()]).collect();
+        let places: Vec<(usize, usize)> =
+            micro_batches.iter().enumerate().flat_map(|(j, way)| (0..way.len()).map(move |g| (j, g))).collect();
+        'placement: for placement in 0..places.len().pow(lengths.len() as u32) {
+            let mut contents: Vec<Vec<Vec<i32>>> = micro_batches.iter().map(|way| vec![Vec::new(); way.len()]).collect();
+            for (i, &length) in lengths.iter().enumerate() {
+                let (j, g) = places[placement / places.len().pow(i as u32) % places.len()];
+                contents[j][g].push(length);
+            }
+            let mut plan = Vec::new();
+            for (way, contents) in micro_batches.iter().zip(&contents) {
+                let mut groups = Vec::new();
+                for (&(first_rank, cp_size), lengths) in way.iter().zip(contents) {
+                    let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+                    if tokens > i64::from(cp_size) * i64::from(options.max_tokens_per_rank) {
+                        continue 'placement;
+                    }
+                    let seconds = group_seconds(lengths, cp_size as usize, options, cost_model);
+                    groups.push(Group { first_rank, cp_size, seconds });
+                }
+                plan.push(groups);
+            }
+            let seconds = step_seconds(&plan, options);
+            best = Some(best.map_or(seconds, |best| best.min(seconds)));
+        }
+    }
+    best
+}
+
+/// All ways to cut ranks `first..world_size` into aligned powers of two, as (first rank, size).
+fn partitions(world_size: usize, first: usize, largest: usize) -> Vec<Vec<(u32, u32)>> {
+    if first == world_size {
+        return vec![Vec::new()];
+    }
+    let mut ways = Vec::new();
+    for bit in 0..usize::BITS {
+        let size = 1_usize << bit;
+        if size > largest || first % size != 0 || first + size > world_size {
+            break;
+        }
+        for rest in partitions(world_size, first + size, largest) {
+            ways.push([vec![(first as u32, size as u32)], rest].concat());
+        }
+    }
+    ways
+}
