@@ -38,7 +38,11 @@ pub(crate) fn planned(
         }
         Err(Error::Combination { argument: "num_micro_batches" | "max_micro_batches", .. }) => {
             // Whatever the documents, one micro-batch each is enough.
-            let most = options.num_micro_batches.or(options.max_micro_batches);
+            let most = options.num_micro_batches.or(options.max_micro_batches.map(|most| {
+                // In whole rounds, where the pipeline is interleaved.
+                let round = if options.num_virtual_stages > 1 && most > options.num_stages { options.num_stages } else { 1 };
+                most - most % round
+            }));
             assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
             None
         }
@@ -60,8 +64,9 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
     if let Some(most) = options.max_micro_batches {
         assert!(m <= most);
     }
-    if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
-        assert_eq!(m % options.num_stages, 0, "an interleaved pipeline takes whole rounds");
+    if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
+        let whole = m % options.num_stages == 0;
+        assert!(whole || m < options.num_stages, "an interleaved pipeline takes whole rounds");
     }
     let mut seen = vec![0; lengths.len()];
     let mut next_group = 0;

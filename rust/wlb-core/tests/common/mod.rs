@@ -1,6 +1,7 @@
 //! What the property tests share.
 
 pub(crate) mod check;
+pub(crate) mod dynamic_cp;
 pub(crate) mod forge;
 pub(crate) mod kernel;
 pub(crate) mod naive;

@@ -22,8 +22,8 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     // With one rank there is nowhere to hop to.
     let hops = if options.num_stages == 1 { 0 } else { 2 * (options.num_stages * options.num_virtual_stages - 1) };
     let hops = hops as f64 * options.p2p_seconds;
-    // The heaviest so far, on all ranks at once: their time and their work.
-    let (mut together, mut work) = (0.0, 0.0);
+    // Of the longest so far. Their work only: exchange and constants are shared by those in one micro-batch.
+    let mut work = 0.0;
     for document in problem.documents.iter().take(most) {
         let load = document.load;
         let seconds = |cp_size: usize| problem.cost.seconds(&load, cp_size);
@@ -34,9 +34,10 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
             let whole = seconds(problem.world_size);
             way = way.min(whole + hops);
             if options.num_virtual_stages == 1 {
-                (together, work) = (together + whole / stages, work + load.work());
-                let others = share - work / problem.world_size as f64 / stages;
-                way = way.max(behind(together, whole / stages, others.max(0.0), stages).min(apart + hops));
+                work += load.work();
+                let (each, together) = (whole / stages, work / problem.world_size as f64 / stages);
+                let others = (share - together).max(0.0);
+                way = way.max(behind(together.max(each), each, others, stages).min(apart + hops));
             }
         }
         bound = bound.max(way);

@@ -196,14 +196,13 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
     let mut count = least;
     while count < most {
         counts.push(count);
-        count += (count / 4).max(1);
+        count += (count / 6).max(1);
     }
     counts.extend((least <= most).then_some(most));
     if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
         let round = options.num_stages;
-        counts.iter_mut().for_each(|count| *count = (*count / round).max(1) * round);
+        counts.iter_mut().filter(|count| **count > round).for_each(|count| *count -= *count % round);
         counts.dedup();
-        counts.retain(|&count| count <= most);
     }
     counts
 }

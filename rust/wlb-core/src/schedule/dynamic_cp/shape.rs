@@ -1,8 +1,8 @@
 //! How much of the work each micro-batch should get.
 
-/// The ends, relative to the full micro-batches: of the first times the square root of the micro-batches a stage has; of the
-/// last. Found by search over equal and free shapes.
-const FIRST: f64 = 0.35;
+/// The first micro-batch, relative to the full ones, times the micro-batches that a stage has.
+const FIRST: f64 = 0.6;
+/// The last, relative to the full ones.
 const LAST: f64 = 0.5;
 /// Ends may be this much lighter, so that the full micro-batches are as heavy as the heaviest documents.
 const LIGHTEST: f64 = 1.0 / 16.0;
@@ -12,8 +12,9 @@ const LIGHTEST: f64 = 1.0 / 16.0;
 /// A pipeline fills at the speed of its first micro-batches and drains at that of its last, and while it does, ranks
 /// idle. A micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, is
 /// no longer than the backwards of those before it: so sizes may rise by `1 + b / ((p - 1) f)` from one to the
-/// next. They may fall by `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`; a third more costs little and leaves the full ones lighter.
-/// Virtual stages shorten the way.
+/// next, and fall by `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between have other micro-batches in hand than
+/// the last one, so with many micro-batches a slower rise is better, and a faster fall leaves the full ones lighter: these numbers
+/// were found by search over shapes in the simulator. Virtual stages shorten the way.
 ///
 /// # Arguments
 /// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full micro-batches reach
@@ -34,7 +35,8 @@ fn with_ends(num_micro_batches: usize, num_stages: usize, num_virtual_stages: us
     if num_stages > 1 {
         let way = (num_stages - 1) as f64 / num_virtual_stages as f64;
         let depth = num_micro_batches as f64 / num_stages as f64;
-        ramp(shape.iter_mut(), ends * FIRST / depth.sqrt(), 1.0 + 2.0 / way);
+        let rise = (2.2 - depth / 17.0).clamp(1.5, 2.0);
+        ramp(shape.iter_mut(), ends * FIRST / depth, 1.0 + rise / way);
         ramp(shape.iter_mut().rev(), ends * LAST, 1.0 + 2.0 / (3.0 * way));
     }
     shape

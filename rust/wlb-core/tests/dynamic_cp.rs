@@ -1,0 +1,238 @@
+//! Dynamic-CP plans: legal whatever the input, as long as they say, and close to the optimum where that is known.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use common::dynamic_cp::{optimum, planned};
+use common::strategies::{config, cost_model, lengths, llama_7b};
+use proptest::prelude::*;
+use proptest::sample::select;
+use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, plan_dynamic_cp};
+use wlb_core::{CostModel, Error, Lengths, Mask};
+
+fn communication() -> impl Strategy<Value = Communication> {
+    let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e3, 1 => 1e3..1e8];
+    let overlap = prop_oneof![1 => Just(0.0), 2 => Just(1.0), 1 => 0.0..1.0];
+    (seconds(), seconds(), overlap).prop_map(|(seconds_per_exchange, seconds_per_token, overlap)| Communication {
+        seconds_per_exchange,
+        seconds_per_token,
+        overlap,
+    })
+}
+
+/// Machines of any size, memory that mostly binds for documents of up to `longest` tokens.
+fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
+    let world_size = prop_oneof![3 => 1_usize..9, 2 => select(vec![8_usize, 12, 16, 24, 32, 64]), 1 => 9_usize..70];
+    let stages = prop_oneof![2 => Just(1_usize), 3 => 2_usize..9];
+    let virtual_stages = prop_oneof![3 => Just(1_usize), 1 => 2_usize..4];
+    let max_tokens = prop_oneof![4 => 1..=longest, 1 => Just(longest), 1 => Just(i32::MAX)];
+    let count = prop_oneof![4 => Just((None, None)), 1 => (1_usize..20).prop_map(|m| (Some(m), None)), 1 => (1_usize..20).prop_map(|m| (None, Some(m)))];
+    let part = prop_oneof![3 => Just(None), 1 => (0.0..=1.0).prop_map(Some)];
+    let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e6];
+    (world_size, stages, virtual_stages, max_tokens, count, part, communication(), seconds(), seconds()).prop_map(
+        |(world_size, num_stages, num_virtual_stages, max_tokens_per_rank, count, part, communication, p2p, constant)| {
+            DynamicCpOptions {
+                world_size,
+                num_stages,
+                num_virtual_stages,
+                max_tokens_per_rank,
+                max_cp_size: part.map(|part: f64| 1 + (part * (world_size - 1) as f64) as usize),
+                num_micro_batches: count.0,
+                max_micro_batches: count.1,
+                communication,
+                p2p_seconds: p2p,
+                micro_batch_seconds: constant,
+            }
+        },
+    )
+}
+
+/// What 16 documents of the test below are planned on.
+fn plain(world_size: usize, num_stages: usize, max_tokens_per_rank: i32) -> DynamicCpOptions {
+    DynamicCpOptions {
+        world_size,
+        num_stages,
+        num_virtual_stages: 1,
+        max_tokens_per_rank,
+        max_cp_size: None,
+        num_micro_batches: None,
+        max_micro_batches: None,
+        communication: Communication::default(),
+        p2p_seconds: 0.0,
+        micro_batch_seconds: 0.0,
+    }
+}
+
+fn of(lengths: &[i64]) -> Lengths {
+    Lengths::new("lengths", lengths).unwrap()
+}
+
+proptest! {
+    #![proptest_config(config(400))]
+
+    /// Every document once, groups aligned, memory kept, times those of the naive simulation, bounds that bound.
+    #[test]
+    fn plans_are_legal(
+        (lengths, options) in (1_i32..4000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
+        cost in cost_model(),
+    ) {
+        let small = lengths.len() < 20 && options.world_size <= 16 && options.num_stages * options.num_virtual_stages <= 6;
+        planned(&lengths, &options, &cost, small);
+    }
+
+    /// The same for many documents, where groups are halved often.
+    #[test]
+    fn large_plans_are_legal(
+        (lengths, options) in (1_i32..200_000).prop_flat_map(|longest| (lengths(400, longest), options(longest))),
+        cost in cost_model(),
+    ) {
+        planned(&lengths, &options, &cost, false);
+    }
+}
+
+proptest! {
+    #![proptest_config(config(60))]
+
+    /// Against all plans there are: never better than the best, and the bound never above it.
+    #[test]
+    fn tiny_plans_are_close_to_the_optimum(
+        lengths in proptest::collection::vec(1_i32..40, 1..4), shape in select(vec![(2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 2, 3)]),
+        max_tokens in 20_i32..60, free in any::<bool>(),
+    ) {
+        let (world_size, num_stages, m) = shape;
+        let mut options = DynamicCpOptions { num_micro_batches: Some(m), ..plain(world_size, num_stages, max_tokens) };
+        if !free {
+            options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
+            options.micro_batch_seconds = 3.0;
+        }
+        let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
+        let best = optimum(&lengths, &options, &cost, m);
+        if let Some(plan) = planned(&lengths, &options, &cost, true) {
+            let best = best.unwrap();
+            prop_assert!(plan.lower_bound <= best * (1.0 + 1e-9), "{} is above the optimum {best}", plan.lower_bound);
+            prop_assert!(plan.seconds >= best * (1.0 - 1e-9));
+            // Three documents cannot be balanced by a heuristic made for thousands; it must not be absurd.
+            prop_assert!(plan.seconds <= best * 3.0, "{} is far above the optimum {best}", plan.seconds);
+        }
+    }
+}
+
+/// The mean and worst distance from the optimum of tiny instances. Run with `--nocapture` to see them.
+#[test]
+fn regret_of_tiny_plans() {
+    let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
+    let mut regrets = Vec::new();
+    for seed in 0..40_i64 {
+        let lengths: Vec<i32> = (0..4).map(|i| (1 + (seed * 37 + i * i * 101 + i * 17) % 40) as i32).collect();
+        let options = DynamicCpOptions { num_micro_batches: Some(2), ..plain(2, 2, 60) };
+        let plan = planned(&lengths, &options, &cost, true).unwrap();
+        regrets.push(plan.seconds / optimum(&lengths, &options, &cost, 2).unwrap() - 1.0);
+    }
+    let mean = regrets.iter().sum::<f64>() / regrets.len() as f64;
+    let worst = regrets.iter().copied().fold(0.0, f64::max);
+    println!("regret: mean {mean:.4}, worst {worst:.4}");
+    assert!(mean < 0.05 && worst < 0.3, "mean {mean}, worst {worst}");
+}
+
+/// Log-normal lengths with documents of 128K: what every rank of a stage does is the same to a fraction of a per cent.
+#[test]
+fn heavy_tails_are_balanced() {
+    let lengths: Vec<i32> = (0..1024_i32).map(|i| if i % 128 == 0 { 131_072 } else { 128 + i * i % 40_009 }).collect();
+    let options = plain(64, 8, 8192);
+    let plan = planned(&lengths, &options, &llama_7b(), false).unwrap();
+    assert!(plan.seconds < plan.balanced_seconds * 1.15, "{}", plan.seconds / plan.balanced_seconds);
+    for j in 0..plan.num_micro_batches() {
+        let seconds = || plan.groups[plan.groups_of(j)].iter().map(|group| group.seconds);
+        let (most, least) = (seconds().fold(0.0, f64::max), seconds().fold(f64::INFINITY, f64::min));
+        assert!(least > 0.9 * most, "micro-batch {j}: from {least} to {most}");
+    }
+}
+
+/// Where exchange costs, short documents stay on few ranks.
+#[test]
+fn exchange_makes_groups_small() {
+    let lengths: Vec<i32> = (0..512_i32).map(|i| 500 + i * 7 % 3000).collect();
+    let mean = |options: &DynamicCpOptions| {
+        let plan = planned(&lengths, options, &llama_7b(), false).unwrap();
+        let sizes: f64 = plan.groups.iter().map(|group| f64::from(group.cp_size).powi(2)).sum();
+        sizes / (plan.num_micro_batches() * options.world_size) as f64
+    };
+    let mut options = plain(64, 4, 8192);
+    let free = mean(&options);
+    options.communication.seconds_per_token = llama_7b().linear_cost(1);
+    let dear = mean(&options);
+    assert!(dear <= 2.0 && dear < free, "mean group of {dear} ranks, {free} where exchange is free");
+}
+
+#[test]
+fn a_world_that_is_no_power_of_two_is_used_to_the_last_rank() {
+    let lengths: Vec<i32> = (0..200).map(|i| 100 + i * 13 % 900).collect();
+    for world_size in [3, 6, 12, 24, 63] {
+        let plan = planned(&lengths, &plain(world_size, 2, 4096), &llama_7b(), false).unwrap();
+        let ratio = plan.seconds / plan.balanced_seconds;
+        assert!(ratio < 1.35, "{world_size} ranks: {ratio}");
+    }
+}
+
+#[test]
+fn no_documents_are_a_plan() {
+    let plan = planned(&[], &plain(6, 4, 10), &llama_7b(), true).unwrap();
+    assert_eq!((plan.num_micro_batches(), plan.seconds, plan.lower_bound), (4, 0.0, 0.0));
+}
+
+#[test]
+fn names_are_the_callers() {
+    let plan = plan_dynamic_cp(&of(&[5, 6]), Some(&[-7, 9]), &plain(2, 1, 10), &llama_7b()).unwrap();
+    let mut ids = plan.documents.clone();
+    ids.sort_unstable();
+    assert_eq!(ids, [-7, 9]);
+}
+
+#[test]
+fn errors_name_the_culprit() {
+    let plan = |lengths: &[i64], options: &DynamicCpOptions| plan_dynamic_cp(&of(lengths), None, options, &llama_7b());
+    let fails = |change: fn(&mut DynamicCpOptions), argument: &str| {
+        let mut options = plain(12, 4, 100);
+        change(&mut options);
+        assert_eq!(plan(&[50, 60], &options).unwrap_err().argument(), argument);
+    };
+    fails(|options| options.world_size = 0, "world_size");
+    fails(|options| options.num_stages = 0, "num_stages");
+    fails(|options| options.num_virtual_stages = 0, "num_virtual_stages");
+    fails(|options| options.max_tokens_per_rank = 0, "max_tokens_per_rank");
+    fails(|options| options.max_cp_size = Some(13), "max_cp_size");
+    fails(|options| options.num_micro_batches = Some(1 << 30), "num_micro_batches");
+    fails(|options| options.max_micro_batches = Some(0), "max_micro_batches");
+    fails(|options| (options.num_micro_batches, options.max_micro_batches) = (Some(4), Some(4)), "max_micro_batches");
+    fails(|options| options.communication.seconds_per_token = -1.0, "cp_seconds_per_token");
+    fails(|options| options.communication.seconds_per_exchange = f64::NAN, "cp_seconds_per_exchange");
+    fails(|options| options.communication.overlap = 1.5, "cp_overlap");
+    fails(|options| options.p2p_seconds = f64::INFINITY, "p2p_seconds");
+    fails(|options| options.micro_batch_seconds = -0.5, "micro_batch_seconds");
+    // 12 ranks have groups of 8.
+    let error = plan(&[50, 801, 900], &plain(12, 4, 100)).unwrap_err();
+    assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 800, .. }), "{error}");
+    let error = plan(&[800, 800], &DynamicCpOptions { num_micro_batches: Some(1), ..plain(12, 4, 100) }).unwrap_err();
+    assert!(matches!(error, Error::Combination { argument: "num_micro_batches", .. }), "{error}");
+    let error = plan_dynamic_cp(&of(&[5]), Some(&[1, 2]), &plain(1, 1, 10), &llama_7b()).unwrap_err();
+    assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
+}
+
+#[test]
+fn a_plan_that_was_tampered_with_is_refused() {
+    let plan = plan_dynamic_cp(&of(&[50, 60]), None, &plain(4, 2, 100), &llama_7b()).unwrap();
+    type Change = fn(&mut DynamicCpPlan);
+    let changes: [Change; 6] = [
+        |plan| plan.lengths.push(1),
+        |plan| plan.lengths[0] = 0,
+        |plan| plan.group_offsets.clear(),
+        |plan| plan.document_offsets[0] = 1,
+        |plan| plan.groups[0].first_rank = 1,
+        |plan| plan.world_size = 5,
+    ];
+    for change in changes {
+        let mut broken = plan.clone();
+        change(&mut broken);
+        assert!(DynamicCpPlan::from_json(&broken.to_json()).is_err());
+    }
+}
