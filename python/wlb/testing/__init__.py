@@ -2,7 +2,7 @@
 
 - `wlb.testing.strategies`: hypothesis strategies for document lengths, cost models and packer settings
   (needs the extra `wlb[testing]`).
-- `wlb.testing.cost`, `.packing`, `.packer`, `.sharding`, `.kernel`: naive oracles, one per wing of wlb. Each is a
-  second, independent reading of the specification in plain Python: slow, obvious, equal to wlb bit for bit (costs from
-  tables and latencies: up to rounding).
+- `wlb.testing.cost`, `.packing`, `.packer`, `.sharding`, `.kernel`, `.schedule`, `.dynamic_cp`: naive oracles, one per
+  wing of wlb. Each is a second, independent reading of the specification in plain Python: slow, obvious, equal to wlb
+  bit for bit (costs from tables and latencies: up to rounding).
 """

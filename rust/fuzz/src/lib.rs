@@ -11,6 +11,8 @@ mod forge;
 mod kernel;
 #[path = "../../wlb-core/tests/common/naive.rs"]
 mod naive;
+#[path = "../../wlb-core/tests/common/dynamic_cp.rs"]
+mod plan;
 #[path = "../../wlb-core/tests/common/stream.rs"]
 mod stream;
 
@@ -18,6 +20,7 @@ use arbitrary::{Result, Unstructured};
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, PackerConfig};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
+use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions};
 use wlb_core::{CostModel, Lengths, Mask};
 
 use stream::Event;
@@ -202,6 +205,47 @@ fn try_shard(u: &mut Unstructured) -> Result<()> {
         fits
     });
     check::shard_every_way(&lengths, cp_size, mask, threshold, total <= 20_000 && cp_size <= 64);
+    Ok(())
+}
+
+/// A Dynamic-CP plan, whatever the machine.
+pub fn dynamic_cp(data: &[u8]) {
+    let _ = try_dynamic_cp(&mut Unstructured::new(data));
+}
+
+fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
+    let cost = cost_model(u)?;
+    let longest = longest(u)?;
+    let world_size = if u.ratio(1, 4)? { u.int_in_range(1..=80)? } else { u.int_in_range(1..=16)? };
+    let mut seconds = || {
+        Ok::<f64, arbitrary::Error>(if u.arbitrary()? {
+            0.0
+        } else {
+            u.int_in_range(0..=1_000_000_000_u64)? as f64 / 1e3
+        })
+    };
+    let (exchange, token, p2p_seconds, micro_batch_seconds) = (seconds()?, seconds()?, seconds()?, seconds()?);
+    let overlap = f64::from(u.int_in_range(0..=4)?) / 4.0;
+    let (num_micro_batches, max_micro_batches) = match u.int_in_range(0..=3)? {
+        0 => (Some(u.int_in_range(1..=20)?), None),
+        1 => (None, Some(u.int_in_range(1..=20)?)),
+        _ => (None, None),
+    };
+    let options = DynamicCpOptions {
+        world_size,
+        num_stages: u.int_in_range(1..=8)?,
+        num_virtual_stages: if u.ratio(1, 4)? { u.int_in_range(2..=3)? } else { 1 },
+        max_tokens_per_rank: u.int_in_range(1..=longest)?,
+        max_cp_size: if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None },
+        num_micro_batches,
+        max_micro_batches,
+        communication: Communication { seconds_per_exchange: exchange, seconds_per_token: token, overlap },
+        p2p_seconds,
+        micro_batch_seconds,
+    };
+    let lengths = lengths(u, 120, longest)?;
+    let small = lengths.len() < 12 && world_size <= 8 && options.num_stages * options.num_virtual_stages <= 4;
+    plan::planned(&lengths, &options, &cost, small);
     Ok(())
 }
 

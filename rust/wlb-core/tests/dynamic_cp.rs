@@ -30,7 +30,17 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     let part = prop_oneof![3 => Just(None), 1 => (0.0..=1.0).prop_map(Some)];
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e6];
     (world_size, stages, virtual_stages, max_tokens, count, part, communication(), seconds(), seconds()).prop_map(
-        |(world_size, num_stages, num_virtual_stages, max_tokens_per_rank, count, part, communication, p2p, constant)| {
+        |(
+            world_size,
+            num_stages,
+            num_virtual_stages,
+            max_tokens_per_rank,
+            count,
+            part,
+            communication,
+            p2p,
+            constant,
+        )| {
             DynamicCpOptions {
                 world_size,
                 num_stages,

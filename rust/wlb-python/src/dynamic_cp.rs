@@ -457,7 +457,9 @@ impl CpGroup {
         let core::Group { first_rank, cp_size, seconds } = *self.get();
         let documents = self.document_lengths().len();
         let tokens = self.tokens();
-        format!("CpGroup(first_rank={first_rank}, cp_size={cp_size}, documents={documents}, tokens={tokens}, seconds={seconds})")
+        format!(
+            "CpGroup(first_rank={first_rank}, cp_size={cp_size}, documents={documents}, tokens={tokens}, seconds={seconds})"
+        )
     }
 
     /// A pickle holds the whole plan: to send several groups of one, send that.

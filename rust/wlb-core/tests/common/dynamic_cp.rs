@@ -40,7 +40,8 @@ pub(crate) fn planned(
             // Whatever the documents, one micro-batch each is enough.
             let most = options.num_micro_batches.or(options.max_micro_batches.map(|most| {
                 // In whole rounds, where the pipeline is interleaved.
-                let round = if options.num_virtual_stages > 1 && most > options.num_stages { options.num_stages } else { 1 };
+                let round =
+                    if options.num_virtual_stages > 1 && most > options.num_stages { options.num_stages } else { 1 };
                 most - most % round
             }));
             assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
@@ -236,7 +237,8 @@ pub(crate) fn optimum(lengths: &[i32], options: &DynamicCpOptions, cost_model: &
         let places: Vec<(usize, usize)> =
             micro_batches.iter().enumerate().flat_map(|(j, way)| (0..way.len()).map(move |g| (j, g))).collect();
         'placement: for placement in 0..places.len().pow(lengths.len() as u32) {
-            let mut contents: Vec<Vec<Vec<i32>>> = micro_batches.iter().map(|way| vec![Vec::new(); way.len()]).collect();
+            let mut contents: Vec<Vec<Vec<i32>>> =
+                micro_batches.iter().map(|way| vec![Vec::new(); way.len()]).collect();
             for (i, &length) in lengths.iter().enumerate() {
                 let (j, g) = places[placement / places.len().pow(i as u32) % places.len()];
                 contents[j][g].push(length);

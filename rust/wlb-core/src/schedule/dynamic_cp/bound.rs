@@ -28,7 +28,8 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
         let load = document.load;
         let seconds = |cp_size: usize| problem.cost.seconds(&load, cp_size);
         let fitting = || problem.group_sizes().filter(|&cp_size| problem.fits(&load, cp_size));
-        let apart = fitting().filter(|&cp_size| cp_size < problem.world_size).map(seconds).fold(f64::INFINITY, f64::min);
+        let apart =
+            fitting().filter(|&cp_size| cp_size < problem.world_size).map(seconds).fold(f64::INFINITY, f64::min);
         let mut way = apart + hops;
         if fitting().any(|cp_size| cp_size == problem.world_size) {
             let whole = seconds(problem.world_size);

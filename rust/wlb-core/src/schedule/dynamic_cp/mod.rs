@@ -30,9 +30,10 @@ use crate::lengths::{Lengths, MAX_TOKENS};
 use crate::packing::MAX_MICRO_BATCHES;
 use crate::sharding::MAX_CP_SIZE;
 
-use super::order::{Layout, MAX_STAGES};
-use super::pipeline::{Buffers, Pipeline, Times};
 use super::Schedule;
+use super::order::{Layout, MAX_STAGES};
+use super::pipeline::{Buffers, Pipeline};
+use super::times::Times;
 use cost::GroupCost;
 use solver::{Draft, Problem};
 
@@ -264,7 +265,8 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for all.
+    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then, with the best size, fewer and
+    /// more of them while that helps.
     fn smaller_blocks(&mut self, counts: &[usize]) -> Result<()> {
         let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
         let count = best.num_micro_batches;
@@ -275,8 +277,16 @@ impl Search<'_> {
             }
         }
         if let Some(base) = base {
-            for &other in counts.iter().filter(|&&other| other != count) {
-                self.attempt(other, base)?;
+            let (fewer, more) = counts.split_at(counts.partition_point(|&other| other < count));
+            for &other in fewer.iter().rev() {
+                if !self.attempt(other, base)? {
+                    break;
+                }
+            }
+            for &other in more.iter().filter(|&&other| other > count) {
+                if !self.attempt(other, base)? {
+                    break;
+                }
             }
         }
         Ok(())

@@ -127,7 +127,10 @@ impl DynamicCpPlan {
         };
         let covered = |j: usize| {
             let mut next = 0;
-            let touch = |group: &Group| std::mem::replace(&mut next, group.first_rank as u64 + u64::from(group.cp_size)) == u64::from(group.first_rank);
+            let touch = |group: &Group| {
+                std::mem::replace(&mut next, group.first_rank as u64 + u64::from(group.cp_size))
+                    == u64::from(group.first_rank)
+            };
             plan.groups[plan.groups_of(j)].iter().all(touch) && next == plan.world_size as u64
         };
         let fits = cut(&plan.group_offsets, plan.groups.len())

@@ -1,7 +1,7 @@
 //! How much of the work each micro-batch should get.
 
-/// The first micro-batch, relative to the full ones, times the micro-batches that a stage has.
-const FIRST: f64 = 0.6;
+/// The first micro-batch, relative to the full ones, times the square root of the micro-batches that a stage has.
+const FIRST: f64 = 0.2;
 /// The last, relative to the full ones.
 const LAST: f64 = 0.5;
 /// Ends may be this much lighter, so that the full micro-batches are as heavy as the heaviest documents.
@@ -13,8 +13,8 @@ const LIGHTEST: f64 = 1.0 / 16.0;
 /// idle. A micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, is
 /// no longer than the backwards of those before it: so sizes may rise by `1 + b / ((p - 1) f)` from one to the
 /// next, and fall by `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between have other micro-batches in hand than
-/// the last one, so with many micro-batches a slower rise is better, and a faster fall leaves the full ones lighter: these numbers
-/// were found by search over shapes in the simulator. Virtual stages shorten the way.
+/// the last one, so a slower rise is better, and a faster fall leaves the full ones lighter: these numbers were found by search
+/// over shapes in the simulator. Virtual stages shorten the way.
 ///
 /// # Arguments
 /// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full micro-batches reach
@@ -35,8 +35,7 @@ fn with_ends(num_micro_batches: usize, num_stages: usize, num_virtual_stages: us
     if num_stages > 1 {
         let way = (num_stages - 1) as f64 / num_virtual_stages as f64;
         let depth = num_micro_batches as f64 / num_stages as f64;
-        let rise = (2.2 - depth / 17.0).clamp(1.5, 2.0);
-        ramp(shape.iter_mut(), ends * FIRST / depth, 1.0 + rise / way);
+        ramp(shape.iter_mut(), ends * FIRST / depth.sqrt(), 1.0 + 1.6 / way);
         ramp(shape.iter_mut().rev(), ends * LAST, 1.0 + 2.0 / (3.0 * way));
     }
     shape

@@ -13,7 +13,7 @@ use crate::packing::ladder::Ladder;
 use super::cost::{GroupCost, Load};
 
 /// Halves may take this much longer than what their micro-batch takes anyway.
-const SLACK: f64 = 1.0 + 1.0 / 1024.0;
+const SLACK: f64 = 1.0 + 1.0 / 256.0;
 
 /// A document as the solver sees it.
 #[derive(Clone, Copy, Debug)]
@@ -204,7 +204,9 @@ impl<'a> Blocks<'a> {
             let room = (0..targets.len()).filter(|&j| used[j] + size <= problem.world_size);
             // Where it exceeds the target least; of those, where most ranks are free.
             let excess = |j: usize| (seconds - targets[j] * SLACK).max(0.0);
-            let Some(j) = room.min_by(|&a, &b| excess(a).total_cmp(&excess(b)).then(used[a].cmp(&used[b]))) else { break };
+            let Some(j) = room.min_by(|&a, &b| excess(a).total_cmp(&excess(b)).then(used[a].cmp(&used[b]))) else {
+                break;
+            };
             self.assignment.push(self.blocks.len() as u32);
             let (micro_batch, first_rank, cp_size) = (j as u32, used[j] as u32, size as u32);
             self.blocks.push(Block { micro_batch, first_rank, cp_size, load: document.load, seconds });
