@@ -103,11 +103,11 @@ def test_documents_have_the_callers_names() -> None:
 
 def test_a_long_document_gets_more_ranks() -> None:
     machine: dict[str, Any] = {"world_size": 8, "num_stages": 1, "max_tokens_per_rank": 2000}
-    plan = wlb.plan_dynamic_cp([4096] + [64] * 400, cost_model=COST, cp_seconds_per_token=1.0, **machine)
+    plan = wlb.plan_dynamic_cp([4096] + [64] * 400, cost_model=COST, cp_seconds_per_token=300.0, **machine)
     sizes = {int(i): group.cp_size for batch in plan for group in batch for i in group.document_ids}
     assert sizes[0] >= 4
     assert min(sizes.values()) == 1
-    assert plan.seconds < 1.02 * plan.lower_bound
+    assert plan.seconds < 1.05 * plan.lower_bound
 
 
 def test_an_interleaved_pipeline_takes_whole_rounds() -> None:

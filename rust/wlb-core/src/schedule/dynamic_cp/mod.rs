@@ -265,8 +265,7 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then, with the best size, fewer and
-    /// more of them while that helps.
+    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for all.
     fn smaller_blocks(&mut self, counts: &[usize]) -> Result<()> {
         let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
         let count = best.num_micro_batches;
@@ -276,17 +275,9 @@ impl Search<'_> {
                 base = Some(size);
             }
         }
-        if let Some(base) = base {
-            let (fewer, more) = counts.split_at(counts.partition_point(|&other| other < count));
-            for &other in fewer.iter().rev() {
-                if !self.attempt(other, base)? {
-                    break;
-                }
-            }
-            for &other in more.iter().filter(|&&other| other > count) {
-                if !self.attempt(other, base)? {
-                    break;
-                }
+        for &other in counts.iter().filter(|&&other| other != count) {
+            if let Some(base) = base {
+                self.attempt(other, base)?;
             }
         }
         Ok(())

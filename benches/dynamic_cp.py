@@ -1,0 +1,218 @@
+"""Dynamic-CP planning beside Megatron-Core's planners: time, critical path, memory, on the same documents in the same run.
+
+    python benches/dynamic_cp.py            # prints the table, writes benches/records/dynamic_cp.json
+
+Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % of 128K, padded to 128; 64 ranks a stage (DP times
+CP), PP 8, at most 8,192 tokens a rank. Every plan is scored by the same simulation of 1F1B (`wlb.simulate_steps` with a
+micro-batch's time on its slowest rank) under the same costs: a 13B Llama's FLOPs, and pairs alone, which is what Megatron
+plans for. *Path* is the time of a step over all work spread evenly over all GPUs that never wait, not even for the pipeline to
+fill; *over filled* is the same over `(m + 7) / m` of it, what equal micro-batches would take.
+
+A planner that cannot be installed is named as missing. Megatron's published figures stand beside, as quoted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import wlb
+
+RECORDS = Path(__file__).parent / "records"
+WORLD, STAGES, TOKENS = 64, 8, 8192
+COSTS = {
+    "13B": wlb.CostModel.from_flops(
+        hidden_size=5120,
+        ffn_hidden_size=13824,
+        num_layers=40,
+        num_heads=40,
+        vocab_size=32000,
+        attention_efficiency=0.55,
+        flops_per_second=8 * 400e12,  # TP 8
+    ),
+    "pairs": wlb.CostModel(attention=1.0, linear=0.0),
+}
+# 1F1B critical path over perfect balance, and planning in ms, as quoted to us; what "perfect balance" is there is not said.
+QUOTED = {
+    2048: {"megatron default_dynamic_cp (dev)": (1.116, 1431.0), "megatron dp_balanced (dev)": (1.255, None)},
+    256: {"megatron default_dynamic_cp (dev)": (1.658, 34.0), "megatron dp_balanced (dev)": (1.896, None)},
+}
+Lengths = NDArray[np.int64]
+Plan = list[list[tuple[range | list[int], list[int]]]]  # micro-batch -> groups: ranks, documents
+
+
+def documents(count: int, seed: int) -> Lengths:
+    """The documents of one global batch."""
+    generator = np.random.default_rng(seed)
+    lengths = np.minimum(3000 * np.exp(1.6 * generator.standard_normal(count)), 131072)
+    lengths[generator.permutation(count)[: round(0.008 * count)]] = 131072
+    return (np.maximum(lengths, 1).astype(np.int64) + 127) // 128 * 128
+
+
+def planned(lengths: Lengths, cost: wlb.CostModel) -> wlb.DynamicCpPlan:
+    return wlb.plan_dynamic_cp(
+        lengths, world_size=WORLD, num_stages=STAGES, max_tokens_per_rank=TOKENS, cost_model=cost
+    )
+
+
+def wlb_planner(lengths: Lengths, cost: wlb.CostModel) -> Plan:
+    plan = planned(lengths, cost)
+    return [[(group.ranks, group.document_ids.tolist()) for group in batch] for batch in plan]
+
+
+def megatron_main(lengths: Lengths, cost: wlb.CostModel) -> Plan:
+    """The scheduler of the released megatron-core. It has no notion of a pipeline, of memory beyond one document, or of costs."""
+    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+
+    class World:
+        def size(self) -> int:
+            return WORLD
+
+    scheduler = BalancedCPScheduler(TOKENS, World())
+    _, ranks_of_batches = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+    plan: Plan = []
+    for documents_of_ranks in ranks_of_batches:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, ids in enumerate(documents_of_ranks):
+            groups.setdefault(tuple(ids), []).append(rank)
+        plan.append([(ranks, list(ids)) for ids, ranks in groups.items()])
+    return plan
+
+
+def megatron_dev(scheduler: str) -> Callable[[Lengths, wlb.CostModel], Plan]:
+    def planner(lengths: Lengths, cost: wlb.CostModel) -> Plan:
+        from megatron.core.datasets import data_schedule
+
+        options = {"max_seqlen_per_dp_cp_rank": TOKENS, "cp_size": 16, "dp_size": WORLD // 16}
+        made = getattr(data_schedule, scheduler)(microbatch_group_size_per_vp_stage=None, **options)
+        plan: Plan = []
+        for documents_of_ranks in made.get_groups_and_subsamples(list(enumerate(lengths.tolist()))):
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for rank, ids in enumerate(documents_of_ranks):
+                groups.setdefault(tuple(ids), []).append(rank)
+            plan.append([(ranks, list(ids)) for ids, ranks in groups.items()])
+        return plan
+
+    return planner
+
+
+PLANNERS: dict[str, Callable[[Lengths, wlb.CostModel], Plan]] = {
+    "wlb": wlb_planner,
+    "megatron BalancedCPScheduler": megatron_main,
+    "megatron default_dynamic_cp (dev)": megatron_dev("DefaultDynamicCPScheduler"),
+    "megatron dp_balanced (dev)": megatron_dev("DpBalancedScheduler"),
+}
+
+
+def scored(plan: Plan, lengths: Lengths, cost: wlb.CostModel) -> dict[str, float]:
+    """Any planner's plan under one simulator; a document that is on several ranks costs each of them a part."""
+    costs = cost.cost(lengths)
+    seconds = np.asarray([max(sum(costs[ids]) / len(ranks) for ranks, ids in groups) for groups in plan])
+    tokens = max(-(-int(lengths[ids].sum()) // len(ranks)) for groups in plan for ranks, ids in groups)
+    placed = sorted(i for groups in plan for _, ids in groups for i in ids)
+    if placed != list(range(len(lengths))):
+        raise SystemExit("a document is lost or doubled")
+    path = wlb.simulate_pipeline(seconds, schedule="1f1b", num_stages=STAGES).seconds
+    ratio = float(path / (costs.sum() / (WORLD * STAGES)))
+    return {
+        "path": ratio,
+        "over_filled": ratio / (1 + (STAGES - 1) / len(plan)),
+        "micro_batches": len(plan),
+        "max_tokens_per_rank": tokens,
+        "mean_cp_of_a_token": sum(len(ranks) * int(lengths[ids].sum()) for groups in plan for ranks, ids in groups)
+        / int(lengths.sum()),
+    }
+
+
+def milliseconds(work: Callable[[], object], at_least: int) -> list[float]:
+    found: list[float] = []
+    for _ in range(at_least):
+        started = time.perf_counter()
+        work()
+        found.append((time.perf_counter() - started) * 1e3)
+    return found
+
+
+def measure(count: int, seeds: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    batches = [documents(count, seed) for seed in range(seeds)]
+    for cost_name, cost in COSTS.items():
+        for name, planner in PLANNERS.items():
+            row: dict[str, Any] = {"documents": count, "cost": cost_name, "planner": name}
+            rows.append(row)
+            try:
+                plans = [planner(lengths, cost) for lengths in batches]
+            except (ImportError, AttributeError) as error:
+                row["missing"] = f"not in an installable megatron-core: {error}"
+                continue
+            except AssertionError as error:
+                row["missing"] = f"failed: AssertionError: {error}"
+                continue
+            row["scores"] = [scored(plan, *it) for plan, it in zip(plans, [(b, cost) for b in batches], strict=True)]
+            timed = (lambda: planned(batches[0], cost)) if name == "wlb" else (lambda p=planner: p(batches[0], cost))
+            row["ms"] = milliseconds(timed, 40 if name == "wlb" else 5)
+            if name == "wlb":
+                row["sort_ms"] = milliseconds(lambda: np.sort(batches[0]), 400)
+                ours = [planned(lengths, cost) for lengths in batches]
+                row["bounds"] = [plan.lower_bound / plan.balanced_seconds for plan in ours]
+                # Ranks of a group wait for one another, others do not: at most the path above.
+                row["exact"] = [plan.seconds / plan.balanced_seconds for plan in ours]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10, help="global batches to average over")
+    parser.add_argument("--record", type=Path, default=RECORDS / "dynamic_cp.json", help="where the raw record goes")
+    arguments = parser.parse_args()
+    if wlb.BUILD_PROFILE != "release":
+        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    try:
+        megatron = version("megatron-core")
+    except PackageNotFoundError:
+        megatron = "missing"
+    rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds)]
+    machine = {"cores": os.cpu_count(), "load": list(os.getloadavg()), "python": platform.python_version()}
+    record = {"machine": machine, "wlb": wlb.__version__, "megatron-core": megatron, "rows": rows, "quoted": QUOTED}
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    arguments.record.write_text(json.dumps(record) + "\n")
+
+    columns = ("documents", "cost", "planner", "ms", "m", "path", "bound", "over filled", "tokens/rank", "mean CP", "quoted")
+    table = Table(*columns, title=f"1F1B, PP {STAGES}, {WORLD} ranks a stage; megatron-core {megatron}")
+    for row in rows:
+        quoted = QUOTED[row["documents"]].get(row["planner"])
+        said = "" if quoted is None else f"{quoted[0]}" + (f", {quoted[1]:,.0f} ms" if quoted[1] else "")
+        head = (f"{row['documents']:,}", row["cost"], row["planner"])
+        if "missing" in row:
+            table.add_row(*head, "missing", "", "", "", "", "", "", said)
+            continue
+        mean = {key: float(np.mean([score[key] for score in row["scores"]])) for key in row["scores"][0]}
+        table.add_row(
+            *head,
+            f"{min(row['ms']):,.2f}",
+            f"{mean['micro_batches']:.0f}",
+            f"{mean['path']:.4f}",
+            f"{np.mean(row['bounds']):.4f}" if "bounds" in row else "",
+            f"{mean['over_filled']:.3f}",
+            f"{max(score['max_tokens_per_rank'] for score in row['scores']):,.0f}",
+            f"{mean['mean_cp_of_a_token']:.1f}",
+            said,
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
