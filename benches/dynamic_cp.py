@@ -1,14 +1,16 @@
-"""Dynamic-CP planning beside Megatron-Core's planners: time, critical path, memory, on the same documents in the same run.
+"""Dynamic-CP planning beside Megatron-Core's planners: time, critical path, memory; same documents, same run.
 
     python benches/dynamic_cp.py            # prints the table, writes benches/records/dynamic_cp.json
 
-Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % of 128K, padded to 128; 64 ranks a stage (DP times
-CP), PP 8, at most 8,192 tokens a rank. Every plan is scored by the same simulation of 1F1B (`wlb.simulate_steps` with a
-micro-batch's time on its slowest rank) under the same costs: a 13B Llama's FLOPs, and pairs alone, which is what Megatron
-plans for. *Path* is the time of a step over all work spread evenly over all GPUs that never wait, not even for the pipeline to
-fill; *over filled* is the same over `(m + 7) / m` of it, what equal micro-batches would take.
+Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % of 128K, padded to 128; 64 ranks a stage
+(DP times CP), PP 8, at most 8,192 tokens a rank. Every plan is scored by one simulation of 1F1B, each micro-batch as
+slow as its slowest rank, under the same costs: a 13B Llama's FLOPs, and pairs alone, which is what Megatron plans for.
+Exchange inside groups is free, as it is to Megatron. *Path* is the time of a step over all work spread evenly over all
+GPUs that never wait, not even for the pipeline to fill; *over filled* is the same over `(m + 7) / m` of it, what `m`
+equal micro-batches would take. *Bound* is proved by wlb for every plan.
 
-A planner that cannot be installed is named as missing. Megatron's published figures stand beside, as quoted.
+The released scheduler of Megatron knows neither pipelines nor how many tokens a rank gets in all (see tokens/rank). A
+planner that cannot be installed is named as missing; the figures quoted beside are from another run on another machine.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -45,7 +48,7 @@ COSTS = {
     ),
     "pairs": wlb.CostModel(attention=1.0, linear=0.0),
 }
-# 1F1B critical path over perfect balance, and planning in ms, as quoted to us; what "perfect balance" is there is not said.
+# 1F1B critical path over perfect balance, and planning in ms, as quoted; what "perfect balance" is there is not said.
 QUOTED = {
     2048: {"megatron default_dynamic_cp (dev)": (1.116, 1431.0), "megatron dp_balanced (dev)": (1.255, None)},
     256: {"megatron default_dynamic_cp (dev)": (1.658, 34.0), "megatron dp_balanced (dev)": (1.896, None)},
@@ -74,7 +77,7 @@ def wlb_planner(lengths: Lengths, cost: wlb.CostModel) -> Plan:
 
 
 def megatron_main(lengths: Lengths, cost: wlb.CostModel) -> Plan:
-    """The scheduler of the released megatron-core. It has no notion of a pipeline, of memory beyond one document, or of costs."""
+    """The scheduler of the released megatron-core."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     class World:
@@ -161,9 +164,9 @@ def measure(count: int, seeds: int) -> list[dict[str, Any]]:
             except AssertionError as error:
                 row["missing"] = f"failed: AssertionError: {error}"
                 continue
-            row["scores"] = [scored(plan, *it) for plan, it in zip(plans, [(b, cost) for b in batches], strict=True)]
-            timed = (lambda: planned(batches[0], cost)) if name == "wlb" else (lambda p=planner: p(batches[0], cost))
-            row["ms"] = milliseconds(timed, 40 if name == "wlb" else 5)
+            row["scores"] = [scored(plan, lengths, cost) for plan, lengths in zip(plans, batches, strict=True)]
+            timed = planned if name == "wlb" else planner
+            row["ms"] = milliseconds(partial(timed, batches[0], cost), 40 if name == "wlb" else 5)
             if name == "wlb":
                 row["sort_ms"] = milliseconds(lambda: np.sort(batches[0]), 400)
                 ours = [planned(lengths, cost) for lengths in batches]
@@ -190,8 +193,14 @@ def main() -> None:
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(record) + "\n")
 
-    columns = ("documents", "cost", "planner", "ms", "m", "path", "bound", "over filled", "tokens/rank", "mean CP", "quoted")
-    table = Table(*columns, title=f"1F1B, PP {STAGES}, {WORLD} ranks a stage; megatron-core {megatron}")
+    scores = ("ms", "m", "path", "bound", "over filled", "tokens/rank", "mean CP", "quoted")
+    table = Table(
+        "documents",
+        "cost",
+        "planner",
+        *scores,
+        title=f"1F1B, PP {STAGES}, {WORLD} ranks a stage; megatron-core {megatron}",
+    )
     for row in rows:
         quoted = QUOTED[row["documents"]].get(row["planner"])
         said = "" if quoted is None else f"{quoted[0]}" + (f", {quoted[1]:,.0f} ms" if quoted[1] else "")

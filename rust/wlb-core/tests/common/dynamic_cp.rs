@@ -1,6 +1,6 @@
 //! What must hold of every Dynamic-CP plan, and how long it takes, written down as plainly as possible.
 #![allow(dead_code, reason = "each test file uses a part of it")]
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
 use std::collections::HashMap;
 
@@ -66,7 +66,7 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
         assert!(m <= most);
     }
     if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
-        let whole = m % options.num_stages == 0;
+        let whole = m.is_multiple_of(options.num_stages);
         assert!(whole || m < options.num_stages, "an interleaved pipeline takes whole rounds");
     }
     let mut seen = vec![0; lengths.len()];
@@ -271,7 +271,7 @@ fn partitions(world_size: usize, first: usize, largest: usize) -> Vec<Vec<(u32, 
     let mut ways = Vec::new();
     for bit in 0..usize::BITS {
         let size = 1_usize << bit;
-        if size > largest || first % size != 0 || first + size > world_size {
+        if size > largest || !first.is_multiple_of(size) || first + size > world_size {
             break;
         }
         for rest in partitions(world_size, first + size, largest) {
