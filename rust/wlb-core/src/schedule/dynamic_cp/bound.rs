@@ -22,7 +22,7 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     // With one rank there is nowhere to hop to.
     let hops = if options.num_stages == 1 { 0 } else { 2 * (options.num_stages * options.num_virtual_stages - 1) };
     let hops = hops as f64 * options.p2p_seconds;
-    // Of the longest so far. Their work only: exchange and constants are shared by those in one micro-batch.
+    // Of the longest so far. Their work only: those in one micro-batch share its constant, and hide their exchange.
     let mut work = 0.0;
     for document in problem.documents.iter().take(most) {
         let load = document.load;
@@ -38,7 +38,7 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
                 work += load.work();
                 let (each, together) = (whole / stages, work / problem.world_size as f64 / stages);
                 let others = (share - together).max(0.0);
-                way = way.max(behind(together.max(each), each, others, stages).min(apart + hops));
+                way = way.max(behind(together, each, others, stages).min(apart + hops));
             }
         }
         bound = bound.max(way);
@@ -61,7 +61,7 @@ fn drain(share: f64, stages: f64, most: usize) -> f64 {
     share / (3.0 * (power - 1.0))
 }
 
-/// Documents that take `together` a stage on all ranks at once, each at least `x`; other work `others` on each rank, before (`q`)
+/// Documents of `together` work a stage on all ranks at once, each alone at least `x` seconds; other work `others` on each rank, before (`q`)
 /// the first of them or after (`s`) the last: in between it takes longest.
 ///
 /// The forward of the first reaches the last stage behind `q/3` and on a way of `(p - 1) x/3`; there `together` and all of `s`

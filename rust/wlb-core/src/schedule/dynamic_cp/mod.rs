@@ -256,11 +256,11 @@ impl Search<'_> {
 
     /// Doubles the micro-batches until the documents fit: at the latest, when each can have one.
     fn more(&mut self, most: usize) -> Result<()> {
-        let enough = self.problem.documents.len();
         let round = if self.options.num_virtual_stages > 1 { self.options.num_stages } else { 1 };
+        let enough = self.problem.documents.len().next_multiple_of(round);
         let mut count = most;
         while self.best.is_none() && count < enough {
-            count = (2 * count).min(enough).next_multiple_of(round);
+            count = (2 * count).next_multiple_of(round).min(enough);
             self.attempt(count, self.problem.largest_group)?;
         }
         Ok(())
