@@ -352,6 +352,7 @@ def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) ->
     )
     results = run(*arguments, "--json").json
     assert results["kernel_model"].startswith("measured: ")
+    assert "Warning: that is not --gpu h100." in run(*arguments).out.replace("\n", " ")
     assert list(results["variants"]) == ["fixed", "wlb_fitted"]
     assert results["variants"]["fixed"]["speedup"] == 1
 
@@ -362,6 +363,44 @@ def test_simulate_says_what_does_not_fit(run: Any, npy: Path) -> None:
     result = run("simulate", npy, *CLUSTER, *large, "--steps", 4, "--variants", "plain")
     assert result.code == 0
     assert "Plain-4D does not fit: it needs " in result.out
+
+
+def test_simulate_draws_any_number_of_ranks(run: Any, npy: Path, tmp_path: Path) -> None:
+    """Of many replicas as many as fit into a picture, and none of a pipeline that is too deep for one."""
+    deep = ("--context", CONTEXT, "--cp", 1, "--tp", 8, "--steps", 1, "--variants", "plain")
+    for pp, dp, pictures in ((32, 4, 3), (80, 1, 1)):
+        model = "llama2-7b" if pp == 32 else "llama2-70b"
+        result = run("simulate", npy, *deep, "--pp", pp, "--dp", dp, "--model", model)
+        assert result.code == 0, result.err
+        page = (tmp_path / "wlb-simulate/simulate.html").read_text(encoding="utf-8")
+        assert page.count("<svg") == pictures
+        assert ("Too many pipeline ranks for a picture" in page) == (pp > 64)
+
+
+def test_simulate_shows_another_method_than_the_baseline(run: Any, npy: Path, tmp_path: Path) -> None:
+    for variants, title in (("wlb,plain", "of WLB (predicted)"), ("plain,wlb,packing", "WLB: ")):
+        assert run("simulate", npy, *CLUSTER, "--steps", 2, "--variants", variants).code == 0
+        page = (tmp_path / "wlb-simulate/simulate.html").read_text(encoding="utf-8")
+        assert title in page
+        assert "of WLB" not in page.split(title)[0]
+        assert "WLB: 1.00x the speed of WLB" not in page
+
+
+def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path: Path) -> None:
+    """A curriculum is simulated as it is."""
+    lengths = np.sort(long_tailed(1500)).clip(1, CONTEXT)
+    np.save(tmp_path / "ascending.npy", lengths)
+    arguments = ("simulate", "ascending.npy", *CLUSTER, "--steps", 8, "--variants", "plain", "--json")
+    variants = [run(*arguments, *seed).json["variants"]["plain"] for seed in ((), ("--seed", 0))]
+    first = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=4 * CONTEXT)[8]]
+    scenario = wlb.Scenario(
+        model=wlb.ModelConfig.preset("llama2-7b"),
+        layout=wlb.ParallelLayout(pp=2, cp=2, dp=2),
+        hardware=wlb.Hardware.preset("h100"),
+        context=CONTEXT,
+    )
+    assert variants[0]["digest"] == wlb.simulate(first, scenario, variants=("plain",)).baseline.summary()["digest"]
+    assert variants[1]["digest"] != variants[0]["digest"]
 
 
 # --- sources ---
@@ -442,6 +481,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",
         ("simulate", npy, *CLUSTER, "--variants", "plain,best"): "--variants best: must be one of plain",
+        ("simulate", npy, *CLUSTER, "--variants", "wlb,wlb"): "--variants wlb: given twice",
         ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
         ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): "schedule",
         ("simulate", npy, *CLUSTER, "--micro-batches", 3): "num_micro_batches = 3",
@@ -461,6 +501,11 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         assert result.err.count("\n") == 1, result.err
         assert result.err.startswith("wlb: "), result.err
         assert result.out == ""
+
+    for command in ("demo", "simulate", "tune"):
+        result = run(command, npy, *SMALL, "--seed", -1)
+        assert result.code == 2
+        assert "Invalid value for '--seed'" in result.err
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert 'pip install "wlb[tokenizers]"' in run("demo", "empty.txt", "--tokenizer", "bad.jsonl").err

@@ -298,6 +298,8 @@ def test_fitted_efficiency_is_what_the_cluster_does() -> None:
         ({"schedule": "2f2b"}, "schedule"),
         ({"schedule": "zbv"}, "num_virtual_stages"),
         ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=5, head_dim=64)}, "kernel_model"),
+        ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=4, head_dim=32)}, "kernel_model"),
+        ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=4, head_dim=64, causal=False)}, "kernel_model"),
         ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), name="mine")}, "kernel_model"),
         ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), memory_bytes=2**30)}, "layout"),
         ({"layout": wlb.ParallelLayout(tp=3)}, "tp"),
@@ -309,6 +311,27 @@ def test_scenarios_that_make_no_sense(changes: dict[str, Any], argument: str) ->
     with pytest.raises(wlb.WlbError) as raised:
         dataclasses.replace(scenario(), **changes)
     assert raised.value.argument == argument
+
+
+def test_a_kernel_measured_elsewhere() -> None:
+    for gpu, generation, elsewhere in (("h100", "h100", False), ("h100", "a100", True), ("gb200", "b200", False)):
+        kernel = wlb.KernelModel.analytic(generation, num_heads=4, head_dim=64)  # type: ignore[arg-type]
+        case = scenario(kernel_model=kernel)
+        case = dataclasses.replace(case, hardware=wlb.Hardware.preset(gpu))
+        assert case.measured_elsewhere == elsewhere
+
+
+def test_the_default_schedule_is_named_where_it_does_not_fit() -> None:
+    layout = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)
+    with pytest.raises(wlb.WlbError) as raised:
+        Scenario(
+            model=wlb.ModelConfig.preset("llama2-7b"),
+            layout=layout,
+            hardware=wlb.Hardware.preset("h100"),
+            num_micro_batches=6,
+            context=200_000,
+        )
+    assert "None" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

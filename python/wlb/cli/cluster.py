@@ -149,6 +149,14 @@ def token_limit(max_tokens: int | None, memory_factor: float | None, context: in
     return int(memory_factor * context)
 
 
+def kernel_sentence(scenario: Scenario) -> str:
+    """What attention's times rest on, with a warning where that is another GPU."""
+    source = scenario.attention.source
+    label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
+    warning = f" Warning: that is not --gpu {scenario.hardware.name}." if scenario.measured_elsewhere else ""
+    return f"Every time is predicted. Attention: {source} ({label}).{warning}"
+
+
 def assumptions(scenario: Scenario) -> dict[str, str]:
     """What the predictions rest on, in words; the first says whether attention was measured."""
     hardware, layout = scenario.hardware, scenario.layout

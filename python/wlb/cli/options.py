@@ -42,13 +42,13 @@ TokenizerFile = Annotated[
         rich_help_panel=_DOCUMENTS,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Shuffles the documents, every epoch anew.", rich_help_panel=_DOCUMENTS)]
+Seed = Annotated[int, typer.Option(min=0, help="Shuffles the documents, every epoch anew.", rich_help_panel=_DOCUMENTS)]
 OptionalSeed = Annotated[
     int | None,
     typer.Option(
         "--seed",
         min=0,
-        help="Shuffle the documents; by default they come in the source's order.",
+        help="Shuffle the documents, every epoch anew; by default they come in the source's order.",
         rich_help_panel=_DOCUMENTS,
     ),
 ]

@@ -16,8 +16,6 @@ from wlb.hardware import GIB
 from wlb.simulation import VARIANTS, Scenario
 from wlb.simulation import simulate as run
 
-_SHOWN = "wlb"
-
 
 def simulate(
     context_: typer.Context,
@@ -25,7 +23,7 @@ def simulate(
     field: options.Field = "text",
     pattern: options.Pattern = "*",
     tokenizer: options.TokenizerFile = None,
-    seed: options.Seed = 0,
+    seed: options.OptionalSeed = None,
     oversize: options.OversizeFate = "split",
     steps: options.Steps = 500,
     micro_batches: cluster.OptionalMicroBatches = None,
@@ -78,10 +76,7 @@ def simulate(
     No GPU is needed. By default the cluster is the paper's for a 7B model with 128K tokens of context. Every
     prediction says what it rests on; docs/simulation.md has the assumptions.
     """
-    names = tuple(VARIANTS) if variants is None else tuple(name.strip() for name in variants.split(","))
-    for name in names:
-        if name not in VARIANTS:
-            raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
+    names = _names(variants)
     config = model_config(model)
     scenario = Scenario(
         model=config,
@@ -155,10 +150,25 @@ def simulate(
                 "max_mean_delay": max_mean_delay,
                 "max_delay": max_delay,
             },
-            shown=_SHOWN if _SHOWN in names else names[-1],
+            shown=_shown(names),
         )
         files = report.write(output_dir, context_.obj)
     if json:
         print(jsonlib.dumps(report.as_json(), indent=2))
     elif not quiet:
         report.print(results(), files)
+
+
+def _names(variants: str | None) -> tuple[str, ...]:
+    names = tuple(VARIANTS) if variants is None else tuple(name.strip() for name in variants.split(","))
+    for index, name in enumerate(names):
+        if name not in VARIANTS:
+            raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
+        if name in names[:index]:
+            raise CliError(f"--variants {name}: given twice")
+    return names
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    """The method that pictures set against the baseline: WLB, or the last one."""
+    return "wlb" if "wlb" in names[1:] else names[-1]

@@ -34,7 +34,7 @@ def tune(
     field: options.Field = "text",
     pattern: options.Pattern = "*",
     tokenizer: options.TokenizerFile = None,
-    seed: options.Seed = 0,
+    seed: options.OptionalSeed = None,
     steps: options.Steps = 100,
     micro_batches: Annotated[
         int | None,
