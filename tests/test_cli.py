@@ -17,8 +17,10 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from wlb.cli import main
+from wlb.cli import cluster, main
+from wlb.cli.app import app
 from wlb.cli.console import progress
+from wlb.cli.options import as_options
 from wlb.cli.report import Report
 from wlb.cli.sources import Documents, read_documents
 from wlb.cli.stream import build_stream
@@ -352,7 +354,7 @@ def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) ->
     )
     results = run(*arguments, "--json").json
     assert results["kernel_model"].startswith("measured: ")
-    assert "Warning: that is not --gpu h100." in run(*arguments).out.replace("\n", " ")
+    assert "Warning: that is another GPU than --gpu h100." in " ".join(run(*arguments).out.split())
     assert list(results["variants"]) == ["fixed", "wlb_fitted"]
     assert results["variants"]["fixed"]["speedup"] == 1
 
@@ -401,6 +403,47 @@ def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path:
     )
     assert variants[0]["digest"] == wlb.simulate(first, scenario, variants=("plain",)).baseline.summary()["digest"]
     assert variants[1]["digest"] != variants[0]["digest"]
+
+
+def test_tune_takes_the_options_of_simulate(run: Any) -> None:
+    """A cluster that was simulated can be tuned, with the same words and the same defaults."""
+    import typer.main as typer_main
+
+    commands = typer_main.get_command(app).commands  # type: ignore[attr-defined]
+    simulated, tuned = ({param.name: param for param in commands[name].params} for name in ("simulate", "tune"))
+    for name in (*cluster.OPTIONS, "max_tokens", "memory_factor", "oversize", "seed"):
+        assert (simulated[name].opts, simulated[name].default) == (tuned[name].opts, tuned[name].default)
+
+
+@pytest.mark.parametrize(
+    "option", [("--fsdp", "zero3"), ("--recompute", "full"), ("--reserved-gib", 2), ("--gpus", 64)]
+)
+def test_any_option_of_the_cluster_tunes_on_one(run: Any, npy: Path, option: tuple[object, ...]) -> None:
+    results = run("tune", npy, "--context", CONTEXT, "--steps", 4, "--queues", 1, *option, "--json").json
+    assert "TP 8" not in results["assumptions"]
+    assert "1f1b, 4 ranks x 1 stages" in results["assumptions"]["pipeline"]
+    assert option[0] != "--fsdp" or "fsdp zero3" in results["assumptions"]["memory"]
+
+
+def test_layers_that_stages_share_unevenly(run: Any, npy: Path) -> None:
+    arguments = ("simulate", npy, "--context", CONTEXT, "--tp", 8, "--cp", 1, "--steps", 1, "--variants", "plain")
+    results = run(*arguments, "--pp", 16, "--dp", 1, "--model", "llama3-405b", "--json").json
+    assert results["assumptions"]["layers of the stages"] == ", ".join(["7", *["8"] * 14, "7"])
+    results = run(*arguments, "--pp", 3, "--stage-layers", "12,12,8", "--json").json
+    assert results["assumptions"]["layers of the stages"] == "12, 12, 8"
+
+
+def test_advice_can_be_followed_on_the_command_line(run: Any, npy: Path) -> None:
+    """Every option that an error recommends is one."""
+    message = run("simulate", npy, "--pp", 1, "--tp", 4).err
+    assert "it would fit with --" in message
+    advice = message.split("it would fit with ")[1].split(", or with ")[0].split(" (")[0]
+    options = [word for word in advice.split() if word != "and"]
+    result = run("simulate", npy, "--pp", 1, "--tp", 4, *options, "--steps", 1, "--variants", "plain")
+    assert result.code == 0, result.err
+    assert as_options("it would fit with fused_loss=True and fsdp='zero3'") == (
+        "it would fit with --fused-loss and --fsdp zero3"
+    )
 
 
 # --- sources ---
@@ -476,7 +519,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--max-tokens", 1000): "--max-tokens",
         ("pack", npy, *SMALL, "--dp-size", 3): "--dp-size",
         ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
-        ("pack", npy, *SMALL, "--thresholds", "800,512"): "outlier_thresholds",
+        ("pack", npy, *SMALL, "--thresholds", "800,512"): "--thresholds",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",
@@ -484,12 +527,18 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--variants", "wlb,wlb"): "--variants wlb: given twice",
         ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
         ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): "schedule",
-        ("simulate", npy, *CLUSTER, "--micro-batches", 3): "num_micro_batches = 3",
-        ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "max_tokens = 1000: must be at least the context, 1024",
+        ("simulate", npy, *CLUSTER, "--micro-batches", 3): "--micro-batches = 3",
+        ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "--max-tokens = 1000: must be at least the context, 1024",
         ("simulate", npy, *CLUSTER, "--max-tokens", 2000, "--memory-factor", 2): "give one of them",
         ("simulate", npy, *CLUSTER, "--model", "llama3-405b"): "GiB more than the",
         ("simulate", npy, *CLUSTER, "--oversize", "error"): "more than --context 1,024",
         ("simulate", npy, *CLUSTER, "--thresholds", "a"): "--thresholds",
+        ("simulate", npy, *CLUSTER, "--stage-layers", "20,13"): "--stage-layers add up to 33",
+        ("simulate", npy, *CLUSTER, "--stage-layers", "a"): "--stage-layers a: give whole numbers",
+        ("simulate", npy, "--schedule", "zbv"): "--virtual-stages = 1",
+        ("tune", npy, *CLUSTER, "--attention-efficiency", 0.1): "--attention-efficiency: tuning on a cluster",
+        ("tune", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
+        ("tune", npy, *SMALL, "--oversize", "error"): "more than --context 1,024",
         ("tune", npy, "--tp", 3): "tp = 3: does not divide num_heads = 32",
         ("demo", npy, "--tokenizer", "t.json"): "--tokenizer has nothing to read",
         ("demo", "empty.txt", "--tokenizer", "t.json"): "t.json: no such tokenizer file",

@@ -12,8 +12,7 @@ from wlb.cli.cost import model_config
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
-from wlb.hardware import GIB
-from wlb.simulation import VARIANTS, Scenario
+from wlb.simulation import VARIANTS
 from wlb.simulation import simulate as run
 
 
@@ -36,6 +35,7 @@ def simulate(
     tp: cluster.Tp = 8,
     gpus: cluster.WorldSize = None,
     virtual_stages: cluster.VirtualStages = 1,
+    stage_layers: cluster.StageLayers = None,
     schedule: cluster.ScheduleName = None,
     kernel_profile: cluster.KernelProfile = None,
     gemm_efficiency: cluster.GemmEfficiency = None,
@@ -46,6 +46,9 @@ def simulate(
     memory_factor: cluster.OptionalMemoryFactor = None,
     fsdp: cluster.FsdpStage = "zero1",
     recompute: cluster.Recomputation = "none",
+    fused_loss: cluster.FusedLoss = False,
+    fused_ffn: cluster.FusedFfn = True,
+    sequence_parallel: cluster.SequenceParallel = True,
     reserved_gib: cluster.ReservedGib = 4.0,
     thresholds: options.Thresholds = None,
     queues: options.TunedQueues = 2,
@@ -78,33 +81,11 @@ def simulate(
     """
     names = _names(variants)
     config = model_config(model)
-    scenario = Scenario(
-        model=config,
-        layout=cluster.layout(
-            dp=dp,
-            pp=pp,
-            cp=cp,
-            tp=tp,
-            virtual_stages=virtual_stages,
-            fsdp=fsdp,
-            recompute=recompute,
-            world_size=gpus,
-        ),
-        hardware=cluster.hardware(gpu, gemm_efficiency),
-        context=context,
-        kernel_model=cluster.kernel_model(kernel_profile, config, tp),
-        max_tokens=cluster.token_limit(max_tokens, memory_factor, context),
-        num_micro_batches=micro_batches,
-        schedule=schedule,  # type: ignore[arg-type]  # checked there
+    scenario = cluster.scenario(
+        context_,
+        config,
         cost_model=config.cost_model(attention_efficiency=attention_efficiency),
         outlier_thresholds=options.parse_thresholds(thresholds),
-        num_queues=queues,
-        max_mean_delay=max_mean_delay,
-        max_delay=max_delay,
-        cp_overlap=cp_overlap,
-        tp_overlap=tp_overlap,
-        dp_overlap=dp_overlap,
-        reserved_bytes=int(reserved_gib * GIB),
         noise=noise,
         noise_seed=noise_seed,
     )

@@ -181,8 +181,9 @@ class Scenario:
         most = min(most, int((room / slope).min()))
         if most < self.context:
             message = (
-                f"= {self.pipeline_schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a time,"
-                f" which leaves room for {most:,} tokens each, fewer than the context, {self.context:,}; 1F1B would fit"
+                f"= {self.pipeline_schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a"
+                f" time, which leaves room for {most:,} tokens each, fewer than the context, {self.context:,};"
+                " 1F1B would fit"
             )
             raise error("schedule", message, value=self.pipeline_schedule)
         return most
