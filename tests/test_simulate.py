@@ -20,6 +20,7 @@ LAYOUTS = [
     wlb.ParallelLayout(pp=4, cp=4, virtual_stages=2, recompute="full"),
     wlb.ParallelLayout(dp=4, tp=8, fsdp="zero3", sequence_parallel=False),
 ]
+SCHEDULES: list[tuple[Any, int, int]] = [("zbv", 2, 6), ("interleaved_1f1b", 2, 5), ("zb_h2", 1, 7), ("gpipe", 1, 3)]
 
 
 def scenario(layout: wlb.ParallelLayout = LAYOUTS[1], **changes: Any) -> Scenario:
@@ -58,6 +59,21 @@ def test_all_documents_and_all_time_are_accounted_for(layout: wlb.ParallelLayout
             gradients = outcome.attribution["dp_communication"][step]
             assert outcome.seconds[step] == pytest.approx(slowest + gradients, rel=1e-12)
     assert json.loads(json.dumps(simulation.as_json()))["variants"].keys() == VARIANTS.keys()
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "per_rank"), SCHEDULES)
+def test_any_schedule_and_number_of_micro_batches(schedule: Any, virtual: int, per_rank: int) -> None:
+    """Also where the pipeline's ranks do not divide the micro-batches."""
+    layout = wlb.ParallelLayout(dp=2, pp=4, virtual_stages=virtual)
+    case = scenario(layout, schedule=schedule, num_micro_batches=2 * per_rank)
+    lengths = documents(700)
+    for outcome in simulate(lengths, case).outcomes.values():
+        assert (trained(outcome.plan, lengths) == 1).all()
+        np.testing.assert_allclose(sum(outcome.attribution.values()), outcome.seconds, rtol=1e-12)
+        step = len(outcome.seconds) - 1
+        slowest = max(timeline.seconds for timeline in outcome.timelines(step))
+        gradients = outcome.attribution["dp_communication"][step]
+        assert outcome.seconds[step] == pytest.approx(slowest + gradients, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["plain", "wlb", "placement"])
@@ -264,6 +280,25 @@ def test_own_variants_and_paper_choices() -> None:
     assert set(simulation.outcomes["two"].sharded.strategies) <= {"per_sequence", "per_document"}
     assert simulation.outcomes["window"].plan.delay_mean > 0
     assert simulation.outcomes["two"].total_seconds <= simulation.outcomes["base"].total_seconds * (1 + 1e-9)
+
+
+def test_thresholds_are_tuned_with_the_costs_that_use_them() -> None:
+    case, lengths = scenario(outlier_thresholds=None, num_queues=1), documents(1500)
+    simulation = simulate(lengths, case, variants=("wlb", "wlb_fitted"))
+    stream = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=case.tokens_per_batch)[simulation.batches // 4]]
+    for name, setup in (("wlb", case.setup()), ("wlb_fitted", case.setup(fitted_to=lengths))):
+        tuned = wlb.tune_outlier_thresholds(
+            stream,
+            num_micro_batches=case.micro_batches,
+            max_tokens=case.limit,
+            cost_model=setup.cost_model,
+            num_queues=1,
+            max_mean_delay=case.max_mean_delay,
+            max_document_tokens=case.context,
+            tokens_per_batch=case.tokens_per_batch,
+        )
+        assert simulation.outcomes[name].plan.thresholds == tuned.thresholds
+    assert simulation.thresholds == simulation.outcomes["wlb"].plan.thresholds
 
 
 def test_fitted_efficiency_is_what_the_cluster_does() -> None:

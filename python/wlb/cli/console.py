@@ -11,8 +11,9 @@ class CliError(Exception):
 
 
 def counted(number: float, noun: str) -> str:
-    """`1 queue`, `2 queues`."""
-    return f"{number:,g} {noun}{'s' * (number != 1)}"
+    """`1 queue`, `2 queues`, `2 batches`."""
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:,g} {noun}{'' if number == 1 else ending}"
 
 
 def results() -> Console:

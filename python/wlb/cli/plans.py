@@ -37,16 +37,8 @@ def tune(
 ) -> wlb.TuneResult:
     """The best thresholds for the first `batches` global batches of the stream."""
     task = progress.add_task(f"Tuning {counted(queues, 'queue')}", total=None)
-    result = wlb.tune_outlier_thresholds(
-        stream.head(batches),
-        num_micro_batches=setup.num_micro_batches,
-        max_tokens=setup.max_tokens,
-        cost_model=setup.cost_model,
-        num_queues=queues,
-        max_mean_delay=max_mean_delay,
-        max_delay=max_delay,
-        max_document_tokens=setup.context,
-        tokens_per_batch=setup.tokens_per_batch,
+    result = plans.tune_thresholds(
+        stream.head(batches), setup, queues=queues, max_mean_delay=max_mean_delay, max_delay=max_delay
     )
     progress.update(task, total=result.evaluated, completed=result.evaluated)
     return result

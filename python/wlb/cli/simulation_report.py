@@ -17,6 +17,7 @@ import wlb
 from wlb.cli.cluster import assumptions, describe, kernel_sentence
 from wlb.cli.machine import machine
 from wlb.cli.report import Settings, describe_documents, document_sentences
+from wlb.cli.simulation_explanation import explanation
 from wlb.cli.simulation_tables import NOTES, time_table, variant_table
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
@@ -36,6 +37,7 @@ class SimulationReport:
     simulation: wlb.Simulation
     settings: Settings
     shown: str  # the variant that pictures set against the baseline
+    name: str = "simulate"  # of the command, and of the page
 
     @property
     def compared(self) -> tuple[Outcome, ...]:
@@ -47,13 +49,14 @@ class SimulationReport:
         """Everything the tables and the page say, as plain JSON values."""
         scenario = self.simulation.scenario
         return {
-            "command": "simulate",
+            "command": self.name,
             "wlb": wlb.__version__,
             "machine": machine(),
             "settings": self.settings,
             "assumptions": assumptions(scenario),
             "documents": self._documents(),
             "gpus": scenario.layout.world_size,
+            "explanation": explanation(self.simulation, self.shown),
             **self.simulation.as_json(),
         }
 
@@ -77,6 +80,7 @@ class SimulationReport:
             if thresholds
             else f"Micro-batches of variable length have at most {scenario.limit:,} tokens; no document waits.",
             *self._too_large(),
+            *explanation(self.simulation, self.shown),
         ]
 
     def _too_large(self) -> list[str]:
@@ -100,8 +104,18 @@ class SimulationReport:
             console.print(Text(note, style="dim"))
         console.print(f"Wrote {', '.join(map(str, files))}")
 
-    def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
-        """Writes pictures, page, numbers, and traces of the two steps into a folder that exists."""
+    def write(
+        self,
+        folder: Path,
+        argv: Sequence[str],
+        *,
+        first: Sequence[str] = (),
+        results: dict[str, Any] | None = None,
+    ) -> list[Path]:
+        """Writes pictures, page, numbers, and traces of the two steps into a folder that exists.
+
+        `first` is HTML that comes before the tables, `results` the numbers where they are more than these.
+        """
         from wlb.cli.figures import png, svg
         from wlb.cli.page import document, figure, notes, table
         from wlb.cli.simulation_figures import draw_simulation, draw_step
@@ -122,11 +136,11 @@ class SimulationReport:
                 pictures.append(notes((_TOO_DEEP,)) if drawn is None else svg(drawn))
                 traces.append(folder / f"step-{slug}.trace.json")
                 write_chrome_trace(outcome.timelines(step), path=traces[-1])
-        results = self.as_json()
+        results = {**self.as_json(), **(results or {})}
         before = self.simulation.baseline
         step_seconds = [f"{o.seconds[: o.plan.streamed].mean():.3g}" for o in (before, shown)]
-        contents[folder / "simulate.html"] = document(
-            name="simulate",
+        contents[folder / f"{self.name}.html"] = document(
+            name=self.name,
             subject=f"predicted · {caption}",
             title=f"{shown.title}: {self.simulation.speedup(self.shown):.2f}x the speed of {before.title} (predicted)",
             sentences=self.sentences(),
@@ -140,6 +154,7 @@ class SimulationReport:
                 )
             ],
             body=[
+                *first,
                 svg(overview),
                 table(variant_table(self.simulation, self.shown)),
                 table(time_table(self.simulation, self.shown)),

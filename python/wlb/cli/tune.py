@@ -11,6 +11,7 @@ from wlb.cli.console import CliError, progress, results
 from wlb.cli.cost import model_config
 from wlb.cli.plans import Setup
 from wlb.cli.plans import tune as tune_stream
+from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
 from wlb.cli.tuning_report import ThresholdReport, TuningReport
@@ -18,6 +19,17 @@ from wlb.simulation import tune as tune_cluster
 
 _MICRO_BATCHES = 16
 _MEMORY_FACTOR = 1.5
+_SETTINGS = (
+    "model",
+    *cluster.OPTIONS,
+    "context",
+    "micro_batches",
+    "seed",
+    "oversize",
+    "steps",
+    "queues",
+    "max_mean_delay",
+)
 
 
 def tune(
@@ -121,9 +133,24 @@ def tune(
                 ),
             )
             report = TuningReport(
-                documents=documents, stream=stream, tuning=tuning, model=model, profile=kernel_profile
+                documents=documents,
+                stream=stream,
+                tuning=tuning,
+                model=model,
+                profile=kernel_profile,
+                simulation=SimulationReport(
+                    documents=documents,
+                    stream=stream,
+                    simulation=tuning.simulate(stream.lengths),
+                    settings={
+                        **{name: context_.params[name] for name in _SETTINGS},
+                        "attention_efficiency": tuning.attention_efficiency,
+                    },
+                    shown="wlb",
+                    name="tune",
+                ),
             )
-        files = report.write(output_dir)
+        files = report.write(output_dir, context_.obj)
     if json:
         print(jsonlib.dumps(report.as_json(), indent=2))
     elif not quiet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import wlb
 from wlb.cli.cluster import assumptions, describe, kernel_sentence
 from wlb.cli.console import counted
 from wlb.cli.report import describe_documents
+from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
 from wlb.cli.tables import Table, tuning_table
@@ -43,7 +45,7 @@ class ThresholdReport:
             "evaluated": self.result.evaluated,
         }
 
-    def write(self, folder: Path) -> list[Path]:
+    def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
         """Writes the picture."""
         from wlb.cli.figures import draw_tuning, png
 
@@ -67,6 +69,7 @@ class TuningReport:
     tuning: Tuning
     model: str  # a preset's name or a path
     profile: str | None  # of the kernel
+    simulation: SimulationReport  # with what was chosen
 
     def as_json(self) -> dict[str, Any]:
         """Everything the tables say, as plain JSON values; `best` and `pareto` as without a cluster, and `cluster`."""
@@ -80,23 +83,33 @@ class TuningReport:
             "documents": describe_documents(self.documents, self.stream, scenario.context),
             "cluster": self.tuning.as_json(),
             "configuration": self.configuration(),
+            "simulation": self.simulation.simulation.as_json(),
         }
 
-    def write(self, folder: Path) -> list[Path]:
-        """Writes the picture and the configuration."""
-        from wlb.cli.figures import png
+    def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
+        """Writes the configuration, a picture of the choices, and a page: choices, and a simulation of what was chosen."""
+        from wlb.cli.figures import png, svg
+        from wlb.cli.page import notes, table
         from wlb.cli.simulation_figures import draw_choices
 
         picture, configuration = folder / "tune.png", folder / "configuration.py"
-        picture.write_bytes(png(draw_choices(self.tuning)))
+        drawn = draw_choices(self.tuning)
+        picture.write_bytes(png(drawn))
         configuration.write_text(self.configuration(), encoding="utf-8")
-        return [picture, configuration]
+        first = [
+            f"<h2>The configuration</h2><pre>{escape(self.configuration())}</pre>",
+            svg(drawn),
+            *map(table, self.tables()),
+            notes(_NOTES),
+        ]
+        page = self.simulation.write(folder, argv, first=first, results=self.as_json())
+        return [configuration, picture, *page]
 
     def print(self, console: Console, files: Sequence[Path]) -> None:
         """Tables, the configuration, and the names of the `files` written."""
         scenario, tuning = self.tuning.scenario, self.tuning
         name = describe(scenario.model, scenario.layout, scenario.hardware.name, scenario.context)
-        console.print(f"{name}; {counted(self.stream.batches, 'global batch').replace('batchs', 'batches')}.")
+        console.print(f"{name}; {counted(self.stream.batches, 'global batch')}.")
         console.print(kernel_sentence(scenario))
         console.print(
             f"The packer's costs: FLOPs with attention_efficiency {tuning.attention_efficiency:.2f}, which fits this"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import CostModel, MicroBatch, Packer, Packing, pack
+from wlb._core import CostModel, MicroBatch, Packer, Packing, TuneResult, pack, tune_outlier_thresholds
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,23 @@ def var_length(
         yield step(packing, i, time.perf_counter() - began)
     for i, packing in enumerate(packer.flush(), start=stream.batches):
         yield step(packing, i, None)
+
+
+def tune_thresholds(
+    lengths: ArrayLike, setup: Setup, *, queues: int, max_mean_delay: float, max_delay: int | None
+) -> TuneResult:
+    """The best thresholds for these documents: :func:`wlb.tune_outlier_thresholds` with the setup's settings."""
+    return tune_outlier_thresholds(
+        lengths,
+        num_micro_batches=setup.num_micro_batches,
+        max_tokens=setup.max_tokens,
+        cost_model=setup.cost_model,
+        num_queues=queues,
+        max_mean_delay=max_mean_delay,
+        max_delay=max_delay,
+        max_document_tokens=setup.context,
+        tokens_per_batch=setup.tokens_per_batch,
+    )
 
 
 def _as_they_come(setup: Setup) -> NDArray[np.int64]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import TuneResult, batch_offsets, tune_outlier_thresholds
+from wlb._core import TuneResult, batch_offsets
 from wlb._errors import error
-from wlb.simulation.plans import GlobalBatches, Plan, collect
+from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, tune_thresholds
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.score import Outcome, Sharded, placed, score, shard_plan
 from wlb.simulation.variants import VARIANTS, Variant, chosen
@@ -25,7 +25,7 @@ class Simulation:
     """The same stream under several methods."""
 
     scenario: Scenario
-    thresholds: tuple[int, ...]  # of the outlier queues
+    thresholds: tuple[int, ...]  # of the outlier queues; with fitted costs they are that plan's own
     batches: int  # global batches of the stream
     outcomes: dict[str, Outcome]  # by variant; the first is the baseline
 
@@ -88,12 +88,9 @@ def simulate(
     wanted = chosen(variants if isinstance(variants, Mapping) else list(variants))
     stream = _stream(lengths, scenario)
     report = progress or (lambda *_: None)
-    queued = any(variant.queued for variant in wanted.values())
-    thresholds = scenario.outlier_thresholds
-    if thresholds is None:
-        report("tuning thresholds", 0, len(wanted))
-        sample = stream.head(max(1, stream.batches // TUNED_SHARE))
-        thresholds = tune_thresholds(sample, scenario).thresholds if queued else ()
+    sample = stream.head(max(1, stream.batches // TUNED_SHARE))
+    given = scenario.outlier_thresholds
+    thresholds = {} if given is None else {False: given, True: given}  # by whether the costs are fitted
 
     plans: dict[Any, Plan] = {}
     sharded: dict[Any, Sharded] = {}
@@ -103,20 +100,26 @@ def simulate(
         packing = variant.packing_key
         if packing not in plans:
             setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None)
+            own: tuple[int, ...] = ()
+            if variant.queued:
+                if variant.fitted not in thresholds:
+                    report("tuning thresholds", done, len(wanted))
+                    thresholds[variant.fitted] = tune_scenario(sample, scenario, setup).thresholds
+                own = thresholds[variant.fitted]
             arriving = variant.arriving(stream, setup)
-            steps = variant.steps(arriving, setup, thresholds, scenario.max_delay)
-            own = thresholds if variant.queued else ()
-            plan = collect(variant.title, steps, arriving, own)
-            plans[packing] = placed(plan, scenario) if variant.placed else plan
+            steps = variant.steps(arriving, setup, own, scenario.max_delay)
+            plans[packing] = collect(variant.title, steps, arriving, own)
+        plan = placed(plans[packing], scenario) if variant.placed else plans[packing]
         ways = [(strategy,) for strategy in variant.strategies] if variant.static else [variant.strategies]
         scored = []
         for way in ways:
             if (packing, way) not in sharded:
-                sharded[packing, way] = shard_plan(plans[packing], scenario, way)
-            scored.append(score(variant.title, plans[packing], sharded[packing, way], scenario))
+                sharded[packing, way] = shard_plan(plan, scenario, way)
+            scored.append(score(variant.title, plan, sharded[packing, way], scenario))
         outcomes[name] = min(scored, key=lambda outcome: outcome.total_seconds)
     report("done", len(wanted), len(wanted))
-    return Simulation(scenario=scenario, thresholds=thresholds, batches=stream.batches, outcomes=outcomes)
+    used = thresholds.get(False, thresholds.get(True, ()))
+    return Simulation(scenario=scenario, thresholds=used, batches=stream.batches, outcomes=outcomes)
 
 
 def _stream(lengths: ArrayLike, scenario: Scenario) -> GlobalBatches:
@@ -132,16 +135,12 @@ def _stream(lengths: ArrayLike, scenario: Scenario) -> GlobalBatches:
     return GlobalBatches(values, offsets)
 
 
-def tune_thresholds(lengths: ArrayLike, scenario: Scenario) -> TuneResult:
-    """:func:`wlb.tune_outlier_thresholds` with the scenario's settings."""
-    return tune_outlier_thresholds(
+def tune_scenario(lengths: ArrayLike, scenario: Scenario, setup: Setup | None = None) -> TuneResult:
+    """:func:`tune_thresholds` with the scenario's settings, and with its costs or those of a setup."""
+    return tune_thresholds(
         lengths,
-        num_micro_batches=scenario.micro_batches,
-        max_tokens=scenario.limit,
-        cost_model=scenario.packer_cost,
-        num_queues=scenario.num_queues,
+        setup or scenario.setup(),
+        queues=scenario.num_queues,
         max_mean_delay=scenario.max_mean_delay,
         max_delay=scenario.max_delay,
-        max_document_tokens=scenario.context,
-        tokens_per_batch=scenario.tokens_per_batch,
     )

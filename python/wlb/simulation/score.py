@@ -145,7 +145,17 @@ class Outcome:
     def model_flops_utilization(self) -> float:
         """FLOPs of the documents as they are trained, over what the GPUs could do in the time."""
         peak = self.scenario.hardware.peak_flops * self.scenario.layout.world_size
-        return float(self.scenario.model.flops(self.plan.length).sum() / (peak * self.total_seconds))
+        return self.flops / (peak * self.total_seconds)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the documents as they are trained: fewer where they are cut."""
+        return float(self.scenario.model.flops(self.plan.length).sum())
+
+    @property
+    def flush_share(self) -> float:
+        """Share of the time in steps at the end of the stream: emptying queues, and a global batch that is not full."""
+        return float(self.seconds[self.plan.streamed :].sum()) / self.total_seconds
 
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each data-parallel replica."""
@@ -171,7 +181,7 @@ class Outcome:
             "title": self.title,
             "steps": len(plan.digests),
             "steps_of_flush": packing["steps_of_flush"],
-            "flush_share": float(self.seconds[plan.streamed :].sum() / total),
+            "flush_share": self.flush_share,
             "tokens": self.tokens,
             "seconds": total,
             "step_seconds_mean": float(self.seconds[: plan.streamed].mean()),
