@@ -87,7 +87,7 @@ class TuningReport:
         }
 
     def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
-        """Writes the configuration, a picture of the choices, and a page: choices, and a simulation of what was chosen."""
+        """Writes the configuration, a picture of the choices, and a page, with a simulation of what was chosen."""
         from wlb.cli.figures import png, svg
         from wlb.cli.page import notes, table
         from wlb.cli.simulation_figures import draw_choices

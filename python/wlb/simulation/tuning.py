@@ -90,7 +90,8 @@ def tune(lengths: ArrayLike, scenario: Scenario, *, progress: Callable[[str, int
     One after the other, each with the best of those before: the packer's costs are fitted to the cluster
     (:meth:`Scenario.fitted_efficiency`); `S_max` from one context up to what fits; the Pareto front of thresholds;
     the strategies. Of those within 0.3 % of the fastest so far the one with least memory or delay is taken. Throughput
-    is that of a long stream (:attr:`Outcome.steady_seconds`): the sample's flush at its end would say more about the sample's length.
+    is that of a long stream (:attr:`Outcome.steady_seconds`): the sample's flush at its end would say more about the
+    sample's length.
 
     Args:
         lengths: int[n] tokens of the documents in arrival order, see :func:`wlb.simulate`. All of them are tuned on,
