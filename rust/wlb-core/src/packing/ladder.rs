@@ -5,6 +5,7 @@
 /// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
 /// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024 (`benches/rust/engine.rs`
 /// has the time), where a tournament tree or a heap always pays log N. In any other order it takes up to N steps.
+#[derive(Clone)]
 pub(super) struct Ladder {
     /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a ring.
     rungs: Vec<Rung>,
@@ -38,6 +39,19 @@ impl Ladder {
     #[inline]
     pub(super) fn lightest(&self) -> usize {
         self.rungs[self.end() as usize].heavier as usize
+    }
+
+    /// Indices by ascending weight, then by index.
+    #[inline]
+    pub(super) fn ascending(&self) -> impl Iterator<Item = usize> {
+        let step = |rung: u32| Some(self.rungs[rung as usize].heavier).filter(|&heavier| heavier != self.end());
+        std::iter::successors(step(self.end()), move |&rung| step(rung)).map(|rung| rung as usize)
+    }
+
+    /// The greatest weight.
+    #[inline]
+    pub(super) fn greatest(&self) -> f64 {
+        self.rungs[self.rungs[self.end() as usize].lighter as usize].weight
     }
 
     /// Sets one weight.
@@ -105,6 +119,10 @@ mod tests {
                 let least = weights.iter().copied().fold(f64::INFINITY, f64::min);
                 let first = weights.iter().position(|&weight| weight == least);
                 prop_assert_eq!(Some(ladder.lightest()), first);
+                let mut ascending: Vec<usize> = (0..weights.len()).collect();
+                ascending.sort_by(|&a, &b| weights[a].total_cmp(&weights[b]));
+                prop_assert_eq!(ladder.ascending().collect::<Vec<_>>(), ascending);
+                prop_assert_eq!(ladder.greatest(), weights.iter().copied().fold(0.0, f64::max));
             }
         }
     }

@@ -3,6 +3,7 @@
 //! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`]; a
 //! [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
 
+pub mod adaptive;
 mod deal;
 mod fixed_length;
 mod ladder;

@@ -12,6 +12,7 @@ pub(super) fn whole(index: usize, length: i32) -> Piece {
 }
 
 /// Where whole documents were put: what the packing methods that keep documents whole fill in.
+#[derive(Clone)]
 pub(super) struct Placement {
     pub(super) assignment: Vec<i32>,
     pub(super) tokens: Vec<i64>,
