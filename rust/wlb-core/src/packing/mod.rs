@@ -7,6 +7,7 @@ pub mod adaptive;
 mod deal;
 mod fixed_length;
 mod ladder;
+mod level;
 pub mod metrics;
 mod original;
 pub mod outlier_queue;

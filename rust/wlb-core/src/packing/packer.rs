@@ -107,9 +107,11 @@ impl PackerConfig {
             }
             (Release::Adaptive, None) => wrong("delay_price", "is needed with release=\"adaptive\""),
             (Release::Adaptive, Some(price)) if price.is_finite() && price >= 0.0 => Ok(()),
-            (Release::Adaptive, Some(value)) => {
-                Err(Error::Number { argument: "delay_price", value, requirement: "must be a finite number, 0 or above" })
-            }
+            (Release::Adaptive, Some(value)) => Err(Error::Number {
+                argument: "delay_price",
+                value,
+                requirement: "must be a finite number, 0 or above",
+            }),
         }
     }
 
@@ -288,7 +290,8 @@ impl Packer {
         let overdue = longest_first_of((carried..first_new).filter(|&index| due(index)).map(of_length));
         let urgent = (0..carried).chain(overdue.map(|(_, index)| index));
         let placement = if config.release == Release::Fifo || flushed {
-            let others = longest_first_of((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
+            let others =
+                longest_first_of((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
             algorithm_1(&pieces, urgent.chain(others.map(|(_, index)| index)), config)
         } else {
             adaptive::place(&pieces, &urgent.collect::<Vec<usize>>(), self.iteration, config)

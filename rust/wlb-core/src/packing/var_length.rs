@@ -22,7 +22,6 @@ pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
 }
 
 /// Micro-batches being filled by Algorithm 1's rule.
-#[derive(Clone)]
 pub(super) struct Bins {
     pub(super) placement: Placement,
     max_tokens: i64,
@@ -59,36 +58,16 @@ impl Bins {
 
     /// Puts a document where the tokens are fewest; else leaves it over.
     ///
-    /// In this way documents find room that fewer of them would have found too.
+    /// Documents that all find room in this way find it too when some of them are taken away (no micro-batch gets longer then);
+    /// that does not hold of [`Bins::place`].
     pub(super) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
         let micro_batch = self.fewest_tokens();
-        if !self.has_room(micro_batch, length) {
+        if self.has_room(micro_batch, length) {
+            self.placement.length_fallbacks += usize::from(micro_batch != self.by_cost.lightest());
+            self.put(index, micro_batch, length, cost);
+        } else {
             self.placement.leftover.push(index);
-            return;
         }
-        self.placement.length_fallbacks += usize::from(micro_batch != self.by_cost.lightest());
-        self.put(index, micro_batch, length, cost);
-    }
-
-    /// Puts a document where the cost is least among the micro-batches with room for it; but not where want of room
-    /// elsewhere would make it exceed the heaviest. Gives whether it was put.
-    #[inline]
-    pub(super) fn place_level(&mut self, index: usize, length: i32, cost: f64) -> bool {
-        let mut micro_batch = self.by_cost.lightest();
-        if !self.has_room(micro_batch, length) {
-            let Some(other) = self.lightest_with_room(length, cost) else { return false };
-            micro_batch = other;
-            self.placement.length_fallbacks += 1;
-        }
-        self.put(index, micro_batch, length, cost);
-        true
-    }
-
-    /// The lightest micro-batch with room that a document of `cost` does not make heavier than the heaviest.
-    fn lightest_with_room(&self, length: i32, cost: f64) -> Option<usize> {
-        let ceiling = self.by_cost.greatest();
-        let below = |&micro_batch: &usize| self.placement.costs[micro_batch] + cost <= ceiling;
-        self.by_cost.ascending().take_while(below).find(|&micro_batch| self.has_room(micro_batch, length))
     }
 
     #[inline]
