@@ -153,14 +153,12 @@ fn nothing_waits_for_ever() {
 #[test]
 fn light_documents_make_way() {
     let mut packer = Packer::new(adaptive(2, 0.01, Some(1))).unwrap();
-    packer.push(&checked(&[90]), None).unwrap();
-    // The long document is due or alone; 100 tokens fill the other micro-batch, which then costs less.
-    let packing = packer.push(&checked(&[90, 50, 50, 5, 5]), None).unwrap();
-    assert!(packing.leftover.is_empty());
-    let waits = packer.queue().len();
-    assert_eq!(packing.pieces.len() + waits, 5);
-    let packing = packer.push(&checked(&[]), None).unwrap();
-    assert_eq!((packing.pieces.len(), packer.pending()), (waits, 0), "due, and there is room");
+    assert_eq!(packer.push(&checked(&[90, 5, 5]), None).unwrap().assignment, [-1, 0, 1]);
+    // The long one is due. Twenty light ones fill the other micro-batch; two more would find room beside the long one.
+    let packing = packer.push(&checked(&[5; 30]), None).unwrap();
+    assert_eq!((packing.tokens.as_slice(), packing.leftover.len()), ([90, 100].as_slice(), 0));
+    assert_eq!((packer.queue().len(), packer.carried().len()), (10, 0));
+    assert_eq!(packer.push(&checked(&[]), None).unwrap().pieces.len(), 10);
 }
 
 proptest! {
