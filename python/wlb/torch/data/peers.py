@@ -41,7 +41,11 @@ class Peers:
         Raises:
             wlb.WlbError: That names the ranks.
         """
+        if failure is not None and self.size == 1:
+            raise failure
         failures = [f"rank {rank}: {part['failure']}" for rank, part in enumerate(parts) if part["failure"]]
+        if len(failures) == self.size > 1 and len({part["failure"] for part in parts}) == 1:
+            failures = [f"all ranks: {parts[0]['failure']}"]
         if failures:
             raise error(argument, f"failed on {'; '.join(failures)}") from failure
         others = [rank for rank, part in enumerate(parts) if part["agreement"] != parts[0]["agreement"]]
