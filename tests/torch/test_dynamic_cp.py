@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pickle
 import time
@@ -99,7 +100,7 @@ def check_step(ranks: list[dict[str, Any]]) -> list[int]:
 
 
 def shares(rank: int, size: int) -> list[list[Document]]:
-    """Three global batches of 20, dealt unevenly: rank 1 reads nothing after the first, rank 2 nothing before the last."""
+    """Three batches of 20, dealt unevenly: rank 1 reads nothing after the first, rank 2 nothing before the last."""
     result = []
     for batch in np.arange(60).reshape(3, 20):
         readers = [
@@ -182,7 +183,7 @@ def sampled(rank: int, state: dict[str, Any] | None, num_workers: int) -> tuple[
 def test_documents_wait_in_queues_and_in_states() -> None:
     whole = processes.run(4, sampled, None, 1)
     steps = [check_step([result[0][number] for result in whole]) for number in range(len(whole[0][0]))]
-    assert sorted(sum(steps, [])) == sorted([*range(60)] * 2)
+    assert sorted(itertools.chain(*steps)) == sorted([*range(60)] * 2)
     assert whole[0][2] > 0, "a document waits"
     states = whole[0][1]
     assert all(result[1] == states for result in whole), "the same on every rank"
@@ -266,7 +267,9 @@ def test_one_process_needs_no_group() -> None:
         [DATA[:20], DATA[20:40]], plan=functools.partial(PLAN, world_size=1, max_tokens_per_rank=150)
     )
     steps = [plain(step) for step in loader]
-    assert [sorted(sum((batch["ids"] for batch in step["micro_batches"]), [])) for step in steps] == [[*range(20)]] * 2
+    assert [sorted(itertools.chain(*(batch["ids"] for batch in step["micro_batches"]))) for step in steps] == [
+        [*range(20)]
+    ] * 2
     assert check_step(steps[:1]) == [*range(20)]
     with pytest.raises(wlb.WlbError, match="is for world_size = 2; the group has 1 ranks"):
         next(DynamicCpLoader([DATA[:20]], plan=functools.partial(PLAN, world_size=2, max_tokens_per_rank=150)))

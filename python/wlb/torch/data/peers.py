@@ -11,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+import wlb
 from wlb._errors import error
 
 
@@ -41,7 +42,7 @@ class Peers:
         Raises:
             wlb.WlbError: That names the ranks.
         """
-        if failure is not None and self.size == 1:
+        if isinstance(failure, wlb.WlbError) and self.size == 1:
             raise failure
         failures = [f"rank {rank}: {part['failure']}" for rank, part in enumerate(parts) if part["failure"]]
         if len(failures) == self.size > 1 and len({part["failure"] for part in parts}) == 1:
