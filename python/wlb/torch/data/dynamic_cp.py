@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -93,6 +94,7 @@ class DynamicCpLoader(Generic[T]):
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
             or `PackedBatch.pin_memory`.
+        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -108,12 +110,15 @@ class DynamicCpLoader(Generic[T]):
         plan: Callable[[NDArray[np.int64]], wlb.DynamicCpPlan],
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[PackedBatch], T] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         # Of its own, for the thread must not come between collectives of training; and on the host, for no kernel is to
         # wait for documents.
         if group is not None:
             ranks = dist.get_process_group_ranks(group)
-            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="dynamic_cp")
+            own = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True, timeout=timeout, group_desc="dynamic_cp"
+            )
             assert isinstance(own, dist.ProcessGroup)
             group = own
         self._peers = Peers(group)
