@@ -277,6 +277,21 @@ def test_one_process_needs_no_group() -> None:
         loader.load_state_dict(loader.state_dict())
 
 
+def slow(batch: PackedBatch) -> PackedBatch:
+    time.sleep(0.3)
+    return batch
+
+
+def test_what_is_made_beside_the_step_before_does_not_stall() -> None:
+    plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000, num_stages=1)
+    loader = DynamicCpLoader([DATA[:2]] * 3, plan=plan, prepare=slow)
+    first = next(loader)
+    assert first.stall_seconds >= 0.3 * len(first.plan)
+    time.sleep(1.5 * len(first.plan))
+    assert next(loader).stall_seconds < 0.3
+    assert next(loader).stall_seconds > 0.1, "nobody trained in between"
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "largest"), [(8, 8, 8), (8, 2, 8), (12, 6, 2), (12, 4, 4), (3, 3, 1), (8, 1, 8)]
 )
