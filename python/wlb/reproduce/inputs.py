@@ -1,7 +1,10 @@
 """What the paper does not publish and a reproduction needs, each with its value, its reason and its range.
 
-They were chosen before any result was seen, by one rule: what the paper says, else the default of `wlb.simulate`. The
-band of a result is its least and greatest over :data:`SWEEP`, which changes one input at a time.
+The central values were chosen before any result was seen, by one rule: what the paper says, else the default of
+`wlb.simulate`. The band of a result is its least and greatest over :func:`points`: every value of :data:`SWEEP` alone, and
+draws of all of them together.
+(`crossing` joined the sweep when the first run had shown that Fixed-4D can compute more than Plain-4D; its central value
+is what `wlb.simulate` does anyway.)
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ class Inputs:
         tail: where long documents end: "window": at 0.95 of the context window; "fixed": at 125,000 tokens, cut where
             the window is smaller.
         outliers: share of documents above 6,250 tokens.
+        crossing: documents that cross the end of a window: "whole": they reach every method whole, and only Plain-4D cuts
+            them, which leaves it less attention to compute; "cut": the loader has cut the stream into windows already,
+            so that all methods train the same pieces.
         seed: of lengths and noise.
     """
 
@@ -65,6 +71,7 @@ class Inputs:
     network: float = 1.0
     tail: Literal["window", "fixed"] = "window"
     outliers: float = 0.0275
+    crossing: Literal["whole", "cut"] = "whole"
     seed: int = 0
 
 
@@ -117,32 +124,40 @@ SWEEP = (
         (0.01, 0.07),
         "0.07: the most with 75 % of the tokens in documents up to half the window (section 2.2)",
     ),
+    Input("documents across windows", "crossing", ("cut",), "where the paper's loader cuts is not said"),
     Input("seed", "seed", (1, 2), "another sample of documents"),
 )
 
 
+DRAWS = 24
+"""Points of a sweep at which all inputs vary together."""
+
+
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: the central inputs, or all but one of them."""
+    """One choice of inputs in a sweep."""
 
     label: str
     inputs: Inputs
-    field: str | None = None  # the input that differs
+    swept: str | None = None  # label of the input that alone is not central
 
 
 def points(*, from_file: bool = False, without: tuple[str, ...] = ()) -> Iterator[Point]:
-    """The central inputs, then each of the sweep's.
+    """The central inputs; each value of the sweep with the others central; draws in which each input has any of its values.
 
     Args:
         from_file: lengths are given, so what shapes the generated ones is left out.
         without: fields that make no difference.
     """
     yield Point("central", Inputs())
-    for swept in SWEEP:
-        if swept.field in without or (from_file and swept.of_lengths):
-            continue
-        for value in swept.values:
-            yield Point(f"{swept.label} = {value}", replace(Inputs(), **{swept.field: value}), swept.field)
+    sweep = [one for one in SWEEP if one.field not in without and not (from_file and one.of_lengths)]
+    for one in sweep:
+        for value in one.values:
+            yield Point(f"{one.label} = {value}", replace(Inputs(), **{one.field: value}), one.label)
+    generator = np.random.default_rng(0)
+    for draw in range(1, DRAWS + 1):
+        changes = {one.field: (one.central, *one.values)[generator.integers(1 + len(one.values))] for one in sweep}
+        yield Point(f"draw {draw}", replace(Inputs(), **changes))
 
 
 def documents(
@@ -172,9 +187,13 @@ def documents(
             part = generator.permutation(np.asarray(source)).astype(np.int64)
         parts.append(part)
         needed -= int(part.sum())
-    _, _, lengths = split_documents(np.concatenate(parts), max_document_tokens=context)
+    _, _, pieces = split_documents(np.concatenate(parts), max_document_tokens=context)
+    lengths = pieces.astype(np.int64)
+    if inputs.crossing == "cut":
+        ends = lengths.cumsum()
+        lengths = np.diff(np.union1d(ends, np.arange(context, ends[-1], context)), prepend=0)
     offsets = batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
-    return np.asarray(lengths[: offsets[steps]]).astype(np.int64)
+    return lengths[: offsets[steps]]
 
 
 _SHORT, _LONG = 6250, 125000

@@ -1,0 +1,149 @@
+"""Table 2: how even each packing method leaves the micro-batches of 7B-128K, and what packing takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import batch_offsets
+from wlb.reproduce.inputs import Inputs, documents, scenario
+from wlb.reproduce.paper import CONFIGURATIONS, MEAN_DELAY, TABLE_2
+from wlb.reproduce.results import Kind, Result, Row, row
+from wlb.reproduce.solver import solved
+from wlb.reproduce.study import CHOICE, Source, Study, run
+from wlb.simulation import Outcome, Variant
+from wlb.simulation.plans import GlobalBatches, Plan
+from wlb.simulation.score import score, shard_plan
+
+LATENCY = "imbalance of forward latency"
+ATTENTION = "imbalance of attention work"
+MILLISECONDS = "packing, ms a global batch"
+DELAY = "mean delay of a token, iterations"
+
+
+def _batches(method: str, window: int) -> str:
+    return f"{method}, {window} batch{'es' * (window > 1)}"
+
+
+_STATIC = {"original": Variant(title="original", strategies=CHOICE)} | {
+    _batches("fixed-length greedy", window): Variant(
+        title="fixed-length greedy", packing="fixed_length", window=window, strategies=CHOICE
+    )
+    for window in (1, 2, 4, 8)
+}
+_QUEUED = {f"WLB-LLM, {queues} queue{'s' * (queues > 1)}": queues for queues in (1, 2, 3)}
+_SOLVED = {_batches("solver", window): window for window in (1, 2, 4)}
+
+
+def table_2(study: Study, *, solver_seconds: float, solver_samples: int) -> Result:
+    """Every method of table 2 on the same documents.
+
+    Args:
+        study: steps, lengths, sweep.
+        solver_seconds: limit for one window of global batches; 0: no solver.
+        solver_samples: windows of each size that are solved.
+    """
+    configuration = CONFIGURATIONS["7B-128K"]
+    points = study.points("num_queues")
+    latency: dict[str, dict[str, float]] = {}
+    attention: dict[str, dict[str, float]] = {}
+    delay: dict[str, dict[str, float]] = {}
+    made = study.map("Table 2", _methods, [(point.inputs,) for point in points])
+    for point, found in zip(points, made, strict=True):
+        for name, one in found.items():
+            latency.setdefault(name, {})[point.label] = one.latency
+            attention.setdefault(name, {})[point.label] = one.attention
+            if name in _QUEUED:
+                delay.setdefault(name, {})[point.label] = one.delay
+
+    rows = [row(LATENCY, name, "simulated", TABLE_2[name].imbalance, series) for name, series in latency.items()]
+    rows += [row(ATTENTION, name, "measured", None, series) for name, series in attention.items()]
+    rows += [
+        _sampled(MILLISECONDS, name, "measured", TABLE_2[name].milliseconds, one.seconds * 1e3)
+        for name, one in made[0].items()
+    ]
+    rows += [
+        row(DELAY, name, "measured", MEAN_DELAY if name == "WLB-LLM, 2 queues" else None, series)
+        for name, series in delay.items()
+    ]
+    notes = [
+        "Imbalance of forward latency is the paper's measure, greatest x PP / total, on predicted latencies. Imbalance of"
+        " attention work is the same of (query, key) pairs, counted in the plans: it needs no model of a GPU.",
+        f"Packing was timed on this machine, {study.steps} global batches of the central inputs: mean, 5 % and 95 %.",
+    ]
+    for name, window in _SOLVED.items() if solver_seconds > 0 else ():
+        if find_spec("highspy") is None:
+            notes.append('No solver: run pip install "wlb[exact]".')
+            break
+        study.progress(f"Table 2: {name}", len(points), len(points))
+        lengths = documents(configuration, Inputs(), steps=solver_samples * window, source=study.source)
+        world = scenario(configuration, Inputs(), lengths)
+        stream = GlobalBatches(lengths, batch_offsets(lengths, tokens_per_batch=world.tokens_per_batch))
+        found = solved(stream, world.setup(), window=window, samples=solver_samples, limit=solver_seconds)
+        notes.append(found.note(name))
+        if found.plan is not None:
+            outcome = score(name, found.plan, shard_plan(found.plan, world, CHOICE), world)
+            paper, plan = TABLE_2[name], found.plan
+            rows += [
+                _sampled(LATENCY, name, "simulated", paper.imbalance, _latency(outcome)),
+                _sampled(ATTENTION, name, "measured", None, _attention(plan)),
+                _sampled(MILLISECONDS, name, "measured", paper.milliseconds, plan.seconds * 1e3),
+            ]
+    quantities, names = (LATENCY, ATTENTION, MILLISECONDS, DELAY), list(TABLE_2)
+    rows.sort(key=lambda one: (quantities.index(one.quantity), names.index(one.name)))
+    return Result(
+        name="table2",
+        title="Table 2: packing imbalance and packing time, 7B-128K",
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Method:
+    """What table 2 says of one method; means over steps."""
+
+    latency: float
+    attention: float
+    delay: float
+    seconds: NDArray[np.float64]  # [steps] of packing
+
+
+def _methods(steps: int, source: Source, inputs: Inputs) -> dict[str, _Method]:
+    configuration = CONFIGURATIONS["7B-128K"]
+    outcomes = dict(run(steps, source, configuration, inputs, _STATIC).outcomes)
+    for name, queues in _QUEUED.items():
+        wlb = Variant(title=name, packing="var_length", strategies=CHOICE)
+        outcomes |= run(steps, source, configuration, replace(inputs, num_queues=queues), {name: wlb}).outcomes
+    return {
+        name: _Method(
+            latency=float(_latency(outcome).mean()),
+            attention=float(_attention(outcome.plan).mean()),
+            delay=outcome.plan.delay_mean,
+            seconds=outcome.plan.seconds,
+        )
+        for name, outcome in outcomes.items()
+    }
+
+
+def _latency(outcome: Outcome) -> NDArray[np.float64]:
+    """float64[streamed]: forward latency of the slowest micro-batch over the mean of its step."""
+    latency = outcome.costs[: outcome.plan.streamed, ..., 0].sum(axis=-1)
+    latency = latency.reshape(len(latency), -1)
+    return np.asarray(latency.max(axis=1) / latency.mean(axis=1))
+
+
+def _attention(plan: Plan) -> NDArray[np.float64]:
+    """float64[streamed]: pairs of the heaviest micro-batch over the mean of its step."""
+    index = plan.step * plan.tokens.shape[1] + plan.micro_batch
+    work = np.bincount(index, weights=plan.length * (plan.length + 1) / 2, minlength=plan.tokens.size)
+    work = work.reshape(plan.tokens.shape)[: plan.streamed]
+    return np.asarray(work.max(axis=1) / work.mean(axis=1))
+
+
+def _sampled(quantity: str, name: str, kind: Kind, paper: float | None, samples: NDArray[np.float64]) -> Row:
+    low, high = np.quantile(samples, (0.05, 0.95))
+    return Row(quantity, name, kind, paper, float(samples.mean()), float(low), float(high))
