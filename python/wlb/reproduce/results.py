@@ -24,7 +24,7 @@ class Row:
     name: str
     kind: Kind
     paper: float | None  # None: not published as a number
-    ours: float | None  # None: not to be had; a note says why
+    ours: float
     low: float | None = None
     high: float | None = None
     low_at: str = ""  # the point of the sweep that gave `low`

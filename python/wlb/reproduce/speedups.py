@@ -37,7 +37,7 @@ def figure_12(study: Study) -> Result:
         all_of_it = table | {
             "mean of 64K": mean(table, "-64K"),
             "mean of 128K": mean(table, "-128K"),
-            "mean": mean(table),
+            f"mean of {method}": mean(table),
         }
         rows += [row(method, name, "simulated", published.get(name), series) for name, series in all_of_it.items()]
 
@@ -52,10 +52,11 @@ def figure_12(study: Study) -> Result:
             f"128K gains more than 64K on average (paper: 1.30 against 1.15) {holds_at(points, grows)}.",
             f"70B gains less than 7B at either window (paper: larger models gain a little less)"
             f" {holds_at(points, shrinks)}.",
+            _REASONS_NOTE,
         ),
         facts=(_reasons(study, "Figure 12", CONFIGURATIONS, wlb),),
         influence=influence(points, mean(wlb)),
-        influenced="WLB-LLM, mean",
+        influenced="mean of WLB-LLM",
     )
 
 
@@ -117,6 +118,7 @@ def figure_14(study: Study) -> Result:
         notes=(
             f"The speed-up grows from every window to the next {holds_at(points, grows)}, from 32K to 160K"
             f" {holds_at(points, ends)}.",
+            _REASONS_NOTE,
         ),
         facts=(_reasons(study, "Figure 14", windows, wlb),),
         influence=influence(points, wlb["160K"]),
@@ -163,6 +165,14 @@ _REASONS = (
 )
 
 
+_REASONS_NOTE = (
+    "attention: its share of what GPUs compute. imbalance: time of the slowest micro-batch over the mean of its step."
+    " longest: work of the longest document over a micro-batch's fair share of its step. CP wait, comm., bubble: shares of a"
+    " GPU's time. even: speed-up if all micro-batches and context-parallel ranks took equally long; communication and the"
+    " bubble of equal micro-batches stay."
+)
+
+
 def _reasons(study: Study, title: str, configurations: dict[str, Configuration], ours: Table) -> Facts:
     rows = []
     for name, configuration in configurations.items():
@@ -183,14 +193,6 @@ def _reasons(study: Study, title: str, configurations: dict[str, Configuration],
             )
         )
     return Facts("Why: Plain-4D at the central inputs", ("", *_REASONS), tuple(rows))
-
-
-REASONS_NOTE = (
-    "attention: its share of what GPUs compute. imbalance: time of the slowest micro-batch over the mean of its step."
-    " longest: work of the longest document over a micro-batch's fair share of its step. CP wait, comm., bubble: shares of a"
-    " GPU's time. even: speed-up if all micro-batches and context-parallel ranks took equally long; communication and the"
-    " bubble of equal micro-batches stay."
-)
 
 
 def _share(outcome: Outcome, part: str) -> float:

@@ -49,13 +49,17 @@ class Study:
         source: int[n] lengths in tokens, instead of generated ones.
         sweep: whether inputs are swept.
         workers: processes.
+        solver_seconds: limit of the exact solver for one window of global batches; 0: no solver.
+        solver_samples: windows of each size that it solves.
         progress: called with what is done, how much of it, and how much there is.
     """
 
-    steps: int = 100
+    steps: int = 200
     source: Source = None
     sweep: bool = True
     workers: int = 1
+    solver_seconds: float = 10.0
+    solver_samples: int = 2
     progress: Progress = lambda *_: None
     _speedups: dict[Task, dict[str, float]] = field(default_factory=dict)
 
