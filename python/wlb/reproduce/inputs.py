@@ -182,7 +182,7 @@ def documents(
     parts: list[NDArray[np.int64]] = []
     while needed > 0:
         if source is None:
-            part = _generated(context, inputs, generator)
+            part = generated(_AT_A_TIME, context, inputs, generator)
         else:
             part = generator.permutation(np.asarray(source)).astype(np.int64)
         parts.append(part)
@@ -200,11 +200,12 @@ _SHORT, _LONG = 6250, 125000
 _AT_A_TIME = 4096
 
 
-def _generated(context: int, inputs: Inputs, generator: np.random.Generator) -> NDArray[np.int64]:
+def generated(count: int, context: int, inputs: Inputs, generator: np.random.Generator) -> NDArray[np.int64]:
+    """`count` lengths for a context window; with `inputs.tail` "fixed" some may be above it."""
     end = _LONG if inputs.tail == "fixed" else _LONG * context / 131072
-    outlier = generator.random(_AT_A_TIME) < inputs.outliers
-    short = generator.integers(1, _SHORT + 1, _AT_A_TIME)
-    long = np.exp(generator.uniform(np.log(_SHORT), np.log(end), _AT_A_TIME)).astype(np.int64)
+    outlier = generator.random(count) < inputs.outliers
+    short = generator.integers(1, _SHORT + 1, count)
+    long = np.exp(generator.uniform(np.log(_SHORT), np.log(end), count)).astype(np.int64)
     return np.where(outlier, long, short)
 
 
@@ -214,9 +215,6 @@ def scenario(configuration: Configuration, inputs: Inputs, lengths: NDArray[np.i
     The packer and the choice of a sharding go by the analytic kernel model and by FLOPs; times come from a table with
     errors of its own, forward and backward, so that neither grades itself.
     """
-    preset = Hardware.preset("h100")
-    network = replace(preset.inter_node, bandwidth=preset.inter_node.bandwidth * inputs.network)
-    hardware = replace(preset, gemm_efficiency=inputs.gemm_efficiency, inter_node=network)
     model = ModelConfig.preset(configuration.model)
     layout = ParallelLayout(
         tp=configuration.tp,
@@ -230,7 +228,7 @@ def scenario(configuration: Configuration, inputs: Inputs, lengths: NDArray[np.i
     believed = Scenario(
         model=model,
         layout=layout,
-        hardware=hardware,
+        hardware=hardware(inputs),
         context=configuration.context,
         kernel_model=assumed,
         tp_overlap=inputs.tp_overlap,
@@ -253,6 +251,13 @@ def scenario(configuration: Configuration, inputs: Inputs, lengths: NDArray[np.i
         noise=inputs.noise,
         noise_seed=inputs.seed,
     )
+
+
+def hardware(inputs: Inputs) -> Hardware:
+    """The paper's nodes: 8 H100 SXM, RoCE (section 7.1)."""
+    preset = Hardware.preset("h100")
+    network = replace(preset.inter_node, bandwidth=preset.inter_node.bandwidth * inputs.network)
+    return replace(preset, gemm_efficiency=inputs.gemm_efficiency, inter_node=network)
 
 
 _QUERIES = [2**i for i in range(4, 14)]
