@@ -20,17 +20,18 @@ HOW = (
 
 def tables(result: Result) -> list[Table]:
     """A table for each quantity, then the reasons."""
-    quantities = dict.fromkeys(row.quantity for row in result.rows)
-    made = [
-        Table(
-            title=f"{result.title}: {quantity}" if i == 0 else quantity,
-            groups=(("", 1), ("paper", 1), ("ours", 3), ("", 1)),
-            columns=("", "", "central", "least", "greatest", "how"),
-            rows=tuple(_cells(row) for row in result.rows if row.quantity == quantity),
-            strong=frozenset(),
+    made = []
+    for quantity in dict.fromkeys(row.quantity for row in result.rows):
+        rows = [row for row in result.rows if row.quantity == quantity]
+        digits = decimals(rows)
+        made.append(
+            Table(
+                title=f"{result.title}: {quantity}" if not made else quantity,
+                groups=(("", 1), ("paper", 1), ("ours", 3), ("", 1)),
+                columns=("", "", "central", "least", "greatest", "how"),
+                rows=tuple(_cells(row, digits) for row in rows),
+            )
         )
-        for i, quantity in enumerate(quantities)
-    ]
     for facts in result.facts:
         groups = tuple(("", 1) for _ in facts.columns)
         made.append(Table(title=facts.title, groups=groups, columns=facts.columns, rows=facts.rows))
@@ -41,17 +42,30 @@ def tables(result: Result) -> list[Table]:
     return made
 
 
-def number(value: float | None) -> str:
-    """Two decimals where that says enough."""
+def decimals(rows: Sequence[Row]) -> int:
+    """Two, or three where a number of the paper has three."""
+    return 3 if any(row.paper is not None and round(row.paper, 2) != row.paper for row in rows) else 2
+
+
+def published(value: float | None) -> str:
+    """A number as the paper gives it."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else number(value, 2 if round(value, 2) == value else 3)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Decimals where they say something."""
     if value is None:
         return ""
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+    return f"{value:.{digits}f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (row.name, number(row.paper), number(row.ours), number(row.low), number(row.high), row.kind)
+def _cells(row: Row, digits: int) -> tuple[str, ...]:
+    ours = (number(value, digits) for value in (row.ours, row.low, row.high))
+    return (row.name, published(row.paper), *ours, row.kind)
 
 
 def page(
@@ -69,7 +83,7 @@ def page(
         title="The papers' tables and figures beside ours",
         sentences=HOW,
         figures=[
-            figure(row.name, number(row.paper), number(row.ours), "·")
+            figure(f"{row.name}: paper, ours", published(row.paper), number(row.ours), "·")
             for result in made
             for row in result.rows
             if row.name == result.influenced and row.paper is not None
