@@ -33,7 +33,7 @@ def reproduce(
     field: options.Field = "text",
     pattern: options.Pattern = "*",
     tokenizer: options.TokenizerFile = None,
-    steps: options.Steps = 200,
+    steps: options.Steps = 100,
     sweep: Annotated[
         bool,
         typer.Option(

@@ -54,7 +54,7 @@ class Study:
         progress: called with what is done, how much of it, and how much there is.
     """
 
-    steps: int = 200
+    steps: int = 100
     source: Source = None
     sweep: bool = True
     workers: int = 1
