@@ -133,7 +133,9 @@ def test_rows_and_influence() -> None:
     assert (made.low_at, made.high_at) == (every[1].label, every[2].label)
     assert made.inside
     assert influence(every, series)["virtual stages v"] == (1.1, 1.3)
-    assert list(influence(every, series).values()) == sorted(influence(every, series).values(), key=lambda x: x[0] - x[1])
+    assert list(influence(every, series).values()) == sorted(
+        influence(every, series).values(), key=lambda x: x[0] - x[1]
+    )
     assert holds_at(every, [True, True, False, True]) == f"at 3 of 4 points of the sweep, not at {every[2].label}"
 
 

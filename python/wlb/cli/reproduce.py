@@ -47,9 +47,7 @@ def reproduce(
     ] = os.cpu_count() or 1,
     solver_seconds: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Limit of the exact solver for one window; 0: no solver.", rich_help_panel="Runs"
-        ),
+        typer.Option(min=0.0, help="Limit of the exact solver for one window; 0: no solver.", rich_help_panel="Runs"),
     ] = 10.0,
     solver_samples: Annotated[
         int, typer.Option(min=1, help="Windows of each size that it solves.", rich_help_panel="Runs")
@@ -88,7 +86,7 @@ def reproduce(
 
     documents = "generated, see the inputs" if source is None else f"{source.source} ({source.unit})"
     settings: dict[str, Any] = {"documents": documents, "global_batches": steps, "sweep": sweep}
-    contents = {
+    contents: dict[str, Any] = {
         "settings": settings,
         "machine": {"wlb": wlb.__version__, **machine()},
         "results": [result.as_json() for result in made],

@@ -1,10 +1,9 @@
 """What the paper does not publish and a reproduction needs, each with its value, its reason and its range.
 
 The central values were chosen before any result was seen, by one rule: what the paper says, else the default of
-`wlb.simulate`. The band of a result is its least and greatest over :func:`points`: every value of :data:`SWEEP` alone, and
-draws of all of them together.
-(`crossing` joined the sweep when the first run had shown that Fixed-4D can compute more than Plain-4D; its central value
-is what `wlb.simulate` does anyway.)
+`wlb.simulate`. The band of a result is its least and greatest over :func:`points`: every value of :data:`SWEEP` alone,
+and draws of all of them together. (`crossing` joined the sweep when a first run had shown that Fixed-4D can compute
+more than Plain-4D; its central value is what `wlb.simulate` does anyway.)
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class Inputs:
         tail: where long documents end: "window": at 0.95 of the context window; "fixed": at 125,000 tokens, cut where
             the window is smaller.
         outliers: share of documents above 6,250 tokens.
-        crossing: documents that cross the end of a window: "whole": they reach every method whole, and only Plain-4D cuts
-            them, which leaves it less attention to compute; "cut": the loader has cut the stream into windows already,
-            so that all methods train the same pieces.
+        crossing: documents that cross the end of a window: "whole": they reach every method whole, and only Plain-4D
+            cuts them, which leaves it less attention to compute; "cut": the loader has cut the stream into windows
+            already, so that all methods train the same pieces.
         seed: of lengths and noise.
     """
 
@@ -100,9 +99,13 @@ class Input:
 
 SWEEP = (
     Input("virtual stages v", "virtual_stages", (1, 4), "the paper interleaves: at least 2; 1 is no interleaving"),
-    Input("S_max in contexts", "max_contexts", (1.0, 1.25, 1.5), "a memory bound: what 80 GB hold without recomputation"),
+    Input(
+        "S_max in contexts", "max_contexts", (1.0, 1.25, 1.5), "a memory bound: what 80 GB hold without recomputation"
+    ),
     Input("recomputation", "recompute", ("selective",), "not mentioned; it only makes S_max larger"),
-    Input("outlier queues", "num_queues", (1, 3), "table 2 has no gain from a third; thresholds are tuned, not published"),
+    Input(
+        "outlier queues", "num_queues", (1, 3), "table 2 has no gain from a third; thresholds are tuned, not published"
+    ),
     Input("limit of the mean delay", "max_mean_delay", (0.25, 1.0), "0.5 iterations are published (section 7.4)"),
     Input(
         "attention's efficiency for the packer",
@@ -114,7 +117,9 @@ SWEEP = (
     Input("attention's rate, of the default", "attention_rate", (0.6, 1.2), "0.6: FlashAttention-2 on a H100"),
     Input("error of the kernel model", "kernel_error", (0.0, 0.1), "a profile of another day"),
     Input("noise of a pass", "noise", (0.0, 0.05), "clocks and network of a shared cluster"),
-    Input("TP communication hidden", "tp_overlap", (0.0, 1.0), "the paper overlaps it (section 6), not saying how much"),
+    Input(
+        "TP communication hidden", "tp_overlap", (0.0, 1.0), "the paper overlaps it (section 6), not saying how much"
+    ),
     Input("CP communication hidden", "cp_overlap", (0.5, 1.0), "an all-gather before attention hides nothing"),
     Input("network, of 400 Gb/s", "network", (0.5,), "RoCE of unknown speed; 400 Gb/s is what a DGX H100 has"),
     Input("end of the lengths' tail", "tail", ("fixed",), "documents reach the window (section 2.2)"),
@@ -143,7 +148,7 @@ class Point:
 
 
 def points(*, from_file: bool = False, without: tuple[str, ...] = ()) -> Iterator[Point]:
-    """The central inputs; each value of the sweep with the others central; draws in which each input has any of its values.
+    """The central inputs; each value of the sweep, the others central; draws in which each input has any of its values.
 
     Args:
         from_file: lengths are given, so what shapes the generated ones is left out.
@@ -165,9 +170,9 @@ def documents(
 ) -> NDArray[np.int64]:
     """Lengths of `steps` global batches.
 
-    Without a source, those of a generator that needs no license: 97.25 % of the documents uniform from 1 to 6,250 tokens,
-    the others log-uniform up to 0.95 of the context window (at 128K: 125,000). Their mean is 4.1K, and 87 % of the tokens
-    are in documents up to half the window; the paper's figure 3 says "more than 75 %".
+    Without a source, those of a generator that needs no license: 97.25 % of the documents uniform from 1 to 6,250
+    tokens, the others log-uniform up to 0.95 of the context window (at 128K: 125,000). Their mean is 4.1K, and 87 % of
+    the tokens are in documents up to half the window; the paper's figure 3 says "more than 75 %".
 
     Args:
         configuration: its window and the size of a global batch.

@@ -64,7 +64,7 @@ def table_2(study: Study) -> Result:
         for name, series in delay.items()
     ]
     notes = [
-        "Imbalance of forward latency is the paper's measure, greatest x PP / total, on predicted latencies. Imbalance of"
+        "Imbalance of forward latency is the paper's measure, greatest x PP / total, on predicted latencies. That of"
         " attention work is the same of (query, key) pairs, counted in the plans: it needs no model of a GPU.",
         f"Packing was timed on this machine, {study.steps} global batches of the central inputs: median, 5 % and 95 %.",
         _share_note(made[0]["original"]),
@@ -77,13 +77,11 @@ def table_2(study: Study) -> Result:
         lengths = documents(configuration, Inputs(), steps=study.solver_samples * window, source=study.source)
         world = scenario(configuration, Inputs(), lengths)
         stream = GlobalBatches(lengths, batch_offsets(lengths, tokens_per_batch=world.tokens_per_batch))
-        found = solved(
-            stream, world.setup(), window=window, samples=study.solver_samples, limit=study.solver_seconds
-        )
-        notes.append(found.note(name))
-        if found.plan is not None:
-            outcome = score(name, found.plan, shard_plan(found.plan, world, CHOICE), world)
-            paper, plan = TABLE_2[name], found.plan
+        result = solved(stream, world.setup(), window=window, samples=study.solver_samples, limit=study.solver_seconds)
+        notes.append(result.note(name))
+        if result.plan is not None:
+            outcome = score(name, result.plan, shard_plan(result.plan, world, CHOICE), world)
+            paper, plan = TABLE_2[name], result.plan
             rows += [
                 _sampled(LATENCY, name, "simulated", paper.imbalance, _latency(outcome)),
                 _sampled(ATTENTION, name, "measured", None, _attention(plan)),
@@ -104,8 +102,8 @@ def _share_note(original: _Method) -> str:
     return (
         f"Original packing: micro-batches of equal tokens differ by attention alone, whose work is"
         f" {original.attention:.2f} times the mean in the heaviest one, and whose share of the forward latency is"
-        f" {original.attention_share:.0%} here. On these documents the paper's {TABLE_2['original'].imbalance:.2f} means a"
-        f" share of {needed:.0%}."
+        f" {original.attention_share:.0%} here. On these documents the paper's {TABLE_2['original'].imbalance} needs"
+        f" {needed:.0%}."
     )
 
 

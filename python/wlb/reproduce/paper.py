@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+
 @dataclass(frozen=True)
 class Configuration:
     """A row of table 1."""
@@ -73,7 +74,7 @@ FIGURE_13 = {"per-document CP": 1.02, "adaptive CP": 1.05, "packing and delay": 
 """Speed-ups over Plain-4D for 7B-128K, each optimisation alone and all, section 7.3."""
 
 FIGURE_14 = {32: None, 64: None, 96: None, 128: 1.33, 160: 1.40}
-"""Speed-ups over Plain-4D for the 7B model by context window in thousands of tokens, section 7.3. It is said to grow."""
+"""Speed-ups over Plain-4D for the 7B model by context window in thousands of tokens, section 7.3: said to grow."""
 
 FIGURE_15 = {
     "per-document over per-sequence, 64K": 1.01,

@@ -27,7 +27,15 @@ _STRATEGIES: dict[str, tuple[Strategy, ...]] = {
     "hybrid": ("adaptive",),
 }
 _WINDOWS = {"64K": "7B-64K", "128K": "7B-128K"}
-_WITHOUT = ("virtual_stages", "max_contexts", "recompute", "num_queues", "max_mean_delay", "attention_efficiency", "noise")
+_WITHOUT = (
+    "virtual_stages",
+    "max_contexts",
+    "recompute",
+    "num_queues",
+    "max_mean_delay",
+    "attention_efficiency",
+    "noise",
+)
 _SPEEDUP = "speed-up of a layer"
 
 
@@ -70,9 +78,9 @@ def figure_15(study: Study) -> Result:
             " kernel model, the times by another table, whose entries differ by 5 % (or as the sweep says).",
             f"It takes {distance['central']:.3%} longer than always the faster of the two (at most"
             f" {max(distance.values()):.3%} in the sweep; paper: very close).",
-            f"On the slowest rank attention is {share:.0%} of a layer at 128K: to be 3.4 % faster than per-document, a choice"
-            f" would have to save {1 - 1 / 1.034:.1%} of the layer, {(1 - 1 / 1.034) / share:.0%} of that. In the analytic"
-            " model short segments are not so slow; a measured kernel may differ.",
+            f"On the slowest rank attention is {share:.0%} of a layer at 128K: to be 3.4 % faster than per-document, a"
+            f" choice would have to save {1 - 1 / 1.034:.1%} of the layer, {(1 - 1 / 1.034) / share:.0%} of that. In"
+            " the analytic model short segments are not so slow; a measured kernel may differ.",
             "Adaptive and hybrid rows are the mean over both windows, as the paper's must be:"
             " (1.01 + 1.07) / 2 x 1.034 = 1.075.",
         ),
@@ -100,7 +108,8 @@ def figure_15(study: Study) -> Result:
 def _layers(steps: int, source: Source, inputs: Inputs) -> dict[str, dict[str, float]]:
     """Seconds of all micro-batches by window and strategy; "optimal" has the lesser of two for each of them.
 
-    Also, per sequence, attention's part of them on the slowest and on the mean rank, and how often per-document is chosen.
+    Also, per sequence, attention's part of them on the slowest and on the mean rank, and how often per-document is
+    chosen.
     """
     found = {}
     for window, name in _WINDOWS.items():

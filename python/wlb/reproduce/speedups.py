@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -93,8 +94,8 @@ def figure_13(study: Study) -> Result:
             f"Sharding alone cannot win more than {without_wait:.2f}x: what Plain-4D would gain if the"
             f" {configuration.cp} ranks of a context-parallel group took equally long. Waiting for the slowest is"
             f" {_share(plain, 'cp_wait'):.1%} of a GPU's time, and the pipeline amplifies it.",
-            f"Packing alone evens out micro-batches, {plain.imbalance.mean():.2f} to {packed.imbalance.mean():.2f}, but not"
-            f" the ranks inside a group, where {_share(packed, 'cp_wait'):.1%} of the time then goes.",
+            f"Packing alone evens out micro-batches, {plain.imbalance.mean():.2f} to {packed.imbalance.mean():.2f}, but"
+            f" not the ranks inside a group, where {_share(packed, 'cp_wait'):.1%} of the time then goes.",
             f"If all micro-batches took equally long as well: {ceiling(plain):.2f}x.",
             f"Plain-4D cuts documents where a window ends, WLB-LLM trains them whole: {more:.1%} more attention for the"
             " same tokens, which its speed-up pays for.",
@@ -149,7 +150,7 @@ def _tables(
 
 
 def _grows(values: Sequence[float]) -> bool:
-    return all(a < b for a, b in zip(values, values[1:], strict=False))
+    return all(a < b for a, b in itertools.pairwise(values))
 
 
 def _plain(study: Study, configuration: Configuration) -> Outcome:
@@ -170,14 +171,14 @@ _REASONS = (
 
 _REASONS_NOTE = (
     "attention: its share of what GPUs compute. imbalance: time of the slowest micro-batch over the mean of its step."
-    " longest: work of the longest document over a micro-batch's fair share of its step. CP wait, comm., bubble: shares of a"
-    " GPU's time. even: speed-up if all micro-batches and context-parallel ranks took equally long; communication and the"
-    " bubble of equal micro-batches stay."
+    " longest: work of the longest document over a micro-batch's fair share of its step. CP wait, comm., bubble: shares"
+    " of a GPU's time. even: speed-up if all micro-batches and context-parallel ranks took equally long; communication"
+    " and the bubble of equal micro-batches stay."
 )
 
 
 def _reasons(study: Study, title: str, configurations: dict[str, Configuration], ours: Table) -> Facts:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, configuration in configurations.items():
         study.progress(f"{title}: reasons", len(rows), len(configurations))
         plain = _plain(study, configuration)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import starmap
 from multiprocessing import get_context
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,7 +28,9 @@ PLAIN = Variant(title="Plain-4D")
 METHODS = {
     "plain": PLAIN,
     "fixed, per-sequence": Variant(title="Fixed-4D, per-sequence", packing="fixed_length"),
-    "fixed, per-document": Variant(title="Fixed-4D, per-document", packing="fixed_length", strategies=("per_document",)),
+    "fixed, per-document": Variant(
+        title="Fixed-4D, per-document", packing="fixed_length", strategies=("per_document",)
+    ),
     "per-document": Variant(title="per-document CP", strategies=("per_document",)),
     "adaptive": Variant(title="adaptive CP", strategies=CHOICE),
     "packing": Variant(title="packing and delay", packing="var_length"),
@@ -72,13 +76,13 @@ class Study:
         """`function(steps, source, *task)` for every task, in order; a function of a module."""
         results: list[Result] = []
         with ExitStack() as stack:
-            arguments = [[self.steps] * len(tasks), [self.source] * len(tasks), *zip(*tasks, strict=True)]
+            call = partial(function, self.steps, self.source)
+            stream: Iterable[Result]
             if self.workers > 1 and len(tasks) > 1:
-                pool = ProcessPoolExecutor(self.workers, mp_context=get_context("spawn"))
-                stack.enter_context(pool)
-                stream = pool.map(function, *arguments)
+                pool = stack.enter_context(ProcessPoolExecutor(self.workers, mp_context=get_context("spawn")))
+                stream = pool.map(call, *zip(*tasks, strict=True))
             else:
-                stream = map(function, *arguments)
+                stream = starmap(call, tasks)
             for result in stream:
                 results.append(result)
                 self.progress(title, len(results), len(tasks))
@@ -111,11 +115,12 @@ def speedups(
 def even(outcome: Outcome) -> Outcome:
     """The same plan if the ranks of every context-parallel group took equally long."""
     sharded = outcome.sharded
-    mean = {
-        passes: np.broadcast_to(getattr(sharded, passes).mean(axis=1, keepdims=True), sharded.forward.shape)
-        for passes in ("forward", "backward")
-    }
-    return score(outcome.title, outcome.plan, replace(sharded, **mean), outcome.scenario)
+    forward, backward = (
+        np.broadcast_to(seconds.mean(axis=1, keepdims=True), seconds.shape)
+        for seconds in (sharded.forward, sharded.backward)
+    )
+    mean = replace(sharded, forward=forward, backward=backward)
+    return score(outcome.title, outcome.plan, mean, outcome.scenario)
 
 
 def ceiling(outcome: Outcome) -> float:
