@@ -2,8 +2,8 @@
 
 The central values were chosen before any result was seen, by one rule: what the paper says, else the default of
 `wlb.simulate`. The band of a result is its least and greatest over :func:`points`: every value of :data:`SWEEP` alone,
-and draws of all of them together. (`crossing` joined the sweep when a first run had shown that Fixed-4D can compute
-more than Plain-4D; its central value is what `wlb.simulate` does anyway.)
+and draws of all of them together. After a first run `crossing` joined the sweep, since Fixed-4D turned out to compute
+more than Plain-4D, and so did the draws; no central value was changed.
 """
 
 from __future__ import annotations
