@@ -10,6 +10,7 @@ import pytest
 
 import wlb
 from wlb.reproduce import RESULTS, SWEEP, Inputs, Result, Study
+from wlb.reproduce.dynamic_cp import Protocol, throughputs
 from wlb.reproduce.inputs import documents, kernel, points, scenario
 from wlb.reproduce.paper import (
     CONFIGURATIONS,
@@ -125,6 +126,17 @@ def test_perfect_balance_is_no_slower_than_anything_on_the_same_documents() -> N
     assert 1 <= best <= ceiling(plain) * 1.005  # a step more, or one that is not full, costs less than that
 
 
+def test_dynamic_cp_gives_long_documents_enough_ranks() -> None:
+    source = np.repeat([1000, 20_000, 100_000], [1000, 10, 1])  # 16,384 tokens fit a rank
+    packed, dynamic, sizes = throughputs(1, source, Inputs(), Protocol())
+    assert 0 < packed < 989
+    assert 0 < dynamic < 989
+    assert sum(sizes.values()) == pytest.approx(1)
+    only_long = throughputs(1, np.full(3, 100_000), Inputs(), Protocol())
+    assert min(only_long[2]) == 8
+    assert throughputs(1, source, Inputs(), Protocol()) == (packed, dynamic, sizes)
+
+
 def test_rows_and_influence() -> None:
     every = list(points())[:4]
     series = {point.label: value for point, value in zip(every, (1.2, 1.1, 1.3, 1.25), strict=True)}
@@ -143,6 +155,7 @@ def test_every_row_says_how_it_came_about(made: dict[str, Result]) -> None:
     assert {row.kind for row in made["table2"].rows} == {"measured", "simulated"}
     for name in ("fig12", "fig13", "fig14", "fig15"):
         assert {row.kind for row in made[name].rows} == {"simulated"}
+    assert {row.kind for row in made["dynamic_cp"].rows} == {"emulated"}
     timed = [row for row in made["table2"].rows if row.quantity.startswith("packing, ms")]
     assert all(row.kind == "measured" for row in timed)
     assert {row.name for row in timed} <= set(TABLE_2)
@@ -156,6 +169,7 @@ def test_every_published_number_stands_in_a_row(made: dict[str, Result]) -> None
     assert papers("fig13") == list(FIGURE_13.values())
     assert papers("fig14") == [value for value in FIGURE_14.values() if value is not None]
     assert papers("fig15") == list(FIGURE_15.values())
+    assert papers("dynamic_cp")[:2] == [1.48, 1.25]
     shown = [row.name for row in made["table2"].rows if row.quantity.startswith("imbalance of forward")]
     assert shown == [name for name in TABLE_2 if name in shown]
     assert {"original", "WLB-LLM, 3 queues"} <= set(shown)

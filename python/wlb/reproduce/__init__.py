@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from wlb.reproduce.dynamic_cp import dynamic_cp
 from wlb.reproduce.inputs import SWEEP, Input, Inputs
 from wlb.reproduce.packing import table_2
 from wlb.reproduce.results import Facts, Result, Row
@@ -23,5 +24,6 @@ RESULTS: dict[str, Callable[[Study], Result]] = {
     "fig13": figure_13,
     "fig14": figure_14,
     "fig15": figure_15,
+    "dynamic_cp": dynamic_cp,
 }
 """By name, in the paper's order."""
