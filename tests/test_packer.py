@@ -307,10 +307,10 @@ def test_without_queues_a_packer_is_pack(corpus: NDArray[Any], llama_cost: wlb.C
         assert pushed.leftover.size == 0
 
 
-@pytest.mark.parametrize("rule", [{"outlier_thresholds": (16_384, 32_768)}, {"release": "adaptive", "delay_price": 0.002}])
-def test_a_long_stream_equals_the_oracle(
-    corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "rule", [{"outlier_thresholds": (16_384, 32_768)}, {"release": "adaptive", "delay_price": 0.002}]
+)
+def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: dict[str, Any]) -> None:
     """Real proportions: queues fill and empty, micro-batches overflow, and a resume happens in the middle."""
     settings: dict[str, Any] = {
         "num_micro_batches": 8,

@@ -206,14 +206,14 @@ def adaptive(
             added, length = cost(entry.piece.length), entry.piece.length
             cheapest = costs.index(min(costs))
             with_room = [batch for batch in range(n) if tokens[batch] + length <= max_tokens]
-            batch = min(with_room, key=lambda batch: costs[batch], default=None)
-            if batch is None or (batch != cheapest and costs[batch] + added > max(costs)):
+            place = min(with_room, key=lambda batch: costs[batch], default=None)
+            if place is None or (place != cheapest and costs[place] + added > max(costs)):
                 waiting = [*waiting, entry]
                 continue
-            elsewhere += batch != cheapest
-            tried[batch].append(entry.piece)
-            costs[batch] += added
-            tokens[batch] += length
+            elsewhere += place != cheapest
+            tried[place].append(entry.piece)
+            costs[place] += added
+            tokens[place] += length
         found = (loss(max(costs), sum_in_order(costs), debt(waiting)), held)
         if best is None or found < best:
             best, answer = found, (tried, leftover, elsewhere)
