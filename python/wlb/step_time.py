@@ -32,7 +32,7 @@ from wlb._errors import error
 from wlb.collectives import Group
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import KEY_GRADIENT_BYTES, kv_width, parameters_per_rank
+from wlb.memory import KEY_GRADIENT_BYTES, Schedule, kv_width, parameters_per_rank
 from wlb.models import ModelConfig
 
 Floats = NDArray[np.float64]
@@ -120,19 +120,28 @@ def stage_seconds(
     return StageSeconds(seconds + exposed_cp + exposed_tp, exposed_cp, exposed_tp, p2p)
 
 
-def data_parallel_seconds(model: ModelConfig, layout: ParallelLayout, hardware: Hardware) -> Floats:
+def data_parallel_seconds(
+    model: ModelConfig, layout: ParallelLayout, hardware: Hardware, *, schedule: Schedule | None = None
+) -> Floats:
     """Seconds a step in which dp x cp ranks sum gradients and share out new parameters, if nothing hides them.
 
     A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP. Computation
     can hide all but the first and last layer's share of it. With ZeRO-3 this is the least: parameters are then gathered
     for every forward and backward of a micro-batch that finds them released.
 
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        hardware: what it runs on.
+        schedule: of the pipeline, which says what rank has which stage; default: 1F1B, interleaved where the layout has
+            virtual stages.
+
     Returns:
         float64[pp].
     """
     layout.check(model=model)
     group = Group.along("dp_cp", layout, hardware)
-    parameters = parameters_per_rank(model, layout)
+    parameters = parameters_per_rank(model, layout, schedule=schedule)
     gradients = parameters * layout.gradient_bytes
     if layout.fsdp == "none":
         return group.all_reduce(gradients)
