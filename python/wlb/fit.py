@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from wlb._core import WlbError
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.hardware import GIB, Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, check_count, default_schedule, memory_per_rank
+from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, default_schedule, memory_per_rank
 from wlb.models import ModelConfig
 
 
@@ -45,8 +45,8 @@ def max_tokens(
             layout.
     """
     layout.check(model=model)
-    check_count("at_least", at_least)
-    check_count("reserved_bytes", reserved_bytes)
+    check_integer("at_least", at_least, minimum=0)
+    check_integer("reserved_bytes", reserved_bytes, minimum=0)
     if reserved_bytes >= hardware.memory_bytes:
         message = (
             f"= {reserved_bytes} ({reserved_bytes / GIB:.1f} GiB): leaves nothing of the"

@@ -47,7 +47,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import simulate_pipeline
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.hardware import GIB
 from wlb.layout import ParallelLayout
 from wlb.models import ModelConfig
@@ -155,7 +155,7 @@ def in_flight(
         if schedule == "gpipe":
             raise error("num_micro_batches", "is needed: gpipe holds as many as there are")
         num_micro_batches = 2 * layout.pp  # no other schedule runs further ahead
-    check_count("num_micro_batches", num_micro_batches, minimum=1)
+    check_integer("num_micro_batches", num_micro_batches, minimum=1)
     return _pipeline(schedule, layout.pp, layout.virtual_stages, int(num_micro_batches))[1]
 
 
@@ -207,22 +207,13 @@ def memory_per_rank(
         held = per_rank * in_flight(layout, schedule=schedule, num_micro_batches=num_micro_batches)
     else:
         held = _check_tokens("held_tokens", held_tokens) / layout.cp
-    check_count("reserved_bytes", reserved_bytes)
+    check_integer("reserved_bytes", reserved_bytes, minimum=0)
     reserved = np.full(layout.pp, float(reserved_bytes))
     ranks = ranks_of_stages(layout, schedule=schedule)
     activations, workspace, logits = _per_token(model, layout, ranks)
     return RankMemory(
         *_constant(model, layout, ranks), reserved, held * activations, per_rank * workspace, per_rank * logits
     )
-
-
-def check_count(name: str, value: int, *, minimum: int = 0) -> None:
-    """Refuses what is not a whole number, or too small a one."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise error(name, f"= {value!r}: must be an integer", value=value)
-    if value < minimum:
-        message = "must not be negative" if minimum == 0 else f"must be at least {minimum}"
-        raise error(name, f"= {value}: {message}", value=value)
 
 
 def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
