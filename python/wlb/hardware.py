@@ -91,9 +91,10 @@ class Hardware:
           as NCCL counts (12 GB/s for 100 Gb/s, ``NET_BW`` in the same file).
         - Latencies: NCCL's model of its ring with the Simple protocol (`src/graph/tuning.cc`, 2.18 and later): 8.4 us
           a collective, 3.4 us a hop on NVLink, 14 us a hop on the network.
-        - Efficiencies are assumptions, to be replaced by measurements (`wlb profile`). Of the peak, 65 % is what a
-          transformer layer's matrix multiplications and element-wise work reach together where the multiplications
-          alone reach 75 to 80 %; 0.55 of that for attention is flash-attn 2 on a H100, and low for flash-attn 3.
+        - Efficiencies are assumptions; `wlb profile` measures seconds that take their place (:func:`wlb.stage_seconds`,
+          :meth:`wlb.CostModel.from_profile`). Of the peak, 65 % is what a transformer layer's matrix multiplications
+          and element-wise work reach together where the multiplications alone reach 75 to 80 %; 0.55 of that for
+          attention is flash-attn 2 on a H100, and low for flash-attn 3.
 
         Raises:
             WlbError: there is no such name.

@@ -139,7 +139,7 @@ class ParallelLayout:
         """int64[stages]: layers of every stage in the order of the model: `stage_layers`, or as even as possible.
 
         Where the stages do not divide the layers some have one more: those just before the last, which has the output
-        projection, so the first, which has the embedding and most micro-batches under way, is the next to go without. So
+        projection; the next to go without is the first, which has the embedding and most micro-batches under way. So
         Llama 3 405B has a layer less at both ends, as its authors cut it.
         """
         if self.stage_layers is not None:
@@ -158,9 +158,9 @@ class ParallelLayout:
         size, stride = self.size(axis), math.prod(self.size(inner) for inner in _INSIDE[axis])
         if stride >= gpus_per_node:
             return size
-        # A group has ranks `first`, `first + stride`, ...: it skips no node, so the later in its node it begins, the more
-        # it reaches. Blocks of `stride` groups beside each other fill `block` ranks, so that they begin there again after
-        # at most `gpus_per_node` blocks.
+        # A group has ranks `first`, `first + stride`, ...: it skips no node, so the later in its node it begins, the
+        # more it reaches. `stride` groups beside each other fill a block of ranks, and where in a node a block begins
+        # repeats after at most `gpus_per_node` of them.
         block = size * stride
         period = gpus_per_node // math.gcd(block, gpus_per_node)
         starts = range(min(self.world_size // block, period))

@@ -119,7 +119,7 @@ def default_schedule(layout: ParallelLayout) -> Schedule:
 
 
 def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
-    """int64[stages]: the pipeline rank of every stage in the order of the model; :func:`wlb.simulate_pipeline` has it so.
+    """int64[stages]: the pipeline rank of every stage in the order of the model, by :func:`wlb.simulate_pipeline`.
 
     Raises:
         WlbError: the schedule cannot have that many virtual stages.
