@@ -227,7 +227,7 @@ def test_fitted_efficiency_is_what_the_cluster_does() -> None:
         ({"schedule": "zbv"}, "num_virtual_stages"),
         ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=5, head_dim=64)}, "kernel_model"),
         ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), name="mine")}, "kernel_model"),
-        ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), memory_bytes=2**30)}, "layout"),
+        ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), memory_bytes=2**32 + 2**20)}, "layout"),
         ({"layout": wlb.ParallelLayout(tp=3)}, "tp"),
     ],
 )
