@@ -17,8 +17,10 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from wlb.cli import main
+from wlb.cli import cluster, main
+from wlb.cli.app import app
 from wlb.cli.console import progress
+from wlb.cli.options import as_options
 from wlb.cli.report import Report
 from wlb.cli.sources import Documents, read_documents
 from wlb.cli.stream import build_stream
@@ -356,6 +358,7 @@ def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) ->
     )
     results = run(*arguments, "--json").json
     assert results["kernel_model"].startswith("measured: ")
+    assert "Warning: that is another GPU than --gpu h100." in " ".join(run(*arguments).out.split())
     assert list(results["variants"]) == ["fixed", "wlb_fitted"]
     assert results["variants"]["fixed"]["speedup"] == 1
 
@@ -366,6 +369,85 @@ def test_simulate_says_what_does_not_fit(run: Any, npy: Path) -> None:
     result = run("simulate", npy, *CLUSTER, *large, "--steps", 4, "--variants", "plain")
     assert result.code == 0
     assert "Plain-4D does not fit: it needs " in result.out
+
+
+def test_simulate_draws_any_number_of_ranks(run: Any, npy: Path, tmp_path: Path) -> None:
+    """Of many replicas as many as fit into a picture, and none of a pipeline that is too deep for one."""
+    deep = ("--context", CONTEXT, "--cp", 1, "--tp", 8, "--steps", 1, "--variants", "plain")
+    for pp, dp, pictures in ((32, 4, 3), (80, 1, 1)):
+        model = "llama2-7b" if pp == 32 else "llama2-70b"
+        result = run("simulate", npy, *deep, "--pp", pp, "--dp", dp, "--model", model)
+        assert result.code == 0, result.err
+        page = (tmp_path / "wlb-simulate/simulate.html").read_text(encoding="utf-8")
+        assert page.count("<svg") == pictures
+        assert ("Too many pipeline ranks for a picture" in page) == (pp > 64)
+
+
+def test_simulate_shows_another_method_than_the_baseline(run: Any, npy: Path, tmp_path: Path) -> None:
+    for variants, title in (("wlb,plain", "of WLB (predicted)"), ("plain,wlb,packing", "WLB: ")):
+        assert run("simulate", npy, *CLUSTER, "--steps", 2, "--variants", variants).code == 0
+        page = (tmp_path / "wlb-simulate/simulate.html").read_text(encoding="utf-8")
+        assert title in page
+        assert "of WLB" not in page.split(title)[0]
+        assert "WLB: 1.00x the speed of WLB" not in page
+
+
+def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path: Path) -> None:
+    """A curriculum is simulated as it is."""
+    lengths = np.sort(long_tailed(1500)).clip(1, CONTEXT)
+    np.save(tmp_path / "ascending.npy", lengths)
+    arguments = ("simulate", "ascending.npy", *CLUSTER, "--steps", 8, "--variants", "plain", "--json")
+    variants = [run(*arguments, *seed).json["variants"]["plain"] for seed in ((), ("--seed", 0))]
+    first = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=4 * CONTEXT)[8]]
+    scenario = wlb.Scenario(
+        model=wlb.ModelConfig.preset("llama2-7b"),
+        layout=wlb.ParallelLayout(pp=2, cp=2, dp=2),
+        hardware=wlb.Hardware.preset("h100"),
+        context=CONTEXT,
+    )
+    assert variants[0]["digest"] == wlb.simulate(first, scenario, variants=("plain",)).baseline.summary()["digest"]
+    assert variants[1]["digest"] != variants[0]["digest"]
+
+
+def test_tune_takes_the_options_of_simulate(run: Any) -> None:
+    """A cluster that was simulated can be tuned, with the same words and the same defaults."""
+    import typer.main as typer_main
+
+    commands = typer_main.get_command(app).commands  # type: ignore[attr-defined]
+    simulated, tuned = ({param.name: param for param in commands[name].params} for name in ("simulate", "tune"))
+    for name in (*cluster.OPTIONS, "max_tokens", "memory_factor", "oversize", "seed"):
+        assert (simulated[name].opts, simulated[name].default) == (tuned[name].opts, tuned[name].default)
+
+
+@pytest.mark.parametrize(
+    "option", [("--fsdp", "zero3"), ("--recompute", "full"), ("--reserved-gib", 2), ("--gpus", 64)]
+)
+def test_any_option_of_the_cluster_tunes_on_one(run: Any, npy: Path, option: tuple[object, ...]) -> None:
+    results = run("tune", npy, "--context", CONTEXT, "--steps", 4, "--queues", 1, *option, "--json").json
+    assert "TP 8" not in results["assumptions"]
+    assert "1f1b, 4 ranks x 1 stages" in results["assumptions"]["pipeline"]
+    assert option[0] != "--fsdp" or "fsdp zero3" in results["assumptions"]["memory"]
+
+
+def test_layers_that_stages_share_unevenly(run: Any, npy: Path) -> None:
+    arguments = ("simulate", npy, "--context", CONTEXT, "--tp", 8, "--cp", 1, "--steps", 1, "--variants", "plain")
+    results = run(*arguments, "--pp", 16, "--dp", 1, "--model", "llama3-405b", "--json").json
+    assert results["assumptions"]["layers of the stages"] == ", ".join(["7", *["8"] * 14, "7"])
+    results = run(*arguments, "--pp", 3, "--stage-layers", "12,12,8", "--json").json
+    assert results["assumptions"]["layers of the stages"] == "12, 12, 8"
+
+
+def test_advice_can_be_followed_on_the_command_line(run: Any, npy: Path) -> None:
+    """Every option that an error recommends is one."""
+    message = run("simulate", npy, "--pp", 1, "--tp", 4).err
+    assert "it would fit with --" in message
+    advice = message.split("it would fit with ")[1].split(", or with ")[0].split(" (")[0]
+    options = [word for word in advice.split() if word != "and"]
+    result = run("simulate", npy, "--pp", 1, "--tp", 4, *options, "--steps", 1, "--variants", "plain")
+    assert result.code == 0, result.err
+    assert as_options("it would fit with fused_loss=True and fsdp='zero3'") == (
+        "it would fit with --fused-loss and --fsdp zero3"
+    )
 
 
 # --- sources ---
@@ -441,21 +523,28 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--max-tokens", 1000): "--max-tokens",
         ("pack", npy, *SMALL, "--dp-size", 3): "--dp-size",
         ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
-        ("pack", npy, *SMALL, "--thresholds", "800,512"): "outlier_thresholds",
+        ("pack", npy, *SMALL, "--thresholds", "800,512"): "--thresholds",
         ("pack", npy, *SMALL, "--release", "adaptive", "--thresholds", "512"): "--thresholds",
-        ("pack", npy, *SMALL, "--queues", 0, "--delay-price", 0.1): "delay_price",
+        ("pack", npy, *SMALL, "--queues", 0, "--delay-price", 0.1): "--delay-price",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",
         ("simulate", npy, *CLUSTER, "--variants", "plain,best"): "--variants best: must be one of plain",
+        ("simulate", npy, *CLUSTER, "--variants", "wlb,wlb"): "--variants wlb: given twice",
         ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
         ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): "schedule",
-        ("simulate", npy, *CLUSTER, "--micro-batches", 3): "num_micro_batches = 3",
-        ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "max_tokens = 1000: must be at least the context, 1024",
+        ("simulate", npy, *CLUSTER, "--micro-batches", 3): "--micro-batches = 3",
+        ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "--max-tokens = 1000: must be at least the context, 1024",
         ("simulate", npy, *CLUSTER, "--max-tokens", 2000, "--memory-factor", 2): "give one of them",
         ("simulate", npy, *CLUSTER, "--model", "llama3-405b"): "GiB more than the",
         ("simulate", npy, *CLUSTER, "--oversize", "error"): "more than --context 1,024",
         ("simulate", npy, *CLUSTER, "--thresholds", "a"): "--thresholds",
+        ("simulate", npy, *CLUSTER, "--stage-layers", "20,13"): "--stage-layers add up to 33",
+        ("simulate", npy, *CLUSTER, "--stage-layers", "a"): "--stage-layers a: give whole numbers",
+        ("simulate", npy, "--schedule", "zbv"): "--virtual-stages = 1",
+        ("tune", npy, *CLUSTER, "--attention-efficiency", 0.1): "--attention-efficiency: tuning on a cluster",
+        ("tune", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
+        ("tune", npy, *SMALL, "--oversize", "error"): "more than --context 1,024",
         ("tune", npy, "--tp", 3): "tp = 3: does not divide num_heads = 32",
         ("demo", npy, "--tokenizer", "t.json"): "--tokenizer has nothing to read",
         ("demo", "empty.txt", "--tokenizer", "t.json"): "t.json: no such tokenizer file",
@@ -467,6 +556,11 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         assert result.err.count("\n") == 1, result.err
         assert result.err.startswith("wlb: "), result.err
         assert result.out == ""
+
+    for command in ("demo", "simulate", "tune"):
+        result = run(command, npy, *SMALL, "--seed", -1)
+        assert result.code == 2
+        assert "Invalid value for '--seed'" in result.err
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert 'pip install "wlb[tokenizers]"' in run("demo", "empty.txt", "--tokenizer", "bad.jsonl").err

@@ -9,6 +9,7 @@ import typer
 import wlb
 from wlb.cli.console import CliError
 from wlb.cli.demo import demo
+from wlb.cli.options import as_options
 from wlb.cli.pack import pack
 from wlb.cli.profile import profile
 from wlb.cli.reproduce import reproduce
@@ -55,6 +56,9 @@ def run(argv: Sequence[str]) -> None:
     """Runs the command and exits: 0 done, 2 wrong input (one line on stderr, no traceback)."""
     try:
         app(args=list(argv), prog_name="wlb", obj=argv)
-    except (CliError, wlb.WlbError, OSError) as error:
+    except wlb.WlbError as error:
+        print(f"wlb: {as_options(str(error))}", file=sys.stderr)
+        sys.exit(2)
+    except (CliError, OSError) as error:
         print(f"wlb: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,13 +1,16 @@
 """A model on a cluster, from the options of a command."""
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
 import wlb
 from wlb.cli.console import CliError
+from wlb.cli.options import parse_numbers
 from wlb.hardware import GIB
 from wlb.hardware import presets as gpus
 from wlb.layout import Fsdp, Recompute
@@ -91,11 +94,43 @@ Recomputation = Annotated[
 ReservedGib = Annotated[
     float, typer.Option(min=0, help="GiB of a GPU that are not available.", rich_help_panel=_MEMORY)
 ]
+FusedLoss = Annotated[
+    bool,
+    typer.Option(
+        "--fused-loss/--no-fused-loss",
+        help="The loss is computed in chunks that never hold all logits.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+FusedFfn = Annotated[
+    bool,
+    typer.Option(
+        "--fused-ffn/--no-fused-ffn",
+        help="The gated product keeps its inputs only.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+SequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="TP ranks share out norms, dropouts and their activations.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+StageLayers = Annotated[
+    str | None,
+    typer.Option(
+        help="Layers of each pipeline stage, such as 7,8,8,7; by default as equal as can be, ends with fewer.",
+        show_default=False,
+        rich_help_panel=_CLUSTER,
+    ),
+]
 MaxTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="The most tokens of a micro-batch of variable length; by default what fits into memory.",
+        help="The most tokens of a micro-batch of variable length; on a cluster by default what fits into memory.",
         show_default=False,
         rich_help_panel=_MEMORY,
     ),
@@ -149,6 +184,16 @@ def token_limit(max_tokens: int | None, memory_factor: float | None, context: in
     return int(memory_factor * context)
 
 
+def kernel_sentence(scenario: Scenario) -> str:
+    """What attention's times rest on, with a warning where that is another GPU."""
+    source = scenario.attention.source
+    label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
+    warning = (
+        f" Warning: that is another GPU than --gpu {scenario.hardware.name}." if scenario.measured_elsewhere else ""
+    )
+    return f"Every time is predicted. Attention: {source} ({label}).{warning}"
+
+
 def assumptions(scenario: Scenario) -> dict[str, str]:
     """What the predictions rest on, in words; the first says whether attention was measured."""
     hardware, layout = scenario.hardware, scenario.layout
@@ -164,36 +209,77 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         f" {scenario.micro_batches} micro-batches a step",
         "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"
         f" recompute {layout.recompute}",
+        **({} if layout.stage_layers is None else {"layers of the stages": ", ".join(map(str, layout.stage_layers))}),
         "S_max": f"{scenario.limit:,} tokens ({'given' if scenario.max_tokens is not None else 'what fits'})",
         "noise": f"{scenario.noise:.1%} of every pass, seed {scenario.noise_seed}" if scenario.noise else "none",
         "not modelled": "optimizer step, kernel launches between layers, stragglers, loading",
     }
 
 
-def layout(
-    *,
-    dp: int,
-    pp: int,
-    cp: int,
-    tp: int,
-    virtual_stages: int,
-    fsdp: str,
-    recompute: str,
-    world_size: int | None = None,
-) -> wlb.ParallelLayout:
-    """The layout, of as many GPUs as there are."""
-    made = wlb.ParallelLayout(
-        dp=dp,
-        pp=pp,
-        cp=cp,
-        tp=tp,
-        virtual_stages=virtual_stages,
-        fsdp=fsdp,  # type: ignore[arg-type]  # checked there
-        recompute=recompute,  # type: ignore[arg-type]
+_LAYOUT = (
+    "dp",
+    "pp",
+    "cp",
+    "tp",
+    "virtual_stages",
+    "fsdp",
+    "recompute",
+    "fused_loss",
+    "fused_ffn",
+    "sequence_parallel",
+)
+_SCENARIO = ("schedule", "cp_overlap", "tp_overlap", "dp_overlap")
+OPTIONS = (*_LAYOUT, *_SCENARIO, "gpu", "gpus", "stage_layers", "kernel_profile", "gemm_efficiency", "reserved_gib")
+"""Parameters of a command that only mean something on a cluster."""
+
+
+def given(context: typer.Context, names: tuple[str, ...] = OPTIONS) -> list[str]:
+    """Which of these parameters the command line has."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
+def scenario(context: typer.Context, model: wlb.ModelConfig, **changes: Any) -> Scenario:
+    """What a command's options say, its parameters named as here; `changes` are further arguments of the scenario."""
+    options = context.params
+    return Scenario(
+        model=model,
+        layout=_layout(options, model),
+        hardware=hardware(options["gpu"], options["gemm_efficiency"]),
+        context=options["context"],
+        kernel_model=kernel_model(options["kernel_profile"], model, options["tp"]),
+        max_tokens=token_limit(options["max_tokens"], options["memory_factor"], options["context"]),
+        num_micro_batches=options["micro_batches"],
+        num_queues=options["queues"],
+        max_mean_delay=options["max_mean_delay"],
+        max_delay=options["max_delay"],
+        reserved_bytes=int(options["reserved_gib"] * GIB),
+        **{name: options[name] for name in _SCENARIO},
+        **changes,
     )
-    if world_size is not None and world_size != made.world_size:
-        raise CliError(f"--gpus {world_size}: DP {dp} x PP {pp} x CP {cp} x TP {tp} = {made.world_size}")
+
+
+def _layout(options: Mapping[str, Any], model: wlb.ModelConfig) -> wlb.ParallelLayout:
+    """The layout, of as many GPUs as there are."""
+    made = wlb.ParallelLayout(**{name: options[name] for name in _LAYOUT})
+    if options["stage_layers"] is not None:
+        layers = parse_numbers("--stage-layers", options["stage_layers"], "7,8,8,7")
+        made = dataclasses.replace(made, stage_layers=layers)
+    elif model.num_layers % made.num_stages and model.num_layers > made.num_stages:
+        made = dataclasses.replace(made, stage_layers=_uneven(model.num_layers, made.num_stages))
+    if options["gpus"] not in (None, made.world_size):
+        sizes = " x ".join(f"{name.upper()} {options[name]}" for name in ("dp", "pp", "cp", "tp"))
+        raise CliError(f"--gpus {options['gpus']}: {sizes} = {made.world_size}")
     return made
+
+
+def _uneven(layers: int, stages: int) -> tuple[int, ...]:
+    """As equal as can be. The ends have fewer: the loss and the embedding are there, too."""
+    made = [-(-layers // stages)] * stages
+    ends = itertools.chain.from_iterable(zip(range(stages - 1, -1, -1), range(stages), strict=True))
+    for stage in itertools.islice(ends, -layers % stages):
+        made[stage] -= 1
+    return tuple(made)
 
 
 def describe(model: wlb.ModelConfig, layout: wlb.ParallelLayout, gpu: str, context: int) -> str:

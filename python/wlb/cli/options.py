@@ -1,5 +1,6 @@
 """The options that commands share: a name, its type and its help text, written once."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -42,13 +43,13 @@ TokenizerFile = Annotated[
         rich_help_panel=_DOCUMENTS,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Shuffles the documents, every epoch anew.", rich_help_panel=_DOCUMENTS)]
+Seed = Annotated[int, typer.Option(min=0, help="Shuffles the documents, every epoch anew.", rich_help_panel=_DOCUMENTS)]
 OptionalSeed = Annotated[
     int | None,
     typer.Option(
         "--seed",
         min=0,
-        help="Shuffle the documents; by default they come in the source's order.",
+        help="Shuffle the documents, every epoch anew; by default they come in the source's order.",
         rich_help_panel=_DOCUMENTS,
     ),
 ]
@@ -139,11 +140,41 @@ Json = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=_OUTPUT)]
 
 
+_NAMES = {
+    "num_micro_batches": "--micro-batches",
+    "num_virtual_stages": "--virtual-stages",
+    "virtual_stages": "--virtual-stages",
+    "num_queues": "--queues",
+    "outlier_thresholds": "--thresholds",
+    "max_mean_delay": "--max-mean-delay",
+    "max_delay": "--max-delay",
+    "delay_price": "--delay-price",
+    "max_tokens": "--max-tokens",
+    "stage_layers": "--stage-layers",
+    "kernel_model": "--kernel-profile",
+    "reserved_bytes": "--reserved-gib",
+}
+
+
+def as_options(message: str) -> str:
+    """An error of the library in the words of the command line: `tp=16` is `--tp 16`, `fused_loss=True` a flag."""
+    message = re.sub(r"\b([a-z][a-z_0-9]*)=(True|'[^']*'|\d+)", _as_option, message)
+    return re.sub(r"\b[a-z_]+\b", lambda word: _NAMES.get(word[0], word[0]), message)
+
+
+def _as_option(assignment: re.Match[str]) -> str:
+    name, value = assignment[1].replace("_", "-"), assignment[2].strip("'")
+    return f"--{name}" if value == "True" else f"--{name} {value}"
+
+
 def parse_thresholds(text: str | None) -> tuple[int, ...] | None:
+    """The thresholds of an option, where it was given."""
+    return None if text is None else parse_numbers("--thresholds", text, "49152,98304")
+
+
+def parse_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
     """The numbers between commas."""
-    if text is None:
-        return None
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise CliError(f"--thresholds {text}: give whole numbers with commas between, such as 49152,98304") from None
+        raise CliError(f"{option} {text}: give whole numbers with commas between, such as {example}") from None

@@ -12,11 +12,8 @@ from wlb.cli.cost import model_config
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
-from wlb.hardware import GIB
-from wlb.simulation import VARIANTS, Scenario
+from wlb.simulation import VARIANTS
 from wlb.simulation import simulate as run
-
-_SHOWN = "wlb"
 
 
 def simulate(
@@ -25,7 +22,7 @@ def simulate(
     field: options.Field = "text",
     pattern: options.Pattern = "*",
     tokenizer: options.TokenizerFile = None,
-    seed: options.Seed = 0,
+    seed: options.OptionalSeed = None,
     oversize: options.OversizeFate = "split",
     steps: options.Steps = 500,
     micro_batches: cluster.OptionalMicroBatches = None,
@@ -38,6 +35,7 @@ def simulate(
     tp: cluster.Tp = 8,
     gpus: cluster.WorldSize = None,
     virtual_stages: cluster.VirtualStages = 1,
+    stage_layers: cluster.StageLayers = None,
     schedule: cluster.ScheduleName = None,
     kernel_profile: cluster.KernelProfile = None,
     gemm_efficiency: cluster.GemmEfficiency = None,
@@ -48,6 +46,9 @@ def simulate(
     memory_factor: cluster.OptionalMemoryFactor = None,
     fsdp: cluster.FsdpStage = "zero1",
     recompute: cluster.Recomputation = "none",
+    fused_loss: cluster.FusedLoss = False,
+    fused_ffn: cluster.FusedFfn = True,
+    sequence_parallel: cluster.SequenceParallel = True,
     reserved_gib: cluster.ReservedGib = 4.0,
     thresholds: options.Thresholds = None,
     queues: options.TunedQueues = 2,
@@ -78,38 +79,13 @@ def simulate(
     No GPU is needed. By default the cluster is the paper's for a 7B model with 128K tokens of context. Every
     prediction says what it rests on; docs/simulation.md has the assumptions.
     """
-    names = tuple(VARIANTS) if variants is None else tuple(name.strip() for name in variants.split(","))
-    for name in names:
-        if name not in VARIANTS:
-            raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
+    names = _names(variants)
     config = model_config(model)
-    scenario = Scenario(
-        model=config,
-        layout=cluster.layout(
-            dp=dp,
-            pp=pp,
-            cp=cp,
-            tp=tp,
-            virtual_stages=virtual_stages,
-            fsdp=fsdp,
-            recompute=recompute,
-            world_size=gpus,
-        ),
-        hardware=cluster.hardware(gpu, gemm_efficiency),
-        context=context,
-        kernel_model=cluster.kernel_model(kernel_profile, config, tp),
-        max_tokens=cluster.token_limit(max_tokens, memory_factor, context),
-        num_micro_batches=micro_batches,
-        schedule=schedule,  # type: ignore[arg-type]  # checked there
+    scenario = cluster.scenario(
+        context_,
+        config,
         cost_model=config.cost_model(attention_efficiency=attention_efficiency),
         outlier_thresholds=options.parse_thresholds(thresholds),
-        num_queues=queues,
-        max_mean_delay=max_mean_delay,
-        max_delay=max_delay,
-        cp_overlap=cp_overlap,
-        tp_overlap=tp_overlap,
-        dp_overlap=dp_overlap,
-        reserved_bytes=int(reserved_gib * GIB),
         noise=noise,
         noise_seed=noise_seed,
     )
@@ -155,10 +131,25 @@ def simulate(
                 "max_mean_delay": max_mean_delay,
                 "max_delay": max_delay,
             },
-            shown=_SHOWN if _SHOWN in names else names[-1],
+            shown=_shown(names),
         )
         files = report.write(output_dir, context_.obj)
     if json:
         print(jsonlib.dumps(report.as_json(), indent=2))
     elif not quiet:
         report.print(results(), files)
+
+
+def _names(variants: str | None) -> tuple[str, ...]:
+    names = tuple(VARIANTS) if variants is None else tuple(name.strip() for name in variants.split(","))
+    for index, name in enumerate(names):
+        if name not in VARIANTS:
+            raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
+        if name in names[:index]:
+            raise CliError(f"--variants {name}: given twice")
+    return names
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    """The method that pictures set against the baseline: WLB, or the last one."""
+    return "wlb" if "wlb" in names[1:] else names[-1]

@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 import wlb
 from wlb.cli.figures import _STYLE, INK, ORIGINAL, SOFT, WLB
-from wlb.cli.timeline_figure import draw_timelines
+from wlb.cli.timeline_figure import MAX_ROWS, draw_timelines
 from wlb.hardware import GIB
 from wlb.simulation import ATTRIBUTION, Choice, Outcome, Tuning
 
@@ -100,9 +100,15 @@ def _imbalance(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
     ax.legend(loc="lower right")
 
 
-def draw_step(outcome: Outcome, step: int, kind: str) -> Figure:
-    """The pipelines of one step; of many data-parallel replicas those that take longest."""
-    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:_SHOWN_REPLICAS]
+def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
+    """The pipelines of one step; of many data-parallel replicas those that take longest.
+
+    None where not even one fits into a picture.
+    """
+    replicas = min(_SHOWN_REPLICAS, MAX_ROWS // outcome.scenario.layout.pp)
+    if not replicas:
+        return None
+    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:replicas]
     title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
     return draw_timelines(timelines, title=title)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 import wlb
-from wlb.cli.cluster import assumptions, describe
+from wlb.cli.cluster import assumptions, describe, kernel_sentence
 from wlb.cli.machine import machine
 from wlb.cli.report import Settings, describe_documents, document_sentences
 from wlb.cli.simulation_tables import NOTES, time_table, variant_table
@@ -23,6 +23,8 @@ from wlb.cli.stream import Stream
 from wlb.hardware import GIB
 from wlb.schedule import write_chrome_trace
 from wlb.simulation import Outcome
+
+_TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,10 @@ class SimulationReport:
         scenario = self.simulation.scenario
         oversize = str(self.settings["oversize"])
         thresholds = " and ".join(f"{threshold:,}" for threshold in self.simulation.thresholds)
-        source = scenario.attention.source
-        label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
         bubble = scenario.equal_bubble
         return [
             f"{describe(scenario.model, scenario.layout, scenario.hardware.name, scenario.context)}.",
-            f"Every time is predicted. Attention: {source} ({label}).",
+            kernel_sentence(scenario),
             f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
             f" micro-batches a step) would still idle {bubble:.1%} of its time.",
             *document_sentences(self._documents(), scenario.setup(), oversize=oversize),
@@ -118,7 +118,8 @@ class SimulationReport:
             for outcome in self.compared:
                 step = _shown_steps(outcome)[kind]
                 slug = f"{kind}-{'baseline' if outcome is self.simulation.baseline else self.shown}"
-                pictures.append(svg(draw_step(outcome, step, "a typical" if kind == "typical" else "its most idle")))
+                drawn = draw_step(outcome, step, "a typical" if kind == "typical" else "its most idle")
+                pictures.append(notes((_TOO_DEEP,)) if drawn is None else svg(drawn))
                 traces.append(folder / f"step-{slug}.trace.json")
                 write_chrome_trace(outcome.timelines(step), path=traces[-1])
         results = self.as_json()

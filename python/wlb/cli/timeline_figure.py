@@ -27,7 +27,7 @@ _LABELS = ("forward", "backward", "input gradient", "weight gradient")
 _PALE = "#ccdfed"
 _HEIGHT = 0.84  # of a rank's bars in its row
 _IDLE, _WAIT = "#f3f5f7", "#b6bec7"
-_MAX_ROWS = 64
+MAX_ROWS = 64
 _Floats = NDArray[np.floating[Any]]
 
 
@@ -48,8 +48,8 @@ def draw_timelines(
     """
     pipelines = [timelines] if isinstance(timelines, wlb.PipelineTimeline) else list(timelines)
     rows = sum(timeline.num_stages for timeline in pipelines)
-    if not 1 <= rows <= _MAX_ROWS:
-        raise wlb.WlbError(f"timelines: {rows} rows; a picture has from 1 to {_MAX_ROWS}")
+    if not 1 <= rows <= MAX_ROWS:
+        raise wlb.WlbError(f"timelines: {rows} rows; a picture has from 1 to {MAX_ROWS}")
     step = max(timeline.seconds for timeline in pipelines)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13, 1.5 + 0.36 * rows + 0.12 * len(pipelines)), layout="constrained")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 import wlb
-from wlb.cli.cluster import assumptions, describe
+from wlb.cli.cluster import assumptions, describe, kernel_sentence
 from wlb.cli.console import counted
 from wlb.cli.report import describe_documents
 from wlb.cli.sources import Documents
@@ -97,7 +97,7 @@ class TuningReport:
         scenario, tuning = self.tuning.scenario, self.tuning
         name = describe(scenario.model, scenario.layout, scenario.hardware.name, scenario.context)
         console.print(f"{name}; {counted(self.stream.batches, 'global batch').replace('batchs', 'batches')}.")
-        console.print(f"Every speed is predicted. Attention: {scenario.attention.source}.")
+        console.print(kernel_sentence(scenario))
         console.print(
             f"The packer's costs: FLOPs with attention_efficiency {tuning.attention_efficiency:.2f}, which fits this"
             " cluster, communication included."

@@ -18,7 +18,7 @@ Release = Literal["fifo", "adaptive"]
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """Documents in arrival order, cut into global batches: batch i is `lengths[offsets[i]:offsets[i + 1]]`."""
+    """Documents in arrival order, divided into global batches: batch i is `lengths[offsets[i]:offsets[i + 1]]`."""
 
     lengths: NDArray[np.int64]  # [n] tokens
     offsets: NDArray[np.int64]  # [batches + 1]
@@ -36,6 +36,33 @@ class GlobalBatches:
     def head(self, batches: int) -> NDArray[np.int64]:
         """Lengths of the first `batches` global batches."""
         return self.lengths[: self.offsets[batches]]
+
+    def full(self, tokens: int) -> PieceBatches:
+        """The same tokens in global batches of exactly `tokens` each, the last one excepted.
+
+        For methods that cut documents anyway: where global batches divide, too.
+        """
+        ends = np.cumsum(self.lengths)
+        total = int(ends[-1])
+        batch_starts = np.arange(0, total, tokens)
+        starts = np.union1d(ends - self.lengths, batch_starts)
+        documents = np.searchsorted(ends, starts, side="right")
+        return PieceBatches(
+            lengths=np.diff(starts, append=total),
+            offsets=np.append(np.searchsorted(starts, batch_starts), starts.size),
+            documents=documents,
+            firsts=starts - (ends - self.lengths)[documents],
+            remainder=total % tokens != 0,
+        )
+
+
+@dataclass(frozen=True)
+class PieceBatches(GlobalBatches):
+    """Global batches of pieces of documents."""
+
+    documents: NDArray[np.int64]  # [n] the document of a piece
+    firsts: NDArray[np.int64]  # [n] its first token inside that document
+    remainder: bool  # whether the last global batch is not full
 
 
 @dataclass(frozen=True)
@@ -82,7 +109,7 @@ class Plan:
     tokens: NDArray[np.int64]  # [steps, micro-batches]
     order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
     digests: tuple[str, ...]  # [steps]
-    seconds: NDArray[np.float64]  # [steps before the flush] planning time
+    seconds: NDArray[np.float64]  # [steps before the flush or remainder] planning time
     release: Release = "fifo"  # which outliers wait
 
     @property
@@ -92,7 +119,10 @@ class Plan:
 
     @property
     def streamed(self) -> int:
-        """Steps before the flush that empties the queues; all steps where everything waited for it."""
+        """Steps before those at the stream's end: the flush that empties the queues, the global batch that is not full.
+
+        All steps where there are no others.
+        """
         return self.seconds.size or len(self.digests)
 
     @property
@@ -141,8 +171,11 @@ class Plan:
         }
 
 
-def original(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
-    """Documents concatenated as they arrive and cut every `context` tokens."""
+def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iterator[Step]:
+    """Documents concatenated as they arrive and cut every `context` tokens.
+
+    Micro-batches go to data-parallel ranks by :meth:`wlb.Packing.deal`, or as they come.
+    """
     for i in range(stream.batches):
         first, last = int(stream.offsets[i]), int(stream.offsets[i + 1])
         began = time.perf_counter()
@@ -154,7 +187,8 @@ def original(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
             method="original",
         )
         seconds = time.perf_counter() - began
-        yield Step(packing.micro_batches, _as_they_come(setup), first, i, packing.digest(), seconds)
+        order = packing.deal(setup.dp_size) if dealt else _as_they_come(setup)
+        yield Step(packing.micro_batches, order, first, i, packing.digest(), seconds)
 
 
 def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[Step]:
@@ -174,9 +208,10 @@ def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[S
         )
         seconds = (time.perf_counter() - began) / (end - i)
         micro_batches, digest = packing.micro_batches, packing.digest()
-        for k in range(end - i):
+        orders = packing.deal(setup.dp_size).reshape(end - i, setup.dp_size, -1)
+        for k, order in enumerate(orders):
             of_step = micro_batches[k * n : (k + 1) * n]
-            yield Step(of_step, _as_they_come(setup), first, end - 1 + k, digest, seconds)
+            yield Step(of_step, order - k * n, first, end - 1 + k, digest, seconds)
 
 
 def var_length(
@@ -232,20 +267,27 @@ def collect(
     step, micro_batch = (np.repeat(index.ravel(), pieces) for index in np.indices(shape))
     document = np.concatenate([m.document_ids for m in micro_batches])
     document += np.array([step.first_document for step in trained])[step]
+    start = np.concatenate([m.starts for m in micro_batches]).astype(np.int64)
     iteration = np.array([step.iteration for step in trained])
+    delay = iteration[step] - stream.arrival[document]
+    seconds = [step.seconds for step in trained if step.seconds is not None]
+    if isinstance(stream, PieceBatches):
+        start += stream.firsts[document]
+        document = stream.documents[document]
+        seconds = seconds[: len(trained) - stream.remainder]
     return Plan(
         name=name,
         thresholds=thresholds,
         step=step,
         micro_batch=micro_batch,
         document=document,
-        start=np.concatenate([m.starts for m in micro_batches]).astype(np.int64),
+        start=start,
         length=np.concatenate([m.lengths for m in micro_batches]).astype(np.int64),
-        delay=iteration[step] - stream.arrival[document],
+        delay=delay,
         costs=np.array([m.cost for m in micro_batches]).reshape(shape),
         tokens=np.array([m.tokens for m in micro_batches]).reshape(shape),
         order=np.stack([step.order for step in trained]),
         digests=tuple(step.digest for step in trained),
-        seconds=np.array([step.seconds for step in trained if step.seconds is not None]),
+        seconds=np.array(seconds),
         release=release,
     )

@@ -70,7 +70,8 @@ def simulate(
 
     Args:
         lengths: int[n] tokens of the documents in arrival order, none longer than the context
-            (:func:`wlb.split_documents`). They are cut into global batches of at most `num_micro_batches * context`.
+            (:func:`wlb.split_documents`). Whole documents arrive in global batches of at most
+            `num_micro_batches * context` tokens; methods that cut documents get them in batches of exactly that.
         scenario: model, cluster, packing.
         variants: names in :data:`VARIANTS`, or own variants by name. The first is the baseline of the speed-ups.
         progress: called with a variant's title, how many are done, and how many there are.
@@ -102,14 +103,18 @@ def simulate(
         packing = variant.packing_key
         if packing not in plans:
             setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None)
-            steps = variant.steps(stream, setup, thresholds, scenario.max_delay)
+            arriving = variant.arriving(stream, setup)
+            steps = variant.steps(arriving, setup, thresholds, scenario.max_delay)
             own = thresholds if variant.queued else ()
-            plan = collect(variant.title, steps, stream, own)
+            plan = collect(variant.title, steps, arriving, own)
             plans[packing] = placed(plan, scenario) if variant.placed else plan
-        how = (packing, variant.strategies)
-        if how not in sharded:
-            sharded[how] = shard_plan(plans[packing], scenario, variant.strategies)
-        outcomes[name] = score(variant.title, plans[packing], sharded[how], scenario)
+        ways = [(strategy,) for strategy in variant.strategies] if variant.static else [variant.strategies]
+        scored = []
+        for way in ways:
+            if (packing, way) not in sharded:
+                sharded[packing, way] = shard_plan(plans[packing], scenario, way)
+            scored.append(score(variant.title, plans[packing], sharded[packing, way], scenario))
+        outcomes[name] = min(scored, key=lambda outcome: outcome.total_seconds)
     report("done", len(wanted), len(wanted))
     return Simulation(scenario=scenario, thresholds=thresholds, batches=stream.batches, outcomes=outcomes)
 

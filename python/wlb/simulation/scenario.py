@@ -100,14 +100,31 @@ class Scenario:
         if self.micro_batches < 1 or self.micro_batches % self.layout.dp:
             message = f"= {self.micro_batches}: must be a positive multiple of dp = {self.layout.dp}"
             raise error("num_micro_batches", message, value=self.micro_batches)
-        heads = self.model.num_heads // self.layout.tp
-        if self.kernel_model is not None and self.kernel_model.num_heads != heads:
-            message = f"is for {self.kernel_model.num_heads} heads: a GPU has num_heads / tp = {heads}"
-            raise error("kernel_model", message, value=self.kernel_model.num_heads)
+        self._check_kernel_model()
         if self.max_tokens is not None and self.max_tokens < self.context:
             message = f"= {self.max_tokens}: must be at least the context, {self.context}"
             raise error("max_tokens", message, value=self.max_tokens)
         _ = self._flight, self.limit, self.attention  # wrong ones are refused here
+
+    def _check_kernel_model(self) -> None:
+        kernel = self.kernel_model
+        if kernel is None:
+            return
+        heads, head_dim = self.model.num_heads // self.layout.tp, self.model.head_dim
+        if kernel.num_heads != heads:
+            message = f"is for {kernel.num_heads} heads: a GPU has num_heads / tp = {heads}"
+            raise error("kernel_model", message, value=kernel.num_heads)
+        if kernel.head_dim != head_dim:
+            message = f"is for heads of dimension {kernel.head_dim}: the model's have {head_dim}"
+            raise error("kernel_model", message, value=kernel.head_dim)
+        if not kernel.causal:
+            raise error("kernel_model", "is for attention without a causal mask: training is causal", value=False)
+
+    @property
+    def measured_elsewhere(self) -> bool:
+        """Whether the kernel model's GPU is not the hardware's, as far as their names say."""
+        generation = _GENERATIONS.get(self.hardware.name, self.hardware.name)
+        return generation not in self.attention.source.lower()
 
     @property
     def micro_batches(self) -> int:
@@ -167,10 +184,11 @@ class Scenario:
         most = min(most, int((room / slope).min()))
         if most < self.context:
             message = (
-                f"= {self.schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a time,"
-                f" which leaves room for {most:,} tokens each, fewer than the context, {self.context:,}; 1F1B would fit"
+                f"= {self.pipeline_schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a"
+                f" time, which leaves room for {most:,} tokens each, fewer than the context, {self.context:,};"
+                " 1F1B would fit"
             )
-            raise error("schedule", message, value=self.schedule)
+            raise error("schedule", message, value=self.pipeline_schedule)
         return most
 
     def fitted_efficiency(self, lengths: ArrayLike) -> float:

@@ -27,7 +27,10 @@ class Variant:
         strategies: how a micro-batch is sharded over context-parallel ranks. Of several, the one whose slowest rank is
             predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
             knows the hybrid of them).
+        static: one of the strategies for the whole run, the one with which it is faster.
         window: global batches that "fixed_length" packs at a time.
+        dealt: the micro-batches of a step go to data-parallel ranks by their costs (:meth:`wlb.Packing.deal`), for
+            "original": otherwise as they come.
         packer: further arguments of :class:`wlb.Packer`, for "var_length". With a release rule of its own no thresholds
             are given.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
@@ -38,17 +41,23 @@ class Variant:
     title: str
     packing: Packing = "original"
     strategies: tuple[Strategy, ...] = ("per_sequence",)
+    static: bool = False
     window: int = 1
+    dealt: bool = True
     packer: Mapping[str, Any] = field(default_factory=dict)
     fitted: bool = False
     placed: bool = False
+
+    def arriving(self, stream: GlobalBatches, setup: Setup) -> GlobalBatches:
+        """The stream as this method receives it: full global batches where it cuts documents."""
+        return stream if self.packing == "var_length" else stream.full(setup.tokens_per_batch)
 
     def steps(
         self, stream: GlobalBatches, setup: Setup, thresholds: tuple[int, ...], max_delay: int | None
     ) -> Iterator[Step]:
         """The global batches as they are trained."""
         if self.packing == "original":
-            return original(stream, setup)
+            return original(stream, setup, dealt=self.dealt)
         if self.packing == "fixed_length":
             return fixed_length(stream, setup, self.window)
         return var_length(stream, setup, thresholds if self.queued else (), max_delay, self.packer)
@@ -61,12 +70,15 @@ class Variant:
     @property
     def packing_key(self) -> tuple[Any, ...]:
         """Equal for variants that pack alike."""
-        return (self.packing, self.window, tuple(sorted(self.packer.items())), self.fitted, self.placed)
+        return (self.packing, self.window, tuple(sorted(self.packer.items())), self.fitted, self.dealt, self.placed)
 
 
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(title="Plain-4D"),
-    "fixed": Variant(title="Fixed-4D", packing="fixed_length"),
+    "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
+    "fixed": Variant(
+        title="Fixed-4D", packing="fixed_length", strategies=("per_sequence", "per_document"), static=True
+    ),
     "per_document": Variant(title="per-document CP", strategies=("per_document",)),
     "adaptive_cp": Variant(title="adaptive CP", strategies=("adaptive",)),
     "packing": Variant(title="packing", packing="var_length"),
@@ -75,7 +87,8 @@ VARIANTS: dict[str, Variant] = {
     "wlb_fitted": Variant(title="WLB, fitted costs", packing="var_length", strategies=("adaptive",), fitted=True),
 }
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
-all of them; then ours: micro-batches placed for the schedule, and a packer that knows the cluster's costs."""
+all of them; then ours: micro-batches placed for the schedule, and a packer that knows the cluster's costs. All of them
+deal micro-batches to data-parallel ranks by cost; what that alone gives, a row without it says."""
 
 
 def chosen(names: Mapping[str, Variant] | tuple[str, ...] | list[str]) -> dict[str, Variant]:
