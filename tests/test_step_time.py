@@ -170,6 +170,7 @@ def test_data_parallel_seconds() -> None:
         ({"linear_forward": [0.1, 0.1], "linear_backward": [0.1, -1]}, r"linear_backward\[1\] = -1"),
         ({"cp_overlap": 1.5}, "cp_overlap = 1.5: must be from 0 to 1"),
         ({"tp_overlap": -1}, "tp_overlap = -1"),
+        ({"cp_overlap": "1"}, "cp_overlap = '1': must be from 0 to 1"),
         ({"layout": wlb.ParallelLayout(tp=3)}, "tp = 3: does not divide"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import numpy as np
 
@@ -28,9 +29,18 @@ def check_integer(argument: str, value: object, *, minimum: int, index: int | No
 
 def check_positive(argument: str, value: object) -> None:
     """Refuses what is not a number (a bool is none), or none above 0."""
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+    if not _is_number(value) or not 0 < value < math.inf:
         raise error(argument, f"= {value!r}: must be a finite number above 0", value=value)
+
+
+def check_share(argument: str, value: object) -> None:
+    """Refuses what is not a number (a bool is none) from 0 to 1."""
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise error(argument, f"= {value!r}: must be from 0 to 1", value=value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def check_bool(argument: str, value: object) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel
-from wlb._errors import error
+from wlb._errors import check_share, error
 from wlb.collectives import Group
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
@@ -94,8 +94,7 @@ def stage_seconds(
     forward_attention = _entries("attention_forward", attention_forward, count.size)
     backward_attention = _entries("attention_backward", attention_backward, count.size)
     for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap)):
-        if not 0 <= share <= 1:
-            raise error(name, f"= {share}: must be from 0 to 1", value=share)
+        check_share(name, share)
 
     layer_flops, head_flops = _flops_per_token(model)
     if (linear_forward is None) != (linear_backward is None):
