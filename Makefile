@@ -48,7 +48,7 @@ loss-curves: $(VENV)/.wlb-examples
 
 ## Fuzz each target for FUZZ_SECONDS; needs a nightly toolchain and `cargo install cargo-fuzz`.
 fuzz:
-	for target in pack packer_stream load_state shard; do \
+	for target in pack packer_stream load_state shard dynamic_cp; do \
 	    cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
 	done
 

@@ -59,11 +59,15 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How attention runs over the context-parallel ranks."""
+    """How attention runs over the context-parallel ranks; which they are comes with the micro-batch."""
 
-    group: dist.ProcessGroup | None = None
     transport: Any = "all_gather"
     ulysses_size: int | None = None
+
+    def of(self, shard: wlb.Shard) -> dict[str, Any]:
+        """What attention takes for a micro-batch: a group smaller than `ulysses_size` exchanges heads as a whole."""
+        ulysses_size = None if self.ulysses_size is None else min(self.ulysses_size, shard.cp_size)
+        return {"transport": self.transport, "ulysses_size": ulysses_size}
 
 
 def rotary(position_ids: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
@@ -89,22 +93,18 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
         # Under tensor parallelism each rank has some of the heads, hence -1.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope), rotate(k, rope)
-        options = self.options
-        if (idle := self.idle_tokens(len(q), shard)) > 0:
+        # A rank may have tokens that are none of the micro-batch, see `LlamaStage.forward`.
+        idle = len(q) - int(shard.tokens_per_rank[0 if group is None else dist.get_rank(group)])
+        if idle > 0:
             q, k, v = q[:-idle], k[:-idle], v[:-idle]
-        attended = context_parallel_attention(
-            q, k, v, shard, group=options.group, transport=options.transport, ulysses_size=options.ulysses_size
-        )
+        attended = context_parallel_attention(q, k, v, shard, group=group, **self.options.of(shard))
         return self.wo(F.pad(attended.flatten(1), (0, 0, 0, idle)))
-
-    def idle_tokens(self, tokens: int, shard: wlb.Shard) -> int:
-        """How many of a rank's tokens are none of the micro-batch, see `LlamaStage.forward`."""
-        group = self.options.group
-        return tokens - int(shard.tokens_per_rank[0 if group is None else dist.get_rank(group)])
 
 
 class FeedForward(nn.Module):
@@ -126,8 +126,10 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, shard)
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, shard, group)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -159,13 +161,16 @@ class LlamaStage(nn.Module):
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor, *, position_ids: Tensor, shard: wlb.Shard) -> Tensor:
+    def forward(
+        self, x: Tensor, *, position_ids: Tensor, shard: wlb.Shard, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
         """One micro-batch on one context-parallel rank.
 
         Args:
             x: int64[tokens] on the first stage, else float[tokens, hidden].
             position_ids: int64[tokens].
             shard: of the micro-batch.
+            group: the context-parallel ranks that hold it; None for one alone.
 
         Returns:
             Float[tokens, hidden], or on the last stage logits [tokens, vocabulary].
@@ -183,9 +188,9 @@ class LlamaStage(nn.Module):
             x = DTensor.from_local(x, self.tensor_mesh, [Replicate()]).redistribute(placements=[Shard(0)])
         for block in self.layers.values():
             if self.checkpoint_activations:
-                x = checkpoint(block, x, rope, shard, use_reentrant=False)
+                x = checkpoint(block, x, rope, shard, group, use_reentrant=False)
             else:
-                x = block(x, rope, shard)
+                x = block(x, rope, shard, group)
         if self.is_last:
             x = self.head(self.norm(x))
         x = x.full_tensor() if isinstance(x, DTensor) else x
@@ -218,7 +223,7 @@ def tensor_parallel_plan(stage: LlamaStage) -> dict[str, ParallelStyle]:
         plan |= {
             f"{block}.attention_norm": SequenceParallel(sequence_dim=0),
             f"{block}.attention": PrepareModuleInput(
-                input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
+                input_layouts=(Shard(0), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
             ),
             **{f"{block}.attention.{w}": ColwiseParallel() for w in ("wq", "wk", "wv")},
             f"{block}.attention.wo": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),

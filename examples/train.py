@@ -9,6 +9,9 @@ Killed? The same command again goes on from the last checkpoint, on the same doc
 Read from `train` downwards. Everything that wlb does is in the few lines that mention it: a packer plans every global
 batch, a sampler hands each data-parallel rank its micro-batches, `collate` keeps what this context-parallel rank
 computes, attention takes the shard, and the pipeline takes micro-batches of unequal length.
+
+With `--plan dynamic_cp` the dp x cp ranks have no fixed roles: a plan gives every document of a global batch the group
+of ranks that it needs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,10 +46,19 @@ from baselines import BaselineLoader
 from corpus import read_corpus
 from llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import prepare_attention
-from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
+from wlb.torch.attention import max_cp_size, prepare_attention
+from wlb.torch.data import (
+    BalancedBatchSampler,
+    Documents,
+    DynamicCpLoader,
+    DynamicCpStep,
+    PackedBatch,
+    Step,
+    StepLoader,
+    collate,
+)
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
-from wlb.torch.groups import build_mesh, data_and_context
+from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import (
     PipelineMicroBatch,
@@ -58,8 +71,13 @@ from wlb.torch.pipeline import (
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Transport = Literal["all_gather", "ring", "ulysses", "usp"]
 Method = Literal["wlb", "original", "fixed"]
+Plan = Literal["static", "dynamic_cp"]
 Strategy = Literal["per_document", "per_sequence", "hybrid"]
 Dtype = Literal["float32", "bfloat16"]
+
+AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
+AnyPlan = wlb.Packing | wlb.DynamicCpPlan
+GroupOf = Callable[[PackedBatch], dist.ProcessGroup | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +97,8 @@ class Settings:
     pattern: str
     tokenizer: Path | None
     method: Method
+    plan: Plan
+    cp_exchange: float
     window: int
     context: int
     micro_batches: int
@@ -117,6 +137,7 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     config = LlamaConfig(**{**vars(settings.model), "vocab_size": dataset.vocab_size})
     loader = build_loader(settings, dataset, config, mesh, device)
     stages, optimizers = build_model(settings, config, mesh, device)
+    group_of = context_groups(settings, mesh)
 
     done = resume(settings, stages, optimizers, loader)
     schedule = partial(learning_rate, settings)
@@ -125,10 +146,10 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     while done < settings.steps:
         for step in loader:
             arrived = time.perf_counter()
-            check_agreement(step.packing, step=step.number, device=device)
+            check_agreement(plan_of(step), step=step.number, device=device)
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = schedule(done)
-            loss, norm = train_step(settings, step, stages, optimizers, mesh, device)
+            loss, norm = train_step(settings, step, stages, optimizers, group_of, mesh, device)
             done += 1
             now = time.perf_counter()
             report.step(done, step, loss, norm, stall=arrived - waiting, seconds=now - waiting, loader=loader)
@@ -137,24 +158,29 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
             if done == settings.steps:
                 break
             waiting = time.perf_counter()
+    if isinstance(loader, DynamicCpLoader):
+        loader.close()
 
 
 def train_step(
     settings: Settings,
-    step: Step[PackedBatch],
+    step: AnyStep,
     stages: list[VarlenPipelineStage],
     optimizers: list[torch.optim.Optimizer],
+    group_of: GroupOf,
     mesh: DeviceMesh,
     device: torch.device,
 ) -> tuple[float, float]:
     """Forward, backward and update on one global batch; gives its mean loss over tokens and the gradient norm."""
     batches = [batch.to(device, non_blocking=True) for batch in step.micro_batches]
-    valid = count_valid_tokens(
-        (batch.num_valid_tokens for batch in batches), group=mesh["dp"].get_group(), device=device
-    )
+    if isinstance(step, DynamicCpStep):
+        valid = step.num_valid_tokens
+    else:
+        counts = (batch.num_valid_tokens for batch in batches)
+        valid = count_valid_tokens(counts, group=mesh["dp"].get_group(), device=device)
     losses = pipeline_step(
         stages,
-        [for_pipeline(batch) for batch in batches],
+        [for_pipeline(batch, group_of(batch)) for batch in batches],
         schedule=settings.schedule,
         loss_fn=partial(token_normalized_loss, num_valid_tokens=valid),
     )
@@ -169,12 +195,12 @@ def train_step(
     return loss.item(), norm
 
 
-def for_pipeline(batch: PackedBatch) -> PipelineMicroBatch:
-    """Tokens for the first stage, labels for the last one, positions and the shard for all."""
+def for_pipeline(batch: PackedBatch, group: dist.ProcessGroup | None = None) -> PipelineMicroBatch:
+    """Tokens for the first stage, labels for the last one, positions, the shard and its ranks for all."""
     return PipelineMicroBatch(
         tokens=batch.tokens.numel(),
         args=(batch.tokens,),
-        kwargs={"position_ids": batch.position_ids, "shard": batch.shard},
+        kwargs={"position_ids": batch.position_ids, "shard": batch.shard, "group": group},
         target=batch.labels,
     )
 
@@ -223,8 +249,19 @@ def set_up_ranks(settings: Settings) -> tuple[torch.device, DeviceMesh]:
     return device, build_mesh(pp=settings.pp, dp=dp, cp=settings.cp, tp=settings.tp, device_type=device.type)
 
 
+def context_groups(settings: Settings, mesh: DeviceMesh) -> GroupOf:
+    """Which ranks share a micro-batch: those of the mesh, or those that its plan chose."""
+    if settings.plan == "dynamic_cp":
+        return ContextParallelGroups(mesh).of
+    group = mesh["cp"].get_group() if settings.cp > 1 else None
+    return lambda batch: group
+
+
 def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh, device: torch.device) -> Any:
     """Packs global batches of `micro_batches` context windows into micro-batches of equal work; or as others do."""
+    dynamic = settings.plan == "dynamic_cp"
+    if dynamic and (settings.method, settings.strategy) != ("wlb", "per_document"):
+        raise SystemExit("--plan dynamic_cp goes with --method wlb and --strategy per_document")
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
     keep = partial(
         collate,
@@ -233,7 +270,9 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         strategy=settings.strategy,
         hybrid_threshold=settings.hybrid_threshold,
     )
-    ranks = {"dp_rank": mesh["dp"].get_local_rank(), "dp_size": mesh["dp"].size()}
+    # With a dynamic plan this is only who reads a document.
+    readers = data_and_context(mesh) if dynamic else mesh["dp"]
+    ranks = {"dp_rank": readers.get_local_rank(), "dp_size": readers.size()}
     if settings.method != "wlb":
         return BaselineLoader(
             dataset,
@@ -264,28 +303,39 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         num_epochs=1_000_000,  # the number of steps ends the run
         **ranks,
     )
-    return StepLoader(
-        DataLoader(
-            Documents(dataset),
-            batch_sampler=sampler,
-            collate_fn=keep,
-            num_workers=settings.workers,
-            pin_memory=torch.cuda.is_available(),
+    documents = DataLoader(
+        Documents(dataset),
+        batch_sampler=sampler,
+        collate_fn=list if dynamic else keep,
+        num_workers=settings.workers,
+        pin_memory=torch.cuda.is_available() and not dynamic,
+    )
+    if not dynamic:
+        return StepLoader(documents, prepare=partial(prepare, settings, device))
+    plan = partial(
+        wlb.plan_dynamic_cp,
+        world_size=readers.size(),
+        num_stages=settings.pp,
+        num_virtual_stages=settings.virtual_stages,
+        max_tokens_per_rank=math.ceil(settings.context * settings.memory_factor / settings.cp),
+        max_cp_size=max_cp_size(
+            settings.transport,
+            num_heads=config.num_heads // settings.tp,
+            num_kv_heads=config.num_kv_heads // settings.tp,
         ),
-        prepare=partial(prepare, settings, mesh, device),
+        cost_model=cost,
+        cp_seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0]),
+    )
+    return DynamicCpLoader(
+        StepLoader(documents), plan=plan, group=readers.get_group(), prepare=partial(prepare, settings, device)
     )
 
 
-def prepare(settings: Settings, mesh: DeviceMesh, device: torch.device, batch: PackedBatch) -> PackedBatch:
+def prepare(settings: Settings, device: torch.device, batch: PackedBatch) -> PackedBatch:
     """Beside the step before: what attention has to know of a micro-batch, so that no layer waits for it."""
-    if settings.cp > 1:
-        prepare_attention(
-            batch.shard,
-            rank=mesh["cp"].get_local_rank(),
-            device=device,
-            transport=settings.transport,
-            ulysses_size=settings.ulysses_size,
-        )
+    if batch.cp_size > 1:
+        options = AttentionOptions(settings.transport, settings.ulysses_size).of(batch.shard)
+        prepare_attention(batch.shard, rank=batch.cp_rank, device=device, **options)
     return batch
 
 
@@ -295,7 +345,6 @@ def build_model(
     """This rank's stages, with an optimizer each."""
     pipeline, dtype = mesh["pp"], getattr(torch, settings.dtype)
     num_stages = pipeline.size() * settings.virtual_stages
-    group = mesh["cp"].get_group() if settings.cp > 1 else None
     mine = stages_of_rank(
         pipeline.get_local_rank(), pp_size=pipeline.size(), num_stages=num_stages, schedule=settings.schedule
     )
@@ -305,7 +354,7 @@ def build_model(
             config,
             stage=index,
             num_stages=num_stages,
-            options=AttentionOptions(group, settings.transport, settings.ulysses_size),
+            options=AttentionOptions(settings.transport, settings.ulysses_size),
             checkpoint_activations=settings.activation_checkpointing,
         )
         module.initialize(settings.seed)
@@ -381,6 +430,20 @@ def resume(
 # --- what a person sees ----------------------------------------------------------------------------------------------
 
 
+def plan_of(step: AnyStep) -> AnyPlan:
+    """What all ranks must agree on."""
+    return step.plan if isinstance(step, DynamicCpStep) else step.packing
+
+
+def balance_of(plan: AnyPlan) -> tuple[list[int], float]:
+    """Lengths of the documents of a step, and its largest over its mean work: of micro-batches, or of ranks."""
+    if isinstance(plan, wlb.DynamicCpPlan):
+        groups = [group for micro_batch in plan for group in micro_batch]
+        seconds = plan.rank_seconds.sum(axis=0)
+        return [int(length) for group in groups for length in group.lengths], float(seconds.max() / seconds.mean())
+    return [int(length) for micro_batch in plan for length in micro_batch.lengths], plan.imbalance
+
+
 class Report:
     """Prints a line a step, and appends it to the log as JSON."""
 
@@ -391,7 +454,7 @@ class Report:
     def step(
         self,
         done: int,
-        step: Step[PackedBatch],
+        step: AnyStep,
         loss: float,
         norm: float,
         *,
@@ -402,19 +465,20 @@ class Report:
         """One line: what was learnt, how fast, and how balanced it was."""
         if not self.is_main:
             return
-        packing = step.packing
-        lengths = [int(length) for micro_batch in packing for length in micro_batch.lengths]
+        plan = plan_of(step)
+        lengths, imbalance = balance_of(plan)
         row: dict[str, Any] = {
             "step": done,
             "loss": loss,
             "gradient_norm": norm,
-            "tokens": packing.num_tokens,
-            "tokens_per_second": packing.num_tokens / seconds,
-            "imbalance": packing.imbalance,
+            "tokens": sum(lengths),
+            "tokens_per_second": sum(lengths) / seconds,
+            "micro_batches": len(step.micro_batches),
+            "imbalance": imbalance,
             "delay_mean": loader.metrics().delay_mean if self.settings.method == "wlb" else 0.0,
             "data_stall_ms": 1e3 * stall,
             "plan_ms": 1e3 * step.planning_seconds,
-            "digest": packing.digest(),
+            "digest": plan.digest(),
         }
         if self.peak is not None:
             flops = model_flops(lengths, **self.config.shape())
@@ -423,7 +487,7 @@ class Report:
         mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
         print(
             f"step {done:>5}/{self.settings.steps}  loss {loss:.4f}  {row['tokens_per_second']:>8,.0f} tokens/s{mfu}  "
-            f"imbalance {packing.imbalance:.3f}  delay {row['delay_mean']:.2f}  "
+            f"imbalance {imbalance:.3f}  delay {row['delay_mean']:.2f}  "
             f"stall {row['data_stall_ms']:.1f} ms  plan {row['plan_ms']:.2f} ms",
             flush=True,
         )
@@ -446,6 +510,10 @@ def main(
     pattern: Annotated[str, typer.Option(help="Names of files that are documents.")] = "*.py",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; default: bytes.")] = None,
     method: Annotated[Method, typer.Option(help="How to pack; all but wlb are for comparison.")] = "wlb",
+    plan: Annotated[
+        Plan, typer.Option(help="dynamic_cp: each document on as many of the dp x cp ranks as it needs.")
+    ] = "static",
+    cp_exchange: Annotated[float, typer.Option(help="With it: what one more rank in a group costs, in tokens.")] = 16.0,
     window: Annotated[int, typer.Option(help="Global batches that --method fixed packs together.")] = 1,
     context: Annotated[int, typer.Option(help="Context window, tokens; longer documents are split.")] = 2048,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a global batch, over all ranks.")] = 8,

@@ -102,7 +102,10 @@ def test_demo_compares_the_methods(run: Any, npy: Path) -> None:
         "WLB, 1 queue",
         "WLB, 2 queues",
         "WLB, 3 queues",
+        "WLB, adaptive",
     ]
+    assert methods["WLB, adaptive"]["release"] == "adaptive"
+    assert methods["WLB, adaptive"]["imbalance_mean"] < methods["original"]["imbalance_mean"]
     assert methods["WLB, 2 queues"]["imbalance_mean"] < methods["original"]["imbalance_mean"]
     for m in results["methods"]:
         assert 1 <= m["imbalance_mean"] <= m["imbalance_worst"]
@@ -180,6 +183,7 @@ def covered(pieces: list[tuple[int, int, int]]) -> Counter[int]:
         ("--method", "fixed_length", "--window", "3"),
         ("--thresholds", "512,800"),
         ("--queues", "1", "--max-delay", "5", "--seed", "3"),
+        ("--release", "adaptive", "--delay-price", "0.01", "--max-delay", "5"),
     ],
 )
 def test_pack_places_every_document_once(run: Any, jsonl: Path, tmp_path: Path, method: tuple[str, ...]) -> None:
@@ -549,6 +553,8 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--dp-size", 3): "--dp-size",
         ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
         ("pack", npy, *SMALL, "--thresholds", "800,512"): "--thresholds",
+        ("pack", npy, *SMALL, "--release", "adaptive", "--thresholds", "512"): "--thresholds",
+        ("pack", npy, *SMALL, "--queues", 0, "--delay-price", 0.1): "--delay-price",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",

@@ -13,7 +13,7 @@ from wlb.collectives import Group
 from wlb.hardware import presets
 
 H100 = wlb.Hardware.preset("h100")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "ring_steps", "neighbour")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "neighbour")
 groups = st.tuples(st.integers(1, 8), st.integers(1, 16)).map(
     lambda pair: Group(size=pair[0] * pair[1], nodes=pair[1], hardware=H100)
 )
@@ -39,6 +39,11 @@ def test_presets() -> None:
         ({"peak_flops": 0}, "peak_flops = 0: must be a finite number above 0"),
         ({"memory_bytes": float("nan")}, "memory_bytes = nan"),
         ({"gemm_efficiency": -0.1}, "gemm_efficiency = -0.1"),
+        ({"peak_flops": "1"}, "peak_flops = '1'"),
+        ({"peak_flops": True}, "peak_flops = True"),
+        ({"gpus_per_node": 0.5}, "gpus_per_node = 0.5: must be an integer"),
+        ({"memory_bytes": 1e9}, "memory_bytes = 1000000000.0: must be an integer"),
+        ({"intra_node": None}, "intra_node = None: must be a Link"),
     ],
 )
 def test_bad_hardware(changes: dict[str, Any], said: str) -> None:
@@ -46,6 +51,8 @@ def test_bad_hardware(changes: dict[str, Any], said: str) -> None:
         dataclasses.replace(H100, **changes)
     with pytest.raises(wlb.WlbError, match="bandwidth = 0"):
         wlb.Link(latency=1e-6, bandwidth=0)
+    with pytest.raises(wlb.WlbError, match="latency = '1'"):
+        wlb.Link(latency="1", bandwidth=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(0, 1), (4, 5), (17, 2), (4, 0)])

@@ -24,6 +24,10 @@ LLAMA3 = wlb.ModelConfig.preset("llama3-8b")
         ({"virtual_stages": 2}, "virtual_stages = 2: needs pp above 1"),
         ({"pp": 2, "stage_layers": (32,)}, "stage_layers has 1 numbers: pp x virtual_stages = 2 stages"),
         ({"pp": 2, "stage_layers": (33, -1)}, r"stage_layers\[1\] = -1"),
+        ({"pp": 2, "stage_layers": (16, 16.0)}, r"stage_layers\[1\] = 16\.0: must be an integer"),
+        ({"pp": 2, "stage_layers": 32}, "stage_layers = 32: must be a tuple"),
+        ({"fsdp": ["zero1"]}, "fsdp = "),
+        ({"sequence_parallel": "no"}, "sequence_parallel = 'no': must be true or false"),
     ],
 )
 def test_nonsense_is_refused(layout: dict[str, Any], said: str) -> None:
@@ -46,8 +50,7 @@ def test_the_product_must_be_the_world_size() -> None:
         (LLAMA, {"tp": 3}, "tp = 3: does not divide num_heads = 32"),
         (dataclasses.replace(LLAMA, ffn_hidden_size=11009), {"tp": 2}, "does not divide ffn_hidden_size = 11009"),
         (dataclasses.replace(LLAMA, num_heads=24, num_kv_heads=6, head_dim=128), {"tp": 4}, "num_kv_heads = 6"),
-        (LLAMA, {"pp": 5}, "pp = 5: pp x virtual_stages = 5 does not divide num_layers = 32"),
-        (LLAMA, {"pp": 4, "virtual_stages": 3}, "= 12 does not divide num_layers = 32; stage_layers"),
+        (LLAMA, {"pp": 35}, "pp = 35: pp x virtual_stages = 35 stages, too many for num_layers = 32"),
         (LLAMA, {"pp": 2, "stage_layers": (16, 15)}, "stage_layers add up to 31: the model has num_layers = 32"),
     ],
 )
@@ -56,14 +59,29 @@ def test_the_model_must_divide(model: wlb.ModelConfig, layout: dict[str, Any], s
         wlb.ParallelLayout(**layout).check(model=model)
 
 
-def test_unequal_stages() -> None:
-    """Llama 3 405B as its authors cut it: one layer less at both ends of 16 ranks with 8 stages each."""
+def test_layers_that_the_stages_do_not_divide() -> None:
+    """Llama 3 405B as its authors cut it: one layer less at both ends, also of 16 ranks with 8 stages each."""
     model = wlb.ModelConfig.preset("llama3-405b")
-    layers = (0, *[1] * 126, 0)
-    layout = wlb.ParallelLayout(pp=16, virtual_stages=8, tp=8, stage_layers=layers)
-    layout.check(model=model, world_size=128)
-    assert layout.layers_of_stages(model).tolist() == list(layers)
+    expected = {(4, 1): (31, 32), (8, 1): (15, 16), (16, 1): (7, 8), (16, 8): (0, 1)}
+    for (pp, virtual_stages), (ends, between) in expected.items():
+        layout = wlb.ParallelLayout(pp=pp, virtual_stages=virtual_stages, tp=8)
+        layout.check(model=model)
+        layers = layout.layers_of_stages(model).tolist()
+        assert layers == [ends, *[between] * (layout.num_stages - 2), ends]
+        given = dataclasses.replace(layout, stage_layers=tuple(layers))
+        assert given.layers_of_stages(model).tolist() == layers
     wlb.ParallelLayout(tp=16).check(model=LLAMA3)  # 8 key heads, each on two ranks
+
+
+@given(pp=st.integers(2, 34))
+def test_stages_differ_by_a_layer_and_the_last_has_least(pp: int) -> None:
+    layout = wlb.ParallelLayout(pp=pp)
+    layout.check(model=LLAMA)
+    layers = layout.layers_of_stages(LLAMA)
+    assert layers.sum() == LLAMA.num_layers
+    assert layers[-1] == layers.min() >= layers.max() - 1
+    assert (layers[1:-1] >= 1).all()
+    assert layers[0] == layers.min() or (layers[:-1] == layers.max()).all()
 
 
 @given(
@@ -84,3 +102,10 @@ def test_nodes_of_a_group(sizes: tuple[int, int, int, int], gpus_per_node: int, 
     layout = wlb.ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp)
     assert layout.size(axis) == groups.shape[1]
     assert layout.nodes(axis, gpus_per_node=gpus_per_node) == expected
+
+
+def test_nodes_of_more_gpus_than_there_are() -> None:
+    layout = wlb.ParallelLayout(dp=10**15, cp=3, tp=8)
+    assert layout.nodes("cp", gpus_per_node=8) == 3
+    assert layout.nodes("dp", gpus_per_node=8) == 10**15
+    assert layout.nodes("tp", gpus_per_node=72) == 1

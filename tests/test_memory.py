@@ -10,13 +10,23 @@ from hypothesis import strategies as st
 
 import wlb
 from wlb.hardware import GIB
-from wlb.memory import activation_bytes, in_flight, parameters_per_rank
+from wlb.memory import Schedule, activation_bytes, in_flight, parameters_per_rank, ranks_of_stages
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 SMALL = wlb.ModelConfig(
     hidden_size=1024, ffn_hidden_size=2816, num_layers=16, num_heads=16, num_kv_heads=4, vocab_size=32000
 )
 H100 = wlb.Hardware.preset("h100")
+SCHEDULES: list[tuple[Schedule, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 4),
+    ("interleaved_zero_bubble", 2),
+    ("zbv", 2),
+]
 
 layouts = st.builds(
     wlb.ParallelLayout,
@@ -96,16 +106,74 @@ def test_in_flight() -> None:
     assert interleaved.tolist() == [5.5, 4.5, 3.5, 2.5]
 
 
-@pytest.mark.parametrize("virtual_stages", [1, 2, 4])
-@pytest.mark.parametrize("num_micro_batches", [4, 8, 20])
-def test_in_flight_by_playing_the_schedule(virtual_stages: int, num_micro_batches: int) -> None:
-    """Warm-up forwards, then one forward and one backward in turn: the most forwards without their backward."""
-    p, v, m = 4, virtual_stages, num_micro_batches
-    for rank, expected in enumerate(in_flight(wlb.ParallelLayout(pp=p, virtual_stages=v), num_micro_batches=m)):
-        warm_up = min(p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p, m * v)
-        steady = [1, -1] * (m * v - warm_up)
-        held = np.cumsum([1] * warm_up + steady)
-        assert held.max() / v == expected
+@pytest.mark.parametrize("num_micro_batches", [*range(1, 9), 10, 12, 15, 20])
+def test_in_flight_is_what_the_schedules_hold(num_micro_batches: int) -> None:
+    """Played here op by op: the most forwards without their weight gradient; p that divides m, or not."""
+    p, m = 4, num_micro_batches
+    for schedule, v in SCHEDULES:
+        layout = wlb.ParallelLayout(pp=p, virtual_stages=v)
+        options: dict[str, Any] = {"schedule": schedule, "num_stages": p, "num_virtual_stages": v}
+        try:
+            timeline = wlb.simulate_pipeline(np.ones(m), **options)
+        except wlb.WlbError:
+            assert m % max(1, m // p)
+            with pytest.raises(wlb.WlbError, match="num_micro_batches"):
+                in_flight(layout, schedule=schedule, num_micro_batches=m)
+            continue
+        signs = np.array([1, -1, 0, -1])[timeline.kinds]
+        held = [np.cumsum(signs[timeline.ranks == rank]).max() / v for rank in range(p)]
+        assert in_flight(layout, schedule=schedule, num_micro_batches=m).tolist() == held
+        ranks = ranks_of_stages(layout, schedule=schedule)
+        assert {(s, int(ranks[s])) for s in range(p * v)} == set(
+            zip(timeline.stages.tolist(), timeline.ranks.tolist(), strict=True)
+        )
+        if schedule != "gpipe" and m % p == 0:
+            assert (in_flight(layout, schedule=schedule) >= held).all()
+
+
+def test_interleaved_rounds_that_p_does_not_divide_hold_more() -> None:
+    layout = wlb.ParallelLayout(pp=4, virtual_stages=2)
+    peaks = {m: in_flight(layout, num_micro_batches=m).max() for m in (4, 6, 7, 8)}
+    assert peaks == {4: 4, 6: 6, 7: 7, 8: 5.5}
+    layout = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)
+    limits = [wlb.max_tokens(LLAMA, layout, H100, num_micro_batches=m) for m in (8, 6, 7)]
+    assert limits == sorted(limits, reverse=True)
+    held = [7 * limits[2]] * 4  # on the first rank
+    assert wlb.memory_per_rank(LLAMA, layout, limits[2], held_tokens=held).total[0] <= H100.memory_bytes
+
+
+def test_zbv_has_both_ends_of_the_model_on_one_rank() -> None:
+    layout = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2, stage_layers=(1, 2, 3, 4, 5, 6, 7, 4))
+    assert ranks_of_stages(layout, schedule="zbv").tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
+    parameters = parameters_per_rank(LLAMA, layout, schedule="zbv")
+    assert parameters[1] == parameters[2] == parameters[3]  # nine layers each
+    embeddings = 2 * LLAMA.vocab_size * LLAMA.hidden_size / 8 + LLAMA.hidden_size
+    assert parameters[0] == pytest.approx(parameters[1] * 5 / 9 + embeddings)
+    assert parameters.sum() == pytest.approx(parameters_per_rank(LLAMA, layout).sum())
+    memory = wlb.memory_per_rank(LLAMA, layout, 1000, schedule="zbv", num_micro_batches=12)
+    assert memory.logits[0] > 0
+    assert not memory.logits[1:].any()
+
+    tied = dataclasses.replace(LLAMA, tied_embeddings=True)
+    one_copy = parameters_per_rank(tied, layout, schedule="zbv").sum()
+    assert parameters_per_rank(tied, layout).sum() - one_copy == tied.vocab_size * tied.hidden_size / 8
+
+
+def test_a_schedule_that_holds_less_fits_more() -> None:
+    """Of equal stages, ZB-V holds as much as 1F1B on every rank; the limit is the most that fits, no less."""
+    layout = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)
+    limits = {}
+    for schedule in ("zbv", "interleaved_1f1b"):
+        options: dict[str, Any] = {"schedule": schedule, "num_micro_batches": 12}
+        most = limits[schedule] = wlb.max_tokens(LLAMA, layout, H100, **options)
+        for tokens, fit in ((most, True), (most + 2, False)):
+            assert (wlb.memory_per_rank(LLAMA, layout, tokens, **options).total <= H100.memory_bytes).all() == fit
+    assert limits["zbv"] > 1.25 * limits["interleaved_1f1b"]
+    options = {"schedule": "gpipe", "num_micro_batches": 64, "at_least": 65536}
+    with pytest.raises(wlb.WlbError, match=r"it would fit with schedule='1f1b'"):
+        wlb.max_tokens(LLAMA, wlb.ParallelLayout(tp=8, cp=2, pp=4), H100, **options)
+    with pytest.raises(wlb.WlbError, match="num_micro_batches is needed: gpipe"):
+        in_flight(wlb.ParallelLayout(pp=4), schedule="gpipe")
 
 
 @given(layouts, st.integers(2, 400))
@@ -140,13 +208,20 @@ def test_several_changes_where_one_does_not_do() -> None:
     layout = wlb.ParallelLayout(dp=8, fsdp="none")
     with pytest.raises(wlb.WlbError, match="it would fit with fsdp='zero1' and recompute='full', or with"):
         wlb.max_tokens(LLAMA, layout, H100, at_least=32768)
-    nothing = dataclasses.replace(H100, memory_bytes=2**20)
+    little = dataclasses.replace(H100, memory_bytes=2**20)
     with pytest.raises(wlb.WlbError, match="nor would it on 8 times as many GPUs"):
-        wlb.max_tokens(LLAMA, wlb.ParallelLayout(), nothing)
+        wlb.max_tokens(LLAMA, wlb.ParallelLayout(), little, reserved_bytes=0)
+
+
+def test_reserving_all_of_a_gpu_is_not_the_layouts_fault() -> None:
+    for reserved in (80 * GIB, H100.memory_bytes):
+        with pytest.raises(wlb.WlbError, match=r"leaves nothing of the 79.6 GiB of h100") as caught:
+            wlb.max_tokens(LLAMA, wlb.ParallelLayout(tp=8), H100, reserved_bytes=reserved)
+        assert (caught.value.argument, caught.value.value) == ("reserved_bytes", reserved)
 
 
 def test_bad_numbers_are_named() -> None:
-    with pytest.raises(wlb.WlbError, match=r"tokens\[1\] = -5: must not be negative") as caught:
+    with pytest.raises(wlb.WlbError, match=r"tokens\[1\] = -5: must be finite and not negative") as caught:
         wlb.memory_per_rank(LLAMA, wlb.ParallelLayout(), [1, -5])
     assert (caught.value.index, caught.value.value) == (1, -5)
     with pytest.raises(wlb.WlbError, match="reserved_bytes = -1"):

@@ -1,5 +1,6 @@
 """Shapes of models, against transformers' own models."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,16 @@ def test_experts() -> None:
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "64"}, "hidden_size '64', not an integer"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\], not text"),
+        ({"sliding_window": "4096"}, "sliding_window '4096', not an integer"),
+        ({"max_position_embeddings": "x", "sliding_window": 1}, "max_position_embeddings 'x', not an integer"),
+        ({"layer_types": 5}, "layer_types 5, not a list"),
+        ({"layer_types": [["full_attention"]]}, "layer_types"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false', not true or false"),
+        ({"attention_bias": 1}, "attention_bias 1, not true or false"),
+        ({"use_sliding_window": "no", "sliding_window": 1}, "use_sliding_window 'no'"),
+        ({"decoder_sparse_step": True}, "decoder_sparse_step True"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "num_heads = 5"),
         ({"num_key_value_heads": 3}, "num_kv_heads = 3"),
         ({"num_hidden_layers": 0}, "num_layers = 0"),
@@ -131,6 +142,21 @@ def test_what_is_not_known_is_refused_by_name(changes: dict[str, Any], said: str
     for config in (LLAMA | changes, path):
         with pytest.raises(wlb.WlbError, match=said):
             wlb.ModelConfig.from_hugging_face(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gated_ffn": "no"}, "gated_ffn = 'no': must be true or false"),
+        ({"tied_embeddings": 1}, "tied_embeddings = 1"),
+        ({"num_layers": 2.0}, "num_layers = 2.0: must be an integer"),
+        ({"num_experts": True}, "num_experts = True"),
+        ({"name": None}, "name = None: must be text"),
+    ],
+)
+def test_types(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(wlb.WlbError, match=said):
+        dataclasses.replace(wlb.ModelConfig.preset("llama2-7b"), **changes)
 
 
 def test_a_window_that_is_not_used_hides_nothing() -> None:

@@ -30,6 +30,8 @@ def build(naive: NaivePacker) -> wlb.Packer:
         max_tokens=naive.max_tokens,
         cost_model=naive.cost.model(),
         outlier_thresholds=naive.outlier_thresholds,
+        release=naive.release,  # type: ignore[arg-type]
+        delay_price=naive.delay_price,
         max_delay=naive.max_delay,
         max_document_tokens=naive.max_document_tokens,
         oversize=naive.oversize,  # type: ignore[arg-type]
@@ -93,9 +95,10 @@ class PackerMachine(RuleBasedStateMachine):
 
         carried = leftover_of(packing)
         queued = self.alive.keys() - set(carried)
-        assert all(count < self.naive.num_micro_batches for count in self.packer.queued)
+        fifo = self.naive.release == "fifo"
+        assert not fifo or all(count < self.naive.num_micro_batches for count in self.packer.queued)
         for piece in queued:
-            assert piece.length >= self.naive.outlier_thresholds[0], "only outliers wait for others"
+            assert not fifo or piece.length >= self.naive.outlier_thresholds[0], "only outliers wait for others"
             assert self.naive.max_delay is None or iteration - self.alive[piece] < self.naive.max_delay
         self.check_nothing_carried_fits(packing)
 
@@ -201,6 +204,8 @@ class PackerMachine(RuleBasedStateMachine):
             "max_document_tokens": naive.limit,
             "oversize": naive.oversize,
             "outlier_thresholds": naive.outlier_thresholds,
+            "release": naive.release,
+            "delay_price": naive.delay_price,
             "max_delay": naive.max_delay,
             "cost_model": naive.cost,
         }
@@ -222,6 +227,7 @@ class PackerMachine(RuleBasedStateMachine):
     def tells_the_truth(self) -> None:
         naive = self.naive
         assert self.packer.iteration == naive.iteration
+        assert (self.packer.release, self.packer.delay_price) == (naive.release, naive.delay_price)
         assert self.packer.num_micro_batches == naive.num_micro_batches
         assert self.packer.carried == len(naive.carried)
         assert self.packer.queued == tuple(len(queue) for queue in naive.queues)
@@ -301,12 +307,15 @@ def test_without_queues_a_packer_is_pack(corpus: NDArray[Any], llama_cost: wlb.C
         assert pushed.leftover.size == 0
 
 
-def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
+@pytest.mark.parametrize(
+    "rule", [{"outlier_thresholds": (16_384, 32_768)}, {"release": "adaptive", "delay_price": 0.002}]
+)
+def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: dict[str, Any]) -> None:
     """Real proportions: queues fill and empty, micro-batches overflow, and a resume happens in the middle."""
     settings: dict[str, Any] = {
         "num_micro_batches": 8,
         "max_tokens": 65_536,
-        "outlier_thresholds": (16_384, 32_768),
+        **rule,
         "max_delay": 6,
         "max_document_tokens": 49_152,
         "oversize": "split",
@@ -325,7 +334,42 @@ def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.C
         assert plain(packing) == plan.plain()
     check_metrics(packer.metrics(), naive.log)
     check_metrics(pickle.loads(pickle.dumps(packer.metrics())), naive.log)
-    assert min(naive.log.length_fallbacks, naive.log.carried_over, naive.log.delay_p99) > 0
+    assert min(naive.log.length_fallbacks, naive.log.delay_p99) > 0
+    if naive.release == "fifo":
+        assert naive.log.carried_over > 0
+    else:
+        assert (naive.log.carried_over, packer.metrics().delay_max) == (0, 6), "max_delay holds exactly"
+
+
+def test_the_price_is_the_knob(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
+    """Dearer delay: less of it, and less balance. Either way better than the same stream without waiting."""
+    found = []
+    for delay_price in (0.003, 0.03, 0.3, 1e6):
+        packer = wlb.Packer(
+            num_micro_batches=8,
+            max_tokens=98_304,
+            cost_model=llama_cost,
+            release="adaptive",
+            delay_price=delay_price,
+            max_document_tokens=65_536,
+            oversize="split",
+        )
+        for start, end in itertools.pairwise(wlb.batch_offsets(corpus, tokens_per_batch=8 * 65_536)):
+            packer.push(corpus[start:end])
+        metrics = packer.metrics()
+        found.append((metrics.delay_mean, -metrics.imbalance_mean))
+    assert found == sorted(found, reverse=True), found
+
+
+def test_the_default_price_is_stated() -> None:
+    sizes: dict[str, Any] = {
+        "num_micro_batches": 2,
+        "max_tokens": 9,
+        "cost_model": wlb.CostModel(attention=1.0, linear=1.0),
+    }
+    assert wlb.Packer(**sizes, release="adaptive").delay_price == 0.03
+    assert wlb.Packer(**sizes).delay_price is None
+    assert wlb.Packer(**sizes, release="adaptive").queued == (0,)
 
 
 def small_packer() -> wlb.Packer:

@@ -336,7 +336,7 @@ def test_fitted_efficiency_is_what_the_cluster_does() -> None:
         ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=4, head_dim=32)}, "kernel_model"),
         ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=4, head_dim=64, causal=False)}, "kernel_model"),
         ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), name="mine")}, "kernel_model"),
-        ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), memory_bytes=2**30)}, "layout"),
+        ({"hardware": dataclasses.replace(wlb.Hardware.preset("h100"), memory_bytes=2**32 + 2**20)}, "layout"),
         ({"layout": wlb.ParallelLayout(tp=3)}, "tp"),
     ],
 )

@@ -1,6 +1,8 @@
 """Times of micro-batches on stages: what they add up to, and what each assumption changes."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,59 @@ def test_stages_split_the_model_and_the_last_has_the_head() -> None:
         assert head == pytest.approx([2 * 1000 * 4096 * 32000 / H100.flops_per_second] * 3)
     uneven = times(wlb.ParallelLayout(pp=2, stage_layers=(32, 0)), attention=[0.01])
     assert uneven.seconds[0, 1] == pytest.approx(head)
+
+
+def test_a_measured_linear_part_replaces_flops() -> None:
+    """Measured at the rate assumed: the same. Slower: by that. The output projection as much slower as its layer."""
+    tokens = np.array([1000, 40_000])
+    layout = wlb.ParallelLayout(pp=4, tp=8, cp=2, virtual_stages=2, recompute="full")
+    by_flops = times(layout, tokens, [0.001, 0.1])
+    per_token = 2 * (4 * 4096**2 + 3 * 4096 * 11008) / (8 * H100.flops_per_second)
+    forward = tokens * per_token
+    same = times(layout, tokens, [0.001, 0.1], linear_forward=forward, linear_backward=2 * forward)
+    assert same.seconds == pytest.approx(by_flops.seconds)
+
+    slower = times(layout, tokens, [0.001, 0.1], linear_forward=1.5 * forward, linear_backward=6 * forward)
+    layers, head = 4, 2 * 4096 * 32000 / (8 * H100.flops_per_second) * tokens
+    added = slower.seconds - by_flops.seconds
+    expected = layers * np.stack([0.5 * forward, (0.5 + 2) * forward, 2 * forward], axis=-1)  # the forward again
+    assert added[:, 0] == pytest.approx(expected)
+    assert added[:, -1] == pytest.approx(expected + head[:, None] * [0.5, 2, 2])
+    assert slower.exposed_cp.tolist() == by_flops.exposed_cp.tolist()
+
+
+def test_the_linear_part_of_a_profile(tmp_path: Path) -> None:
+    """Seconds of one layer on one rank, as `wlb profile` writes them."""
+    attention = {"median_seconds": [[1e-6, 2e-6], [None, 3e-6]]}
+    profile = {
+        "format": "wlb.profile",
+        "version": 1,
+        "gpu": "none",
+        "kernel": "none",
+        "causal": True,
+        "num_heads": 32,
+        "num_kv_heads": 32,
+        "head_dim": 128,
+        "tile": 128,
+        "query_lengths": [128, 256],
+        "key_lengths": [128, 256],
+        "forward": attention,
+        "backward": attention,
+        "linear": {
+            "tokens": [1000, 2000],
+            "forward": {"median_seconds": [0.5, 1.0]},
+            "backward": {"median_seconds": [2.0, 4.0]},
+        },
+    }
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    tokens = [1500, 4000]
+    linear: dict[str, Any] = {
+        f"linear_{passes}": wlb.CostModel.from_profile(path, passes=passes).linear_cost(tokens)
+        for passes in ("forward", "backward")
+    }
+    result = times(wlb.ParallelLayout(pp=4), tokens, **linear)
+    assert result.seconds[:, 0] == pytest.approx(8 * np.array([[0.75, 1.5, 1.5], [2.0, 4.0, 4.0]]))
 
 
 def test_attention_has_no_gradient_of_weights() -> None:
@@ -110,8 +165,12 @@ def test_data_parallel_seconds() -> None:
         ({"tokens": [[1, 2]]}, "tokens has shape"),
         ({"attention_forward": [0.1]}, r"attention_forward has shape \(1,\): must be \(2,\)"),
         ({"attention_backward": [0.1, np.nan]}, r"attention_backward\[1\] = nan"),
+        ({"attention_forward": ["a", "b"]}, "attention_forward must be numbers"),
+        ({"linear_forward": [0.1, 0.1]}, "linear_backward is missing: both passes"),
+        ({"linear_forward": [0.1, 0.1], "linear_backward": [0.1, -1]}, r"linear_backward\[1\] = -1"),
         ({"cp_overlap": 1.5}, "cp_overlap = 1.5: must be from 0 to 1"),
         ({"tp_overlap": -1}, "tp_overlap = -1"),
+        ({"cp_overlap": "1"}, "cp_overlap = '1': must be from 0 to 1"),
         ({"layout": wlb.ParallelLayout(tp=3)}, "tp = 3: does not divide"),
     ],
 )

@@ -139,6 +139,7 @@ fn running_packer() -> (Packer, Vec<Lengths>) {
         oversize: Oversize::Error,
         outlier_thresholds: vec![32_768, 65_536],
         release: Release::Fifo,
+        delay_price: None,
         max_delay: None,
         cost_model: cost_model(),
     };

@@ -212,7 +212,8 @@ class Packer:
         max_tokens: int,
         cost_model: CostModel,
         outlier_thresholds: Sequence[int] = (),
-        release: Literal["fifo"] = "fifo",
+        release: Literal["fifo", "adaptive"] = "fifo",
+        delay_price: float | None = None,
         max_delay: int | None = None,
         max_document_tokens: int | None = None,
         oversize: Literal["error", "split", "truncate"] = "error",
@@ -237,6 +238,10 @@ class Packer:
     def max_document_tokens(self) -> int: ...
     @property
     def outlier_thresholds(self) -> tuple[int, ...]: ...
+    @property
+    def release(self) -> Literal["fifo", "adaptive"]: ...
+    @property
+    def delay_price(self) -> float | None: ...
     @property
     def max_delay(self) -> int | None: ...
     @property

@@ -1,6 +1,11 @@
-"""`WlbError` raised from Python, like those of the core."""
+"""`WlbError` raised from Python, like those of the core; checks of single values."""
 
 from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+import numpy as np
 
 from wlb._core import WlbError
 
@@ -11,3 +16,34 @@ def error(argument: str, message: str, *, index: int | None = None, value: objec
     result = WlbError(f"{where} {message}")
     result.argument, result.index, result.value = argument, index, value
     return result
+
+
+def check_integer(argument: str, value: object, *, minimum: int, index: int | None = None) -> None:
+    """Refuses what is not a whole number (a bool is none), or too small a one."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise error(argument, f"= {value!r}: must be an integer", index=index, value=value)
+    if value < minimum:
+        message = "must not be negative" if minimum == 0 else f"must be at least {minimum}"
+        raise error(argument, f"= {value}: {message}", index=index, value=value)
+
+
+def check_positive(argument: str, value: object) -> None:
+    """Refuses what is not a number (a bool is none), or none above 0."""
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise error(argument, f"= {value!r}: must be a finite number above 0", value=value)
+
+
+def check_share(argument: str, value: object) -> None:
+    """Refuses what is not a number (a bool is none) from 0 to 1."""
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise error(argument, f"= {value!r}: must be from 0 to 1", value=value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def check_bool(argument: str, value: object) -> None:
+    """Refuses what is not true or false, such as the word."""
+    if not isinstance(value, bool | np.bool_):
+        raise error(argument, f"= {value!r}: must be true or false", value=value)

@@ -71,13 +71,6 @@ class Group:
         """Seconds until every rank has the sum of all `num_bytes`: a reduce-scatter and an all-gather in one launch."""
         return self._ring(num_bytes, rounds=2)
 
-    def ring_steps(self, num_bytes: ArrayLike) -> Seconds:
-        """Seconds until `num_bytes` of each rank have gone round all others, one neighbour at a time (ring attention).
-
-        Every step waits for the slowest link: the network's where there is more than one node.
-        """
-        return (self.size - 1) * self.neighbour(num_bytes)
-
     def neighbour(self, num_bytes: ArrayLike) -> Seconds:
         """Seconds to send `num_bytes` to the next rank, over the network where there is more than one node."""
         values = np.asarray(num_bytes, dtype=np.float64)

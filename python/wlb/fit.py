@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from wlb._core import WlbError
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.hardware import GIB, Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, coefficients, memory_per_rank
+from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, default_schedule, memory_per_rank
 from wlb.models import ModelConfig
 
 
@@ -21,6 +21,7 @@ def max_tokens(
     layout: ParallelLayout,
     hardware: Hardware,
     *,
+    schedule: Schedule | None = None,
     num_micro_batches: int | None = None,
     reserved_bytes: int = RESERVED_BYTES,
     at_least: int = 1,
@@ -33,44 +34,59 @@ def max_tokens(
         model: its shape.
         layout: how it is spread.
         hardware: `memory_bytes` of it.
+        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
         num_micro_batches: as in :func:`wlb.memory_per_rank`.
         reserved_bytes: as in :func:`wlb.memory_per_rank`.
         at_least: tokens that a micro-batch must be able to have, as the context window.
 
     Raises:
         WlbError: so many do not fit; says on which rank, by how many GiB, and which least changes would make them fit,
-            first on the same GPUs, then on more.
+            first on the same GPUs, then on more. Or nothing of a GPU's memory is left, or the schedule cannot have the
+            layout.
     """
-
-    def total(layout: ParallelLayout, tokens: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        memory = memory_per_rank(
-            model, layout, tokens, num_micro_batches=num_micro_batches, reserved_bytes=reserved_bytes
+    layout.check(model=model)
+    check_integer("at_least", at_least, minimum=0)
+    check_integer("reserved_bytes", reserved_bytes, minimum=0)
+    if reserved_bytes >= hardware.memory_bytes:
+        message = (
+            f"= {reserved_bytes} ({reserved_bytes / GIB:.1f} GiB): leaves nothing of the"
+            f" {hardware.memory_bytes / GIB:.1f} GiB of {hardware.name}"
         )
-        return memory.total
+        raise error("reserved_bytes", message, value=reserved_bytes)
 
-    _, per_token = coefficients(model, layout, num_micro_batches)
-    room = (hardware.memory_bytes - total(layout, 0)) / sum(per_token)
-    most = int(np.floor(room.min() * layout.cp))
+    def memory(layout: ParallelLayout, tokens: int, schedule: Schedule | None = schedule) -> RankMemory:
+        return memory_per_rank(
+            model,
+            layout,
+            tokens,
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            reserved_bytes=reserved_bytes,
+        )
+
+    def fits(layout: ParallelLayout, schedule: Schedule | None = schedule) -> bool:
+        try:
+            return bool((memory(layout, at_least, schedule).total <= hardware.memory_bytes).all())
+        except WlbError:  # a schedule that this layout cannot have
+            return False
+
+    one = memory(layout, 1)
+    room = hardware.memory_bytes - memory(layout, 0).total
+    most = int(np.floor((room / (one.activations + one.workspace + one.logits)).min()))
     if most >= at_least:
         return most
 
-    needed = total(layout, at_least)
+    needed = memory(layout, at_least).total
     rank = int(needed.argmax())
     message = (
         f"does not fit: {at_least:,} tokens of {model.name} need {needed[rank] / GIB:.1f} GiB on pipeline rank {rank},"
         f" {(needed[rank] - hardware.memory_bytes) / GIB:.1f} GiB more than the {hardware.memory_bytes / GIB:.1f} GiB"
         f" of {hardware.name}"
     )
-    found = [
-        option
-        for more_gpus in (False, True)
-        for option in _least_changes(
-            model,
-            layout,
-            more_gpus,
-            lambda changed: bool((total(changed, at_least) <= hardware.memory_bytes).all()),
-        )
-    ]
+    found = [option for more_gpus in (False, True) for option in _least_changes(model, layout, more_gpus, fits)]
+    default = default_schedule(layout)
+    if schedule not in (None, default) and fits(layout, default):
+        found.insert(0, f"schedule={default!r}")
     options = ", or with ".join(found)
     advice = f"it would fit with {options}" if options else "nor would it on 8 times as many GPUs along every axis"
     raise error("layout", f"{message}; {advice}", value=layout)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from wlb._errors import error
+from wlb._errors import check_integer, check_positive, error
 
 GIB = 2**30
 
@@ -23,7 +23,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_positive("latency", self.latency)
+        check_positive("bandwidth", self.bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Hardware:
         attention_efficiency: attention's FLOP rate relative to the linear part's.
 
     Raises:
-        WlbError: naming the first value that is not positive.
+        WlbError: naming the first value that is not positive, or of another type.
     """
 
     name: str
@@ -56,7 +57,14 @@ class Hardware:
     attention_efficiency: float = 0.55
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_positive("peak_flops", self.peak_flops)
+        check_integer("memory_bytes", self.memory_bytes, minimum=1)
+        check_integer("gpus_per_node", self.gpus_per_node, minimum=1)
+        for name in ("intra_node", "inter_node"):
+            if not isinstance(getattr(self, name), Link):
+                raise error(name, f"= {getattr(self, name)!r}: must be a Link", value=getattr(self, name))
+        for name in ("launch_latency", "gemm_efficiency", "attention_efficiency"):
+            check_positive(name, getattr(self, name))
 
     @classmethod
     def preset(cls, name: str) -> Hardware:
@@ -83,9 +91,10 @@ class Hardware:
           as NCCL counts (12 GB/s for 100 Gb/s, ``NET_BW`` in the same file).
         - Latencies: NCCL's model of its ring with the Simple protocol (`src/graph/tuning.cc`, 2.18 and later): 8.4 us
           a collective, 3.4 us a hop on NVLink, 14 us a hop on the network.
-        - Efficiencies are assumptions, to be replaced by measurements (`wlb profile`). Of the peak, 65 % is what a
-          transformer layer's matrix multiplications and element-wise work reach together where the multiplications
-          alone reach 75 to 80 %; 0.55 of that for attention is flash-attn 2 on a H100, and low for flash-attn 3.
+        - Efficiencies are assumptions; `wlb profile` measures seconds that take their place (:func:`wlb.stage_seconds`,
+          :meth:`wlb.CostModel.from_profile`). Of the peak, 65 % is what a transformer layer's matrix multiplications
+          and element-wise work reach together where the multiplications alone reach 75 to 80 %; 0.55 of that for
+          attention is flash-attn 2 on a H100, and low for flash-attn 3.
 
         Raises:
             WlbError: there is no such name.
@@ -98,13 +107,6 @@ class Hardware:
     def flops_per_second(self) -> float:
         """FLOP/s that the linear part of a layer reaches."""
         return self.peak_flops * self.gemm_efficiency
-
-
-def _check_positive(values: Link | Hardware) -> None:
-    for field in fields(values):
-        value = getattr(values, field.name)
-        if isinstance(value, int | float) and not 0 < value < float("inf"):
-            raise error(field.name, f"= {value}: must be a finite number above 0", value=value)
 
 
 def presets() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._errors import error
+from wlb._errors import check_bool, check_integer, error
 from wlb.models import ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
@@ -40,7 +40,8 @@ class ParallelLayout:
         fused_ffn: the gated product keeps its two inputs only (a fused kernel, torch.compile); plain torch also keeps
             the activated gate.
         fused_loss: the output projection and the loss run in chunks and never hold all logits.
-        stage_layers: layers of each stage in the order of the model, `pp * virtual_stages` numbers; default: equal.
+        stage_layers: layers of each stage in the order of the model, `pp * virtual_stages` numbers; default: as even as
+            possible, see :meth:`layers_of_stages`.
         parameter_bytes: width of the parameters that are multiplied.
         gradient_bytes: width of the accumulated gradients.
         optimizer_bytes: state for a parameter; 12: float32 master weight and Adam's two moments.
@@ -70,23 +71,23 @@ class ParallelLayout:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int":
-                if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                    raise error(field.name, f"= {value!r}: must be an integer", value=value)
-                if value < 1:
-                    raise error(field.name, f"= {value}: must be at least 1", value=value)
+                check_integer(field.name, value, minimum=1)
+            elif field.type == "bool":
+                check_bool(field.name, value)
         for name, choices in (("fsdp", get_args(Fsdp)), ("recompute", get_args(Recompute))):
             value = getattr(self, name)
-            if value not in choices:
+            if not isinstance(value, str) or value not in choices:
                 raise error(name, f"= {value!r}: must be one of {', '.join(choices)}", value=value)
         if self.virtual_stages > 1 and self.pp == 1:
             raise error("virtual_stages", f"= {self.virtual_stages}: needs pp above 1", value=self.virtual_stages)
         if self.stage_layers is not None:
+            if not isinstance(self.stage_layers, tuple):
+                raise error("stage_layers", f"= {self.stage_layers!r}: must be a tuple", value=self.stage_layers)
             if len(self.stage_layers) != self.num_stages:
                 message = f"has {len(self.stage_layers)} numbers: pp x virtual_stages = {self.num_stages} stages"
                 raise error("stage_layers", message, value=self.stage_layers)
             for index, layers in enumerate(self.stage_layers):
-                if layers < 0:
-                    raise error("stage_layers", f"= {layers}: must not be negative", index=index, value=layers)
+                check_integer("stage_layers", layers, minimum=0, index=index)
 
     @property
     def world_size(self) -> int:
@@ -95,7 +96,7 @@ class ParallelLayout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, virtual ones counted: `pp * virtual_stages`. Stage `s` is on rank `s % pp`."""
+        """Stages of the pipeline, virtual ones counted: `pp * virtual_stages`."""
         return self.pp * self.virtual_stages
 
     def check(self, *, model: ModelConfig | None = None, world_size: int | None = None) -> None:
@@ -103,7 +104,8 @@ class ParallelLayout:
 
         Args:
             model: its heads and feed-forward width must divide by tp (fewer key and value heads than tp are copied,
-                if they divide it), its layers by the stages, unless `stage_layers` says otherwise.
+                if they divide it). It must have a layer for every stage but the first and the last, unless
+                `stage_layers` says otherwise.
             world_size: GPUs there are.
 
         Raises:
@@ -126,17 +128,26 @@ class ParallelLayout:
         if self.stage_layers is not None and sum(self.stage_layers) != model.num_layers:
             message = f"add up to {sum(self.stage_layers)}: the model has num_layers = {model.num_layers}"
             raise error("stage_layers", message, value=self.stage_layers)
-        if self.stage_layers is None and model.num_layers % self.num_stages:
+        if self.stage_layers is None and model.num_layers < self.num_stages - 2:
             message = (
-                f"= {self.pp}: pp x virtual_stages = {self.num_stages} does not divide num_layers = {model.num_layers}"
+                f"= {self.pp}: pp x virtual_stages = {self.num_stages} stages, too many for num_layers ="
+                f" {model.num_layers}; only the first and the last can do without"
             )
-            raise error("pp", f"{message}; stage_layers can say how many each has", value=self.pp)
+            raise error("pp", message, value=self.pp)
 
     def layers_of_stages(self, model: ModelConfig) -> NDArray[np.int64]:
-        """int64[stages]: layers of every stage in the order of the model."""
+        """int64[stages]: layers of every stage in the order of the model: `stage_layers`, or as even as possible.
+
+        Where the stages do not divide the layers some have one more: those just before the last, which has the output
+        projection; the next to go without is the first, which has the embedding and most micro-batches under way. So
+        Llama 3 405B has a layer less at both ends, as its authors cut it.
+        """
         if self.stage_layers is not None:
             return np.array(self.stage_layers, dtype=np.int64)
-        return np.full(self.num_stages, model.num_layers // self.num_stages, dtype=np.int64)
+        each, left = divmod(model.num_layers, self.num_stages)
+        layers = np.full(self.num_stages, each, dtype=np.int64)
+        layers[self.num_stages - 1 - left : -1] += 1
+        return layers
 
     def size(self, axis: Axis) -> int:
         """Ranks of a group along that axis; "dp_cp": the ranks that hold the same parameters."""
@@ -144,11 +155,17 @@ class ParallelLayout:
 
     def nodes(self, axis: Axis, *, gpus_per_node: int) -> int:
         """Over how many nodes the ranks of a group along that axis are spread, in the worst group."""
-        stride = math.prod(self.size(inner) for inner in _INSIDE[axis])
-        size = self.size(axis)
-        first = np.arange(self.world_size).reshape(-1, size, stride)[:, 0, :].reshape(-1, 1)
-        nodes = (first + stride * np.arange(size)) // gpus_per_node
-        return int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
+        size, stride = self.size(axis), math.prod(self.size(inner) for inner in _INSIDE[axis])
+        if stride >= gpus_per_node:
+            return size
+        # A group has ranks `first`, `first + stride`, ...: it skips no node, so the later in its node it begins, the
+        # more it reaches. `stride` groups beside each other fill a block of ranks, and where in a node a block begins
+        # repeats after at most `gpus_per_node` of them.
+        block = size * stride
+        period = gpus_per_node // math.gcd(block, gpus_per_node)
+        starts = range(min(self.world_size // block, period))
+        latest = max(block * start % gpus_per_node for start in starts) + stride - 1
+        return (min(latest, gpus_per_node - 1) + block - stride) // gpus_per_node + 1
 
 
 # Whose ranks come between two neighbours along an axis.

@@ -29,7 +29,7 @@ layer is at work on one micro-batch at a time, which takes for each token
 gradients in the feed-forward block        a (3 f experts_per_token / tp + h)
 gathered keys and values, their gradients  2 (a + 4) cp kv / tp, with cp above 1
 a layer again, if recompute is full        the table above
-logits of the last stage                   (a + 4) vocab / tp, unless `fused_loss`
+logits, on the rank of the last stage      (a + 4) vocab / tp, unless `fused_loss`
 =========================================  ==============================================
 
 Logits are the values and a float32 softmax, which becomes their gradient in place. The gradients of gathered keys are
@@ -39,15 +39,20 @@ summed in float32, as `wlb.torch` does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._errors import error
+from wlb._core import simulate_pipeline
+from wlb._errors import check_integer, error
 from wlb.hardware import GIB
 from wlb.layout import ParallelLayout
 from wlb.models import ModelConfig
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 
 RESERVED_BYTES = 4 * GIB
 """Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
@@ -70,7 +75,7 @@ class RankMemory:
     reserved: NDArray[np.float64]
     activations: NDArray[np.float64]  # kept for the backward, of all micro-batches under way
     workspace: NDArray[np.float64]  # of the layer at work: gathered keys, gradients, a layer recomputed
-    logits: NDArray[np.float64]  # on the last rank
+    logits: NDArray[np.float64]  # on the rank of the last stage
 
     @property
     def total(self) -> NDArray[np.float64]:
@@ -108,24 +113,66 @@ def kv_width(model: ModelConfig, layout: ParallelLayout) -> int:
     return max(1, model.num_kv_heads // layout.tp) * model.head_dim
 
 
-def in_flight(layout: ParallelLayout, *, num_micro_batches: int | None = None) -> NDArray[np.float64]:
-    """How many micro-batches' activations each pipeline rank holds at its peak, in units of all its layers.
+def default_schedule(layout: ParallelLayout) -> Schedule:
+    """1F1B, interleaved where the layout has virtual stages."""
+    return "1f1b" if layout.virtual_stages == 1 else "interleaved_1f1b"
 
-    1F1B: `pp - rank`. Interleaved (Narayanan et al. 2021, section 2.2): the rank warms up with
-    `2 (pp - rank - 1) + (v - 1) pp` chunks of `1 / v` of its layers and then holds one more. Never more than there are.
+
+def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
+    """int64[stages]: the pipeline rank of every stage in the order of the model, by :func:`wlb.simulate_pipeline`.
+
+    Raises:
+        WlbError: the schedule cannot have that many virtual stages.
+    """
+    return _pipeline(schedule or default_schedule(layout), layout.pp, layout.virtual_stages, layout.pp)[0]
+
+
+def in_flight(
+    layout: ParallelLayout, *, schedule: Schedule | None = None, num_micro_batches: int | None = None
+) -> NDArray[np.float64]:
+    """How many micro-batches' activations each pipeline rank holds at its peak, in units of all its stages.
+
+    ``PipelineTimeline.peak_activation`` of :func:`wlb.simulate_pipeline`, which holds a micro-batch from its forward to
+    its weight gradient.
 
     Args:
         layout: `pp` and `virtual_stages` of it.
-        num_micro_batches: of a step and data-parallel rank; default: many.
+        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
+        num_micro_batches: of a step and data-parallel rank; default: a large multiple of `pp`. Where `pp` does
+            not divide them an interleaved schedule has larger rounds, and holds more.
 
     Returns:
         float64[pp].
+
+    Raises:
+        WlbError: the schedule cannot have that layout or number; GPipe, which holds all there are, without a number.
+
+    Complexity:
+        O(num_micro_batches * stages) at the first call for a shape.
     """
-    p, v, rank = layout.pp, layout.virtual_stages, np.arange(layout.pp)
-    chunks = p - rank if v == 1 else 2 * (p - rank - 1) + (v - 1) * p + 1
-    if num_micro_batches is not None:
-        chunks = np.minimum(chunks, num_micro_batches * v)
-    return np.asarray(chunks / v)
+    schedule = schedule or default_schedule(layout)
+    if num_micro_batches is None:
+        if schedule == "gpipe":
+            raise error("num_micro_batches", "is needed: gpipe holds as many as there are")
+        num_micro_batches = 2 * layout.pp  # no other schedule runs further ahead
+    check_integer("num_micro_batches", num_micro_batches, minimum=1)
+    return _pipeline(schedule, layout.pp, layout.virtual_stages, int(num_micro_batches))[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _pipeline(
+    schedule: Schedule, pp: int, virtual_stages: int, num_micro_batches: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The rank of every stage, and what each rank holds at its peak; neither depends on how long anything takes."""
+    timeline = simulate_pipeline(
+        np.ones(num_micro_batches), schedule=schedule, num_stages=pp, num_virtual_stages=virtual_stages
+    )
+    ranks = np.empty(pp * virtual_stages, dtype=np.int64)
+    ranks[timeline.stages] = timeline.ranks
+    held = timeline.peak_activation
+    for shared in (ranks, held):
+        shared.flags.writeable = False
+    return ranks, held
 
 
 def memory_per_rank(
@@ -133,7 +180,9 @@ def memory_per_rank(
     layout: ParallelLayout,
     tokens: ArrayLike,
     *,
+    schedule: Schedule | None = None,
     num_micro_batches: int | None = None,
+    held_tokens: ArrayLike | None = None,
     reserved_bytes: int = RESERVED_BYTES,
 ) -> RankMemory:
     """Bytes of every pipeline rank when each micro-batch under way has that many tokens.
@@ -142,47 +191,66 @@ def memory_per_rank(
         model: its shape.
         layout: how it is spread.
         tokens: int[...] tokens of a micro-batch, over all context-parallel ranks; any shape.
-        num_micro_batches: of a step and data-parallel rank; default: enough to fill the pipeline.
+        schedule: of the pipeline, as in :func:`in_flight`.
+        num_micro_batches: of a step and data-parallel rank, as in :func:`in_flight`; default: enough to fill it.
+        held_tokens: float64[..., pp] tokens of the micro-batches under way on each rank, where they are not all that
+            large (``peak_activation`` of a simulated step); `tokens` is then the largest micro-batch, at work.
         reserved_bytes: not available.
 
     Raises:
-        WlbError: the layout does not divide the model, or a number is negative.
+        WlbError: the layout does not divide the model, the schedule cannot have the layout, or a number is negative.
     """
     layout.check(model=model)
     # A rank has at most one token more than its share; a fraction of a token is as good.
-    per_rank = _check_tokens(tokens)[..., None] / layout.cp
-    static, per_token = coefficients(model, layout, num_micro_batches)
-    if reserved_bytes < 0:
-        raise error("reserved_bytes", f"= {reserved_bytes}: must not be negative", value=reserved_bytes)
+    per_rank = _check_tokens("tokens", tokens)[..., None] / layout.cp
+    if held_tokens is None:
+        held = per_rank * in_flight(layout, schedule=schedule, num_micro_batches=num_micro_batches)
+    else:
+        held = _check_tokens("held_tokens", held_tokens) / layout.cp
+    check_integer("reserved_bytes", reserved_bytes, minimum=0)
     reserved = np.full(layout.pp, float(reserved_bytes))
-    activations, workspace, logits = (per_rank * slope for slope in per_token)
-    return RankMemory(*static, reserved, activations, workspace, logits)
+    ranks = ranks_of_stages(layout, schedule=schedule)
+    activations, workspace, logits = _per_token(model, layout, ranks)
+    return RankMemory(
+        *_constant(model, layout, ranks), reserved, held * activations, per_rank * workspace, per_rank * logits
+    )
 
 
-def _check_tokens(tokens: ArrayLike) -> NDArray[np.float64]:
-    values = np.asarray(tokens, dtype=np.float64)
-    wrong = np.flatnonzero(~(values >= 0).ravel())
+def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
+    values = np.asarray(tokens)
+    if values.dtype.kind not in "iuf":
+        raise error(name, f"must be numbers, not {values.dtype}", value=tokens)
+    wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)).ravel())
     if wrong.size:
         value = values.ravel()[wrong[0]]
         index = int(wrong[0]) if values.ndim else None
-        raise error("tokens", f"= {value:g}: must not be negative", index=index, value=value)
-    return values
+        raise error(name, f"= {value:g}: must be finite and not negative", index=index, value=value)
+    return values.astype(np.float64)
 
 
 Floats = NDArray[np.float64]
 
 
-def parameters_per_rank(model: ModelConfig, layout: ParallelLayout) -> NDArray[np.float64]:
+def parameters_per_rank(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> NDArray[np.float64]:
     """Float64[pp]: parameters on a GPU of every pipeline rank, before FSDP shares them out.
 
-    Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. A tied
-    embedding has a copy on the last rank.
+    Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. The
+    embedding is on the rank of the first stage, the output projection on that of the last; a tied one has two copies
+    where these are two ranks.
     """
-    layers = layout.layers_of_stages(model).reshape(layout.virtual_stages, layout.pp).sum(axis=0)
+    return _parameters(model, layout, ranks_of_stages(layout, schedule=schedule))
+
+
+def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
+    layers = np.zeros(layout.pp)
+    np.add.at(layers, ranks, layout.layers_of_stages(model))
     embedding = model.vocab_size * model.hidden_size / layout.tp
-    parameters: NDArray[np.float64] = layers * _layer_parameters(model, layout)
-    parameters[0] += embedding
-    parameters[-1] += model.hidden_size + (embedding if layout.pp > 1 or not model.tied_embeddings else 0)
+    parameters: Floats = layers * _layer_parameters(model, layout)
+    parameters[ranks[0]] += embedding
+    separate = ranks[0] != ranks[-1] or not model.tied_embeddings
+    parameters[ranks[-1]] += model.hidden_size + (embedding if separate else 0)
     return parameters
 
 
@@ -193,35 +261,41 @@ def _layer_parameters(model: ModelConfig, layout: ParallelLayout) -> float:
     return (model.layer_parameters() - whole) / layout.tp + whole + copied
 
 
-def coefficients(
-    model: ModelConfig, layout: ParallelLayout, num_micro_batches: int | None
-) -> tuple[tuple[Floats, Floats, Floats, Floats], tuple[Floats, Floats, Floats]]:
-    """The terms of `RankMemory` that are constant, and those for each token of a rank; each float64[pp]."""
-    p, tp = layout.pp, layout.tp
-    parameters = parameters_per_rank(model, layout)
+def _constant(
+    model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """The first four terms of `RankMemory`; each float64[pp]."""
+    parameters = _parameters(model, layout, ranks)
     shards = layout.dp * layout.cp
     level = ("none", "zero1", "zero2", "zero3").index(layout.fsdp)
     optimizer = parameters * layout.optimizer_bytes / (shards if level >= 1 else 1)
     gradients = parameters * layout.gradient_bytes / (shards if level >= 2 else 1)
-    gathered = np.zeros(p)
+    gathered = np.zeros(layout.pp)
     if level >= 3 and shards > 1:
         layer = _layer_parameters(model, layout)
-        largest = np.full(p, layer)
-        largest[[0, -1]] = max(layer, model.vocab_size * model.hidden_size / tp)
+        largest = np.full(layout.pp, layer)
+        largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
         gathered = largest * (2 * layout.parameter_bytes + layout.gradient_bytes)
     held = parameters * layout.parameter_bytes / (shards if level >= 3 else 1)
+    return held, gradients, optimizer, gathered
 
-    # Chunks under way are counted as the rank's largest.
-    largest_chunk = layout.layers_of_stages(model).reshape(layout.virtual_stages, p).max(axis=0)
-    under_way = in_flight(layout, num_micro_batches=num_micro_batches) * largest_chunk * layout.virtual_stages
-    activations = under_way * activation_bytes(model, layout)
-    a = layout.activation_bytes
+
+def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
+    """Bytes for each token of a rank; each float64[pp].
+
+    Activations of a micro-batch under way, workspace and logits of the one at work.
+    """
+    # Stages under way are counted as the rank's largest.
+    largest_stage = np.zeros(layout.pp)
+    np.maximum.at(largest_stage, ranks, layout.layers_of_stages(model))
+    activations = largest_stage * layout.virtual_stages * activation_bytes(model, layout)
+    a, tp = layout.activation_bytes, layout.tp
     working = a * (3 * model.ffn_hidden_size * model.experts_per_token / tp + model.hidden_size)
     if layout.cp > 1:
         working += 2 * (a + KEY_GRADIENT_BYTES) * layout.cp * kv_width(model, layout)
     if layout.recompute == "full":
         working += _layer_bytes(model, layout, selective=False)
-    logits = np.zeros(p)
+    logits = np.zeros(layout.pp)
     if not layout.fused_loss:
-        logits[-1] = (a + 4) * model.vocab_size / tp
-    return (held, gradients, optimizer, gathered), (activations, np.full(p, working), logits)
+        logits[ranks[-1]] = (a + 4) * model.vocab_size / tp
+    return activations, np.full(layout.pp, working), logits

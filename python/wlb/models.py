@@ -10,15 +10,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel
-from wlb._errors import error
+from wlb._errors import check_bool, check_integer, error
 
 Passes = Literal["forward", "backward", "forward_backward"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +68,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
-                raise error(field.name, f"= {value!r}: must be an integer", value=value)
-            if field.type == "int" and value < (0 if field.name in ("num_kv_heads", "head_dim") else 1):
-                raise error(field.name, f"= {value}: must be at least 1", value=value)
+            if field.type == "int":
+                check_integer(field.name, value, minimum=0 if field.name in ("num_kv_heads", "head_dim") else 1)
+            elif field.type == "bool":
+                check_bool(field.name, value)
+        if not isinstance(self.name, str):
+            raise error("name", f"= {self.name!r}: must be text", value=self.name)
         if not self.num_kv_heads:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if not self.head_dim:
@@ -282,7 +285,7 @@ _UNKNOWN = (
 
 
 def _from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
-    model_type = config.get("model_type", "llama")
+    model_type = _typed(config, "model_type", str, "llama")
     if model_type not in _MODEL_TYPES:
         known = ", ".join(_MODEL_TYPES)
         raise _Refused(f"has model_type {model_type!r}, which is not known to wlb; known are {known}", model_type)
@@ -309,25 +312,27 @@ def _from_hugging_face(config: Mapping[str, Any]) -> dict[str, Any]:
         if any(config.get(name) is not None for name in theirs):
             shape[ours] = _integer(config, theirs)
     meaning = _MODEL_TYPES[model_type]
-    if "tie_word_embeddings" in config:
+    if config.get("tie_word_embeddings") is not None:
         meaning = meaning | {"tied_embeddings": "tie_word_embeddings"}
     for ours, value in meaning.items():
-        shape[ours] = bool(config.get(value, False)) if isinstance(value, str) else value
+        shape[ours] = _typed(config, value, bool, False) if isinstance(value, str) else value
     return shape
 
 
 def _unlike_layers(config: Mapping[str, Any]) -> list[str]:
     """Features by which some layers, or all, attend to less than the whole document or lack experts."""
     found = []
-    kinds = config.get("layer_types") or []
+    kinds = _typed(config, "layer_types", list, [])
     if any(kind != "full_attention" for kind in kinds):
-        found.append(f"layer_types {sorted(set(kinds))}")
+        found.append(f"layer_types {sorted(set(map(str, kinds)))}")
     # Qwen writes a window and does not use it; a window no smaller than the context hides nothing.
-    window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", True) and window < (config.get("max_position_embeddings") or 2**62):
+    window = _typed(config, "sliding_window", int, 0)
+    context = _typed(config, "max_position_embeddings", int, 0)
+    if window and _typed(config, "use_sliding_window", bool, True) and (not context or window < context):
         found.append(f"sliding_window {window}")
-    if config.get("decoder_sparse_step", 1) != 1:
-        found.append(f"decoder_sparse_step {config['decoder_sparse_step']}")
+    sparse_step = _typed(config, "decoder_sparse_step", int, 1)
+    if sparse_step != 1:
+        found.append(f"decoder_sparse_step {sparse_step}")
     return found
 
 
@@ -336,9 +341,19 @@ def _integer(config: Mapping[str, Any], names: list[str]) -> int:
     name = next((name for name in names if config.get(name) is not None), None)
     if name is None:
         raise _Refused(f"lacks {names[-1]}", None)
-    value = config[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _Refused(f"has {name} {value!r}, not an integer", value)
+    return _typed(config, name, int, 0)
+
+
+_TYPES: dict[type, str] = {int: "an integer", bool: "true or false", str: "text", list: "a list"}
+
+
+def _typed(config: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
+    """What is there, of that type and no other; the default where nothing or null is."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _Refused(f"has {name} {value!r}, not {_TYPES[kind]}", value)
     return value
 
 

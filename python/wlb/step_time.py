@@ -4,8 +4,9 @@ Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and ha
 
 - Tensor-parallel ranks are equal; of the context-parallel ranks the slowest counts, for attention and, with the most
   tokens, for the rest. A stage takes compute plus the communication that nothing hides.
-- Linear part: :meth:`wlb.CostModel.from_flops` at ``Hardware.flops_per_second``. Its backward is two of its forwards,
-  one for the inputs' gradient and one for the weights'.
+- Linear part: measured where it is given; by default :meth:`wlb.CostModel.from_flops` at
+  ``Hardware.flops_per_second``, the backward two forwards. Half of the backward is the inputs' gradient, half the
+  weights'. The output projection has the FLOP rate of a layer's linear part, pass by pass.
 - Attention's seconds are given, for one layer and a rank's share of the heads; its backward is part of the inputs'
   gradient, since it has no weights.
 - Full recomputation adds the forward, with its communication, to the inputs' gradient. Selective adds nothing: what it
@@ -28,11 +29,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel
-from wlb._errors import error
+from wlb._errors import check_share, error
 from wlb.collectives import Group
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import KEY_GRADIENT_BYTES, kv_width, parameters_per_rank
+from wlb.memory import KEY_GRADIENT_BYTES, Schedule, kv_width, parameters_per_rank
 from wlb.models import ModelConfig
 
 Floats = NDArray[np.float64]
@@ -59,6 +60,8 @@ def stage_seconds(
     model: ModelConfig,
     layout: ParallelLayout,
     hardware: Hardware,
+    linear_forward: ArrayLike | None = None,
+    linear_backward: ArrayLike | None = None,
     cp_overlap: float = 0.0,
     tp_overlap: float = 0.0,
 ) -> StageSeconds:
@@ -72,6 +75,10 @@ def stage_seconds(
         model: its shape.
         layout: how it is spread.
         hardware: what it runs on.
+        linear_forward: float64[m] seconds of everything but attention in one layer, on the fullest context-parallel
+            rank, with its share of the heads and the feed-forward block
+            (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs.
+        linear_backward: float64[m] the same of its backward; both or neither.
         cp_overlap: share of the context-parallel communication that computation hides.
         tp_overlap: share of the tensor-parallel communication that computation hides.
 
@@ -83,18 +90,23 @@ def stage_seconds(
         O(m * stages).
     """
     layout.check(model=model)
-    count = np.asarray(tokens, dtype=np.float64)
-    forward_attention, backward_attention = np.asarray(attention_forward), np.asarray(attention_backward)
-    given = {"tokens": count, "attention_forward": forward_attention, "attention_backward": backward_attention}
-    for name, values in given.items():
-        _check_entries(name, values, count.size)
+    count = _entries("tokens", tokens, np.size(tokens))
+    forward_attention = _entries("attention_forward", attention_forward, count.size)
+    backward_attention = _entries("attention_backward", attention_backward, count.size)
     for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap)):
-        if not 0 <= share <= 1:
-            raise error(name, f"= {share}: must be from 0 to 1", value=share)
+        check_share(name, share)
 
     layer_flops, head_flops = _flops_per_token(model)
-    rate = hardware.flops_per_second * layout.tp
-    layer, head = count * layer_flops / rate, count * head_flops / rate
+    if (linear_forward is None) != (linear_backward is None):
+        missing = "linear_forward" if linear_forward is None else "linear_backward"
+        raise error(missing, "is missing: both passes are measured, or neither")
+    if linear_forward is None or linear_backward is None:
+        layer = count * layer_flops / (hardware.flops_per_second * layout.tp)
+        layer_gradient = layer
+    else:
+        layer = _entries("linear_forward", linear_forward, count.size)
+        layer_gradient = _entries("linear_backward", linear_backward, count.size) / 2
+    head_share = head_flops / layer_flops
 
     cp, tp = Group.along("cp", layout, hardware), Group.along("tp", layout, hardware)
     keys = 2 * kv_width(model, layout) * count * layout.cp
@@ -107,32 +119,42 @@ def stage_seconds(
     zero = np.zeros_like(count)
     layer_cp = np.stack([gather, gather + scatter, zero], axis=-1)
     layer_tp = np.stack([exchange, exchange, zero], axis=-1)
-    layer_compute = np.stack([layer + forward_attention, layer + backward_attention, layer], axis=-1)
+    linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)
+    layer_compute = linear + np.stack([forward_attention, backward_attention, zero], axis=-1)
     if layout.recompute == "full":
         for part in (layer_cp, layer_tp, layer_compute):
             part[:, 1] += part[:, 0]
 
     layers = layout.layers_of_stages(model).astype(np.float64)[None, :, None]
     exposed_cp, exposed_tp, seconds = (part[:, None, :] * layers for part in (layer_cp, layer_tp, layer_compute))
-    seconds[:, -1] += head[:, None]
+    seconds[:, -1] += head_share * linear
     sent = hidden / (layout.tp if layout.sequence_parallel else 1)
     p2p = Group.along("pp", layout, hardware).neighbour(sent)
     return StageSeconds(seconds + exposed_cp + exposed_tp, exposed_cp, exposed_tp, p2p)
 
 
-def data_parallel_seconds(model: ModelConfig, layout: ParallelLayout, hardware: Hardware) -> Floats:
+def data_parallel_seconds(
+    model: ModelConfig, layout: ParallelLayout, hardware: Hardware, *, schedule: Schedule | None = None
+) -> Floats:
     """Seconds a step in which dp x cp ranks sum gradients and share out new parameters, if nothing hides them.
 
     A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP. Computation
     can hide all but the first and last layer's share of it. With ZeRO-3 this is the least: parameters are then gathered
     for every forward and backward of a micro-batch that finds them released.
 
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        hardware: what it runs on.
+        schedule: of the pipeline, which says what rank has which stage; default: 1F1B, interleaved where the layout has
+            virtual stages.
+
     Returns:
         float64[pp].
     """
     layout.check(model=model)
     group = Group.along("dp_cp", layout, hardware)
-    parameters = parameters_per_rank(model, layout)
+    parameters = parameters_per_rank(model, layout, schedule=schedule)
     gradients = parameters * layout.gradient_bytes
     if layout.fsdp == "none":
         return group.all_reduce(gradients)
@@ -150,12 +172,16 @@ def _flops_per_token(model: ModelConfig) -> tuple[float, float]:
     return layer, linear(1) - layer
 
 
-def _check_entries(name: str, values: Floats, length: int) -> None:
+def _entries(name: str, given: ArrayLike, length: int) -> Floats:
+    values = np.asarray(given)
     if values.shape != (length,):
         raise error(name, f"has shape {values.shape}: must be ({length},), one entry a micro-batch", value=values.shape)
+    if values.dtype.kind not in "iuf":
+        raise error(name, f"must be numbers, not {values.dtype}", value=given)
     wrong = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
     if wrong.size:
         index = int(wrong[0])
         raise error(
             name, f"= {values[index]}: must be finite and not negative", index=index, value=float(values[index])
         )
+    return values.astype(np.float64)

@@ -39,6 +39,8 @@ SETTINGS = example.Settings(
     pattern="*.py",
     tokenizer=None,
     method="wlb",
+    plan="static",
+    cp_exchange=16.0,
     window=1,
     context=96,
     micro_batches=4,
@@ -81,6 +83,7 @@ def gradients(rank: int, settings: example.Settings) -> tuple[float, float, dict
     """This rank's part of the loss, the norm of all gradients, and those of its stages, whole."""
     device, mesh = torch.device("cpu"), mesh_of(settings)
     stages, _ = example.build_model(settings, CONFIG, mesh, device)
+    group_of = example.context_groups(settings, mesh)
     dp_rank, dp = mesh["dp"].get_local_rank(), mesh["dp"].size()
     batches = [
         collate(documents(lengths), cp_rank=mesh["cp"].get_local_rank(), cp_size=settings.cp)
@@ -89,7 +92,7 @@ def gradients(rank: int, settings: example.Settings) -> tuple[float, float, dict
     valid = sum(sum(lengths) - len(lengths) for lengths in MICRO_BATCHES)
     losses = pipeline_step(
         stages,
-        [example.for_pipeline(batch) for batch in batches],
+        [example.for_pipeline(batch, group_of(batch)) for batch in batches],
         schedule=settings.schedule,
         loss_fn=lambda logits, labels: token_normalized_loss(logits, labels, num_valid_tokens=valid),
     )

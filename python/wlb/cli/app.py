@@ -12,6 +12,7 @@ from wlb.cli.demo import demo
 from wlb.cli.options import as_options
 from wlb.cli.pack import pack
 from wlb.cli.profile import profile
+from wlb.cli.reproduce import reproduce
 from wlb.cli.simulate import simulate
 from wlb.cli.tune import tune
 
@@ -48,6 +49,7 @@ app.command()(pack)
 app.command()(profile)
 app.command()(tune)
 app.command()(simulate)
+app.command()(reproduce)
 
 
 def run(argv: Sequence[str]) -> None:

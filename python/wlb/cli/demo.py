@@ -9,7 +9,7 @@ from wlb.cli import options
 from wlb.cli.console import counted, progress, results
 from wlb.cli.context_parallel import cp_balances
 from wlb.cli.cost import cost_model
-from wlb.cli.plans import Setup, collect, fixed_length, original, tune, var_length
+from wlb.cli.plans import Setup, collect, fixed_length, original, tune, var_length, waiting
 from wlb.cli.report import Report
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
@@ -42,9 +42,9 @@ def demo(
     """Compares the packing methods on real documents: balance, delay, memory and planning time.
 
     Documents arrive in random order. Every method gets the same global batches: the original order, the
-    fixed-length greedy over 1, 2, 4 and 8 global batches, and WLB with 0 to 3 outlier queues, their
-    thresholds tuned on the first quarter of the stream. Then come the two ways to shard a micro-batch over
-    context-parallel ranks.
+    fixed-length greedy over 1, 2, 4 and 8 global batches, WLB with 0 to 3 outlier queues, their
+    thresholds tuned on the first quarter of the stream, and WLB with the adaptive release. Then come the
+    two ways to shard a micro-batch over context-parallel ranks.
     """
     setup = Setup(
         num_micro_batches=micro_batches,
@@ -79,6 +79,8 @@ def demo(
             plan = var_length(stream, setup, thresholds, max_delay)
             plans.append(collect(name, plan, stream, bars, thresholds))
         shown = plans[SHOWN_QUEUES - len(QUEUES)]
+        plan = var_length(stream, setup, (), max_delay, waiting(setup, "adaptive"))
+        plans.append(collect("WLB, adaptive", plan, stream, bars, release="adaptive"))
         report = Report(
             name="demo",
             documents=documents,

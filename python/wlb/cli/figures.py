@@ -25,6 +25,7 @@ INK, SOFT, BARS = "#24292f", "#57606a", "#c3d3e0"
 ORIGINAL, ORIGINAL_PALE = "#c2482e", "#e8b4a4"
 WLB, WLB_PALE = "#0a5c91", "#a9cbe2"
 BLUES = ("#7fb4d8", WLB, "#062f4c")  # more queues, darker
+ADAPTIVE = "#2f8f5b"
 SANDS = ("#e3bd6b", "#c9942f", "#8f641a")  # wider windows, darker
 
 _STYLE: Any = {  # matplotlib's own type for it changes from version to version
@@ -133,8 +134,8 @@ def _balance(axes: Sequence[Axes], plans: Sequence[Plan]) -> None:
 
 def _delay(ax: Axes, plans: Sequence[Plan]) -> None:
     """Share of tokens that are trained k or more iterations after they arrived."""
-    blues, sands = iter(BLUES), iter(SANDS)
-    widths = iter((3.6, 2.4, 1.2))  # equal curves show one inside the other
+    blues, sands = iter((*BLUES, ADAPTIVE)), iter(SANDS)
+    widths = iter((3.6, 2.4, 1.2, 2.4))  # equal curves show one inside the other
     for plan in plans:
         by_delay = plan.tokens_by_delay
         if by_delay.size == 1:
@@ -144,8 +145,8 @@ def _delay(ax: Axes, plans: Sequence[Plan]) -> None:
             np.arange(by_delay.size + 1),
             [1, *waiting],
             where="post",
-            color=next(blues if plan.thresholds else sands),
-            lw=next(widths) if plan.thresholds else 1.6,
+            color=next(blues if plan.waits else sands),
+            lw=next(widths) if plan.waits else 1.6,
             label=f"{plan.name}: {by_delay @ np.arange(by_delay.size) / by_delay.sum():.2f}",
         )
     ax.set(xlabel="iterations from arrival to training", ylabel="tokens that wait so long or longer")

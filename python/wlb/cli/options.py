@@ -83,6 +83,16 @@ Queues = Annotated[
     typer.Option(min=0, help="Number of outlier queues; their thresholds are tuned.", rich_help_panel=_QUEUES),
 ]
 TunedQueues = Annotated[int, typer.Option(min=1, help="Number of outlier queues.", rich_help_panel=_QUEUES)]
+DelayPrice = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="With adaptive release: the imbalance that the first iteration of waiting of a global batch is worth;"
+        " higher waits less. By default 0.03.",
+        show_default=False,
+        rich_help_panel=_QUEUES,
+    ),
+]
 Thresholds = Annotated[
     str | None,
     typer.Option(
@@ -138,6 +148,7 @@ _NAMES = {
     "outlier_thresholds": "--thresholds",
     "max_mean_delay": "--max-mean-delay",
     "max_delay": "--max-delay",
+    "delay_price": "--delay-price",
     "max_tokens": "--max-tokens",
     "stage_layers": "--stage-layers",
     "kernel_model": "--kernel-profile",

@@ -11,7 +11,7 @@ from wlb.cli.console import CliError, counted, progress, results
 from wlb.cli.context_parallel import cp_balances
 from wlb.cli.cost import cost_model
 from wlb.cli.plan_files import deal, write_jsonl, write_npz
-from wlb.cli.plans import Plan, Setup, collect, fixed_length, original, tune, var_length
+from wlb.cli.plans import Plan, Release, Setup, collect, fixed_length, original, tune, var_length, waiting
 from wlb.cli.report import Report
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
@@ -51,6 +51,14 @@ def pack(
         int | None,
         typer.Option(min=1, help="Also deal the micro-batches to so many DP ranks.", rich_help_panel="Global batches"),
     ] = None,
+    release: Annotated[
+        Release,
+        typer.Option(
+            help="fifo: queues with thresholds. adaptive: what cannot be balanced now waits; no thresholds.",
+            rich_help_panel="Outlier queues",
+        ),
+    ] = "fifo",
+    delay_price: options.DelayPrice = None,
     queues: options.Queues = 2,
     thresholds: options.Thresholds = None,
     max_mean_delay: options.MaxMeanDelay = 0.6,
@@ -79,6 +87,8 @@ def pack(
     if dp_size is not None and micro_batches % dp_size:
         raise CliError(f"--dp-size {dp_size}: does not divide --micro-batches {micro_batches}")
     levels = options.parse_thresholds(thresholds)
+    if levels is not None and release == "adaptive":
+        raise CliError("--thresholds: have no meaning with --release adaptive, which finds what has to wait")
 
     with progress(quiet) as bars:
         documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
@@ -99,7 +109,7 @@ def pack(
             name = f"fixed-length, g={window}"
             plan = collect(name, fixed_length(stream, setup, window), stream, bars)
         else:
-            if levels is None and queues:
+            if levels is None and queues and release == "fifo":
                 levels = tune(
                     stream,
                     setup,
@@ -110,8 +120,9 @@ def pack(
                     progress=bars,
                 ).thresholds
             levels = levels or ()
-            name = f"WLB, {counted(len(levels), 'queue')}"
-            plan = collect(name, var_length(stream, setup, levels, max_delay), stream, bars, levels)
+            name = "WLB, adaptive" if release == "adaptive" else f"WLB, {counted(len(levels), 'queue')}"
+            rule = waiting(setup, release, delay_price)
+            plan = collect(name, var_length(stream, setup, levels, max_delay, rule), stream, bars, levels, release)
         flushed = len(plan.digests) - plan.streamed
         report = Report(
             name="pack",
@@ -128,6 +139,8 @@ def pack(
                 "seed": seed,
                 "oversize": oversize,
                 "window": window,
+                "release": release,
+                "delay_price": delay_price,
                 "queues": len(plan.thresholds),
                 "max_mean_delay": max_mean_delay,
                 "max_delay": max_delay,

@@ -1,6 +1,7 @@
 """The packing methods on a user's stream, with a progress bar."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.progress import Progress
 
@@ -8,9 +9,9 @@ import wlb
 from wlb.cli.console import counted
 from wlb.cli.stream import Stream
 from wlb.simulation import plans
-from wlb.simulation.plans import Plan, Setup, Step, fixed_length, original, var_length
+from wlb.simulation.plans import Plan, Release, Setup, Step, fixed_length, original, var_length
 
-__all__ = ["Plan", "Setup", "Step", "collect", "fixed_length", "original", "tune", "var_length"]
+__all__ = ["Plan", "Release", "Setup", "Step", "collect", "fixed_length", "original", "tune", "var_length", "waiting"]
 
 
 def collect(
@@ -19,10 +20,16 @@ def collect(
     stream: Stream,
     progress: Progress,
     thresholds: tuple[int, ...] = (),
+    release: Release = "fifo",
 ) -> Plan:
     """Runs a method over the stream, as :func:`wlb.simulation.plans.collect`."""
     tracked = progress.track(steps, total=stream.batches, description=f"Packing: {name}")
-    return plans.collect(name, tracked, stream, thresholds)
+    return plans.collect(name, tracked, stream, thresholds, release)
+
+
+def waiting(setup: Setup, release: Release, delay_price: float | None = None) -> dict[str, Any]:
+    """Options of a packer that say what waits; a global batch is what the price counts in."""
+    return {"release": release, "delay_price": delay_price, "max_document_tokens": setup.context}
 
 
 def tune(

@@ -53,7 +53,7 @@ def method_table(plans: Sequence[Plan]) -> Table:
         groups=(("", 1), ("imbalance", 3), ("delay", 3), ("memory", 1), ("planning", 1)),
         columns=("method", "mean", "p95", "worst", "mean", "p99", "max", "skew", "µs/step"),
         rows=tuple(rows),
-        strong=frozenset(i for i, plan in enumerate(plans) if plan.thresholds),
+        strong=frozenset(i for i, plan in enumerate(plans) if plan.waits),
     )
 
 

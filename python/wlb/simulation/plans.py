@@ -6,12 +6,14 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel, MicroBatch, Packer, Packing, TuneResult, pack, tune_outlier_thresholds
+
+Release = Literal["fifo", "adaptive"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,12 @@ class Plan:
     order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
     digests: tuple[str, ...]  # [steps]
     seconds: NDArray[np.float64]  # [steps before the flush or remainder] planning time
+    release: Release = "fifo"  # which outliers wait
+
+    @property
+    def waits(self) -> bool:
+        """Whether outliers wait for others."""
+        return bool(self.thresholds) or self.release == "adaptive"
 
     @property
     def streamed(self) -> int:
@@ -147,6 +155,7 @@ class Plan:
         return {
             "method": self.name,
             "thresholds": list(self.thresholds),
+            "release": self.release,
             "imbalance_mean": float(imbalance.mean()),
             "imbalance_p95": float(np.quantile(imbalance, 0.95)),
             "imbalance_worst": float(imbalance.max()),
@@ -259,7 +268,13 @@ def _as_they_come(setup: Setup) -> NDArray[np.int64]:
     return np.arange(setup.num_micro_batches).reshape(setup.dp_size, -1)
 
 
-def collect(name: str, steps: Iterable[Step], stream: GlobalBatches, thresholds: tuple[int, ...] = ()) -> Plan:
+def collect(
+    name: str,
+    steps: Iterable[Step],
+    stream: GlobalBatches,
+    thresholds: tuple[int, ...] = (),
+    release: Release = "fifo",
+) -> Plan:
     """Runs a method over the stream. A step in which every document waits trains nothing and is no step."""
     trained = [step for step in steps if any(map(len, step.micro_batches))]
     micro_batches = [m for step in trained for m in step.micro_batches]
@@ -291,4 +306,5 @@ def collect(name: str, steps: Iterable[Step], stream: GlobalBatches, thresholds:
         order=np.stack([step.order for step in trained]),
         digests=tuple(step.digest for step in trained),
         seconds=np.array(seconds),
+        release=release,
     )

@@ -42,6 +42,8 @@ class Scenario:
         context: tokens; no document is longer, and the fixed-length methods cut every `context`.
         kernel_model: latency of attention with a tensor-parallel rank's heads, `num_heads / tp`; default: the
             analytic one of the hardware, an assumption.
+        selector: the kernel model by which a sharding strategy is chosen, where it is not the one that predicts the
+            times: a choice then pays for the errors of what it went by.
         max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
             memory, see :func:`wlb.max_tokens`. Whether a given one fits is not checked; outcomes say what it takes.
         num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
@@ -69,6 +71,7 @@ class Scenario:
     hardware: Hardware
     context: int = 131072
     kernel_model: KernelModel | None = None
+    selector: KernelModel | None = None
     max_tokens: int | None = None
     num_micro_batches: int | None = None
     schedule: Schedule | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import PipelineTimeline, Shard, order_micro_batches, shard, simulate_pipeline, simulate_steps
+from wlb._core import PipelineTimeline, order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb.memory import RankMemory
 from wlb.simulation.plans import Plan
 from wlb.simulation.scenario import Scenario
@@ -52,6 +52,7 @@ class Sharded:
 def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...]) -> Sharded:
     """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
     kernel, cp = scenario.attention, scenario.layout.cp
+    selector = scenario.selector or kernel
     forward, backward = np.zeros((2, plan.tokens.size, cp))
     tokens = np.zeros(plan.tokens.size, dtype=np.int64)
     counts: Counter[str] = Counter()
@@ -59,19 +60,15 @@ def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...])
         if not lengths.size:
             continue
         made = [
-            shard(lengths, cp_size=cp, strategy=name, kernel_model=kernel if name == "adaptive" else None)
+            shard(lengths, cp_size=cp, strategy=name, kernel_model=selector if name == "adaptive" else None)
             for name in strategies
         ]
-        best = made[0] if len(made) == 1 else min(made, key=lambda one: _slowest(one, scenario))
+        best = made[0] if len(made) == 1 else min(made, key=lambda one: selector.rank_seconds(one).max())
         counts[best.strategy] += 1
         forward[index] = kernel.rank_seconds(best, passes="forward")
         backward[index] = kernel.rank_seconds(best, passes="backward")
         tokens[index] = best.tokens_per_rank.max()
     return Sharded(forward, backward, tokens, dict(sorted(counts.items())))
-
-
-def _slowest(one: Shard, scenario: Scenario) -> float:
-    return float(scenario.attention.rank_seconds(one).max())
 
 
 def placed(plan: Plan, scenario: Scenario) -> Plan:

@@ -24,6 +24,8 @@ class NaivePacker:
     max_tokens: int
     cost: Cost
     outlier_thresholds: Sequence[int] = ()
+    release: str = "fifo"
+    delay_price: float | None = None
     max_delay: int | None = None
     max_document_tokens: int | None = None
     oversize: str = "error"
@@ -35,7 +37,7 @@ class NaivePacker:
     log: "Log" = field(default_factory=lambda: Log())
 
     def __post_init__(self) -> None:
-        self.queues = self.queues or [[] for _ in self.outlier_thresholds]
+        self.queues = self.queues or self._empty_queues()
 
     @property
     def limit(self) -> int:
@@ -72,17 +74,20 @@ class NaivePacker:
         plans = []
         while self.waiting:
             released = [entry for queue in self.queues for entry in queue]
-            self.queues = [[] for _ in self.queues]
+            self.queues = self._empty_queues()
             plans.append(self._step(released, [], in_push=False))
         return plans
 
     def refile(self) -> None:
         """What a change of the configuration does to what waits in the queues."""
         queued = [entry for queue in self.queues for entry in queue]
-        self.queues = [[] for _ in self.outlier_thresholds]
+        self.queues = self._empty_queues()
         for entry in sorted(queued, key=lambda entry: (entry.arrived, entry.piece.id, entry.piece.start)):
             level = self._level(entry.piece.length)
             (self.queues[level] if level >= 0 else self.carried).append(entry)
+
+    def _empty_queues(self) -> list[list[Waiting]]:
+        return [[]] if self.release == "adaptive" else [[] for _ in self.outlier_thresholds]
 
     def _cut(self, piece: Piece) -> list[Piece]:
         if piece.length <= self.limit:
@@ -93,6 +98,8 @@ class NaivePacker:
         return [part._replace(id=piece.id) for part in parts]
 
     def _level(self, length: int) -> int:
+        if self.release == "adaptive":
+            return 0
         return sum(length >= threshold for threshold in self.outlier_thresholds) - 1
 
     def _overdue(self, entry: Waiting) -> bool:
@@ -100,6 +107,9 @@ class NaivePacker:
 
     def _release(self, level: int) -> list[Waiting]:
         queue, released = self.queues[level], []
+        if self.release == "adaptive":
+            self.queues[level] = []
+            return queue
         while len(queue) >= self.num_micro_batches:
             released += [queue.pop(0) for _ in range(self.num_micro_batches)]
         overdue = [entry for entry in queue if self._overdue(entry)]
@@ -112,12 +122,19 @@ class NaivePacker:
         others = [entry for entry in released if not self._overdue(entry)] + new
         order = [*self.carried, *_longest_first(urgent), *_longest_first(others)]
 
-        placed, leftover, fallbacks = algorithm_1(
-            [entry.piece for entry in order],
-            num_micro_batches=self.num_micro_batches,
-            max_tokens=self.max_tokens,
-            cost=self.cost,
-        )
+        if self.release == "adaptive" and in_push:
+            first = [*self.carried, *_longest_first(urgent)]
+            placed, leftover, fallbacks = adaptive(first, _longest_first(others), self)
+            out = {piece for pieces in placed for piece in pieces} | set(leftover)
+            self.queues = [[entry for entry in listing if entry.piece not in out]]
+            order = [entry for entry in order if entry.piece in out]
+        else:
+            placed, leftover, fallbacks = algorithm_1(
+                [entry.piece for entry in order],
+                num_micro_batches=self.num_micro_batches,
+                max_tokens=self.max_tokens,
+                cost=self.cost,
+            )
         plan = Plan(
             max_tokens=self.max_tokens,
             micro_batches=[[entry.piece for entry in listing if entry.piece in pieces] for pieces in placed],
@@ -132,6 +149,75 @@ class NaivePacker:
         self.log.record(plan, emitted, self.iteration, in_push)
         self.iteration += 1
         return plan
+
+
+def adaptive(
+    urgent: list[Waiting], others: list[Waiting], packer: NaivePacker
+) -> tuple[list[list[Piece]], list[Piece], int]:
+    """The best of eight cuts, as `algorithm_1` returns it. `others` are longest first; what is in no list waits."""
+    n, max_tokens, cost = packer.num_micro_batches, packer.max_tokens, packer.cost
+    assert packer.delay_price is not None
+    delay_price = packer.delay_price
+
+    def debt(entries: list[Waiting]) -> int:
+        return sum(entry.piece.length * (packer.iteration - entry.arrived + 1) for entry in entries)
+
+    def loss(heaviest: float, total: float, waiting: int) -> float:
+        imbalance = heaviest * n / total if total > 0 else 1.0
+        return max(imbalance - 1.0, 0.0) + delay_price * float(waiting) / (float(n) * float(packer.limit))
+
+    # What must leave: as Algorithm 1 puts it; if not all fits, by tokens alone.
+    first = [entry.piece for entry in urgent]
+    batches, leftover, fallbacks = algorithm_1(first, num_micro_batches=n, max_tokens=max_tokens, cost=cost)
+    if leftover:
+        batches, leftover, fallbacks = [[] for _ in range(n)], [], 0
+        for piece in first:
+            tokens = [sum(p.length for p in pieces) for pieces in batches]
+            costs = [sum_in_order(cost(p.length) for p in pieces) for pieces in batches]
+            batch = tokens.index(min(tokens))
+            if tokens[batch] + piece.length > max_tokens:
+                leftover.append(piece)
+                continue
+            fallbacks += batch != costs.index(min(costs))
+            batches[batch].append(piece)
+    urgent_tokens = sum(piece.length for pieces in batches for piece in pieces)
+    urgent_costs = [sum_in_order(cost(piece.length) for piece in pieces) for pieces in batches]
+
+    # Hold the longest `held` back: what can be hoped for?
+    cuts: list[tuple[float, int]] = []
+    for held in range(len(others) + 1):
+        leaving = [entry.piece.length for entry in others[held:]]
+        if leaving:
+            heaviest = max([*urgent_costs, cost(leaving[0])])
+            total = sum_in_order(urgent_costs) + sum_in_order(cost(length) for length in reversed(leaving))
+            beyond = max(0, urgent_tokens + sum(leaving) - n * max_tokens)
+            cuts.append((loss(heaviest, total, debt(others[:held]) + beyond), held))
+        elif urgent_tokens > 0:
+            cuts.append((loss(max(urgent_costs), sum_in_order(urgent_costs), debt(others)), held))
+
+    best: tuple[float, int] | None = None
+    answer = batches, leftover, fallbacks
+    for _, held in sorted(cuts)[:8]:
+        tried = [list(pieces) for pieces in batches]
+        tokens = [sum(piece.length for piece in pieces) for pieces in batches]
+        costs = list(urgent_costs)
+        waiting, elsewhere = others[:held], fallbacks
+        for entry in others[held:]:
+            added, length = cost(entry.piece.length), entry.piece.length
+            cheapest = costs.index(min(costs))
+            with_room = [batch for batch in range(n) if tokens[batch] + length <= max_tokens]
+            place = min(with_room, key=lambda batch: costs[batch], default=None)
+            if place is None or (place != cheapest and costs[place] + added > max(costs)):
+                waiting = [*waiting, entry]
+                continue
+            elsewhere += place != cheapest
+            tried[place].append(entry.piece)
+            costs[place] += added
+            tokens[place] += length
+        found = (loss(max(costs), sum_in_order(costs), debt(waiting)), held)
+        if best is None or found < best:
+            best, answer = found, (tried, leftover, elsewhere)
+    return answer
 
 
 @dataclass

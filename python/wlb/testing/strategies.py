@@ -57,11 +57,15 @@ def packer_settings(draw: st.DrawFn, *, max_tokens: int = 60) -> dict[str, Any]:
     """Arguments of `wlb.Packer`, without its cost model."""
     tokens = draw(st.integers(1, max_tokens))
     limit = draw(st.none() | st.integers(1, tokens))
-    thresholds = draw(st.sets(st.integers(1, limit or tokens), max_size=3))
+    prices = st.just(0.0) | st.floats(1e-4, 1.0)
+    delay_price = draw(st.none() | prices)
+    thresholds = draw(st.sets(st.integers(1, limit or tokens), max_size=0 if delay_price is not None else 3))
     return {
         "num_micro_batches": draw(st.integers(1, 5)),
         "max_tokens": tokens,
         "outlier_thresholds": tuple(sorted(thresholds)),
+        "release": "fifo" if delay_price is None else "adaptive",
+        "delay_price": delay_price,
         "max_delay": draw(st.none() | st.integers(0, 4)),
         "max_document_tokens": limit,
         "oversize": draw(st.sampled_from(["error", "split", "truncate"])),

@@ -14,13 +14,15 @@ Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
 
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import context_parallel_attention, prepare_attention
+from wlb.torch.attention import context_parallel_attention, max_cp_size, prepare_attention
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
     BalancedStream,
     Document,
     Documents,
+    DynamicCpLoader,
+    DynamicCpStep,
     PackedBatch,
     Piece,
     Step,
@@ -46,6 +48,8 @@ __all__ = [
     "ContextParallelGroups",
     "Document",
     "Documents",
+    "DynamicCpLoader",
+    "DynamicCpStep",
     "PackedBatch",
     "PeerFailed",
     "Piece",
@@ -60,6 +64,7 @@ __all__ = [
     "count_valid_tokens",
     "data_and_context",
     "failures_explained",
+    "max_cp_size",
     "model_flops",
     "model_flops_utilization",
     "peak_flops",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wlb._errors import error
+from wlb.torch.data.batch import PackedBatch
 
 MESH_DIMS = ("pp", "dp", "cp", "tp")
 
@@ -78,6 +79,7 @@ class ContextParallelGroups:
         # [pp, tp, dp * cp]: the order in which every rank creates every group.
         positions = mesh.mesh.permute(0, 3, 1, 2).reshape(pp * tp, dp * cp).tolist()
         me = dist.get_rank()
+        self._stage = next(ranks for ranks in positions if me in ranks)
         self._ranks: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._group: dict[int, dist.ProcessGroup | None] = {}
         size = 1
@@ -121,3 +123,20 @@ class ContextParallelGroups:
                 "cp_size", f"= {cp_size}: rank {dist.get_rank()} is in none of its groups {runs}", value=cp_size
             )
         return group
+
+    def of(self, batch: PackedBatch) -> dist.ProcessGroup | None:
+        """The group of a micro-batch whose plan chose one, as attention takes it; None for one rank alone.
+
+        A process group cannot come from a loader's worker or another thread's plan: the micro-batch names its ranks,
+        and the process that trains it looks them up here.
+
+        Raises:
+            WlbError: for a micro-batch whose ranks are no group here, or that is another rank's.
+        """
+        ranks = dist.get_process_group_ranks(self.group(batch.cp_size))
+        first = self._stage.index(ranks[0])
+        me = ranks.index(dist.get_rank())
+        if (batch.cp_first_rank, batch.cp_rank) != (first, me):
+            message = f"is for rank {batch.cp_rank} of {batch.cp_size} from {batch.cp_first_rank} on"
+            raise error("batch", f"{message}; this is rank {me} of those from {first} on", value=batch.cp_rank)
+        return self.group(batch.cp_size) if batch.cp_size > 1 else None

@@ -309,13 +309,18 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
     }
     outlier_thresholds.sort_unstable();
     outlier_thresholds.dedup();
+    let delay_price = if u.arbitrary()? { Some(f64::from(u.int_in_range(0..=10_000)?) / 1e4) } else { None };
+    if delay_price.is_some() {
+        outlier_thresholds.clear();
+    }
     Ok(PackerConfig {
         num_micro_batches: u.int_in_range(1..=9)?,
         max_tokens,
         max_document_tokens,
         oversize: *u.choose(&[Oversize::Error, Oversize::Split, Oversize::Truncate])?,
         outlier_thresholds,
-        release: Release::Fifo,
+        release: if delay_price.is_some() { Release::Adaptive } else { Release::Fifo },
+        delay_price,
         max_delay: if u.arbitrary()? { Some(u.int_in_range(0..=5)?) } else { None },
         cost_model: cost_model(u)?,
     })

@@ -168,6 +168,7 @@ fn streams() {
             oversize,
             outlier_thresholds,
             release: Release::Fifo,
+            delay_price: None,
             max_delay,
             cost_model: case.cost.model(),
         };

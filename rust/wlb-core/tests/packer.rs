@@ -20,6 +20,7 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
         oversize: Oversize::Error,
         outlier_thresholds,
         release: Release::Fifo,
+        delay_price: None,
         max_delay,
         cost_model: CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap(),
     }
@@ -46,6 +47,8 @@ proptest! {
     fn without_queues_a_push_is_a_pack(config in packer_config(), lengths in lengths(200, 5000), cost_model in cost_model()) {
         let config = PackerConfig {
             outlier_thresholds: Vec::new(),
+            release: Release::Fifo,
+            delay_price: None,
             oversize: Oversize::Truncate,
             max_delay: None,
             cost_model,
@@ -121,6 +124,71 @@ fn nothing_waits_longer_than_max_delay() {
     }
 }
 
+fn adaptive(num_micro_batches: usize, delay_price: f64, max_delay: Option<u64>) -> PackerConfig {
+    let config = simple(num_micro_batches, Vec::new(), max_delay);
+    PackerConfig { release: Release::Adaptive, delay_price: Some(delay_price), ..config }
+}
+
+/// A document without others of its size waits for them, and leaves with them.
+#[test]
+fn what_cannot_be_balanced_waits_until_it_can() {
+    let mut packer = Packer::new(adaptive(2, 0.01, None)).unwrap();
+    assert_eq!(packer.push(&checked(&[90, 10, 10]), None).unwrap().assignment, [-1, 0, 1]);
+    assert_eq!((packer.pending(), packer.carried().len()), (1, 0));
+    let packing = packer.push(&checked(&[90, 10, 10]), None).unwrap();
+    assert_eq!((packing.assignment.as_slice(), packing.imbalance()), ([1, 0, 1].as_slice(), 1.0));
+    assert_eq!(packing.pieces.iter().map(|piece| piece.id).collect::<Vec<i64>>(), [0, 4, 3, 5]);
+}
+
+/// Without a limit too: waiting grows dearer, so that even a document that never finds its like leaves.
+#[test]
+fn nothing_waits_for_ever() {
+    let mut packer = Packer::new(adaptive(4, 0.1, None)).unwrap();
+    packer.push(&checked(&[100, 5, 5, 5, 5]), None).unwrap();
+    let left = (1..1000).find(|_| packer.push(&checked(&[5; 4]), None).unwrap().pieces[0].length == 100);
+    assert!(left.is_some() && packer.metrics().delay_max() > 10, "{:?}", packer.metrics());
+}
+
+/// Light documents make way where they would make a micro-batch with long ones the heaviest, because the others are full.
+#[test]
+fn light_documents_make_way() {
+    let mut packer = Packer::new(adaptive(2, 0.01, Some(1))).unwrap();
+    assert_eq!(packer.push(&checked(&[90, 5, 5]), None).unwrap().assignment, [-1, 0, 1]);
+    // The long one is due. Twenty light ones fill the other micro-batch; two more would find room beside the long one.
+    let packing = packer.push(&checked(&[5; 30]), None).unwrap();
+    assert_eq!((packing.tokens.as_slice(), packing.leftover.len()), ([90, 100].as_slice(), 0));
+    assert_eq!((packer.queue().len(), packer.carried().len()), (10, 0));
+    assert_eq!(packer.push(&checked(&[]), None).unwrap().pieces.len(), 10);
+}
+
+proptest! {
+    #![proptest_config(config(150))]
+
+    /// `max_delay` holds exactly if every push by itself fits, placed longest first where the tokens are fewest.
+    #[test]
+    fn max_delay_is_exact(
+        pushes in prop::collection::vec(lengths(40, 100), 1..12), n in 1_usize..5, max_delay in 0_u64..4, room in 1.0..2.0,
+        delay_price in prop_oneof![Just(0.0), 1e-3..1.0],
+    ) {
+        let by_tokens = |lengths: &[i32]| {
+            let mut tokens = vec![0; n];
+            for index in naive::longest_first(lengths) {
+                *tokens.iter_mut().min().unwrap() += lengths[index];
+            }
+            tokens.into_iter().max().unwrap_or(0)
+        };
+        let needed = pushes.iter().map(|lengths| by_tokens(lengths)).max().unwrap_or(0).max(100);
+        let max_tokens = (f64::from(needed) * room) as i32;
+        let config = PackerConfig { max_tokens, ..adaptive(n, delay_price, Some(max_delay)) };
+        let mut packer = Packer::new(config).unwrap();
+        for lengths in &pushes {
+            let packing = packer.push(&checked(lengths), None).unwrap();
+            prop_assert!(packing.leftover.is_empty() && packer.carried().is_empty());
+        }
+        prop_assert!(packer.metrics().delay_max() <= max_delay);
+    }
+}
+
 /// Flushing and pushing go on with each other.
 #[test]
 fn a_flushed_packer_goes_on() {
@@ -161,6 +229,13 @@ fn a_bad_configuration_is_named() {
         let error = argument(PackerConfig { outlier_thresholds: bad, ..good.clone() });
         assert_eq!((error.argument(), error.index()), ("outlier_thresholds", Some(index)));
     }
+    let good_price = adaptive(2, 0.01, None);
+    for price in [None, Some(-1.0), Some(f64::NAN), Some(f64::INFINITY)] {
+        assert_eq!(argument(PackerConfig { delay_price: price, ..good_price.clone() }).argument(), "delay_price");
+    }
+    assert_eq!(argument(PackerConfig { delay_price: Some(0.1), ..good.clone() }).argument(), "delay_price");
+    let thresholds = PackerConfig { outlier_thresholds: vec![10], ..good_price };
+    assert_eq!(argument(thresholds).argument(), "outlier_thresholds");
     let infinite = CostModel::analytic(1e300, 0.0, Mask::Causal).unwrap();
     assert_eq!(argument(PackerConfig { cost_model: infinite, ..good }).argument(), "cost_model");
 }

@@ -22,12 +22,28 @@ fn full() -> Packer {
         oversize: Oversize::Split,
         outlier_thresholds: vec![40, 80],
         release: Release::Fifo,
+        delay_price: None,
         max_delay: Some(4),
         cost_model: CostModel::analytic(0.5, 10.0, Mask::Causal).unwrap(),
     };
     let events = [Event::Push(vec![50, 7, 90, 30, 30]), Event::Push(vec![39; 12]), Event::Push(vec![85, 39, 250])];
     let packer = run(&config, &events);
     assert!(packer.queue().levels().iter().all(|level| !level.is_empty()) && !packer.carried().is_empty());
+    packer
+}
+
+/// A packer that finds what has to wait, with documents waiting and one carried over.
+fn adaptive() -> Packer {
+    let config = PackerConfig {
+        outlier_thresholds: Vec::new(),
+        release: Release::Adaptive,
+        delay_price: Some(0.01),
+        max_delay: Some(1),
+        ..full().config().clone()
+    };
+    // More than fits, so that some is late.
+    let packer = run(&config, &[Event::Push(vec![100; 7]), Event::Push(vec![50, 90])]);
+    assert!(!packer.queue().is_empty() && !packer.carried().is_empty());
     packer
 }
 
@@ -134,7 +150,12 @@ fn any_byte_changed_anywhere_is_noticed() {
 
 #[test]
 fn any_leaf_changed_or_missing_is_noticed() {
-    let packer = full();
+    for packer in [full(), adaptive()] {
+        every_leaf_counts(&packer);
+    }
+}
+
+fn every_leaf_counts(packer: &Packer) {
     let state: Value = serde_json::from_str(&packer.save()).unwrap();
     let mut paths = Vec::new();
     leaves(&state, "", &mut paths);
@@ -142,7 +163,7 @@ fn any_leaf_changed_or_missing_is_noticed() {
         for variant in variants(state.pointer(path).unwrap()) {
             let mut changed = state.clone();
             *changed.pointer_mut(path).unwrap() = variant;
-            refused_or_equal(&changed.to_string(), &packer);
+            refused_or_equal(&changed.to_string(), packer);
         }
         let (parent, key) = path.rsplit_once('/').unwrap();
         let mut without = state.clone();
@@ -151,7 +172,7 @@ fn any_leaf_changed_or_missing_is_noticed() {
             Value::Object(items) => drop(items.remove(key)),
             _ => unreachable!("a leaf stands in an array or an object"),
         }
-        refused_or_equal(&without.to_string(), &packer);
+        refused_or_equal(&without.to_string(), packer);
     }
 }
 
@@ -184,6 +205,20 @@ fn forged_contradictions_are_refused() {
         let forged = sign(&text.replacen(from, to, 1));
         assert!(matches!(Packer::load(&forged), Err(Error::State { .. })), "accepted: {why}");
     }
+    let text = adaptive().save();
+    let contradictions = [
+        ("\"delay_price\":0.01,", "", "an adaptive packer without a price"),
+        ("\"release\":\"adaptive\"", "\"release\":\"fifo\"", "a price without a meaning"),
+        ("\"delay_price\":0.01", "\"delay_price\":-0.01", "a price below nothing"),
+        ("\"outlier_thresholds\":[]", "\"outlier_thresholds\":[40]", "a threshold without a meaning"),
+        ("\"queues\":[{", "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[]},{", "two levels"),
+    ];
+    for (from, to, why) in contradictions {
+        assert!(text.contains(from), "{from} is not in {text}");
+        let forged = sign(&text.replacen(from, to, 1));
+        assert!(matches!(Packer::load(&forged), Err(Error::State { .. })), "accepted: {why}");
+    }
+    let text = full().save();
     let other = full().config().fingerprint().chars().rev().collect::<String>();
     let forged = sign_digest(&text.replacen(&full().config().fingerprint(), &other, 1)).unwrap();
     assert!(matches!(Packer::load(&forged), Err(Error::State { path, .. }) if path == "fingerprint"));

@@ -7,7 +7,9 @@ use std::time::Duration;
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use wlb_core::packing::adaptive::DELAY_PRICE;
 use wlb_core::packing::metrics::Metrics;
+use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig};
 use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
 
@@ -37,8 +39,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
 ///     cost_model: what documents cost.
 ///     outlier_thresholds: tokens, ascending; () holds nothing back. :func:`tune_outlier_thresholds` finds good ones.
-///     release: which waiting documents join a batch; "fifo" is the paper's rule.
-///     max_delay: iterations after which a waiting document joins whatever its level holds; ``None``: no limit.
+///     release: which waiting documents join a batch; "fifo" is the paper's rule, above. "adaptive" knows no thresholds: it holds the
+///         longest documents back, new or waiting, as many as balance is worth at ``delay_price``, and light ones while
+///         there is no room for them. It balances better and waits less; ``outlier_thresholds`` must be ().
+///     delay_price: with "adaptive": imbalance that the first iteration of waiting of a global batch of tokens
+///         (``num_micro_batches * max_document_tokens``) costs, the second twice that...; default 0.03. Higher waits less.
+///     max_delay: iterations after which a waiting document joins whatever else waits; ``None``: no limit. "adaptive" keeps it
+///         exactly if each push by itself fits into the micro-batches, placed longest first where the tokens are fewest.
 ///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
 ///     oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
 ///
@@ -106,9 +113,9 @@ impl Packer {
     #[new]
     #[pyo3(
         signature = (*, num_micro_batches, max_tokens, cost_model, outlier_thresholds = None, release = "fifo",
-                     max_delay = None, max_document_tokens = None, oversize = "error"),
+                     delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error"),
         text_signature = "(*, num_micro_batches, max_tokens, cost_model, outlier_thresholds=(), release='fifo', \
-                          max_delay=None, max_document_tokens=None, oversize='error')"
+                          delay_price=None, max_delay=None, max_document_tokens=None, oversize='error')"
     )]
     #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn new(
@@ -117,14 +124,17 @@ impl Packer {
         cost_model: &Bound<'_, CostModel>,
         outlier_thresholds: Option<&Bound<'_, PyAny>>,
         release: &str,
+        delay_price: Option<f64>,
         max_delay: Option<&Bound<'_, PyAny>>,
         max_document_tokens: Option<&Bound<'_, PyAny>>,
         oversize: &str,
     ) -> PyResult<Self> {
         let thresholds = outlier_thresholds.map_or(Ok(Vec::new()), thresholds)?;
+        let release: Release = release.parse().map_err(raise)?;
         let packer = Core::new(PackerConfig {
             outlier_thresholds: thresholds,
-            release: release.parse().map_err(raise)?,
+            release,
+            delay_price: delay_price.or((release == Release::Adaptive).then_some(DELAY_PRICE)),
             oversize: oversize.parse().map_err(raise)?,
             ..config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens)?
         });
@@ -179,7 +189,7 @@ impl Packer {
         self.lock().pending()
     }
 
-    /// Documents that wait in each level.
+    /// Documents that wait in each level; one level with "adaptive".
     #[getter]
     fn queued<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let levels: Vec<usize> = self.lock().queue().levels().iter().map(|level| level.len()).collect();
@@ -221,6 +231,18 @@ impl Packer {
     fn outlier_thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let thresholds = self.lock().config().outlier_thresholds.clone();
         PyTuple::new(py, thresholds)
+    }
+
+    /// Which waiting documents join a batch: "fifo" or "adaptive".
+    #[getter]
+    fn release(&self) -> &'static str {
+        self.lock().config().release.as_str()
+    }
+
+    /// What waiting costs with "adaptive"; ``None`` with "fifo".
+    #[getter]
+    fn delay_price(&self) -> Option<f64> {
+        self.lock().config().delay_price
     }
 
     /// Iterations after which a waiting document is released; ``None``: no limit.
@@ -276,10 +298,13 @@ impl Packer {
         let packer = self.lock();
         let config = packer.config();
         format!(
-            "Packer(num_micro_batches={}, max_tokens={}, outlier_thresholds={:?}, iteration={}, pending={})",
+            "Packer(num_micro_batches={}, max_tokens={}, {}, iteration={}, pending={})",
             config.num_micro_batches,
             config.max_tokens,
-            config.outlier_thresholds,
+            match config.delay_price {
+                Some(price) => format!("release='adaptive', delay_price={price}"),
+                None => format!("outlier_thresholds={:?}", config.outlier_thresholds),
+            },
             packer.iteration(),
             packer.pending(),
         )
@@ -306,7 +331,8 @@ fn config(
             .map_or(Ok(max_tokens), |limit| positive("max_document_tokens", limit))?,
         oversize: Oversize::default(),
         outlier_thresholds: Vec::new(),
-        release: Default::default(),
+        release: Release::default(),
+        delay_price: None,
         max_delay: max_delay.map(|delay| size("max_delay", delay, 0, i64::MAX)).transpose()?.map(|delay| delay as u64),
         cost_model: cost_model.get().0.clone(),
     })

@@ -65,25 +65,20 @@ impl Question {
             );
             return Err(refuse("costs", None, None, problem));
         }
-        let like = |argument, object: Option<&Bound<'_, PyAny>>, expected: &[usize]| {
+        let like = |argument, object: Option<&Bound<'_, PyAny>>, expected: &[usize], or_one: bool| {
             let Some(object) = object else { return Ok(None) };
-            let (values, found) = floats_of_shape(argument, object, expected.len()..=expected.len())?;
-            if found == expected {
+            let least = if or_one { 0 } else { expected.len() };
+            let (values, found) = floats_of_shape(argument, object, least..=expected.len())?;
+            if found == expected || or_one && found.is_empty() {
                 return Ok(Some(values));
             }
             let problem = format!("has shape {found:?}, but costs ask for {expected:?}");
             Err(refuse(argument, None, None, problem))
         };
         let per_micro_batch = &shape[..=leading];
-        let p2p_seconds = match arguments.p2p_seconds {
-            None => vec![0.0],
-            Some(object) => match object.extract::<f64>() {
-                Ok(seconds) => vec![seconds],
-                Err(_) => like("p2p_seconds", Some(object), per_micro_batch)?.unwrap_or_default(),
-            },
-        };
-        let activation = like("activation", arguments.activation, per_micro_batch)?;
-        let exposed = like("exposed", arguments.exposed, &shape)?;
+        let p2p_seconds = like("p2p_seconds", arguments.p2p_seconds, per_micro_batch, true)?.unwrap_or(vec![0.0]);
+        let activation = like("activation", arguments.activation, per_micro_batch, false)?;
+        let exposed = like("exposed", arguments.exposed, &shape, false)?;
         Ok(Self { layout, costs, shape, leading, p2p_seconds, activation, exposed })
     }
 

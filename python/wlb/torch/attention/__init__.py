@@ -9,12 +9,12 @@ from torch import Tensor
 import wlb
 from wlb.torch.attention import arguments, kernels, plans
 from wlb.torch.attention.all_gather import AllGather
-from wlb.torch.attention.arguments import Transport
+from wlb.torch.attention.arguments import Transport, max_cp_size
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.ring import Ring
 
-__all__ = ["context_parallel_attention", "prepare_attention"]
+__all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention"]
 
 
 def context_parallel_attention(

@@ -78,13 +78,43 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard, rank: int) 
 
 def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) -> None:
     """`degree` ranks can share the heads."""
-    if heads % degree or (kv_heads % degree and degree % kv_heads):
+    if not _shared(degree, heads, kv_heads):
         raise error(
             "ulysses_size" if transport == "usp" else "transport",
             f"{transport!r}: {degree} ranks cannot share {heads} heads and {kv_heads} key heads; their number must "
             "divide the heads, and divide the key heads or be a multiple of them",
             value=degree,
         )
+
+
+def max_cp_size(transport: Transport, *, num_heads: int, num_kv_heads: int | None = None) -> int | None:
+    """The largest context-parallel group, a power of two, that the heads of a model allow: a limit for plans.
+
+    Smaller powers of two are then allowed as well. For `wlb.plan_dynamic_cp(max_cp_size=...)`.
+
+    Args:
+        transport: As attention will be called. `usp` exchanges heads in blocks that are chosen apart: no limit.
+        num_heads: Query heads on one rank: divided by the tensor-parallel ranks.
+        num_kv_heads: Key heads on one rank; `num_heads` if None.
+
+    Returns:
+        None where any group can do it.
+
+    Raises:
+        WlbError: no such transport.
+    """
+    if transport not in get_args(Transport):
+        raise error("transport", f"= {transport!r}: one of {', '.join(get_args(Transport))}", value=transport)
+    if transport != "ulysses":
+        return None
+    size = 1
+    while _shared(2 * size, num_heads, num_heads if num_kv_heads is None else num_kv_heads):
+        size *= 2
+    return size
+
+
+def _shared(degree: int, heads: int, kv_heads: int) -> bool:
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
 def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, alibi_slopes: Tensor | None) -> None:

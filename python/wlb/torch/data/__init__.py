@@ -8,6 +8,7 @@ a run goes on exactly where it stopped, on another number of ranks or workers to
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.documents import Document, Documents, Piece
+from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -18,6 +19,8 @@ __all__ = [
     "BalancedStream",
     "Document",
     "Documents",
+    "DynamicCpLoader",
+    "DynamicCpStep",
     "PackedBatch",
     "Piece",
     "Step",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -31,6 +31,8 @@ class PackedBatch:
         cp_rank: The rank whose tokens these are.
         document_ids: int64 [documents], in packed order.
         num_valid_tokens: Labels that are not IGNORE, on all context-parallel ranks together.
+        cp_first_rank: First rank of its context-parallel group among the data x context ranks, where the plan chose a
+            group for this micro-batch (`ContextParallelGroups.of` finds it); None: the group is that of the mesh.
     """
 
     tokens: Tensor
@@ -42,6 +44,42 @@ class PackedBatch:
     cp_rank: int
     document_ids: Tensor
     num_valid_tokens: int
+    cp_first_rank: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        document_ids: Sequence[int] | NDArray[np.int64],
+        shard: wlb.Shard,
+        cp_rank: int,
+        num_valid_tokens: int,
+        cp_first_rank: int | None = None,
+        position_ids: Tensor | None = None,
+    ) -> PackedBatch:
+        """One of what this rank holds; all that follows from `shard` is made here."""
+        device = tokens.device
+        if position_ids is None:
+            position_ids = torch.from_numpy(shard.rank(cp_rank).position_ids.astype(np.int64)).to(device)
+        return cls(
+            tokens=tokens,
+            labels=labels,
+            position_ids=position_ids,
+            cu_seqlens=torch.from_numpy(cumulative(shard.lengths)).to(device),
+            max_seqlen=int(shard.lengths.max(initial=0)),
+            shard=shard,
+            cp_rank=cp_rank,
+            document_ids=torch.tensor(document_ids, dtype=torch.int64, device=device),
+            num_valid_tokens=num_valid_tokens,
+            cp_first_rank=cp_first_rank,
+        )
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks of its context-parallel group."""
+        return self.shard.cp_size
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
         """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
@@ -54,7 +92,8 @@ class PackedBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker hands over every tensor through a socket, half a millisecond each: one is enough.
         rows = torch.stack([self.tokens, self.labels, self.position_ids])
-        return _from_rows, (rows, self.document_ids.tolist(), self.shard, self.cp_rank, self.num_valid_tokens)
+        ids, valid = self.document_ids.tolist(), self.num_valid_tokens
+        return _from_rows, (rows, ids, self.shard, self.cp_rank, valid, self.cp_first_rank)
 
     def _map(self, work: Callable[[Tensor], Tensor]) -> PackedBatch:
         return replace(
@@ -68,20 +107,23 @@ class PackedBatch:
 
 
 def _from_rows(
-    rows: Tensor, document_ids: list[int], shard: wlb.Shard, cp_rank: int, num_valid_tokens: int
+    rows: Tensor,
+    document_ids: list[int],
+    shard: wlb.Shard,
+    cp_rank: int,
+    num_valid_tokens: int,
+    cp_first_rank: int | None,
 ) -> PackedBatch:
     tokens, labels, position_ids = rows
-    cu_seqlens = cumulative(shard.lengths)
-    return PackedBatch(
-        tokens=tokens,
-        labels=labels,
-        position_ids=position_ids,
-        cu_seqlens=torch.from_numpy(cu_seqlens).to(rows.device),
-        max_seqlen=int(shard.lengths.max(initial=0)),
+    return PackedBatch.of(
+        tokens,
+        labels,
+        document_ids=document_ids,
         shard=shard,
         cp_rank=cp_rank,
-        document_ids=torch.tensor(document_ids, dtype=torch.int64, device=rows.device),
         num_valid_tokens=num_valid_tokens,
+        cp_first_rank=cp_first_rank,
+        position_ids=position_ids,
     )
 
 

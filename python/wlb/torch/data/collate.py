@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 import wlb
 from wlb._errors import error
-from wlb.torch.data.batch import IGNORE, PackedBatch, cumulative
+from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.documents import Document, as_document, token_array
 
 
@@ -65,25 +65,29 @@ def collate(
     if not 0 <= cp_rank < cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
-    cu_seqlens = cumulative(lengths)
-    following = [IGNORE if document.next_token is None else document.next_token for document in named]
-    # One more than the tokens: labels are the same array, one further on.
-    packed = np.empty(shard.num_tokens + 1, np.int64)
-    if arrays:
-        np.concatenate(arrays, out=packed[:-1], casting="unsafe")
-    tokens, labels = packed[:-1], packed[1:].copy()
-    labels[cu_seqlens[1:] - 1] = following
-    rank = shard.rank(cp_rank)
+    tokens, labels = packed(arrays, named)
     if cp_size > 1:  # one rank alone holds the packed sequence as it is
-        tokens, labels = tokens[rank.token_indices], labels[rank.token_indices]
-    return PackedBatch(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        position_ids=torch.from_numpy(rank.position_ids.astype(np.int64)),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
-        max_seqlen=int(lengths.max(initial=0)),
+        indices = shard.rank(cp_rank).token_indices
+        tokens, labels = tokens[indices], labels[indices]
+    return PackedBatch.of(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        document_ids=ids,
         shard=shard,
         cp_rank=cp_rank,
-        document_ids=torch.from_numpy(ids),
-        num_valid_tokens=shard.num_tokens - following.count(IGNORE),
+        num_valid_tokens=shard.num_tokens - sum(document.next_token is None for document in named),
     )
+
+
+def packed(
+    arrays: Sequence[NDArray[Any]], documents: Sequence[Document]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of documents one after the other, and their labels: int64 [tokens] each. `arrays` are their tokens."""
+    ends = np.cumsum([array.size for array in arrays], dtype=np.int64)
+    # One more than the tokens: labels are the same array, one further on.
+    sequence = np.empty((int(ends[-1]) if arrays else 0) + 1, np.int64)
+    if arrays:
+        np.concatenate(arrays, out=sequence[:-1], casting="unsafe")
+    tokens, labels = sequence[:-1], sequence[1:].copy()
+    labels[ends - 1] = [IGNORE if document.next_token is None else document.next_token for document in documents]
+    return tokens, labels

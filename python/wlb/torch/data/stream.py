@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 import wlb
 from wlb._errors import error
 from wlb.torch.data.documents import Document, cut, token_array
 from wlb.torch.data.packer import StepPacker
+from wlb.torch.data.peers import Peers, told
 from wlb.torch.data.sampler import batch_tokens
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
@@ -69,9 +68,8 @@ class BalancedStream(Generic[T]):
         group: dist.ProcessGroup | None = None,
         tokens_per_batch: int | None = None,
     ) -> None:
-        self._group = group
-        self._rank = 0 if group is None else group.rank()
-        self._size = 1 if group is None else group.size()
+        self._peers = Peers(group)
+        self._rank, self._size = self._peers.rank, self._peers.size
         if packer.num_micro_batches % self._size:
             message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
             raise error("group", message, value=self._size)
@@ -139,7 +137,7 @@ class BalancedStream(Generic[T]):
                 if waiting.tokens is not None
             },
         }
-        parts = self._gather(mine)
+        parts = self._peers.gather(mine)
         streams = {number: state for part in parts for number, state in part["streams"].items()}
         tokens = {id: text for part in parts for id, text in part["waiting"].items()}
         return {
@@ -208,9 +206,9 @@ class BalancedStream(Generic[T]):
                 read[number] = stream.read(share, number)
         except Exception as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
-        parts = self._gather(
+        parts = self._peers.gather(
             {
-                "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+                "failure": told(failure),
                 "agreement": (
                     self._config.fingerprint,
                     self._config.num_micro_batches,
@@ -222,13 +220,8 @@ class BalancedStream(Generic[T]):
                 "ended": {number: stream.ended for number, stream in self._own_streams()},
             }
         )
-        failures = [f"rank {rank}: {part['failure']}" for rank, part in enumerate(parts) if part["failure"]]
-        if failures:
-            raise error("streams", f"failed on {'; '.join(failures)}") from failure
-        others = [rank for rank, part in enumerate(parts) if part["agreement"] != parts[0]["agreement"]]
-        if others:
-            what = "packer, tokens_per_batch, number of streams or step"
-            raise error("group", f"has ranks {others} with another {what} than rank 0", value=others)
+        what = "packer, tokens_per_batch, number of streams or step"
+        self._peers.agree(parts, failure, argument="streams", what=what)
 
         new = []
         for number, stream in enumerate(self._streams):
@@ -267,36 +260,12 @@ class BalancedStream(Generic[T]):
                     here.append((source, id, start, continued))
             if destination == self._rank:
                 expected.append(here)
-        arrived = self._all_to_all(outgoing, incoming)
+        arrived = self._peers.all_to_all(outgoing, incoming)
+        self.tokens_moved += sum(map(sum, incoming))
         return [
             [row if isinstance(row, Document) else _received(next(arrived[row[0]]), *row[1:]) for row in here]
             for here in expected
         ]
-
-    def _all_to_all(
-        self, outgoing: list[list[NDArray[Any]]], incoming: list[list[int]]
-    ) -> list[Iterator[NDArray[np.int64]]]:
-        """Arrays by source, in the order in which the plan lists them."""
-        if self._group is None:
-            return []
-        device = torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
-        sent = [array.astype(np.int64, copy=False) for arrays in outgoing for array in arrays]
-        tokens = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *sent])).to(device)
-        counts = [sum(sizes) for sizes in incoming]
-        received: Tensor = torch.empty(sum(counts), dtype=torch.int64, device=device)
-        given = [sum(array.size for array in arrays) for arrays in outgoing]
-        dist.all_to_all_single(received, tokens, counts, given, group=self._group)
-        self.tokens_moved += received.numel()
-        by_source = np.split(received.cpu().numpy(), np.cumsum(counts)[:-1])
-        return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
-
-    def _gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """`mine` of every rank."""
-        if self._group is None:
-            return [mine]
-        parts: list[Any] = [None] * self._size
-        dist.all_gather_object(parts, mine, group=self._group)
-        return parts
 
 
 @dataclass

@@ -34,7 +34,7 @@ impl Ladder {
         ladder
     }
 
-    /// Index of the least weight, the lowest index of several.
+    /// Index of the least weight, the lowest index of several. There is one as long as not all are taken out.
     #[inline]
     pub(crate) fn lightest(&self) -> usize {
         self.rungs[self.end() as usize].heavier as usize
@@ -59,12 +59,22 @@ impl Ladder {
         std::iter::successors(heavier(&self.end()), heavier).map(|index| index as usize)
     }
 
+    /// Takes one out, until its weight is set again.
+    pub(super) fn remove(&mut self, index: usize) {
+        let heavier = self.unlink(index);
+        let index = index as u32;
+        if self.finger == index {
+            self.finger = heavier;
+        }
+        // So that unlinking it once more changes no other.
+        let rung = &mut self.rungs[index as usize];
+        (rung.lighter, rung.heavier) = (index, index);
+    }
+
     /// Sets one weight.
     #[inline]
     pub(crate) fn set(&mut self, index: usize, weight: f64) {
-        let Rung { lighter, heavier, .. } = self.rungs[index];
-        self.rungs[lighter as usize].heavier = heavier;
-        self.rungs[heavier as usize].lighter = lighter;
+        let heavier = self.unlink(index);
         let index = index as u32;
         let mut above = if self.finger == index { heavier } else { self.finger };
         self.rungs[index as usize].weight = weight;
@@ -81,6 +91,15 @@ impl Ladder {
         }
         self.insert_below(index, above);
         self.finger = index;
+    }
+
+    /// Closes the list over a rung. Gives the next one.
+    #[inline]
+    fn unlink(&mut self, index: usize) -> u32 {
+        let Rung { lighter, heavier, .. } = self.rungs[index];
+        self.rungs[lighter as usize].heavier = heavier;
+        self.rungs[heavier as usize].lighter = lighter;
+        heavier
     }
 
     fn end(&self) -> u32 {
@@ -113,14 +132,22 @@ mod tests {
         #[test]
         fn keeps_its_order_through_any_changes(
             start in proptest::collection::vec(0_u8..9, 1..12),
-            changes in proptest::collection::vec((any::<prop::sample::Index>(), 0_u8..9), 0..40),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), prop_oneof![4 => (0_u8..9).prop_map(Some), 1 => Just(None)]), 0..40),
         ) {
             let mut weights: Vec<f64> = start.into_iter().map(f64::from).collect();
             let mut ladder = Ladder::new(weights.clone().into_iter());
-            for (index, weight) in changes {
+            for (index, change) in changes {
                 let index = index.index(weights.len());
-                weights[index] = f64::from(weight);
-                ladder.set(index, weights[index]);
+                // One that was taken out weighs nothing that is ever the least.
+                weights[index] = change.map_or(f64::INFINITY, f64::from);
+                match change {
+                    Some(_) => ladder.set(index, weights[index]),
+                    None => ladder.remove(index),
+                }
+                if weights.iter().all(|weight| weight.is_infinite()) {
+                    ladder.set(index, 0.0);
+                    weights[index] = 0.0;
+                }
                 let least = weights.iter().copied().fold(f64::INFINITY, f64::min);
                 let first = weights.iter().position(|&weight| weight == least);
                 prop_assert_eq!(Some(ladder.lightest()), first);

@@ -3,10 +3,12 @@
 //! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`]; a
 //! [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
 
+pub mod adaptive;
 pub(crate) mod deal;
 mod exchange;
 mod fixed_length;
 pub(crate) mod ladder;
+mod level;
 pub mod metrics;
 mod original;
 pub mod outlier_queue;

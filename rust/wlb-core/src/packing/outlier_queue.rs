@@ -13,6 +13,8 @@ named_choices! {
         /// Each level lets its oldest `N` go while it holds that many (WLB-LLM).
         #[default]
         Fifo = "fifo",
+        /// All but the longest, as many of which wait as balance is worth ([`super::adaptive`]).
+        Adaptive = "adaptive",
     }
 }
 

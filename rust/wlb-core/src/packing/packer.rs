@@ -9,8 +9,10 @@ use crate::error::{Error, Result, check_range, named_choices};
 use crate::lengths::{Lengths, MAX_TOKENS};
 use crate::longest_first::longest_first_of;
 
+use super::adaptive;
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Release, Waiting};
+use super::placement::Placement;
 use super::plan::{Packing, Piece};
 use super::stream::{check_pieces, split};
 use super::var_length::Bins;
@@ -45,10 +47,14 @@ pub struct PackerConfig {
     pub max_document_tokens: i32,
     /// What happens to longer ones.
     pub oversize: Oversize,
-    /// Where the levels of the queue begin, ascending; documents below the first never wait.
+    /// Where the levels of the queue begin, ascending; documents below the first never wait. None under
+    /// [`Release::Adaptive`], where whatever waits waits in one level.
     pub outlier_thresholds: Vec<i32>,
     /// Which waiting documents join a batch.
     pub release: Release,
+    /// What waiting costs ([`super::adaptive`]): given under [`Release::Adaptive`], and only there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delay_price: Option<f64>,
     /// Iterations after which a waiting document joins whatever its level holds.
     pub max_delay: Option<u64>,
     /// What documents cost.
@@ -77,6 +83,7 @@ impl PackerConfig {
             let (argument, value) = ("outlier_thresholds", f64::from(threshold));
             return Err(Error::Entry { argument, index, value, requirement });
         }
+        self.check_release()?;
         if let Some(delay) = self.max_delay {
             check_range("max_delay", i64::try_from(delay).unwrap_or(i64::MAX), 0, MAX_ITERATION as i64)?;
         }
@@ -88,6 +95,33 @@ impl PackerConfig {
             return Err(Error::Number { argument: "cost_model", value, requirement });
         }
         Ok(())
+    }
+
+    fn check_release(&self) -> Result<()> {
+        let wrong = |argument, requirement| Err(Error::Combination { argument, requirement });
+        match (self.release, self.delay_price) {
+            (Release::Fifo, None) => Ok(()),
+            (Release::Fifo, Some(_)) => wrong("delay_price", "has a meaning only with release=\"adaptive\""),
+            (Release::Adaptive, _) if !self.outlier_thresholds.is_empty() => {
+                wrong("outlier_thresholds", "have no meaning with release=\"adaptive\", which finds what has to wait")
+            }
+            (Release::Adaptive, None) => wrong("delay_price", "is needed with release=\"adaptive\""),
+            (Release::Adaptive, Some(price)) if price.is_finite() && price >= 0.0 => Ok(()),
+            (Release::Adaptive, Some(value)) => Err(Error::Number {
+                argument: "delay_price",
+                value,
+                requirement: "must be a finite number, 0 or above",
+            }),
+        }
+    }
+
+    /// An empty queue for what waits.
+    pub(super) fn queue(&self) -> OutlierQueue {
+        match self.release {
+            Release::Fifo => OutlierQueue::new(&self.outlier_thresholds),
+            // Any document may wait.
+            Release::Adaptive => OutlierQueue::new(&[1]),
+        }
     }
 
     /// A hash of everything that must not change on resume: all but the number of micro-batches.
@@ -118,7 +152,7 @@ impl Packer {
     /// As [`PackerConfig::check`].
     pub fn new(config: PackerConfig) -> Result<Self> {
         config.check()?;
-        let queue = OutlierQueue::new(&config.outlier_thresholds);
+        let queue = config.queue();
         Ok(Self { config, iteration: 0, next_id: Some(0), queue, carried: Vec::new(), metrics: Metrics::default() })
     }
 
@@ -197,7 +231,13 @@ impl Packer {
             }
         }
         self.next_id = next_id;
-        self.queue.release(self.config.num_micro_batches, arrived, self.config.max_delay, &mut batch.pieces);
+        match self.config.release {
+            Release::Fifo => {
+                self.queue.release(self.config.num_micro_batches, arrived, self.config.max_delay, &mut batch.pieces);
+            }
+            // Those that do not leave come back.
+            Release::Adaptive => self.queue.release_all(&mut batch.pieces),
+        }
         batch.released = batch.pieces.len() - batch.carried;
 
         let mut listed: Vec<(usize, usize)> = Vec::with_capacity(lengths.len());
@@ -236,36 +276,40 @@ impl Packer {
         packings
     }
 
-    /// Algorithm 1's placement. What is carried over goes first, so that nothing is carried for ever: the first of
-    /// it meets empty micro-batches. Then what is due by `max_delay`, so that it is not crowded out.
+    /// What is carried over goes first, so that nothing is carried for ever: the first of it meets empty micro-batches. Then
+    /// what is due by `max_delay`, so that it is not crowded out.
     fn pack(&mut self, batch: Batch, flushed: bool) -> Packing {
         let Batch { pieces, carried, released } = batch;
+        let config = &self.config;
         let due = |index: usize| {
             let waited = self.iteration - pieces[index].arrived;
-            self.config.max_delay.is_some_and(|delay| waited >= delay)
+            config.max_delay.is_some_and(|delay| waited >= delay)
         };
         let first_new = carried + released;
         let of_length = |index: usize| (index, pieces[index].piece.length);
         let overdue = longest_first_of((carried..first_new).filter(|&index| due(index)).map(of_length));
-        let others = longest_first_of((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
-
-        let config = &self.config;
-        let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);
-        let mut place = |index: usize| {
-            let length = pieces[index].piece.length;
-            bins.place(index, length, config.cost_model.cost(length));
+        let urgent = (0..carried).chain(overdue.map(|(_, index)| index));
+        let placement = if config.release == Release::Fifo || flushed {
+            let others =
+                longest_first_of((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
+            algorithm_1(&pieces, urgent.chain(others.map(|(_, index)| index)), config)
+        } else {
+            adaptive::place(&pieces, &urgent.collect::<Vec<usize>>(), self.iteration, config)
         };
-        (0..carried).for_each(&mut place);
-        overdue.chain(others).for_each(|(_, index)| place(index));
 
-        self.carried = bins.placement.leftover.iter().map(|&index| pieces[index]).collect();
-        let assignment = &bins.placement.assignment;
+        self.carried = placement.leftover.iter().map(|&index| pieces[index]).collect();
+        let assignment = &placement.assignment;
         let emitted = pieces.iter().zip(assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
         let delays: Vec<(i32, u64)> =
             emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration - waiting.arrived)).collect();
         let piece = |index: usize| pieces[index].piece;
-        let packing =
-            bins.placement.into_packing(Some(Method::VarLength), config.max_tokens, &config.cost_model, piece);
+        if config.release == Release::Adaptive && !flushed {
+            let mut waits: Vec<bool> = assignment.iter().map(|&micro_batch| micro_batch < 0).collect();
+            placement.leftover.iter().for_each(|&index| waits[index] = false);
+            let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
+            held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
+        }
+        let packing = placement.into_packing(Some(Method::VarLength), config.max_tokens, &config.cost_model, piece);
         self.metrics.record(&packing, flushed, delays.into_iter());
         self.iteration += 1;
         packing
@@ -336,6 +380,16 @@ impl Packer {
             }
         }
     }
+}
+
+/// Algorithm 1's placement, in the given order.
+fn algorithm_1(pieces: &[Waiting], order: impl Iterator<Item = usize>, config: &PackerConfig) -> Placement {
+    let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);
+    for index in order {
+        let length = pieces[index].piece.length;
+        bins.place(index, length, config.cost_model.cost(length));
+    }
+    bins.placement
 }
 
 /// The documents of one iteration in listing order: carried over, released, new.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result, from_json};
 
 use super::metrics::Metrics;
-use super::outlier_queue::{OutlierQueue, Waiting};
+use super::outlier_queue::Waiting;
 use super::packer::{MAX_ITERATION, Packer, PackerConfig};
 use super::plan::Piece;
 
@@ -100,7 +100,7 @@ impl Packer {
             let problem = format!("document {id} waits with {length} tokens, but max_document_tokens = {limit}");
             return Err(Error::State { path: "queues".to_owned(), problem });
         }
-        self.queue = OutlierQueue::new(&config.outlier_thresholds);
+        self.queue = config.queue();
         for waiting in waiting {
             match self.queue.level(waiting.piece.length) {
                 Some(level) => self.queue.push(level, waiting),
@@ -150,11 +150,11 @@ impl State {
         if let Some(problem) = self.metrics.problem() {
             return wrong("metrics", problem);
         }
-        if self.queues.len() != self.config.outlier_thresholds.len() {
-            return wrong("queues", "there is not one for each threshold");
-        }
         let carried = self.carried.waiting("carried", &self)?;
-        let mut queue = OutlierQueue::new(&self.config.outlier_thresholds);
+        let mut queue = self.config.queue();
+        if self.queues.len() != queue.levels().len() {
+            return wrong("queues", "there is not one for each level");
+        }
         for (level, columns) in self.queues.iter().enumerate() {
             let path = format!("queues[{level}]");
             let waiting = columns.waiting(&path, &self)?;
@@ -246,6 +246,7 @@ fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
             ("oversize", config.oversize.as_str().to_owned()),
             ("outlier_thresholds", format!("{:?}", config.outlier_thresholds)),
             ("release", config.release.as_str().to_owned()),
+            ("delay_price", config.delay_price.map_or("None".to_owned(), |price| price.to_string())),
             ("max_delay", config.max_delay.map_or("None".to_owned(), |delay| delay.to_string())),
             ("cost_model", serde_json::to_string(&config.cost_model).unwrap_or_default()),
         ]

@@ -45,14 +45,38 @@ impl Bins {
     #[inline]
     pub(super) fn place(&mut self, index: usize, length: i32, cost: f64) {
         let mut micro_batch = self.by_cost.lightest();
-        if self.placement.tokens[micro_batch] + i64::from(length) > self.max_tokens {
+        if !self.has_room(micro_batch, length) {
             micro_batch = self.fewest_tokens();
-            if self.placement.tokens[micro_batch] + i64::from(length) > self.max_tokens {
+            if !self.has_room(micro_batch, length) {
                 self.placement.leftover.push(index);
                 return;
             }
             self.placement.length_fallbacks += 1;
         }
+        self.put(index, micro_batch, length, cost);
+    }
+
+    /// Puts a document where the tokens are fewest; else leaves it over.
+    ///
+    /// Documents that all find room in this way find it too when some of them are taken away (no micro-batch gets longer then);
+    /// that does not hold of [`Bins::place`].
+    pub(super) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
+        let micro_batch = self.fewest_tokens();
+        if self.has_room(micro_batch, length) {
+            self.placement.length_fallbacks += usize::from(micro_batch != self.by_cost.lightest());
+            self.put(index, micro_batch, length, cost);
+        } else {
+            self.placement.leftover.push(index);
+        }
+    }
+
+    #[inline]
+    fn has_room(&self, micro_batch: usize, length: i32) -> bool {
+        self.placement.tokens[micro_batch] + i64::from(length) <= self.max_tokens
+    }
+
+    #[inline]
+    fn put(&mut self, index: usize, micro_batch: usize, length: i32, cost: f64) {
         self.placement.put(index, micro_batch, length, cost);
         self.by_cost.set(micro_batch, self.placement.costs[micro_batch]);
         if let Some(by_tokens) = &mut self.by_tokens {

@@ -103,7 +103,8 @@ impl Search<'_> {
         true
     }
 
-    /// Swaps and moves inside a row until none helps.
+    /// Swaps and moves inside a row until none helps or nothing may be simulated any more: there are quadratically many,
+    /// too many even to pass over.
     fn settle(&mut self, row: &mut Row) {
         let count = row.order.len();
         row.settled = true;
@@ -111,12 +112,18 @@ impl Search<'_> {
         while again {
             again = false;
             for (i, j) in pairs(count) {
+                if self.left == 0 {
+                    return;
+                }
                 again |= self.attempt(row, |order| order.swap(i, j), |order| order.swap(i, j));
             }
             if again {
                 continue;
             }
             for (i, j) in pairs(count) {
+                if self.left == 0 {
+                    return;
+                }
                 again |= self.attempt(row, |order| order[i..=j].rotate_left(1), |order| order[i..=j].rotate_right(1));
                 again |= self.attempt(row, |order| order[i..=j].rotate_right(1), |order| order[i..=j].rotate_left(1));
             }
@@ -124,9 +131,6 @@ impl Search<'_> {
     }
 
     fn attempt(&mut self, row: &mut Row, change: impl Fn(&mut [usize]), undo: impl Fn(&mut [usize])) -> bool {
-        if self.left == 0 {
-            return false;
-        }
         change(&mut row.order);
         let seconds = self.seconds(&row.order);
         let better = seconds < row.seconds * WORTHWHILE;

@@ -4,6 +4,7 @@
 use std::cmp::Reverse;
 
 use wlb_core::packing::Piece;
+use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, PackerConfig};
 use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Mask};
@@ -326,6 +327,100 @@ fn best_exchange(
     best
 }
 
+/// The queues of a new packer: a level a threshold, or the one in which any document may wait.
+fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {
+    match config.release {
+        Release::Fifo => vec![Vec::new(); config.outlier_thresholds.len()],
+        Release::Adaptive => vec![Vec::new()],
+    }
+}
+
+/// The best of the eight cuts with the lowest bounds. Each is made, whole, from nothing. `others` are longest first.
+fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: u64, config: &PackerConfig) -> Plan {
+    let n = config.num_micro_batches;
+    let cost = |i: usize| config.cost_model.cost(listing[i].piece.length);
+    let debt = |i: usize| listing[i].piece.length as u128 * u128::from(iteration - listing[i].arrived + 1);
+    let price = |debt: u128| {
+        let global_batch = n as f64 * f64::from(config.max_document_tokens);
+        config.delay_price.unwrap() * debt as f64 / global_batch
+    };
+    let loss = |heaviest: f64, total: f64, debt: u128| {
+        let imbalance = if total > 0.0 { heaviest * n as f64 / total } else { 1.0 };
+        (imbalance - 1.0).max(0.0) + price(debt)
+    };
+    let heaviest = |costs: &[f64]| costs.iter().copied().fold(0.0, f64::max);
+    let alone = urgent_only(listing, urgent, config);
+
+    let mut cuts: Vec<(f64, usize)> = Vec::new();
+    for held in 0..=others.len() {
+        let leaves = &others[held..];
+        if leaves.is_empty() && alone.tokens.iter().sum::<i64>() == 0 {
+            continue;
+        }
+        let longest = leaves.first().map_or(0.0, |&i| cost(i)).max(heaviest(&alone.costs));
+        let of_others: f64 = leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
+        let total = alone.costs.iter().sum::<f64>() + of_others;
+        let tokens: i64 =
+            alone.tokens.iter().sum::<i64>() + leaves.iter().map(|&i| i64::from(listing[i].piece.length)).sum::<i64>();
+        let beyond = (tokens - n as i64 * i64::from(config.max_tokens)).max(0) as u128;
+        let waiting: u128 = others[..held].iter().map(|&i| debt(i)).sum();
+        cuts.push((loss(longest, total, waiting + if leaves.is_empty() { 0 } else { beyond }), held));
+    }
+    cuts.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+
+    let mut best: Option<(f64, usize, Plan)> = None;
+    for &(_, held) in cuts.iter().take(8) {
+        let mut plan = alone.clone();
+        let mut waiting: u128 = others[..held].iter().map(|&i| debt(i)).sum();
+        for &i in &others[held..] {
+            let length = i64::from(listing[i].piece.length);
+            let least_of_all = first_least(plan.costs.iter().copied().enumerate());
+            let with_room = (0..n).filter(|&j| plan.tokens[j] + length <= i64::from(config.max_tokens));
+            let least = first_least(with_room.map(|j| (j, plan.costs[j])));
+            let makes_heaviest = |j: usize| Some(j) != least_of_all && plan.costs[j] + cost(i) > heaviest(&plan.costs);
+            match least.filter(|&j| !makes_heaviest(j)) {
+                Some(j) => {
+                    plan.length_fallbacks += usize::from(Some(j) != least_of_all);
+                    plan.put(j, listing[i].piece, cost(i));
+                    plan.assignment[i] = j as i32;
+                }
+                None => waiting += debt(i),
+            }
+        }
+        let loss = loss(heaviest(&plan.costs), plan.costs.iter().sum(), waiting);
+        if best.as_ref().is_none_or(|(least, of, _)| loss < *least || (loss == *least && held < *of)) {
+            best = Some((loss, held, plan));
+        }
+    }
+    let mut plan = best.map_or(alone, |(_, _, plan)| plan);
+    for (j, listed) in plan.micro_batches.iter_mut().enumerate() {
+        *listed = (0..listing.len()).filter(|&i| plan.assignment[i] == j as i32).map(|i| listing[i].piece).collect();
+    }
+    plan
+}
+
+/// Only what is carried over or due: Algorithm 1, and by tokens where that finds no room for all.
+fn urgent_only(listing: &[Waiting], urgent: &[usize], config: &PackerConfig) -> Plan {
+    let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
+    let plan = algorithm_1(&pieces, urgent, config.num_micro_batches, config.max_tokens, &config.cost_model);
+    if plan.leftover.is_empty() {
+        return plan;
+    }
+    let mut plan = Plan::empty(listing.len(), config.num_micro_batches);
+    for &i in urgent {
+        let piece = pieces[i];
+        let fewest = first_least(plan.tokens.iter().copied().enumerate()).unwrap_or(0);
+        if plan.tokens[fewest] + i64::from(piece.length) > i64::from(config.max_tokens) {
+            plan.leftover.push(piece);
+            continue;
+        }
+        plan.length_fallbacks += usize::from(Some(fewest) != first_least(plan.costs.iter().copied().enumerate()));
+        plan.put(fewest, piece, config.cost_model.cost(piece.length));
+        plan.assignment[i] = fewest as i32;
+    }
+    plan
+}
+
 /// Batch `i` is documents `offsets[i]..offsets[i + 1]`.
 pub(crate) fn batch_offsets(lengths: &[i32], tokens_per_batch: i64) -> Vec<usize> {
     let mut offsets = vec![0];
@@ -381,7 +476,7 @@ pub(crate) struct Packer {
 
 impl Packer {
     pub(crate) fn new(config: PackerConfig) -> Self {
-        let queues = vec![Vec::new(); config.outlier_thresholds.len()];
+        let queues = empty_queues(&config);
         Self { config, iteration: 0, next_id: 0, queues, carried: Vec::new(), steps: Vec::new() }
     }
 
@@ -391,7 +486,8 @@ impl Packer {
 
     /// The deepest level whose threshold a length reaches.
     fn level(&self, length: i32) -> Option<usize> {
-        (0..self.queues.len()).rev().find(|&level| length >= self.config.outlier_thresholds[level])
+        let threshold = |level: usize| self.config.outlier_thresholds.get(level).copied().unwrap_or(1);
+        (0..self.queues.len()).rev().find(|&level| length >= threshold(level))
     }
 
     /// A push of valid arguments.
@@ -420,6 +516,9 @@ impl Packer {
 
         let mut released = Vec::new();
         for queue in &mut self.queues {
+            if self.config.release == Release::Adaptive {
+                released.append(queue);
+            }
             while queue.len() >= self.config.num_micro_batches {
                 released.extend(queue.drain(..self.config.num_micro_batches));
             }
@@ -473,8 +572,21 @@ impl Packer {
 
         let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
         let config = &self.config;
-        let plan = algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &config.cost_model);
-        self.carried = order.iter().filter(|&&i| plan.assignment[i] < 0).map(|&i| listing[i]).collect();
+        let plan = if config.release == Release::Fifo || flushed {
+            algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &config.cost_model)
+        } else {
+            let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
+            let others: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 == 2).collect();
+            let plan = adaptive(&listing, &urgent, &others, self.iteration, config);
+            let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);
+            self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];
+            plan
+        };
+        self.carried = order
+            .iter()
+            .filter(|&&i| plan.assignment[i] < 0 && plan.leftover.contains(&listing[i].piece))
+            .map(|&i| listing[i])
+            .collect();
         let delays = (0..listing.len())
             .filter(|&i| plan.assignment[i] >= 0)
             .map(|i| (i64::from(pieces[i].length), self.iteration - listing[i].arrived))
@@ -490,7 +602,7 @@ impl Packer {
         if but_for_n(&config) != but_for_n(&self.config) {
             let mut queued: Vec<Waiting> = std::mem::take(&mut self.queues).concat();
             queued.sort_by_key(|waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start));
-            self.queues = vec![Vec::new(); config.outlier_thresholds.len()];
+            self.queues = empty_queues(&config);
             self.config = config.clone();
             for waiting in queued {
                 match self.level(waiting.piece.length) {

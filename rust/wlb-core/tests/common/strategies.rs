@@ -223,19 +223,25 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
     let room = prop_oneof![2 => Just(1.0), 3 => 1.0..2.5, 1 => Just(1e9)];
     let max_delay = prop_oneof![1 => Just(None), 1 => (0..6_u64).prop_map(Some)];
     let oversize = prop_oneof![Just(Oversize::Error), Just(Oversize::Split), Just(Oversize::Truncate)];
-    (n, longest, room, vec(0.0..=1.0, 0..4), max_delay, oversize, cost_model()).prop_map(
-        |(num_micro_batches, longest, room, shares, max_delay, oversize, cost_model)| {
+    let delay_price = prop_oneof![Just(0.0), 1e-4..1e-2, 1e-2..1.0, Just(1e9)];
+    let delay_price = prop_oneof![Just(None), delay_price.prop_map(Some)];
+    (n, longest, room, vec(0.0..=1.0, 0..4), delay_price, max_delay, oversize, cost_model()).prop_map(
+        |(num_micro_batches, longest, room, shares, delay_price, max_delay, oversize, cost_model)| {
             let mut outlier_thresholds: Vec<i32> =
                 shares.iter().map(|share: &f64| ((f64::from(longest) * share) as i32).clamp(1, longest)).collect();
             outlier_thresholds.sort_unstable();
             outlier_thresholds.dedup();
+            if delay_price.is_some() {
+                outlier_thresholds.clear();
+            }
             PackerConfig {
                 num_micro_batches,
                 max_tokens: (f64::from(longest) * room) as i32,
                 max_document_tokens: longest,
                 oversize,
                 outlier_thresholds,
-                release: Release::Fifo,
+                release: if delay_price.is_some() { Release::Adaptive } else { Release::Fifo },
+                delay_price,
                 max_delay,
                 cost_model,
             }
@@ -281,6 +287,7 @@ fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 5]) -> Packe
         mixed.outlier_thresholds.retain(|&threshold| threshold <= other.max_document_tokens);
     }
     if change[2] {
+        (mixed.release, mixed.delay_price) = (other.release, other.delay_price);
         mixed.outlier_thresholds = other.outlier_thresholds;
         mixed.outlier_thresholds.retain(|&threshold| threshold <= mixed.max_document_tokens);
     }

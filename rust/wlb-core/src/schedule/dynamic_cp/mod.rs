@@ -228,28 +228,33 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Solves for one number of micro-batches and size of blocks.
+    /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
     ///
     /// Its time is estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close
     /// where micro-batches are balanced.
     fn attempt(&mut self, num_micro_batches: usize, base: usize) -> Result<bool> {
         let &DynamicCpOptions { num_stages, num_virtual_stages, p2p_seconds, .. } = self.options;
         let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
-        let pipeline = Pipeline::new(&Layout { schedule, num_stages, num_virtual_stages, num_micro_batches })?;
-        let shape = shape::shape(num_micro_batches, num_stages, num_virtual_stages, self.problem.heaviest());
-        let Some(draft) = self.problem.solve(&shape, base) else { return Ok(false) };
-        let costs = draft.costs();
-        let order = shape::arrange(&costs, &shape);
-        let arranged: Vec<f64> = order.iter().map(|&j| costs[j]).collect();
+        let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches };
+        let pipeline = Pipeline::new(&layout)?;
         let p2p = [p2p_seconds];
-        let seconds = pipeline.makespan(&Times::per_micro_batch(&arranged)?.with_p2p(&p2p)?, &mut self.buffers)?;
-        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
-            Some((_, least)) => *least = least.min(seconds),
-            None => self.sweep.push((num_micro_batches, seconds)),
-        }
-        let better = self.best.as_ref().is_none_or(|best| seconds < best.seconds);
-        if better {
-            self.best = Some(Best { num_micro_batches, draft, order, pipeline, seconds });
+        let mut better = false;
+        for &ends in shape::ends(&layout) {
+            let shape = shape::shape(&layout, ends, self.problem.heaviest());
+            let Some(draft) = self.problem.solve(&shape, base) else { continue };
+            let costs = draft.costs();
+            let order = shape::arrange(&costs, &shape);
+            let arranged: Vec<f64> = order.iter().map(|&j| costs[j]).collect();
+            let seconds = pipeline.makespan(&Times::per_micro_batch(&arranged)?.with_p2p(&p2p)?, &mut self.buffers)?;
+            match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+                Some((_, least)) => *least = least.min(seconds),
+                None => self.sweep.push((num_micro_batches, seconds)),
+            }
+            if self.best.as_ref().is_none_or(|best| seconds < best.seconds) {
+                let pipeline = pipeline.clone();
+                self.best = Some(Best { num_micro_batches, draft, order, pipeline, seconds });
+                better = true;
+            }
         }
         Ok(better)
     }

@@ -1,5 +1,7 @@
 //! How much of the work each micro-batch should get.
 
+use crate::schedule::order::Layout;
+
 /// The first micro-batch, relative to the full ones, times the square root of the micro-batches that a stage has.
 const FIRST: f64 = 0.2;
 /// The last, relative to the full ones.
@@ -17,10 +19,11 @@ const LIGHTEST: f64 = 1.0 / 16.0;
 /// over shapes in the simulator. Virtual stages shorten the way.
 ///
 /// # Arguments
+/// * `ends` - how heavy the ends are, relative to what suits a long step; above 1, only the first.
 /// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full micro-batches reach
 ///   it.
-pub(super) fn shape(num_micro_batches: usize, num_stages: usize, num_virtual_stages: usize, heaviest: f64) -> Vec<f64> {
-    let mut ends = 1.0;
+pub(super) fn shape(layout: &Layout, mut ends: f64, heaviest: f64) -> Vec<f64> {
+    let &Layout { num_micro_batches, num_stages, num_virtual_stages, .. } = layout;
     loop {
         let shape = with_ends(num_micro_batches, num_stages, num_virtual_stages, ends);
         if ends <= LIGHTEST || heaviest * shape.iter().sum::<f64>() <= 1.0 {
@@ -30,13 +33,19 @@ pub(super) fn shape(num_micro_batches: usize, num_stages: usize, num_virtual_sta
     }
 }
 
+/// How heavy to try the ends: where a stage has few micro-batches, a light first one leaves too much to the others.
+pub(super) fn ends(layout: &Layout) -> &'static [f64] {
+    let shallow = layout.num_stages > 1 && layout.num_micro_batches <= 4 * layout.num_stages;
+    if shallow { &[1.0, 3.0] } else { &[1.0] }
+}
+
 fn with_ends(num_micro_batches: usize, num_stages: usize, num_virtual_stages: usize, ends: f64) -> Vec<f64> {
     let mut shape = vec![1.0; num_micro_batches];
     if num_stages > 1 {
         let way = (num_stages - 1) as f64 / num_virtual_stages as f64;
         let depth = num_micro_batches as f64 / num_stages as f64;
         ramp(shape.iter_mut(), ends * FIRST / depth.sqrt(), 1.0 + 1.6 / way);
-        ramp(shape.iter_mut().rev(), ends * LAST, 1.0 + 2.0 / (3.0 * way));
+        ramp(shape.iter_mut().rev(), ends.min(1.0) * LAST, 1.0 + 2.0 / (3.0 * way));
     }
     shape
 }

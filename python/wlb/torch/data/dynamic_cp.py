@@ -1,0 +1,388 @@
+"""Global batches from any iterator, replanned with dynamic context parallelism."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+import wlb
+from wlb._errors import error
+from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.collate import packed
+from wlb.torch.data.documents import Document, as_document, token_array
+from wlb.torch.data.peers import Peers, told
+from wlb.torch.data.state import field, same
+from wlb.torch.data.step import Step
+
+FORMAT: Final = "wlb.dynamic_cp_loader"
+VERSION: Final = 1
+_END = object()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicCpStep(Generic[T]):
+    """What one of the data x context ranks does in one global step.
+
+    Attributes:
+        number: Global steps before this one, since the run began.
+        plan: Of the whole step, the same on every rank. Its documents are numbered in the order of their ids.
+        micro_batches: This rank's part of each, in the order of the plan: as many on every rank, another number in
+            every step. One without documents for this rank has 0 tokens, and has to be run like the others.
+        num_valid_tokens: Labels that count in the whole step, each once however many ranks share its document, and at
+            least 1: what `token_normalized_loss` divides by.
+        planning_seconds: What the plan took, in the background.
+        stall_seconds: How long this rank waited for the step: what of reading, planning and moving was not hidden
+            behind the step before.
+    """
+
+    number: int
+    plan: wlb.DynamicCpPlan
+    micro_batches: list[T]
+    num_valid_tokens: int
+    planning_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+
+class DynamicCpLoader(Generic[T]):
+    """An iterator of steps over any iterator of documents: a plan for each, a context-parallel group for each document.
+
+    The documents of a step are what all ranks read for it together, each its own share, and knows of no other. Each
+    counts the tokens of its share, only lengths and ids are gathered, every rank makes the same plan, and tokens go
+    straight to the ranks that train them: one that holds an eighth of a document gets that eighth. All this runs in a
+    thread, one step ahead of training, over a process group of its own.
+
+        loader = DynamicCpLoader(
+            DataLoader(Documents(dataset), batch_sampler=my_share_of_each_batch, collate_fn=list, num_workers=2),
+            plan=functools.partial(wlb.plan_dynamic_cp, world_size=dp * cp, num_stages=pp, max_tokens_per_rank=...,
+                                   cost_model=...),
+            group=data_and_context(mesh).get_group(),
+        )
+        groups = ContextParallelGroups(mesh)
+        for step in loader:
+            for batch in step.micro_batches:
+                ...  # attention over groups.of(batch)
+
+    **What to iterate.** An item is a list of documents, as `collate` takes them: those of one step that this rank
+    reads, perhaps none. Of a global batch with an index known to all, let rank r of n read `indices[r::n]`. It may also
+    be a `Step`, as a `StepLoader` gives it with `collate_fn=list`: all its documents. So outliers wait in the queues of
+    a `wlb.Packer` first, and what the packer lets go is planned here: make its `num_micro_batches` a multiple of the
+    ranks.
+
+    A rank whose iterator ends gives nothing while the others go on; when all have ended, so does the iteration. The
+    next one iterates again. A loop that was left goes on in the next one.
+
+    **State.** It stands after the last step given, whatever was read ahead. If `batches` has `state_dict` and
+    `load_state_dict`, it holds that of `batches`, and may be loaded wherever that may: a `StepLoader`'s is the same on
+    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped.
+
+    Args:
+        batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
+        plan: Makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
+            the group's size for a world. The same on every rank.
+        group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
+        prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
+            or `PackedBatch.pin_memory`.
+        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
+
+    Attributes:
+        tokens_moved: Tokens that came to this rank from others so far.
+
+    A collective on `group`, as is every step: all its ranks make one at the same point, and take as many steps. Close
+    it before the process groups are destroyed.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        *,
+        plan: Callable[[NDArray[np.int64]], wlb.DynamicCpPlan],
+        group: dist.ProcessGroup | None = None,
+        prepare: Callable[[PackedBatch], T] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        # Of its own, for the thread must not come between collectives of training; and on the host, for no kernel is to
+        # wait for documents.
+        if group is not None:
+            ranks = dist.get_process_group_ranks(group)
+            own = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True, timeout=timeout, group_desc="dynamic_cp"
+            )
+            assert isinstance(own, dist.ProcessGroup)
+            group = own
+        self._peers = Peers(group)
+        self._batches: Any = batches
+        self._plan = plan
+        self._prepare = prepare
+        self._stateful = all(hasattr(batches, f"{verb}state_dict") for verb in ("", "load_"))
+        self._iterator: Iterator[Any] | None = None
+        self._read = 0  # items of this iteration
+        self._skip = 0  # of them, those that a restored state has read
+        self._number = 0  # of the step that is read next
+        self._ended = False  # this rank's share of the iteration
+        self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp")
+        self._ahead: Future[_Made[T]] | None = None
+        self._broken = False
+        self._given = self._standing()
+        self.tokens_moved = 0
+
+    def __iter__(self) -> Iterator[DynamicCpStep[T]]:
+        """Itself: a loop that was left goes on in the next one."""
+        return self
+
+    def __next__(self) -> DynamicCpStep[T]:
+        """The next step. A collective, but it only waits for what the ranks' threads do.
+
+        Raises:
+            wlb.WlbError: Reading failed on some rank, a document does not fit, or plans differ; on every rank.
+        """
+        if self._broken:
+            raise error("batches", "failed in an earlier step; load a state saved before into a new loader")
+        self._broken = True
+        started = time.perf_counter()
+        made = (self._ahead or self._thread.submit(self._make)).result()
+        stall = time.perf_counter() - started
+        self._ahead, self._given, self._broken = None, made.standing, False
+        if made.step is None:
+            raise StopIteration
+        self._ahead = self._thread.submit(self._make)
+        return replace(made.step, stall_seconds=stall)
+
+    def metrics(self) -> wlb.PackerMetrics:
+        """Where `batches` is a `StepLoader`: delay of documents in its packer's queues, up to the last step given."""
+        if self._given.metrics is None:
+            raise error("batches", "has no metrics", value=self._batches)
+        metrics: wlb.PackerMetrics = self._given.metrics
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step begins. Plain JSON values, if those of `batches` are."""
+        standing = self._given
+        source = {"step": standing.number, "read": standing.read, "batches": standing.batches}
+        return {"format": FORMAT, "version": VERSION, **source}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the saved one stood. No communication; before the first step.
+
+        Raises:
+            wlb.WlbError: The state was not saved here, or `batches` refuses its part.
+        """
+        if self._number or self._ahead:
+            raise error("state", "is loaded after a step; load it into a new loader", value=self._number)
+        same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
+        number, read, batches = field(state, "step", int), field(state, "read", int), field(state, "batches", object)
+        if self._stateful != (batches is not None):
+            raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
+        if self._stateful:
+            self._batches.load_state_dict(batches)
+        self._number, self._read, self._skip = number, read, 0 if self._stateful else read
+        self._given = self._standing()
+
+    def close(self) -> None:
+        """Waits for what the thread does with the other ranks: before process groups are destroyed."""
+        self._thread.shutdown()
+
+    # In the thread.
+
+    def _standing(self) -> _Standing:
+        batches = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
+        metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
+        return _Standing(self._number, self._read, batches, metrics)
+
+    def _make(self) -> _Made[T]:
+        while True:
+            documents, table = self._gather()
+            if len(table.lengths):
+                break
+            if table.ended:
+                self._iterator, self._read, self._ended = None, 0, False
+                return _Made(None, self._standing())
+        plan, seconds = self._planned(table)
+        batches = self._exchange(plan, table, documents)
+        micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
+        step = DynamicCpStep(self._number, plan, micro_batches, max(1, table.num_valid_tokens), seconds)
+        self._number += 1
+        return _Made(step, self._standing())
+
+    def _read_share(self) -> list[Document]:
+        """This rank's documents of the next step; none once it has ended."""
+        if self._iterator is None:
+            self._iterator = iter(self._batches)
+            for _ in range(self._skip):
+                self._ended = self._ended or next(self._iterator, _END) is _END
+            self._skip = 0
+        batch: Any = _END if self._ended else next(self._iterator, _END)
+        if batch is _END:
+            self._ended = True
+            return []
+        self._read += 1
+        if isinstance(batch, Step):
+            batch = [document for documents in batch.micro_batches for document in documents]
+        named = [as_document(document, -1) for document in batch]
+        return [
+            replace(document, tokens=token_array(document.tokens, "batches", i)) for i, document in enumerate(named)
+        ]
+
+    def _gather(self) -> tuple[list[Document], _Table]:
+        """This rank's documents, and what is known of all ranks'."""
+        documents: list[Document] = []
+        failure: Exception | None = None
+        try:
+            documents = self._read_share()
+        except Exception as cause:  # whatever it is, the other ranks wait for an answer
+            failure = cause
+        rows = [(len(d.tokens), d.id, d.start, d.next_token is not None) for d in documents]
+        part = {
+            "failure": told(failure),
+            "agreement": self._number,
+            "rows": np.array(rows, np.int64).reshape(-1, 4),
+            "ended": self._ended,
+        }
+        parts = self._peers.gather(part)
+        self._peers.agree(parts, failure, argument="batches", what="step")
+        return documents, _Table.of([part["rows"] for part in parts], ended=all(part["ended"] for part in parts))
+
+    def _planned(self, table: _Table) -> tuple[wlb.DynamicCpPlan, float]:
+        """The plan, once all ranks have it."""
+        started = time.perf_counter()
+        failure: Exception | None = None
+        plan = None
+        try:
+            plan = self._plan(table.lengths)
+            if plan.world_size != self._peers.size:
+                message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
+                raise error("plan", message, value=plan.world_size)
+        except Exception as cause:
+            failure = cause
+        seconds = time.perf_counter() - started
+        if isinstance(failure, wlb.WlbError) and failure.argument == "lengths" and failure.index is not None:
+            row = failure.index
+            where = f"document {table.ids[row]}, which rank {table.ranks[row]} read"
+            failure = error("batches", f"have {where}: {failure}", value=failure.value)
+        digest = plan.digest() if failure is None and plan is not None else None
+        parts = self._peers.gather({"failure": told(failure), "agreement": digest})
+        self._peers.agree(parts, failure, argument="plan", what="plan")
+        assert plan is not None
+        return plan, seconds
+
+    def _exchange(self, plan: wlb.DynamicCpPlan, table: _Table, documents: list[Document]) -> list[PackedBatch]:
+        """This rank's part of all micro-batches, fetched from where documents were read."""
+        me, size = self._peers.rank, self._peers.size
+        outgoing: list[list[NDArray[np.int64]]] = [[] for _ in range(size)]  # [tokens, 2] each, by destination
+        incoming: list[list[int]] = [[] for _ in range(size)]  # sizes, by source
+        expected = []
+        for micro_batch in plan.micro_batches:
+            for group in micro_batch.groups:
+                rows = group.document_ids
+                read_by = table.ranks[rows]
+                if me not in group.ranks and me not in read_by:
+                    continue
+                shard = wlb.shard(group.lengths, cp_size=group.cp_size)
+                source = np.repeat(read_by, group.lengths)  # of every token
+                if me in read_by:
+                    mine = [documents[at] for at in table.positions[rows[read_by == me]]]
+                    tokens_and_labels = np.stack(packed([document.tokens for document in mine], mine), axis=1)
+                    here = source == me
+                    place = np.cumsum(here) - 1  # of a token among those read here
+                    for cp_rank, destination in enumerate(group.ranks):
+                        held = shard.rank(cp_rank).token_indices
+                        outgoing[destination].append(tokens_and_labels[place[held[here[held]]]].ravel())
+                if me in group.ranks:
+                    source = source[shard.rank(me - group.first_rank).token_indices]
+                    for rank in np.unique(read_by).tolist():
+                        incoming[rank].append(2 * int((source == rank).sum()))
+                    expected.append((group, shard, source))
+        arrived = self._peers.all_to_all(outgoing, incoming)
+        self.tokens_moved += sum(sum(sizes) // 2 for rank, sizes in enumerate(incoming) if rank != me)
+        batches = []
+        for group, shard, source in expected:
+            rows = group.document_ids
+            values = np.empty((2, source.size), np.int64)
+            for rank in np.unique(table.ranks[rows]).tolist():
+                values[:, source == rank] = next(arrived[rank]).reshape(-1, 2).T
+            tokens, labels = torch.from_numpy(values)
+            batches.append(
+                PackedBatch.of(
+                    tokens,
+                    labels,
+                    document_ids=table.ids[rows],
+                    shard=shard,
+                    cp_rank=me - group.first_rank,
+                    num_valid_tokens=int(table.labels[rows].sum()),
+                    cp_first_rank=group.first_rank,
+                )
+            )
+        return batches
+
+
+@dataclass(frozen=True, eq=False)
+class _Standing:
+    """Where the loader stands: what a state holds.
+
+    Attributes:
+        number: Steps so far.
+        read: Items that this rank has read in this iteration.
+        batches: The state of `batches`, None if it keeps none.
+        metrics: Those of `batches`, None if it has none.
+    """
+
+    number: int
+    read: int
+    batches: Any
+    metrics: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Made(Generic[T]):
+    """A step, None where the iteration ends, and where the loader stands after it."""
+
+    step: DynamicCpStep[T] | None
+    standing: _Standing
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """The documents of a step, by id and start: who read which does not change the plan.
+
+    Attributes:
+        lengths: int64 [documents], tokens of each.
+        ids: int64 [documents]; of bare tokens, their place among all that were read for the step.
+        labels: int64 [documents]: how many of its tokens have a label.
+        ranks: int64 [documents]: who read it.
+        positions: int64 [documents]: its place among what that rank read.
+        ended: Whether all ranks have come to their end.
+    """
+
+    lengths: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    ended: bool
+
+    @classmethod
+    def of(cls, parts: list[NDArray[np.int64]], *, ended: bool) -> _Table:
+        """From what each rank tells: length, id, start, whether a token follows; int64 [documents of the rank, 4]."""
+        counts = [len(part) for part in parts]
+        lengths, ids, starts, continued = np.concatenate(parts).T
+        ids = np.where(ids < 0, np.arange(ids.size), ids)
+        order = np.lexsort((starts, ids))
+        ranks = np.repeat(np.arange(len(parts)), counts)
+        positions = np.concatenate([np.arange(count) for count in counts])
+        labels = lengths - 1 + continued
+        return cls(lengths[order], ids[order], labels[order], ranks[order], positions[order], ended)
+
+    @property
+    def num_valid_tokens(self) -> int:
+        return int(self.labels.sum())

@@ -1,0 +1,82 @@
+"""The ranks that read documents together: what each knows, and tokens from where they were read to where they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+import wlb
+from wlb._errors import error
+
+
+class Peers:
+    """Those of a process group; alone if there is none. All calls are collectives.
+
+    Attributes:
+        rank: This rank in the group.
+        size: Ranks of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+
+    def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """`mine` of every rank."""
+        if self.group is None:
+            return [mine]
+        parts: list[Any] = [None] * self.size
+        dist.all_gather_object(parts, mine, group=self.group)
+        return parts
+
+    def agree(self, parts: list[dict[str, Any]], failure: Exception | None, *, argument: str, what: str) -> None:
+        """Raises on all ranks what failed on some: each part has its "failure" or None, and an "agreement".
+
+        Raises:
+            wlb.WlbError: That names the ranks.
+        """
+        if isinstance(failure, wlb.WlbError) and self.size == 1:
+            raise failure
+        failures = [f"rank {rank}: {part['failure']}" for rank, part in enumerate(parts) if part["failure"]]
+        if len(failures) == self.size > 1 and len({part["failure"] for part in parts}) == 1:
+            failures = [f"all ranks: {parts[0]['failure']}"]
+        if failures:
+            raise error(argument, f"failed on {'; '.join(failures)}") from failure
+        others = [rank for rank, part in enumerate(parts) if part["agreement"] != parts[0]["agreement"]]
+        if others:
+            raise error("group", f"has ranks {others} with another {what} than rank 0", value=others)
+
+    def all_to_all(
+        self, outgoing: list[list[NDArray[Any]]], incoming: list[list[int]]
+    ) -> list[Iterator[NDArray[np.int64]]]:
+        """Arrays by source, in the order in which it sends them.
+
+        Args:
+            outgoing: int [n] each, by destination.
+            incoming: Their sizes, by source.
+        """
+        sent = [array.astype(np.int64, copy=False) for arrays in outgoing for array in arrays]
+        joined = np.concatenate([np.empty(0, np.int64), *sent])
+        counts = [sum(sizes) for sizes in incoming]
+        if self.group is None:
+            arrived = joined
+        else:
+            device = torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+            received: Tensor = torch.empty(sum(counts), dtype=torch.int64, device=device)
+            given = [sum(array.size for array in arrays) for arrays in outgoing]
+            dist.all_to_all_single(received, torch.from_numpy(joined).to(device), counts, given, group=self.group)
+            arrived = received.cpu().numpy()
+        by_source = np.split(arrived, np.cumsum(counts)[:-1])
+        return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
+
+
+def told(failure: Exception | None) -> str | None:
+    """A failure as the other ranks read it."""
+    return None if failure is None else f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,295 @@
+"""Steps of dynamic context parallelism: what every rank gets, and that all stop, fail and go on together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import wlb
+from wlb.torch.attention import max_cp_size
+from wlb.torch.data import (
+    BalancedBatchSampler,
+    Document,
+    Documents,
+    DynamicCpLoader,
+    DynamicCpStep,
+    PackedBatch,
+    StepLoader,
+    collate,
+)
+from wlb.torch.groups import ContextParallelGroups, build_mesh
+
+COST = wlb.CostModel.from_flops(
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=257,
+    attention_efficiency=0.5,
+)
+# What exchange costs keeps short documents on few ranks.
+PLAN = functools.partial(
+    wlb.plan_dynamic_cp,
+    num_stages=2,
+    max_tokens_per_rank=48,
+    cost_model=COST,
+    cp_seconds_per_exchange=200_000.0,
+    cp_overlap=0.0,
+)
+LENGTHS = np.random.default_rng(3).lognormal(2.2, 1.1, 60).astype(np.int64).clip(1, 150)
+LENGTHS[7], LENGTHS[31] = 150, 120
+DATA = [np.random.default_rng(number).integers(0, 257, length) for number, length in enumerate(LENGTHS)]
+WORLD = 6  # groups of 4 and 2: no power of two
+
+
+def plain(step: DynamicCpStep[PackedBatch]) -> dict[str, Any]:
+    """A step without shared memory."""
+    return {
+        "number": step.number,
+        "plan": step.plan,
+        "valid": step.num_valid_tokens,
+        "micro_batches": [
+            {
+                "first": batch.cp_first_rank,
+                "rank": batch.cp_rank,
+                "size": batch.cp_size,
+                "ids": batch.document_ids.tolist(),
+                "tensors": {name: getattr(batch, name).numpy() for name in ("tokens", "labels", "position_ids")},
+                "cu_seqlens": batch.cu_seqlens.tolist(),
+                "valid": batch.num_valid_tokens,
+            }
+            for batch in step.micro_batches
+        ],
+    }
+
+
+def check_step(ranks: list[dict[str, Any]]) -> list[int]:
+    """Every rank holds what `collate` gives of its group's documents; gives the documents of the step."""
+    plan = ranks[0]["plan"]
+    seen: list[int] = []
+    for rank, step in enumerate(ranks):
+        assert step["plan"] == plan
+        assert step["number"] == ranks[0]["number"]
+        assert len(step["micro_batches"]) == plan.num_micro_batches
+        for micro_batch, found in zip(plan.micro_batches, step["micro_batches"], strict=True):
+            group = micro_batch.group_of(rank)
+            assert (found["first"], found["size"]) == (group.first_rank, group.cp_size)
+            assert found["rank"] == rank - group.first_rank
+            assert group.lengths.tolist() == LENGTHS[found["ids"]].tolist()
+            expected = collate([DATA[id] for id in found["ids"]], cp_rank=found["rank"], cp_size=found["size"])
+            for name, value in found["tensors"].items():
+                np.testing.assert_array_equal(value, getattr(expected, name).numpy())
+            assert found["cu_seqlens"] == expected.cu_seqlens.tolist()
+            assert found["valid"] == expected.num_valid_tokens
+            seen += found["ids"] if found["rank"] == 0 else []
+    assert len(set(seen)) == len(seen), "a document twice"
+    assert ranks[0]["valid"] == LENGTHS[seen].sum() - len(seen)
+    return sorted(seen)
+
+
+def shares(rank: int, size: int) -> list[list[Document]]:
+    """Three batches of 20, dealt unevenly: rank 1 reads nothing after the first, rank 2 nothing before the last."""
+    result = []
+    for batch in np.arange(60).reshape(3, 20):
+        readers = [
+            reader for reader in range(size) if (reader != 1 or batch[0] == 0) and (reader != 2 or batch[0] == 40)
+        ]
+        mine = batch[readers.index(rank) :: len(readers)] if rank in readers else []
+        result.append([Document(DATA[number], int(number)) for number in mine])
+    return result[:1] if rank == 1 else result
+
+
+def make(batches: Any, size: int, **options: Any) -> DynamicCpLoader[PackedBatch]:
+    return DynamicCpLoader(batches, plan=functools.partial(PLAN, world_size=size, **options), group=dist.group.WORLD)
+
+
+def read(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], int]:
+    """All steps; then those after a state that was taken when two were given; and those of a second iteration."""
+    loader = make(shares(rank, WORLD), WORLD)
+    steps, state = [], {}
+    for step in loader:
+        time.sleep(0.05)  # what is read ahead must not count
+        steps.append(plain(step))
+        if step.number == 1:
+            state = json.loads(json.dumps(loader.state_dict()))
+    again = [plain(step) for step in loader]
+    loader.close()
+    restored = make(shares(rank, WORLD), WORLD)
+    restored.load_state_dict(state)
+    rest = [plain(step) for step in restored]
+    restored.close()
+    return steps, rest, again, loader.tokens_moved
+
+
+def test_every_rank_gets_what_it_trains() -> None:
+    results = processes.run(WORLD, read)
+    steps = [check_step([result[0][number] for result in results]) for number in range(3)]
+    assert steps == [list(range(20)), list(range(20, 40)), list(range(40, 60))]
+    plans = [step["plan"] for step in results[0][0]]
+    assert len({plan.num_micro_batches for plan in plans}) > 1, "their number changes"
+    assert len(set(np.concatenate([plan.cp_sizes.ravel() for plan in plans]))) > 1, "groups differ"
+    for result in results:
+        assert [step["number"] for step in result[1]] == [2]
+        assert result[1][0]["plan"] == plans[2]
+        assert [step["number"] for step in result[2]] == [3, 4, 5]
+        assert [step["plan"] for step in result[2]] == plans
+    assert check_step([result[1][0] for result in results]) == steps[2]
+    # Twice all documents; what a rank reads and trains itself does not move.
+    assert 0 < sum(result[3] for result in results) < 2 * LENGTHS.sum()
+
+
+def sampled(rank: int, state: dict[str, Any] | None, num_workers: int) -> tuple[list[dict[str, Any]], list[Any], float]:
+    """Two epochs, through a packer that holds long documents back."""
+    size = dist.get_world_size()
+    packer = wlb.Packer(
+        num_micro_batches=4,
+        max_tokens=200,
+        cost_model=COST,
+        outlier_thresholds=(100,),
+        max_document_tokens=150,
+        max_delay=3,
+    )
+    sampler = BalancedBatchSampler(
+        LENGTHS, packer=packer, dp_rank=rank, dp_size=size, tokens_per_batch=300, num_epochs=2
+    )
+    source = StepLoader(
+        DataLoader(Documents(DATA), batch_sampler=sampler, collate_fn=list, num_workers=num_workers)  # type: ignore[arg-type]
+    )
+    loader = make(source, size, max_tokens_per_rank=80)
+    if state is not None:
+        loader.load_state_dict(state)
+    steps, states = [], [loader.state_dict()]
+    for _ in range(2 - sampler.epoch):
+        for step in loader:
+            steps.append(plain(step))
+            states.append(loader.state_dict())
+    delay = loader.metrics().delay_max
+    loader.close()
+    return steps, states, delay
+
+
+def test_documents_wait_in_queues_and_in_states() -> None:
+    whole = processes.run(4, sampled, None, 1)
+    steps = [check_step([result[0][number] for result in whole]) for number in range(len(whole[0][0]))]
+    assert sorted(itertools.chain(*steps)) == sorted([*range(60)] * 2)
+    assert whole[0][2] > 0, "a document waits"
+    states = whole[0][1]
+    assert all(result[1] == states for result in whole), "the same on every rank"
+    at = next(number for number, state in enumerate(states) if state["batches"]["packer"]["queues"][0]["ids"])
+    rest = processes.run(2, sampled, json.loads(json.dumps(states[at])), 0)
+    moved = [check_step([result[0][number] for result in rest]) for number in range(len(rest[0][0]))]
+    assert moved == steps[at:]
+
+
+def failing(rank: int, what: str) -> str:
+    """What the first or second step says."""
+
+    def batches() -> Iterator[list[Any]]:
+        yield [DATA[rank]]
+        if rank == 1:
+            if what == "read":
+                raise OSError("disk gone")
+            yield [np.zeros(400 if what == "long" else 3, np.int64 if what != "type" else np.float32)]
+        yield [DATA[rank]]
+
+    loader = make(batches(), 4, num_micro_batches=5 if what == "plan" and rank == 2 else None)
+    try:
+        with pytest.raises(wlb.WlbError) as caught:
+            list(loader)
+        with pytest.raises(wlb.WlbError, match="failed in an earlier step"):
+            next(loader)
+    finally:
+        loader.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("read", "batches failed on rank 1: OSError: disk gone"),
+        ("type", "batches failed on rank 1: WlbError: batches[0] holds float32"),
+        ("long", "document 1, which rank 1 read: lengths[1] = 400 exceeds"),
+        ("plan", "group has ranks [2] with another plan than rank 0"),
+    ],
+)
+def test_all_ranks_fail_alike(what: str, text: str) -> None:
+    said = processes.run(4, failing, what)
+    assert len(set(said)) == 1
+    assert text in said[0]
+
+
+def resolve(rank: int) -> tuple[list[str], str]:
+    """Looks up the groups of micro-batches that came from another process; gives the plans, whoever reads what."""
+    groups = ContextParallelGroups(build_mesh(dp=2, cp=2, device_type="cpu"))
+    plans = []
+    for reads in (range(rank, 60, 4), range(15 * rank, 15 * rank + 15)):
+        loader = make([[Document(DATA[number], number) for number in reads]], 4)
+        (step,) = loader
+        loader.close()
+        plans.append(step.plan.digest())
+        for batch in step.micro_batches:
+            sent = pickle.loads(pickle.dumps(batch))
+            group, first, size = groups.of(sent), batch.cp_first_rank, batch.cp_size
+            assert (group is None) == (size == 1)
+            assert group is None or dist.get_process_group_ranks(group) == [*range(first, first + size)]
+    with pytest.raises(wlb.WlbError) as caught:
+        groups.of(collate([DATA[0]], cp_rank=rank % 2, cp_size=2))
+    return plans, str(caught.value)
+
+
+def test_a_micro_batch_finds_its_group() -> None:
+    results = processes.run(4, resolve)
+    assert len({plan for plans, _ in results for plan in plans}) == 1
+    assert "is for rank 1 of 2 from None on; this is rank 1 of those from 2 on" in results[3][1]
+
+
+def test_one_process_needs_no_group() -> None:
+    loader = DynamicCpLoader(
+        [DATA[:20], DATA[20:40]], plan=functools.partial(PLAN, world_size=1, max_tokens_per_rank=150)
+    )
+    steps = [plain(step) for step in loader]
+    assert [sorted(itertools.chain(*(batch["ids"] for batch in step["micro_batches"]))) for step in steps] == [
+        [*range(20)]
+    ] * 2
+    assert check_step(steps[:1]) == [*range(20)]
+    with pytest.raises(wlb.WlbError, match="is for world_size = 2; the group has 1 ranks"):
+        next(DynamicCpLoader([DATA[:20]], plan=functools.partial(PLAN, world_size=2, max_tokens_per_rank=150)))
+    with pytest.raises(wlb.WlbError, match="is loaded after a step"):
+        loader.load_state_dict(loader.state_dict())
+
+
+def slow(batch: PackedBatch) -> PackedBatch:
+    time.sleep(0.3)
+    return batch
+
+
+def test_what_is_made_beside_the_step_before_does_not_stall() -> None:
+    plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000, num_stages=1)
+    loader = DynamicCpLoader([DATA[:2]] * 3, plan=plan, prepare=slow)
+    first = next(loader)
+    assert first.stall_seconds >= 0.3 * len(first.plan)
+    time.sleep(1.5 * len(first.plan))
+    assert next(loader).stall_seconds < 0.3
+    assert next(loader).stall_seconds > 0.1, "nobody trained in between"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "largest"), [(8, 8, 8), (8, 2, 8), (12, 6, 2), (12, 4, 4), (3, 3, 1), (8, 1, 8)]
+)
+def test_heads_limit_groups(heads: int, kv_heads: int, largest: int) -> None:
+    assert max_cp_size("ulysses", num_heads=heads, num_kv_heads=kv_heads) == largest
+    assert max_cp_size("ring", num_heads=heads, num_kv_heads=kv_heads) is None
+    with pytest.raises(wlb.WlbError, match="transport"):
+        max_cp_size("star", num_heads=heads)  # type: ignore[arg-type]
