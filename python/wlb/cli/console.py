@@ -12,7 +12,7 @@ class CliError(Exception):
 
 def counted(number: float, noun: str) -> str:
     """`1 queue`, `2 queues`, `2 batches`."""
-    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    ending = "es" if noun.endswith("tch") else "s"
     return f"{number:,g} {noun}{'' if number == 1 else ending}"
 
 

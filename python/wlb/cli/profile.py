@@ -11,15 +11,28 @@ from wlb.cli import options
 from wlb.cli.console import CliError, progress, results
 from wlb.cli.cost import model_config
 from wlb.cli.tables import Table
+from wlb.models import presets
 
 _MEASURED = "What is measured"
 _SHOWN = 9  # columns and rows of the table
 
 
 def profile(
-    model: options.Model = "llama2-7b",
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"Model whose heads and layers are measured: {', '.join(presets())}, or a Hugging Face config.json.",
+            rich_help_panel=_MEASURED,
+        ),
+    ] = "llama2-7b",
     tp: Annotated[
-        int, typer.Option(min=1, help="Tensor-parallel ranks that heads are divided by.", rich_help_panel=_MEASURED)
+        int,
+        typer.Option(
+            min=1,
+            help="Tensor-parallel ranks that heads and layers are divided by: give what `wlb simulate --tp` gets, 8"
+            " there by default.",
+            rich_help_panel=_MEASURED,
+        ),
     ] = 1,
     device: Annotated[
         str | None,
@@ -31,13 +44,28 @@ def profile(
     ] = None,
     kernel: Annotated[str, typer.Option(help="auto, flash_attn, varlen or sdpa.", rich_help_panel=_MEASURED)] = "auto",
     queries: Annotated[
-        tuple[int, int], typer.Option(help="Shortest and longest queries of a segment.", rich_help_panel=_MEASURED)
+        tuple[int, int],
+        typer.Option(
+            metavar="SHORT LONG",
+            help="Shortest and longest queries of a segment, such as --queries 16 8192.",
+            rich_help_panel=_MEASURED,
+        ),
     ] = (16, 8192),
     keys: Annotated[
-        tuple[int, int], typer.Option(help="Shortest and longest keys of a segment.", rich_help_panel=_MEASURED)
+        tuple[int, int],
+        typer.Option(
+            metavar="SHORT LONG",
+            help="Shortest and longest keys of a segment, such as --keys 128 131072.",
+            rich_help_panel=_MEASURED,
+        ),
     ] = (128, 131072),
     tokens: Annotated[
-        tuple[int, int], typer.Option(help="Fewest and most tokens of the layer.", rich_help_panel=_MEASURED)
+        tuple[int, int],
+        typer.Option(
+            metavar="FEW MANY",
+            help="Fewest and most tokens of the layer, such as --tokens 1024 131072.",
+            rich_help_panel=_MEASURED,
+        ),
     ] = (1024, 131072),
     held_out: Annotated[
         int, typer.Option(min=0, help="Segments to test the model with.", rich_help_panel=_MEASURED)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
-from wlb._errors import error
+from wlb._errors import check_integer, check_share, error
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
@@ -29,6 +29,19 @@ _GENERATIONS: dict[str, Literal["a100", "h100", "h200", "b200"]] = {
     "gb200": "b200",
 }
 """Which kernel default of `KernelModel.analytic` goes with a GPU of `Hardware.preset`."""
+
+_INTEGERS = {
+    "context": 1,
+    "max_tokens": 1,
+    "num_micro_batches": 1,
+    "num_queues": 0,
+    "max_delay": 0,
+    "reserved_bytes": 0,
+    "noise_seed": 0,
+}
+"""Whole numbers and the least that each may be."""
+
+_OPTIONAL = ("max_tokens", "num_micro_batches", "max_delay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +102,15 @@ class Scenario:
 
     def __post_init__(self) -> None:
         self.layout.check(model=self.model)
-        for name in ("cp_overlap", "tp_overlap", "dp_overlap"):
-            share = getattr(self, name)
-            if not 0 <= share <= 1:
-                raise error(name, f"= {share}: must be from 0 to 1", value=share)
-        if not 0 <= self.noise < 1:
-            raise error("noise", f"= {self.noise}: must be from 0 to below 1", value=self.noise)
-        if self.context < 1:
-            raise error("context", f"= {self.context}: must be at least 1", value=self.context)
-        if self.micro_batches < 1 or self.micro_batches % self.layout.dp:
+        for name in ("cp_overlap", "tp_overlap", "dp_overlap", "noise"):
+            check_share(name, getattr(self, name))
+        if self.noise == 1:
+            raise error("noise", "= 1: must be from 0 to below 1", value=self.noise)
+        for name, minimum in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                check_integer(name, value, minimum=minimum)
+        if self.micro_batches % self.layout.dp:
             message = f"= {self.micro_batches}: must be a positive multiple of dp = {self.layout.dp}"
             raise error("num_micro_batches", message, value=self.micro_batches)
         self._check_kernel_model()
