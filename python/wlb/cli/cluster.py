@@ -1,7 +1,6 @@
 """A model on a cluster, from the options of a command."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -244,7 +243,7 @@ def scenario(context: typer.Context, model: wlb.ModelConfig, **changes: Any) -> 
     options = context.params
     return Scenario(
         model=model,
-        layout=_layout(options, model),
+        layout=_layout(options),
         hardware=hardware(options["gpu"], options["gemm_efficiency"]),
         context=options["context"],
         kernel_model=kernel_model(options["kernel_profile"], model, options["tp"]),
@@ -259,27 +258,16 @@ def scenario(context: typer.Context, model: wlb.ModelConfig, **changes: Any) -> 
     )
 
 
-def _layout(options: Mapping[str, Any], model: wlb.ModelConfig) -> wlb.ParallelLayout:
+def _layout(options: Mapping[str, Any]) -> wlb.ParallelLayout:
     """The layout, of as many GPUs as there are."""
     made = wlb.ParallelLayout(**{name: options[name] for name in _LAYOUT})
     if options["stage_layers"] is not None:
         layers = parse_numbers("--stage-layers", options["stage_layers"], "7,8,8,7")
         made = dataclasses.replace(made, stage_layers=layers)
-    elif model.num_layers % made.num_stages and model.num_layers > made.num_stages:
-        made = dataclasses.replace(made, stage_layers=_uneven(model.num_layers, made.num_stages))
     if options["gpus"] not in (None, made.world_size):
         sizes = " x ".join(f"{name.upper()} {options[name]}" for name in ("dp", "pp", "cp", "tp"))
         raise CliError(f"--gpus {options['gpus']}: {sizes} = {made.world_size}")
     return made
-
-
-def _uneven(layers: int, stages: int) -> tuple[int, ...]:
-    """As equal as can be. The ends have fewer: the loss and the embedding are there, too."""
-    made = [-(-layers // stages)] * stages
-    ends = itertools.chain.from_iterable(zip(range(stages - 1, -1, -1), range(stages), strict=True))
-    for stage in itertools.islice(ends, -layers % stages):
-        made[stage] -= 1
-    return tuple(made)
 
 
 def describe(model: wlb.ModelConfig, layout: wlb.ParallelLayout, gpu: str, context: int) -> str:

@@ -14,7 +14,7 @@ from wlb._errors import check_integer, check_share, error
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, in_flight, memory_per_rank
+from wlb.memory import RESERVED_BYTES, RankMemory, memory_per_rank
 from wlb.models import ModelConfig
 from wlb.simulation.plans import Setup
 from wlb.step_time import stage_seconds
@@ -117,7 +117,7 @@ class Scenario:
         if self.max_tokens is not None and self.max_tokens < self.context:
             message = f"= {self.max_tokens}: must be at least the context, {self.context}"
             raise error("max_tokens", message, value=self.max_tokens)
-        _ = self._flight, self.limit, self.attention  # wrong ones are refused here
+        _ = self._equal, self.limit, self.attention  # wrong ones are refused here
 
     def _check_kernel_model(self) -> None:
         kernel = self.kernel_model
@@ -182,27 +182,15 @@ class Scenario:
         """`S_max`: the most tokens of a micro-batch."""
         if self.max_tokens is not None:
             return self.max_tokens
-        most = max_tokens(
+        return max_tokens(
             self.model,
             self.layout,
             self.hardware,
+            schedule=self.pipeline_schedule,
             num_micro_batches=self._per_rank,
             reserved_bytes=self.reserved_bytes,
             at_least=self.context,
         )
-        # That was for 1F1B. GPipe and ZB-H2 hold more micro-batches at a time.
-        room = self.hardware.memory_bytes - self.memory(0, np.zeros(self.layout.pp)).total
-        taken = self.memory(self.context, self._flight * self.context)
-        slope = (taken.activations + taken.workspace + taken.logits) / self.context
-        most = min(most, int((room / slope).min()))
-        if most < self.context:
-            message = (
-                f"= {self.pipeline_schedule!r}: does not fit: it holds up to {self._flight.max():g} micro-batches at a"
-                f" time, which leaves room for {most:,} tokens each, fewer than the context, {self.context:,};"
-                " 1F1B would fit"
-            )
-            raise error("schedule", message, value=self.pipeline_schedule)
-        return most
 
     def fitted_efficiency(self, lengths: ArrayLike) -> float:
         """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.
@@ -253,19 +241,13 @@ class Scenario:
             tokens: of the largest micro-batch.
             held: float64[pp], tokens of micro-batches under way, as :attr:`PipelineSteps.peak_activation` counts them.
         """
-        options = {"num_micro_batches": self._per_rank, "reserved_bytes": self.reserved_bytes}
-        now = memory_per_rank(self.model, self.layout, tokens, **options)
-        one = memory_per_rank(self.model, self.layout, 1, **options).activations
-        each = one / in_flight(self.layout, num_micro_batches=self._per_rank)
-        return RankMemory(
-            now.parameters,
-            now.gradients,
-            now.optimizer,
-            now.gathered_parameters,
-            now.reserved,
-            each * held,
-            now.workspace,
-            now.logits,
+        return memory_per_rank(
+            self.model,
+            self.layout,
+            tokens,
+            schedule=self.pipeline_schedule,
+            held_tokens=held,
+            reserved_bytes=self.reserved_bytes,
         )
 
     @property
@@ -278,11 +260,6 @@ class Scenario:
         """Share of its time that the pipeline idles when all micro-batches take the same."""
         ratio = self._equal.bubble_ratio
         return ratio / (1 + ratio)
-
-    @property
-    def _flight(self) -> NDArray[np.float64]:
-        """float64[pp]: micro-batches whose activations each pipeline rank holds at its peak."""
-        return self._equal.peak_activation
 
     @cached_property
     def _equal(self) -> PipelineTimeline:

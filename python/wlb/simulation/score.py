@@ -242,7 +242,8 @@ def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> Outco
         activation=plan.tokens.reshape(-1)[row].astype(np.float64),
         exposed=exposed,
     )
-    gradients = float(data_parallel_seconds(scenario.model, layout, scenario.hardware).max())
+    of_ranks = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
+    gradients = float(of_ranks.max())
     dp_communication = np.full(steps, (1 - scenario.dp_overlap) * gradients)
 
     pipelines = layout.pp * layout.dp
