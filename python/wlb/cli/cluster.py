@@ -196,6 +196,7 @@ def kernel_sentence(scenario: Scenario) -> str:
 def assumptions(scenario: Scenario) -> dict[str, str]:
     """What the predictions rest on, in words; the first says whether attention was measured."""
     hardware, layout = scenario.hardware, scenario.layout
+    layers = layout.layers_of_stages(scenario.model).tolist()
     memory = hardware.memory_bytes / GIB
     return {
         "attention": f"{scenario.attention.source}, {scenario.attention.num_heads} heads of a GPU",
@@ -208,7 +209,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         f" {scenario.micro_batches} micro-batches a step",
         "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"
         f" recompute {layout.recompute}",
-        **({} if layout.stage_layers is None else {"layers of the stages": ", ".join(map(str, layout.stage_layers))}),
+        **({"layers of the stages": ", ".join(map(str, layers))} if len(set(layers)) > 1 else {}),
         "S_max": f"{scenario.limit:,} tokens ({'given' if scenario.max_tokens is not None else 'what fits'})",
         "noise": f"{scenario.noise:.1%} of every pass, seed {scenario.noise_seed}" if scenario.noise else "none",
         "not modelled": "optimizer step, kernel launches between layers, stragglers, loading",
