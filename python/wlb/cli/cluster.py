@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import numpy as np
 import typer
 
 import wlb
@@ -197,8 +196,8 @@ def kernel_sentence(scenario: Scenario) -> str:
 def assumptions(scenario: Scenario) -> dict[str, str]:
     """What the predictions rest on, in words; the first says whether attention was measured."""
     hardware, layout = scenario.hardware, scenario.layout
+    layers = layout.layers_of_stages(scenario.model).tolist()
     memory = hardware.memory_bytes / GIB
-    layers = layout.layers_of_stages(scenario.model)
     return {
         "attention": f"{scenario.attention.source}, {scenario.attention.num_heads} heads of a GPU",
         "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)",
@@ -210,7 +209,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         f" {scenario.micro_batches} micro-batches a step",
         "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"
         f" recompute {layout.recompute}",
-        **({} if np.ptp(layers) == 0 else {"layers of the stages": ", ".join(map(str, layers.tolist()))}),
+        **({"layers of the stages": ", ".join(map(str, layers))} if len(set(layers)) > 1 else {}),
         "S_max": f"{scenario.limit:,} tokens ({'given' if scenario.max_tokens is not None else 'what fits'})",
         "noise": f"{scenario.noise:.1%} of every pass, seed {scenario.noise_seed}" if scenario.noise else "none",
         "not modelled": "optimizer step, kernel launches between layers, stragglers, loading",

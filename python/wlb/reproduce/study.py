@@ -24,15 +24,16 @@ from wlb.simulation.variants import Strategy
 CHOICE: tuple[Strategy, ...] = ("per_sequence", "per_document")
 """What the paper's adaptive sharding chooses between (section 5.3)."""
 
-PLAIN = Variant(title="Plain-4D")
+# As published, documents and micro-batches go to ranks as they come.
+PLAIN = Variant(title="Plain-4D", dealt=False)
 METHODS = {
     "plain": PLAIN,
     "fixed, per-sequence": Variant(title="Fixed-4D, per-sequence", packing="fixed_length"),
     "fixed, per-document": Variant(
         title="Fixed-4D, per-document", packing="fixed_length", strategies=("per_document",)
     ),
-    "per-document": Variant(title="per-document CP", strategies=("per_document",)),
-    "adaptive": Variant(title="adaptive CP", strategies=CHOICE),
+    "per-document": Variant(title="per-document CP", strategies=("per_document",), dealt=False),
+    "adaptive": Variant(title="adaptive CP", strategies=CHOICE, dealt=False),
     "packing": Variant(title="packing and delay", packing="var_length"),
     "wlb": Variant(title="WLB-LLM", packing="var_length", strategies=CHOICE),
     "hybrid": Variant(title="WLB-LLM and hybrid CP", packing="var_length", strategies=("adaptive",)),
