@@ -5,6 +5,7 @@
 `original` keeps the order of arrival. `fixed, 8 batches` packs 8 global batches together, the strongest of the usual
 baselines for balance and the one that stirs the order of documents most. `wlb` delays outliers only. Every run is
 evaluated on the same held-out documents, which no run has seen; the picture has mean and standard deviation over seeds.
+Global batches of whole documents are not equally full, so runs are compared where they have trained as many tokens.
 """
 
 from __future__ import annotations
@@ -82,16 +83,16 @@ class Study:
 
 def run(
     study: Study, method: str, seed: int, dataset: ByteFiles, held_out: list[PackedBatch], tick: Any
-) -> list[float]:
-    """Trains one model; gives its loss on the held-out documents every `study.every` steps."""
+) -> list[tuple[int, float]]:
+    """Trains one model; every `study.every` steps, the tokens so far and the loss on the held-out documents."""
     model = LlamaStage(study.config)
     model.initialize(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=study.learning_rate)
     warm_up = partial(lambda step: min(1.0, (step + 1) / 20))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
     loader = study.loader(method, dataset, seed)
-    losses: list[float] = []
-    done = 0
+    losses: list[tuple[int, float]] = []
+    done = tokens = 0
     while done < study.steps:
         for step in loader:
             valid = count_valid_tokens(batch.num_valid_tokens for batch in step.micro_batches)
@@ -101,12 +102,12 @@ def run(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            done += 1
+            done, tokens = done + 1, tokens + valid
             tick()
             if done % study.every == 0:
                 with torch.no_grad():
                     total = sum(batch.num_valid_tokens for batch in held_out)
-                    losses.append(sum(loss_of(model, batch, total).item() for batch in held_out))
+                    losses.append((tokens, sum(loss_of(model, batch, total).item() for batch in held_out)))
             if done == study.steps:
                 break
     return losses
@@ -118,15 +119,25 @@ def loss_of(model: LlamaStage, batch: PackedBatch, valid: int) -> torch.Tensor:
     return token_normalized_loss(logits, batch.labels, num_valid_tokens=valid)
 
 
-def draw(found: dict[str, np.ndarray], study: Study, path: Path) -> None:
+def at_equal_tokens(runs: dict[str, list[list[tuple[int, float]]]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Tokens [points], up to where the slowest run came, and the losses [seeds, points] of each method there."""
+    first = max(run[0][0] for of_method in runs.values() for run in of_method)
+    last = min(run[-1][0] for of_method in runs.values() for run in of_method)
+    tokens = np.linspace(first, last, 20)
+    return tokens, {
+        method: np.array([np.interp(tokens, *zip(*run, strict=True)) for run in of_method])
+        for method, of_method in runs.items()
+    }
+
+
+def draw(tokens: np.ndarray, found: dict[str, np.ndarray], path: Path) -> None:
     """Mean and standard deviation over seeds."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    steps = np.arange(1, study.steps // study.every + 1) * study.every
     for method, losses in found.items():
         mean, deviation = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else np.zeros(losses.shape[1])
-        axes.plot(steps, mean, color=METHODS[method], label=f"{method}: {mean[-1]:.3f} ± {deviation[-1]:.3f}")
-        axes.fill_between(steps, mean - deviation, mean + deviation, color=METHODS[method], alpha=0.2, linewidth=0)
-    axes.set_xlabel("step")
+        axes.plot(tokens, mean, color=METHODS[method], label=f"{method}: {mean[-1]:.3f} ± {deviation[-1]:.3f}")
+        axes.fill_between(tokens, mean - deviation, mean + deviation, color=METHODS[method], alpha=0.2, linewidth=0)
+    axes.set_xlabel("tokens trained (bytes)")
     axes.set_ylabel("loss on held-out documents (nats per byte)")
     axes.set_title(f"Packing and what is learnt ({len(losses)} seeds)", loc="left", weight="bold")
     axes.spines[["top", "right"]].set_visible(False)
@@ -156,27 +167,32 @@ def main(
     study = Study(steps, context, micro_batches, every, config, learning_rate=3e-3)
     held_out = [collate([held[i][:context]]) for i in range(min(len(held), 40))]
 
-    found: dict[str, np.ndarray] = {}
+    runs: dict[str, list[list[tuple[int, float]]]] = {}
     started = time.time()
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("training", total=len(METHODS) * seeds * steps)
         for method in METHODS:
-            runs = [
+            runs[method] = [
                 run(study, method, seed, dataset, held_out, lambda: progress.advance(task)) for seed in range(seeds)
             ]
-            found[method] = np.array(runs)
+    tokens, found = at_equal_tokens(runs)
     output_dir.mkdir(parents=True, exist_ok=True)
-    draw(found, study, output_dir / "loss_curves.png")
+    draw(tokens, found, output_dir / "loss_curves.png")
     record = {
         "study": asdict(study),
         "documents": len(dataset),
         "held_out": len(held_out),
         "seconds": time.time() - started,
         "torch": torch.__version__,
-        "losses": {method: losses.tolist() for method, losses in found.items()},
+        "runs": runs,
     }
     (output_dir / "loss_curves.json").write_text(json.dumps(record) + "\n")
-    table = Table("method", "final loss", "deviation over seeds", title="Loss on held-out documents")
+    table = Table(
+        "method",
+        "final loss",
+        "deviation over seeds",
+        title=f"Loss on held-out documents after {tokens[-1]:,.0f} tokens",
+    )
     for method, losses in found.items():
         final = losses[:, -1]
         table.add_row(method, f"{final.mean():.4f}", f"{final.std(ddof=1):.4f}" if seeds > 1 else "")
