@@ -111,8 +111,9 @@ def shares(rank: int, size: int) -> list[list[Document]]:
     return result[:1] if rank == 1 else result
 
 
-def make(batches: Any, size: int, **options: Any) -> DynamicCpLoader[PackedBatch]:
-    return DynamicCpLoader(batches, plan=functools.partial(PLAN, world_size=size, **options), group=dist.group.WORLD)
+def make(batches: Any, size: int, *, prepare: Any = None, **options: Any) -> DynamicCpLoader[PackedBatch]:
+    plan = functools.partial(PLAN, world_size=size, **options)
+    return DynamicCpLoader(batches, plan=plan, group=dist.group.WORLD, prepare=prepare)
 
 
 def read(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], int]:
@@ -193,6 +194,32 @@ def test_documents_wait_in_queues_and_in_states() -> None:
     assert moved == steps[at:]
 
 
+DOCUMENTS = {
+    "id": Document([1, 2], id=2**63),
+    "name": Document([1, 2], id="3"),  # type: ignore[arg-type]
+    "start": Document([1, 2], id=3, start=-1),
+    "next_token": Document([1, 2], id=3, next_token=0.5),  # type: ignore[arg-type]
+}
+
+
+class Stateful:
+    """A source with a state that it cannot give once it was read."""
+
+    def __init__(self, batches: Iterator[list[Any]], *, fail: bool) -> None:
+        self.batches, self.fail, self.read = batches, fail, False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.read = True
+        return self.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.read and self.fail:
+            raise OSError("state gone")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 def failing(rank: int, what: str) -> str:
     """What the first or second step says."""
 
@@ -201,10 +228,18 @@ def failing(rank: int, what: str) -> str:
         if rank == 1:
             if what == "read":
                 raise OSError("disk gone")
+            if what in DOCUMENTS:
+                yield [DOCUMENTS[what]]
             yield [np.zeros(400 if what == "long" else 3, np.int64 if what != "type" else np.float32)]
         yield [DATA[rank]]
 
-    loader = make(batches(), 4, num_micro_batches=5 if what == "plan" and rank == 2 else None)
+    def prepare(batch: PackedBatch) -> PackedBatch:
+        if what == "prepare" and rank == 2:
+            raise MemoryError("nothing to pin")
+        return batch
+
+    source = Stateful(batches(), fail=rank == 3) if what == "state" else batches()
+    loader = make(source, 4, prepare=prepare, num_micro_batches=5 if what == "plan" and rank == 2 else None)
     try:
         with pytest.raises(wlb.WlbError) as caught:
             list(loader)
@@ -222,6 +257,12 @@ def failing(rank: int, what: str) -> str:
         ("type", "batches failed on rank 1: WlbError: batches[0] holds float32"),
         ("long", "document 1, which rank 1 read: lengths[1] = 400 exceeds"),
         ("plan", "group has ranks [2] with another plan than rank 0"),
+        ("id", f"batches failed on rank 1: WlbError: batches[0] has id = {2**63}: must be from 0 to 2**63 - 1"),
+        ("name", "batches[0] has id = '3': must be an integer"),
+        ("start", "batches[0] has start = -1: must be from 0"),
+        ("next_token", "batches[0] has next_token = 0.5: must be an integer"),
+        ("prepare", "step failed on rank 2: MemoryError: nothing to pin"),
+        ("state", "step failed on rank 3: OSError: state gone"),
     ],
 )
 def test_all_ranks_fail_alike(what: str, text: str) -> None:

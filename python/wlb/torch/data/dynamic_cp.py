@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,7 +146,7 @@ class DynamicCpLoader(Generic[T]):
         """The next step. A collective, but it only waits for what the ranks' threads do.
 
         Raises:
-            wlb.WlbError: Reading failed on some rank, a document does not fit, or plans differ; on every rank.
+            wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every rank.
         """
         if self._broken:
             raise error("batches", "failed in an earlier step; load a state saved before into a new loader")
@@ -207,13 +208,30 @@ class DynamicCpLoader(Generic[T]):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended = None, 0, False
-                return _Made(None, self._standing())
+                return self._finished(lambda: _Made(None, self._standing()))
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
-        micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
-        step = DynamicCpStep(self._number, plan, micro_batches, max(1, table.num_valid_tokens), seconds)
-        self._number += 1
-        return _Made(step, self._standing())
+
+        def finish() -> _Made[T]:
+            micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
+            step = DynamicCpStep(self._number, plan, micro_batches, max(1, table.num_valid_tokens), seconds)
+            self._number += 1
+            return _Made(step, self._standing())
+
+        return self._finished(finish)
+
+    def _finished(self, finish: Callable[[], _Made[T]]) -> _Made[T]:
+        """What `finish` gives, once it did on all ranks: one that is not given a step would leave the rest in it."""
+        failure: Exception | None = None
+        made = None
+        try:
+            made = finish()
+        except Exception as cause:
+            failure = cause
+        parts = self._peers.gather({"failure": told(failure), "agreement": None})
+        self._peers.agree(parts, failure, argument="step", what="step")
+        assert made is not None
+        return made
 
     def _read_share(self) -> list[Document]:
         """This rank's documents of the next step; none once it has ended."""
@@ -229,10 +247,7 @@ class DynamicCpLoader(Generic[T]):
         self._read += 1
         if isinstance(batch, Step):
             batch = [document for documents in batch.micro_batches for document in documents]
-        named = [as_document(document, -1) for document in batch]
-        return [
-            replace(document, tokens=token_array(document.tokens, "batches", i)) for i, document in enumerate(named)
-        ]
+        return [_checked(document, index) for index, document in enumerate(batch)]
 
     def _gather(self) -> tuple[list[Document], _Table]:
         """This rank's documents, and what is known of all ranks'."""
@@ -242,11 +257,12 @@ class DynamicCpLoader(Generic[T]):
             documents = self._read_share()
         except Exception as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
-        rows = [(len(d.tokens), d.id, d.start, d.next_token is not None) for d in documents]
+        # All fit: `_checked` looked.
+        rows = np.array([(d.tokens.size, d.id, d.start, d.next_token is not None) for d in documents], np.int64)
         part = {
             "failure": told(failure),
             "agreement": self._number,
-            "rows": np.array(rows, np.int64).reshape(-1, 4),
+            "rows": rows.reshape(-1, 4),
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
@@ -324,6 +340,30 @@ class DynamicCpLoader(Generic[T]):
                 )
             )
         return batches
+
+
+def _checked(document: Document | Any, index: int) -> Document:
+    """A document with tokens and numbers that all later steps can take, for those no longer may fail on one rank.
+
+    Bare tokens get the id -1.
+
+    Raises:
+        wlb.WlbError: It has no tokens, or a number that is none, below 0, or beyond int64.
+    """
+    named = as_document(document, -1)
+    numbers: dict[str, Any] = {}
+    if named is document:
+        numbers = {"id": named.id, "start": named.start}
+        if named.next_token is not None:
+            numbers["next_token"] = named.next_token
+    for name, value in numbers.items():
+        try:
+            numbers[name] = operator.index(value)
+        except TypeError:
+            raise error("batches", f"has {name} = {value!r}: must be an integer", index=index, value=value) from None
+        if not 0 <= numbers[name] < 2**63:
+            raise error("batches", f"has {name} = {value}: must be from 0 to 2**63 - 1", index=index, value=value)
+    return replace(named, tokens=token_array(named.tokens, "batches", index), **numbers)
 
 
 @dataclass(frozen=True, eq=False)
