@@ -8,6 +8,7 @@ import json
 import pickle
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from wlb.torch.data import (
     StepLoader,
     collate,
 )
-from wlb.torch.groups import ContextParallelGroups, build_mesh
+from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
 
 COST = wlb.CostModel.from_flops(
     hidden_size=32,
@@ -294,6 +295,26 @@ def test_a_micro_batch_finds_its_group() -> None:
     results = processes.run(4, resolve)
     assert len({plan for plans, _ in results for plan in plans}) == 1
     assert "is for rank 1 of 2 from None on; this is rank 1 of those from 2 on" in results[3][1]
+
+
+def beside(rank: int) -> list[list[int]]:
+    """Loaders of two pipeline positions, made after groups that not every rank is in; the documents of each step."""
+    mesh = build_mesh(pp=2, dp=3, device_type="cpu")
+    ContextParallelGroups(mesh)
+    both = data_and_context(mesh)
+    loader = DynamicCpLoader(
+        [[Document(DATA[number], number) for number in range(both.get_local_rank(), 20, 3)]],
+        plan=functools.partial(PLAN, world_size=3, max_tokens_per_rank=150),
+        group=both.get_group(),
+        timeout=timedelta(seconds=60),
+    )
+    seen = [np.concatenate([g.document_ids for m in step.plan.micro_batches for g in m.groups]) for step in loader]
+    loader.close()
+    return [sorted(ids.tolist()) for ids in seen]
+
+
+def test_any_groups_may_be_made_before() -> None:
+    assert processes.run(6, beside) == [[[*range(20)]]] * 6
 
 
 def test_one_process_needs_no_group() -> None:

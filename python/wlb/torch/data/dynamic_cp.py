@@ -21,7 +21,7 @@ from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
 from wlb.torch.data.documents import Document, as_document, token_array
-from wlb.torch.data.peers import Peers, told
+from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
 
@@ -100,8 +100,8 @@ class DynamicCpLoader(Generic[T]):
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
 
-    A collective on `group`, as is every step: all its ranks make one at the same point, and take as many steps. Close
-    it before the process groups are destroyed.
+    Every step is a collective on `group`: its ranks take as many. With a group, making one is a collective of the whole
+    world: every rank makes its own at the same point. Close it before the process groups are destroyed.
     """
 
     def __init__(
@@ -115,14 +115,7 @@ class DynamicCpLoader(Generic[T]):
     ) -> None:
         # Of its own, for the thread must not come between collectives of training; and on the host, for no kernel is to
         # wait for documents.
-        if group is not None:
-            ranks = dist.get_process_group_ranks(group)
-            own = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True, timeout=timeout, group_desc="dynamic_cp"
-            )
-            assert isinstance(own, dist.ProcessGroup)
-            group = own
-        self._peers = Peers(group)
+        self._peers = Peers(None if group is None else on_host(group, timeout=timeout, description="dynamic_cp"))
         self._batches: Any = batches
         self._plan = plan
         self._prepare = prepare
