@@ -355,3 +355,30 @@ def test_heads_limit_groups(heads: int, kv_heads: int, largest: int) -> None:
     assert max_cp_size("ring", num_heads=heads, num_kv_heads=kv_heads) is None
     with pytest.raises(wlb.WlbError, match="transport"):
         max_cp_size("star", num_heads=heads)  # type: ignore[arg-type]
+
+
+def alone(batches: Any, **options: Any) -> DynamicCpLoader[PackedBatch]:
+    plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000, num_stages=1)
+    return DynamicCpLoader(batches, **{"plan": plan, **options})
+
+
+def test_a_state_needs_what_it_was_saved_of() -> None:
+    loader = alone([DATA[:2]] * 6)
+    for _ in range(5):
+        next(loader)
+    state = loader.state_dict()
+    assert len(list(loader)) == 1
+    loader.close()
+
+    whole = alone([DATA[:2]] * 5)
+    whole.load_state_dict(state)
+    assert list(whole) == [], "all of it was read"
+    short = alone([DATA[:2]] * 2)
+    short.load_state_dict(state)
+    with pytest.raises(wlb.WlbError, match="ends after 2 items, 5 were read before"):
+        next(short)
+    for other in ({"rank": 1}, {"num_ranks": 2}):
+        refusing = alone([DATA[:2]] * 6)
+        with pytest.raises(wlb.WlbError, match="was saved with"):
+            refusing.load_state_dict({**state, **other})
+        assert refusing.state_dict()["step"] == 0

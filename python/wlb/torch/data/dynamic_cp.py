@@ -86,7 +86,8 @@ class DynamicCpLoader(Generic[T]):
 
     **State.** It stands after the last step given, whatever was read ahead. If `batches` has `state_dict` and
     `load_state_dict`, it holds that of `batches`, and may be loaded wherever that may: a `StepLoader`'s is the same on
-    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped.
+    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped, and may be
+    loaded by this rank of as many only; should `batches` end before, the next step says so.
 
     Args:
         batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
@@ -164,13 +165,14 @@ class DynamicCpLoader(Generic[T]):
         """Where the next step begins. Plain JSON values, if those of `batches` are."""
         standing = self._given
         source = {"step": standing.number, "read": standing.read, "batches": standing.batches}
-        return {"format": FORMAT, "version": VERSION, **source}
+        return {"format": FORMAT, "version": VERSION, **source, **self._reader()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the saved one stood. No communication; before the first step.
 
         Raises:
-            wlb.WlbError: The state was not saved here, or `batches` refuses its part.
+            wlb.WlbError: The state was not saved here, or for a `batches` without state on another rank or number of
+                ranks, or `batches` refuses its part.
         """
         if self._number or self._ahead:
             raise error("state", "is loaded after a step; load it into a new loader", value=self._number)
@@ -178,6 +180,7 @@ class DynamicCpLoader(Generic[T]):
         number, read, batches = field(state, "step", int), field(state, "read", int), field(state, "batches", object)
         if self._stateful != (batches is not None):
             raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
+        same(state, self._reader(), "this loader")
         if self._stateful:
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
@@ -186,6 +189,10 @@ class DynamicCpLoader(Generic[T]):
     def close(self) -> None:
         """Waits for what the thread does with the other ranks: before process groups are destroyed."""
         self._thread.shutdown()
+
+    def _reader(self) -> dict[str, int]:
+        """Whose count of items a state holds: of no other rank, for that reads other documents."""
+        return {} if self._stateful else {"rank": self._peers.rank, "num_ranks": self._peers.size}
 
     # In the thread.
 
@@ -230,8 +237,9 @@ class DynamicCpLoader(Generic[T]):
         """This rank's documents of the next step; none once it has ended."""
         if self._iterator is None:
             self._iterator = iter(self._batches)
-            for _ in range(self._skip):
-                self._ended = self._ended or next(self._iterator, _END) is _END
+            for already in range(self._skip):
+                if next(self._iterator, _END) is _END:
+                    raise ValueError(f"ends after {already} items, {self._skip} were read before")
             self._skip = 0
         batch: Any = _END if self._ended else next(self._iterator, _END)
         if batch is _END:
