@@ -382,3 +382,22 @@ def test_a_state_needs_what_it_was_saved_of() -> None:
         with pytest.raises(wlb.WlbError, match="was saved with"):
             refusing.load_state_dict({**state, **other})
         assert refusing.state_dict()["step"] == 0
+
+
+def closing(rank: int) -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    loader = make(shares(rank, 4), 4, max_tokens_per_rank=150)
+    assert len(groups) == before + 1
+    next(loader)
+    state = loader.state_dict()
+    for _ in range(2):  # a step was made ahead of both
+        loader.close()
+        assert len(groups) == before
+        with pytest.raises(wlb.WlbError, match="loader is closed"):
+            next(loader)
+        assert loader.state_dict() == state
+
+
+def test_a_closed_loader_keeps_its_state_and_no_group() -> None:
+    processes.run(4, closing)

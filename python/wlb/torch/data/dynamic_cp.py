@@ -129,6 +129,7 @@ class DynamicCpLoader(Generic[T]):
         self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp")
         self._ahead: Future[_Made[T]] | None = None
         self._broken = False
+        self._closed = False
         self._given = self._standing()
         self.tokens_moved = 0
 
@@ -141,17 +142,20 @@ class DynamicCpLoader(Generic[T]):
 
         Raises:
             wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every rank.
+                Or the loader is closed.
         """
+        if self._closed:
+            raise error("loader", "is closed; load its state into a new one")
         if self._broken:
             raise error("batches", "failed in an earlier step; load a state saved before into a new loader")
         self._broken = True
         started = time.perf_counter()
         made = (self._ahead or self._thread.submit(self._make)).result()
         stall = time.perf_counter() - started
-        self._ahead, self._given, self._broken = None, made.standing, False
+        ahead = None if made.step is None else self._thread.submit(self._make)
+        self._ahead, self._given, self._broken = ahead, made.standing, False
         if made.step is None:
             raise StopIteration
-        self._ahead = self._thread.submit(self._make)
         return replace(made.step, stall_seconds=stall)
 
     def metrics(self) -> wlb.PackerMetrics:
@@ -187,8 +191,11 @@ class DynamicCpLoader(Generic[T]):
         self._given = self._standing()
 
     def close(self) -> None:
-        """Waits for what the thread does with the other ranks: before process groups are destroyed."""
+        """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
         self._thread.shutdown()
+        if not self._closed and self._peers.group is not None:
+            dist.destroy_process_group(self._peers.group)
+        self._closed = True
 
     def _reader(self) -> dict[str, int]:
         """Whose count of items a state holds: of no other rank, for that reads other documents."""
