@@ -401,3 +401,18 @@ def closing(rank: int) -> None:
 
 def test_a_closed_loader_keeps_its_state_and_no_group() -> None:
     processes.run(4, closing)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda lengths: lengths[1:], "does not have each of 5 documents once"),
+        (lambda lengths: [*lengths, 3], "does not have each of 5 documents once"),
+        (lambda lengths: lengths + (np.arange(5) == 2), f"has {LENGTHS[2] + 1} tokens of document 2, which has"),
+        (lambda lengths: lengths[::-1], "tokens of document 0, which has"),
+    ],
+)
+def test_a_plan_has_every_document_whole(change: Any, text: str) -> None:
+    plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000)
+    with pytest.raises(wlb.WlbError, match=text):
+        next(alone([DATA[:5]], plan=lambda lengths: plan(change(lengths))))

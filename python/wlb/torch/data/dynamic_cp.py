@@ -287,6 +287,7 @@ class DynamicCpLoader(Generic[T]):
             if plan.world_size != self._peers.size:
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
+            _check_whole(plan, table.lengths)
         except Exception as cause:
             failure = cause
         seconds = time.perf_counter() - started
@@ -348,6 +349,23 @@ class DynamicCpLoader(Generic[T]):
                 )
             )
         return batches
+
+
+def _check_whole(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
+    """Checks that the plan has every document once and whole: what it left out would be lost, yet counted in the loss.
+
+    Raises:
+        wlb.WlbError: It has not.
+    """
+    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    ids = np.concatenate([group.document_ids for group in groups])
+    if not np.array_equal(np.sort(ids), np.arange(lengths.size)):
+        raise error("plan", f"does not have each of {lengths.size} documents once, by their index", value=ids)
+    planned = np.empty_like(lengths)
+    planned[ids] = np.concatenate([group.lengths for group in groups])
+    if (differ := np.flatnonzero(planned != lengths)).size:
+        row = int(differ[0])
+        raise error("plan", f"has {planned[row]} tokens of document {row}, which has {lengths[row]}", value=planned[row])
 
 
 def _checked(document: Document | Any, index: int) -> Document:
