@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import processes
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -416,3 +418,14 @@ def test_a_plan_has_every_document_whole(change: Any, text: str) -> None:
     plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000)
     with pytest.raises(wlb.WlbError, match=text):
         next(alone([DATA[:5]], plan=lambda lengths: plan(change(lengths))))
+
+
+def test_the_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = threading.local()
+    chosen.device = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(chosen, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(chosen, "device", device))
+    seen = []
+    next(alone([DATA[:2]], prepare=lambda batch: seen.append(torch.cuda.current_device())))
+    assert set(seen) == {3}

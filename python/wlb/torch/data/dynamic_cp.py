@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -86,8 +87,8 @@ class DynamicCpLoader(Generic[T]):
 
     **State.** It stands after the last step given, whatever was read ahead. If `batches` has `state_dict` and
     `load_state_dict`, it holds that of `batches`, and may be loaded wherever that may: a `StepLoader`'s is the same on
-    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped, and may be
-    loaded by this rank of as many only; should `batches` end before, the next step says so.
+    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped,
+    and may be loaded by this rank of as many only; should `batches` end before, the next step fails.
 
     Args:
         batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
@@ -95,7 +96,7 @@ class DynamicCpLoader(Generic[T]):
             the group's size for a world. The same on every rank.
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
-            or `PackedBatch.pin_memory`.
+            or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
         timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
@@ -126,7 +127,10 @@ class DynamicCpLoader(Generic[T]):
         self._skip = 0  # of them, those that a restored state has read
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp")
+        # A thread begins with device 0, where pinned memory and what `prepare` makes would go from all ranks.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        use_device = None if device is None else functools.partial(torch.cuda.set_device, device)
+        self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp", use_device)
         self._ahead: Future[_Made[T]] | None = None
         self._broken = False
         self._closed = False
@@ -141,8 +145,8 @@ class DynamicCpLoader(Generic[T]):
         """The next step. A collective, but it only waits for what the ranks' threads do.
 
         Raises:
-            wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every rank.
-                Or the loader is closed.
+            wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every
+                rank. Or the loader is closed.
         """
         if self._closed:
             raise error("loader", "is closed; load its state into a new one")
@@ -364,8 +368,8 @@ def _check_whole(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
     planned = np.empty_like(lengths)
     planned[ids] = np.concatenate([group.lengths for group in groups])
     if (differ := np.flatnonzero(planned != lengths)).size:
-        row = int(differ[0])
-        raise error("plan", f"has {planned[row]} tokens of document {row}, which has {lengths[row]}", value=planned[row])
+        row, found = int(differ[0]), int(planned[differ[0]])
+        raise error("plan", f"has {found} tokens of document {row}, which has {lengths[row]}", value=found)
 
 
 def _checked(document: Document | Any, index: int) -> Document:
