@@ -6,13 +6,16 @@ import functools
 import itertools
 import json
 import pickle
+import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import processes
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -28,7 +31,7 @@ from wlb.torch.data import (
     StepLoader,
     collate,
 )
-from wlb.torch.groups import ContextParallelGroups, build_mesh
+from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
 
 COST = wlb.CostModel.from_flops(
     hidden_size=32,
@@ -111,8 +114,9 @@ def shares(rank: int, size: int) -> list[list[Document]]:
     return result[:1] if rank == 1 else result
 
 
-def make(batches: Any, size: int, **options: Any) -> DynamicCpLoader[PackedBatch]:
-    return DynamicCpLoader(batches, plan=functools.partial(PLAN, world_size=size, **options), group=dist.group.WORLD)
+def make(batches: Any, size: int, *, prepare: Any = None, **options: Any) -> DynamicCpLoader[PackedBatch]:
+    plan = functools.partial(PLAN, world_size=size, **options)
+    return DynamicCpLoader(batches, plan=plan, group=dist.group.WORLD, prepare=prepare)
 
 
 def read(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], int]:
@@ -193,6 +197,32 @@ def test_documents_wait_in_queues_and_in_states() -> None:
     assert moved == steps[at:]
 
 
+DOCUMENTS = {
+    "id": Document([1, 2], id=2**63),
+    "name": Document([1, 2], id="3"),  # type: ignore[arg-type]
+    "start": Document([1, 2], id=3, start=-1),
+    "next_token": Document([1, 2], id=3, next_token=0.5),  # type: ignore[arg-type]
+}
+
+
+class Stateful:
+    """A source with a state that it cannot give once it was read."""
+
+    def __init__(self, batches: Iterator[list[Any]], *, fail: bool) -> None:
+        self.batches, self.fail, self.read = batches, fail, False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.read = True
+        return self.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.read and self.fail:
+            raise OSError("state gone")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 def failing(rank: int, what: str) -> str:
     """What the first or second step says."""
 
@@ -201,10 +231,18 @@ def failing(rank: int, what: str) -> str:
         if rank == 1:
             if what == "read":
                 raise OSError("disk gone")
+            if what in DOCUMENTS:
+                yield [DOCUMENTS[what]]
             yield [np.zeros(400 if what == "long" else 3, np.int64 if what != "type" else np.float32)]
         yield [DATA[rank]]
 
-    loader = make(batches(), 4, num_micro_batches=5 if what == "plan" and rank == 2 else None)
+    def prepare(batch: PackedBatch) -> PackedBatch:
+        if what == "prepare" and rank == 2:
+            raise MemoryError("nothing to pin")
+        return batch
+
+    source = Stateful(batches(), fail=rank == 3) if what == "state" else batches()
+    loader = make(source, 4, prepare=prepare, num_micro_batches=5 if what == "plan" and rank == 2 else None)
     try:
         with pytest.raises(wlb.WlbError) as caught:
             list(loader)
@@ -222,6 +260,12 @@ def failing(rank: int, what: str) -> str:
         ("type", "batches failed on rank 1: WlbError: batches[0] holds float32"),
         ("long", "document 1, which rank 1 read: lengths[1] = 400 exceeds"),
         ("plan", "group has ranks [2] with another plan than rank 0"),
+        ("id", f"batches failed on rank 1: WlbError: batches[0] has id = {2**63}: must be from 0 to 2**63 - 1"),
+        ("name", "batches[0] has id = '3': must be an integer"),
+        ("start", "batches[0] has start = -1: must be from 0"),
+        ("next_token", "batches[0] has next_token = 0.5: must be an integer"),
+        ("prepare", "step failed on rank 2: MemoryError: nothing to pin"),
+        ("state", "step failed on rank 3: OSError: state gone"),
     ],
 )
 def test_all_ranks_fail_alike(what: str, text: str) -> None:
@@ -253,6 +297,26 @@ def test_a_micro_batch_finds_its_group() -> None:
     results = processes.run(4, resolve)
     assert len({plan for plans, _ in results for plan in plans}) == 1
     assert "is for rank 1 of 2 from None on; this is rank 1 of those from 2 on" in results[3][1]
+
+
+def beside(rank: int) -> list[list[int]]:
+    """Loaders of two pipeline positions, made after groups that not every rank is in; the documents of each step."""
+    mesh = build_mesh(pp=2, dp=3, device_type="cpu")
+    ContextParallelGroups(mesh)
+    both = data_and_context(mesh)
+    loader = DynamicCpLoader(
+        [[Document(DATA[number], number) for number in range(both.get_local_rank(), 20, 3)]],
+        plan=functools.partial(PLAN, world_size=3, max_tokens_per_rank=150),
+        group=both.get_group(),
+        timeout=timedelta(seconds=60),
+    )
+    seen = [np.concatenate([g.document_ids for m in step.plan.micro_batches for g in m.groups]) for step in loader]
+    loader.close()
+    return [sorted(ids.tolist()) for ids in seen]
+
+
+def test_any_groups_may_be_made_before() -> None:
+    assert processes.run(6, beside) == [[[*range(20)]]] * 6
 
 
 def test_one_process_needs_no_group() -> None:
@@ -293,3 +357,75 @@ def test_heads_limit_groups(heads: int, kv_heads: int, largest: int) -> None:
     assert max_cp_size("ring", num_heads=heads, num_kv_heads=kv_heads) is None
     with pytest.raises(wlb.WlbError, match="transport"):
         max_cp_size("star", num_heads=heads)  # type: ignore[arg-type]
+
+
+def alone(batches: Any, **options: Any) -> DynamicCpLoader[PackedBatch]:
+    plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000, num_stages=1)
+    return DynamicCpLoader(batches, **{"plan": plan, **options})
+
+
+def test_a_state_needs_what_it_was_saved_of() -> None:
+    loader = alone([DATA[:2]] * 6)
+    for _ in range(5):
+        next(loader)
+    state = loader.state_dict()
+    assert len(list(loader)) == 1
+    loader.close()
+
+    whole = alone([DATA[:2]] * 5)
+    whole.load_state_dict(state)
+    assert list(whole) == [], "all of it was read"
+    short = alone([DATA[:2]] * 2)
+    short.load_state_dict(state)
+    with pytest.raises(wlb.WlbError, match="ends after 2 items, 5 were read before"):
+        next(short)
+    for other in ({"rank": 1}, {"num_ranks": 2}):
+        refusing = alone([DATA[:2]] * 6)
+        with pytest.raises(wlb.WlbError, match="was saved with"):
+            refusing.load_state_dict({**state, **other})
+        assert refusing.state_dict()["step"] == 0
+
+
+def closing(rank: int) -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    loader = make(shares(rank, 4), 4, max_tokens_per_rank=150)
+    assert len(groups) == before + 1
+    next(loader)
+    state = loader.state_dict()
+    for _ in range(2):  # a step was made ahead of both
+        loader.close()
+        assert len(groups) == before
+        with pytest.raises(wlb.WlbError, match="loader is closed"):
+            next(loader)
+        assert loader.state_dict() == state
+
+
+def test_a_closed_loader_keeps_its_state_and_no_group() -> None:
+    processes.run(4, closing)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda lengths: lengths[1:], "does not have each of 5 documents once"),
+        (lambda lengths: [*lengths, 3], "does not have each of 5 documents once"),
+        (lambda lengths: lengths + (np.arange(5) == 2), f"has {LENGTHS[2] + 1} tokens of document 2, which has"),
+        (lambda lengths: lengths[::-1], "tokens of document 0, which has"),
+    ],
+)
+def test_a_plan_has_every_document_whole(change: Any, text: str) -> None:
+    plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000)
+    with pytest.raises(wlb.WlbError, match=text):
+        next(alone([DATA[:5]], plan=lambda lengths: plan(change(lengths))))
+
+
+def test_the_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = threading.local()
+    chosen.device = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(chosen, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(chosen, "device", device))
+    seen = []
+    next(alone([DATA[:2]], prepare=lambda batch: seen.append(torch.cuda.current_device())))
+    assert set(seen) == {3}

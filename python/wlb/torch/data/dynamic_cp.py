@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +22,7 @@ from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
 from wlb.torch.data.documents import Document, as_document, token_array
-from wlb.torch.data.peers import Peers, told
+from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
 
@@ -85,7 +87,8 @@ class DynamicCpLoader(Generic[T]):
 
     **State.** It stands after the last step given, whatever was read ahead. If `batches` has `state_dict` and
     `load_state_dict`, it holds that of `batches`, and may be loaded wherever that may: a `StepLoader`'s is the same on
-    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped.
+    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped,
+    and may be loaded by this rank of as many only; should `batches` end before, the next step fails.
 
     Args:
         batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
@@ -93,14 +96,14 @@ class DynamicCpLoader(Generic[T]):
             the group's size for a world. The same on every rank.
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
-            or `PackedBatch.pin_memory`.
+            or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
         timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
 
-    A collective on `group`, as is every step: all its ranks make one at the same point, and take as many steps. Close
-    it before the process groups are destroyed.
+    Every step is a collective on `group`: its ranks take as many. With a group, making one is a collective of the whole
+    world: every rank makes its own at the same point. Close it before the process groups are destroyed.
     """
 
     def __init__(
@@ -114,14 +117,7 @@ class DynamicCpLoader(Generic[T]):
     ) -> None:
         # Of its own, for the thread must not come between collectives of training; and on the host, for no kernel is to
         # wait for documents.
-        if group is not None:
-            ranks = dist.get_process_group_ranks(group)
-            own = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True, timeout=timeout, group_desc="dynamic_cp"
-            )
-            assert isinstance(own, dist.ProcessGroup)
-            group = own
-        self._peers = Peers(group)
+        self._peers = Peers(None if group is None else on_host(group, timeout=timeout, description="dynamic_cp"))
         self._batches: Any = batches
         self._plan = plan
         self._prepare = prepare
@@ -131,9 +127,13 @@ class DynamicCpLoader(Generic[T]):
         self._skip = 0  # of them, those that a restored state has read
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp")
+        # A thread begins with device 0, where pinned memory and what `prepare` makes would go from all ranks.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        use_device = None if device is None else functools.partial(torch.cuda.set_device, device)
+        self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp", use_device)
         self._ahead: Future[_Made[T]] | None = None
         self._broken = False
+        self._closed = False
         self._given = self._standing()
         self.tokens_moved = 0
 
@@ -145,18 +145,21 @@ class DynamicCpLoader(Generic[T]):
         """The next step. A collective, but it only waits for what the ranks' threads do.
 
         Raises:
-            wlb.WlbError: Reading failed on some rank, a document does not fit, or plans differ; on every rank.
+            wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every
+                rank. Or the loader is closed.
         """
+        if self._closed:
+            raise error("loader", "is closed; load its state into a new one")
         if self._broken:
             raise error("batches", "failed in an earlier step; load a state saved before into a new loader")
         self._broken = True
         started = time.perf_counter()
         made = (self._ahead or self._thread.submit(self._make)).result()
         stall = time.perf_counter() - started
-        self._ahead, self._given, self._broken = None, made.standing, False
+        ahead = None if made.step is None else self._thread.submit(self._make)
+        self._ahead, self._given, self._broken = ahead, made.standing, False
         if made.step is None:
             raise StopIteration
-        self._ahead = self._thread.submit(self._make)
         return replace(made.step, stall_seconds=stall)
 
     def metrics(self) -> wlb.PackerMetrics:
@@ -170,13 +173,14 @@ class DynamicCpLoader(Generic[T]):
         """Where the next step begins. Plain JSON values, if those of `batches` are."""
         standing = self._given
         source = {"step": standing.number, "read": standing.read, "batches": standing.batches}
-        return {"format": FORMAT, "version": VERSION, **source}
+        return {"format": FORMAT, "version": VERSION, **source, **self._reader()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the saved one stood. No communication; before the first step.
 
         Raises:
-            wlb.WlbError: The state was not saved here, or `batches` refuses its part.
+            wlb.WlbError: The state was not saved here, or for a `batches` without state on another rank or number of
+                ranks, or `batches` refuses its part.
         """
         if self._number or self._ahead:
             raise error("state", "is loaded after a step; load it into a new loader", value=self._number)
@@ -184,14 +188,22 @@ class DynamicCpLoader(Generic[T]):
         number, read, batches = field(state, "step", int), field(state, "read", int), field(state, "batches", object)
         if self._stateful != (batches is not None):
             raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
+        same(state, self._reader(), "this loader")
         if self._stateful:
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
         self._given = self._standing()
 
     def close(self) -> None:
-        """Waits for what the thread does with the other ranks: before process groups are destroyed."""
+        """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
         self._thread.shutdown()
+        if not self._closed and self._peers.group is not None:
+            dist.destroy_process_group(self._peers.group)
+        self._closed = True
+
+    def _reader(self) -> dict[str, int]:
+        """Whose count of items a state holds: of no other rank, for that reads other documents."""
+        return {} if self._stateful else {"rank": self._peers.rank, "num_ranks": self._peers.size}
 
     # In the thread.
 
@@ -207,20 +219,38 @@ class DynamicCpLoader(Generic[T]):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended = None, 0, False
-                return _Made(None, self._standing())
+                return self._finished(lambda: _Made(None, self._standing()))
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
-        micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
-        step = DynamicCpStep(self._number, plan, micro_batches, max(1, table.num_valid_tokens), seconds)
-        self._number += 1
-        return _Made(step, self._standing())
+
+        def finish() -> _Made[T]:
+            micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
+            step = DynamicCpStep(self._number, plan, micro_batches, max(1, table.num_valid_tokens), seconds)
+            self._number += 1
+            return _Made(step, self._standing())
+
+        return self._finished(finish)
+
+    def _finished(self, finish: Callable[[], _Made[T]]) -> _Made[T]:
+        """What `finish` gives, once it did on all ranks: one that is not given a step would leave the rest in it."""
+        failure: Exception | None = None
+        made = None
+        try:
+            made = finish()
+        except Exception as cause:
+            failure = cause
+        parts = self._peers.gather({"failure": told(failure), "agreement": None})
+        self._peers.agree(parts, failure, argument="step", what="step")
+        assert made is not None
+        return made
 
     def _read_share(self) -> list[Document]:
         """This rank's documents of the next step; none once it has ended."""
         if self._iterator is None:
             self._iterator = iter(self._batches)
-            for _ in range(self._skip):
-                self._ended = self._ended or next(self._iterator, _END) is _END
+            for already in range(self._skip):
+                if next(self._iterator, _END) is _END:
+                    raise ValueError(f"ends after {already} items, {self._skip} were read before")
             self._skip = 0
         batch: Any = _END if self._ended else next(self._iterator, _END)
         if batch is _END:
@@ -229,10 +259,7 @@ class DynamicCpLoader(Generic[T]):
         self._read += 1
         if isinstance(batch, Step):
             batch = [document for documents in batch.micro_batches for document in documents]
-        named = [as_document(document, -1) for document in batch]
-        return [
-            replace(document, tokens=token_array(document.tokens, "batches", i)) for i, document in enumerate(named)
-        ]
+        return [_checked(document, index) for index, document in enumerate(batch)]
 
     def _gather(self) -> tuple[list[Document], _Table]:
         """This rank's documents, and what is known of all ranks'."""
@@ -242,11 +269,12 @@ class DynamicCpLoader(Generic[T]):
             documents = self._read_share()
         except Exception as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
-        rows = [(len(d.tokens), d.id, d.start, d.next_token is not None) for d in documents]
+        # All fit: `_checked` looked.
+        rows = np.array([(d.tokens.size, d.id, d.start, d.next_token is not None) for d in documents], np.int64)
         part = {
             "failure": told(failure),
             "agreement": self._number,
-            "rows": np.array(rows, np.int64).reshape(-1, 4),
+            "rows": rows.reshape(-1, 4),
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
@@ -263,6 +291,7 @@ class DynamicCpLoader(Generic[T]):
             if plan.world_size != self._peers.size:
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
+            _check_whole(plan, table.lengths)
         except Exception as cause:
             failure = cause
         seconds = time.perf_counter() - started
@@ -324,6 +353,47 @@ class DynamicCpLoader(Generic[T]):
                 )
             )
         return batches
+
+
+def _check_whole(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
+    """Checks that the plan has every document once and whole: what it left out would be lost, yet counted in the loss.
+
+    Raises:
+        wlb.WlbError: It has not.
+    """
+    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    ids = np.concatenate([group.document_ids for group in groups])
+    if not np.array_equal(np.sort(ids), np.arange(lengths.size)):
+        raise error("plan", f"does not have each of {lengths.size} documents once, by their index", value=ids)
+    planned = np.empty_like(lengths)
+    planned[ids] = np.concatenate([group.lengths for group in groups])
+    if (differ := np.flatnonzero(planned != lengths)).size:
+        row, found = int(differ[0]), int(planned[differ[0]])
+        raise error("plan", f"has {found} tokens of document {row}, which has {lengths[row]}", value=found)
+
+
+def _checked(document: Document | Any, index: int) -> Document:
+    """A document with tokens and numbers that all later steps can take, for those no longer may fail on one rank.
+
+    Bare tokens get the id -1.
+
+    Raises:
+        wlb.WlbError: It has no tokens, or a number that is none, below 0, or beyond int64.
+    """
+    named = as_document(document, -1)
+    numbers: dict[str, Any] = {}
+    if named is document:
+        numbers = {"id": named.id, "start": named.start}
+        if named.next_token is not None:
+            numbers["next_token"] = named.next_token
+    for name, value in numbers.items():
+        try:
+            numbers[name] = operator.index(value)
+        except TypeError:
+            raise error("batches", f"has {name} = {value!r}: must be an integer", index=index, value=value) from None
+        if not 0 <= numbers[name] < 2**63:
+            raise error("batches", f"has {name} = {value}: must be from 0 to 2**63 - 1", index=index, value=value)
+    return replace(named, tokens=token_array(named.tokens, "batches", index), **numbers)
 
 
 @dataclass(frozen=True, eq=False)

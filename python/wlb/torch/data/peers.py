@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,24 @@ class Peers:
             arrived = received.cpu().numpy()
         by_source = np.split(arrived, np.cumsum(counts)[:-1])
         return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
+
+
+def on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+    """A gloo group of the same ranks. A collective of the whole world: every rank calls it with its own group.
+
+    All ranks make the groups of all: `use_local_synchronization` would spare that, but in some versions of torch a
+    group's name then depends on how many the rank was in before, which differs after `ContextParallelGroups`.
+    """
+    mine = tuple(dist.get_process_group_ranks(group))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    result = None
+    for ranks in sorted(set(of_ranks)):
+        made = dist.new_group(list(ranks), backend="gloo", timeout=timeout, group_desc=description)
+        if ranks == mine:
+            result = made
+    assert isinstance(result, dist.ProcessGroup)
+    return result
 
 
 def told(failure: Exception | None) -> str | None:
