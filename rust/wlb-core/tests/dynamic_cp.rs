@@ -227,6 +227,18 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
 }
 
+/// No number of micro-batches was given, and the documents need more of them than a plan may have.
+#[test]
+fn memory_that_forces_too_many_micro_batches_is_an_error() {
+    let plan = |lengths: &[i64], options: &DynamicCpOptions| plan_dynamic_cp(&of(lengths), None, options, &llama_7b());
+    let error = plan(&[4096; 5000], &plain(4096, 1, 1)).unwrap_err();
+    let expected = Error::OutOfRange { argument: "max_tokens_per_rank", value: 1, minimum: 5, maximum: 2_147_483_647 };
+    assert_eq!(error, expected);
+    // 512 micro-batches would hold all tokens, but no two of these documents; a plan has at most 1024.
+    let error = plan(&[4098; 1025], &plain(4096, 1, 2)).unwrap_err();
+    assert!(matches!(error, Error::Combination { argument: "max_tokens_per_rank", .. }), "{error}");
+}
+
 #[test]
 fn a_plan_that_was_tampered_with_is_refused() {
     let plan = plan_dynamic_cp(&of(&[50, 60]), None, &plain(4, 2, 100), &llama_7b()).unwrap();
