@@ -218,6 +218,15 @@ fn errors_name_the_culprit() {
     fails(|options| options.communication.overlap = 1.5, "cp_overlap");
     fails(|options| options.p2p_seconds = f64::INFINITY, "p2p_seconds");
     fails(|options| options.micro_batch_seconds = -0.5, "micro_batch_seconds");
+    // Finite, but not what they add up to.
+    fails(|options| options.communication.seconds_per_token = 1.7e308, "cp_seconds_per_token");
+    fails(|options| options.communication.seconds_per_exchange = 1.7e308, "cp_seconds_per_exchange");
+    fails(|options| options.p2p_seconds = 1.7e308, "p2p_seconds");
+    fails(|options| options.micro_batch_seconds = 1.7e308, "micro_batch_seconds");
+    let most = Communication { seconds_per_exchange: 1e200, seconds_per_token: 1e200, overlap: 0.0 };
+    let options =
+        DynamicCpOptions { communication: most, p2p_seconds: 1e200, micro_batch_seconds: 1e200, ..plain(12, 4, 10) };
+    assert!(plan(&[50, 60], &options).unwrap().seconds.is_finite());
     // 12 ranks have groups of 8.
     let error = plan(&[50, 801, 900], &plain(12, 4, 100)).unwrap_err();
     assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 800, .. }), "{error}");

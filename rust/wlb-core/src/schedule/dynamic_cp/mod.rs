@@ -160,11 +160,7 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
         return Err(Error::Combination { argument: "max_micro_batches", requirement });
     }
     cost.check()?;
-    let p2p = options.p2p_seconds;
-    if !(0.0..=f64::MAX).contains(&p2p) {
-        let requirement = "must be a finite number, 0 or above";
-        return Err(Error::Number { argument: "p2p_seconds", value: p2p, requirement });
-    }
+    cost::check_seconds("p2p_seconds", options.p2p_seconds)?;
     let largest = options.max_cp_size.unwrap_or(world_size);
     size("max_cp_size", largest, world_size)?;
     let largest_group = 1 << largest.ilog2();
