@@ -7,7 +7,7 @@ use common::dynamic_cp::{optimum, planned};
 use common::strategies::{config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
-use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, plan_dynamic_cp};
+use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {
@@ -248,18 +248,45 @@ fn memory_that_forces_too_many_micro_batches_is_an_error() {
     assert!(matches!(error, Error::Combination { argument: "max_tokens_per_rank", .. }), "{error}");
 }
 
+/// Makes it a plan of one micro-batch, all documents in the first of groups of these sizes.
+fn regroup(plan: &mut DynamicCpPlan, sizes: &[u32]) {
+    let mut first_rank = 0;
+    plan.groups.clear();
+    for &cp_size in sizes {
+        plan.groups.push(Group { first_rank, cp_size, seconds: 1.0 });
+        first_rank += cp_size;
+    }
+    plan.group_offsets = vec![0, sizes.len()];
+    plan.document_offsets = vec![plan.documents.len(); sizes.len() + 1];
+    plan.document_offsets[0] = 0;
+}
+
 #[test]
 fn a_plan_that_was_tampered_with_is_refused() {
     let plan = plan_dynamic_cp(&of(&[50, 60]), None, &plain(4, 2, 100), &llama_7b()).unwrap();
     type Change = fn(&mut DynamicCpPlan);
-    let changes: [Change; 6] = [
+    let changes: [Change; 10] = [
         |plan| plan.lengths.push(1),
         |plan| plan.lengths[0] = 0,
         |plan| plan.group_offsets.clear(),
         |plan| plan.document_offsets[0] = 1,
         |plan| plan.groups[0].first_rank = 1,
         |plan| plan.world_size = 5,
+        |plan| plan.max_tokens_per_rank = 10,
+        // 3 ranks and 1: no powers of two.
+        |plan| regroup(plan, &[3, 1]),
+        // 1, 2 and 1: the second begins at rank 1.
+        |plan| regroup(plan, &[1, 2, 1]),
+        // More than int32 counts, on ranks that may have that many each.
+        |plan| {
+            regroup(plan, &[4]);
+            plan.lengths.fill(i32::MAX);
+            plan.max_tokens_per_rank = i32::MAX;
+        },
     ];
+    let mut regrouped = plan.clone();
+    regroup(&mut regrouped, &[2, 2]);
+    assert!(DynamicCpPlan::from_json(&regrouped.to_json()).is_ok());
     for change in changes {
         let mut broken = plan.clone();
         change(&mut broken);
