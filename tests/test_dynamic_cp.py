@@ -151,6 +151,9 @@ def test_with_a_delay() -> None:
         ({"cp_seconds_per_exchange": float("inf")}, "cp_seconds_per_exchange", None, float("inf")),
         ({"p2p_seconds": -2.0}, "p2p_seconds", None, -2.0),
         ({"micro_batch_seconds": -2.0}, "micro_batch_seconds", None, -2.0),
+        ({"micro_batch_seconds": 1.7e308}, "micro_batch_seconds", None, 1.7e308),
+        ({"p2p_seconds": True}, "p2p_seconds", None, True),
+        ({"cp_overlap": "all"}, "cp_overlap", None, "all"),
         ({"ids": [1, 2]}, "ids", None, 2),
     ],
 )

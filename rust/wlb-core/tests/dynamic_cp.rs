@@ -7,7 +7,7 @@ use common::dynamic_cp::{optimum, planned};
 use common::strategies::{config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
-use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, plan_dynamic_cp};
+use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {
@@ -218,6 +218,15 @@ fn errors_name_the_culprit() {
     fails(|options| options.communication.overlap = 1.5, "cp_overlap");
     fails(|options| options.p2p_seconds = f64::INFINITY, "p2p_seconds");
     fails(|options| options.micro_batch_seconds = -0.5, "micro_batch_seconds");
+    // Finite, but not what they add up to.
+    fails(|options| options.communication.seconds_per_token = 1.7e308, "cp_seconds_per_token");
+    fails(|options| options.communication.seconds_per_exchange = 1.7e308, "cp_seconds_per_exchange");
+    fails(|options| options.p2p_seconds = 1.7e308, "p2p_seconds");
+    fails(|options| options.micro_batch_seconds = 1.7e308, "micro_batch_seconds");
+    let most = Communication { seconds_per_exchange: 1e200, seconds_per_token: 1e200, overlap: 0.0 };
+    let options =
+        DynamicCpOptions { communication: most, p2p_seconds: 1e200, micro_batch_seconds: 1e200, ..plain(12, 4, 10) };
+    assert!(plan(&[50, 60], &options).unwrap().seconds.is_finite());
     // 12 ranks have groups of 8.
     let error = plan(&[50, 801, 900], &plain(12, 4, 100)).unwrap_err();
     assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 800, .. }), "{error}");
@@ -227,18 +236,57 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
 }
 
+/// No number of micro-batches was given, and the documents need more of them than a plan may have.
+#[test]
+fn memory_that_forces_too_many_micro_batches_is_an_error() {
+    let plan = |lengths: &[i64], options: &DynamicCpOptions| plan_dynamic_cp(&of(lengths), None, options, &llama_7b());
+    let error = plan(&[4096; 5000], &plain(4096, 1, 1)).unwrap_err();
+    let expected = Error::OutOfRange { argument: "max_tokens_per_rank", value: 1, minimum: 5, maximum: 2_147_483_647 };
+    assert_eq!(error, expected);
+    // 512 micro-batches would hold all tokens, but no two of these documents; a plan has at most 1024.
+    let error = plan(&[4098; 1025], &plain(4096, 1, 2)).unwrap_err();
+    assert!(matches!(error, Error::Combination { argument: "max_tokens_per_rank", .. }), "{error}");
+}
+
+/// Makes it a plan of one micro-batch, all documents in the first of groups of these sizes.
+fn regroup(plan: &mut DynamicCpPlan, sizes: &[u32]) {
+    let mut first_rank = 0;
+    plan.groups.clear();
+    for &cp_size in sizes {
+        plan.groups.push(Group { first_rank, cp_size, seconds: 1.0 });
+        first_rank += cp_size;
+    }
+    plan.group_offsets = vec![0, sizes.len()];
+    plan.document_offsets = vec![plan.documents.len(); sizes.len() + 1];
+    plan.document_offsets[0] = 0;
+}
+
 #[test]
 fn a_plan_that_was_tampered_with_is_refused() {
     let plan = plan_dynamic_cp(&of(&[50, 60]), None, &plain(4, 2, 100), &llama_7b()).unwrap();
     type Change = fn(&mut DynamicCpPlan);
-    let changes: [Change; 6] = [
+    let changes: [Change; 10] = [
         |plan| plan.lengths.push(1),
         |plan| plan.lengths[0] = 0,
         |plan| plan.group_offsets.clear(),
         |plan| plan.document_offsets[0] = 1,
         |plan| plan.groups[0].first_rank = 1,
         |plan| plan.world_size = 5,
+        |plan| plan.max_tokens_per_rank = 10,
+        // 3 ranks and 1: no powers of two.
+        |plan| regroup(plan, &[3, 1]),
+        // 1, 2 and 1: the second begins at rank 1.
+        |plan| regroup(plan, &[1, 2, 1]),
+        // More than int32 counts, on ranks that may have that many each.
+        |plan| {
+            regroup(plan, &[4]);
+            plan.lengths.fill(i32::MAX);
+            plan.max_tokens_per_rank = i32::MAX;
+        },
     ];
+    let mut regrouped = plan.clone();
+    regroup(&mut regrouped, &[2, 2]);
+    assert!(DynamicCpPlan::from_json(&regrouped.to_json()).is_ok());
     for change in changes {
         let mut broken = plan.clone();
         change(&mut broken);

@@ -81,6 +81,15 @@ pub(crate) fn integer(argument: &'static str, object: &Bound<'_, PyAny>) -> PyRe
     Err(refuse(argument, None, Some(object), problem))
 }
 
+/// One real number, if given; a bool is none.
+pub(crate) fn real(argument: &'static str, object: Option<&Bound<'_, PyAny>>, default: f64) -> PyResult<f64> {
+    let Some(object) = object else { return Ok(default) };
+    match object.extract() {
+        Ok(value) if !object.is_instance_of::<PyBool>() => Ok(value),
+        _ => Err(refuse(argument, None, Some(object), "must be a real number")),
+    }
+}
+
 /// One whole number that counts something; below zero is left to the core to refuse by name and range.
 pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i64, maximum: i64) -> PyResult<usize> {
     let value = integer(argument, object)?;

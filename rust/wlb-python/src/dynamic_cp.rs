@@ -11,7 +11,7 @@ use wlb_core::schedule::dynamic_cp::{self as core, Communication, DynamicCpOptio
 use wlb_core::schedule::order::MAX_STAGES;
 use wlb_core::sharding::MAX_CP_SIZE;
 
-use crate::convert::{array, integers, positive, read_lengths, run, size};
+use crate::convert::{array, integers, positive, read_lengths, real, run, size};
 use crate::cost::CostModel;
 use crate::error::raise;
 
@@ -62,8 +62,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = None, max_cp_size = None,
-    num_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0, cp_seconds_per_exchange = 0.0,
-    cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
+    num_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = None, cp_seconds_per_exchange = None,
+    cp_overlap = None, p2p_seconds = None, micro_batch_seconds = None, ids = None,
 ), text_signature = "(lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages=1, max_cp_size=None, \
     num_micro_batches=None, max_micro_batches=None, cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_overlap=1.0, \
     p2p_seconds=0.0, micro_batch_seconds=0.0, ids=None)")]
@@ -79,11 +79,11 @@ fn plan_dynamic_cp(
     max_cp_size: Option<&Bound<'_, PyAny>>,
     num_micro_batches: Option<&Bound<'_, PyAny>>,
     max_micro_batches: Option<&Bound<'_, PyAny>>,
-    cp_seconds_per_token: f64,
-    cp_seconds_per_exchange: f64,
-    cp_overlap: f64,
-    p2p_seconds: f64,
-    micro_batch_seconds: f64,
+    cp_seconds_per_token: Option<&Bound<'_, PyAny>>,
+    cp_seconds_per_exchange: Option<&Bound<'_, PyAny>>,
+    cp_overlap: Option<&Bound<'_, PyAny>>,
+    p2p_seconds: Option<&Bound<'_, PyAny>>,
+    micro_batch_seconds: Option<&Bound<'_, PyAny>>,
     ids: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<DynamicCpPlan> {
     let count = |name, value: Option<&Bound<'_, PyAny>>, most: usize| {
@@ -98,12 +98,12 @@ fn plan_dynamic_cp(
         num_micro_batches: count("num_micro_batches", num_micro_batches, MAX_MICRO_BATCHES)?,
         max_micro_batches: count("max_micro_batches", max_micro_batches, MAX_MICRO_BATCHES)?,
         communication: Communication {
-            seconds_per_exchange: cp_seconds_per_exchange,
-            seconds_per_token: cp_seconds_per_token,
-            overlap: cp_overlap,
+            seconds_per_exchange: real("cp_seconds_per_exchange", cp_seconds_per_exchange, 0.0)?,
+            seconds_per_token: real("cp_seconds_per_token", cp_seconds_per_token, 0.0)?,
+            overlap: real("cp_overlap", cp_overlap, 1.0)?,
         },
-        p2p_seconds,
-        micro_batch_seconds,
+        p2p_seconds: real("p2p_seconds", p2p_seconds, 0.0)?,
+        micro_batch_seconds: real("micro_batch_seconds", micro_batch_seconds, 0.0)?,
     };
     let lengths = read_lengths("lengths", lengths)?;
     let ids = ids.map(|ids| integers("ids", ids)).transpose()?;

@@ -3,6 +3,15 @@
 use crate::cost::CostModel;
 use crate::error::{Error, Result};
 
+/// Most seconds of an option: times all tokens, ranks and micro-batches that a plan may have, they are still finite.
+const MAX_SECONDS: f64 = 1e200;
+
+/// Seconds that an option gives.
+pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
+    let requirement = "must be from 0 to 1e200 seconds";
+    if (0.0..=MAX_SECONDS).contains(&value) { Ok(()) } else { Err(Error::Number { argument, value, requirement }) }
+}
+
 /// What exchanging keys and values inside a context-parallel group costs, forward and backward, over all layers.
 ///
 /// On a group of `c` ranks with `T` tokens: `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`, of which as much
@@ -66,9 +75,7 @@ impl GroupCost {
             ("cp_seconds_per_token", seconds_per_token),
             ("micro_batch_seconds", self.micro_batch_seconds),
         ] {
-            if !(0.0..=f64::MAX).contains(&value) {
-                return Err(Error::Number { argument, value, requirement: "must be a finite number, 0 or above" });
-            }
+            check_seconds(argument, value)?;
         }
         if !(0.0..=1.0).contains(&overlap) {
             return Err(Error::Number { argument: "cp_overlap", value: overlap, requirement: "must be from 0 to 1" });

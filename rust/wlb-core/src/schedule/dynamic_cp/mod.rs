@@ -75,7 +75,7 @@ pub struct DynamicCpOptions {
 ///
 /// # Errors
 /// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a document that exceeds the memory of the
-/// largest group; [`Error::Combination`] when the documents do not fit into the micro-batches allowed;
+/// largest group; [`Error::Combination`] when the documents do not fit into the micro-batches allowed ([`MAX_CELLS`] if not given);
 /// [`Error::Layout`] when an interleaved pipeline does not take that number of micro-batches; [`Error::InfiniteCost`].
 ///
 /// # Complexity
@@ -94,7 +94,7 @@ pub fn plan_dynamic_cp(
     let largest_group = check(lengths, options, cost_model, &cost)?;
     let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
     let problem = Problem::new(lengths, cost_model, cost, world_size, largest_group, max_tokens_per_rank);
-    let (least, most) = range(lengths, options);
+    let (least, most) = range(lengths, options)?;
     let counts = candidates(options, least, most);
     let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
     for &num_micro_batches in &counts {
@@ -106,7 +106,11 @@ pub fn plan_dynamic_cp(
     search.smaller_blocks(&counts)?;
     let Search { best, mut sweep, .. } = search;
     let Some(best) = best else {
-        let argument = if options.num_micro_batches.is_some() { "num_micro_batches" } else { "max_micro_batches" };
+        let argument = match options {
+            DynamicCpOptions { num_micro_batches: Some(_), .. } => "num_micro_batches",
+            DynamicCpOptions { max_micro_batches: Some(_), .. } => "max_micro_batches",
+            _ => "max_tokens_per_rank",
+        };
         let requirement = "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank tokens";
         return Err(Error::Combination { argument, requirement });
     };
@@ -146,7 +150,7 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
     size("num_stages", num_stages, MAX_STAGES)?;
     size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
     check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
-    let most = (MAX_CELLS / world_size.max(num_stages * num_virtual_stages)).clamp(1, MAX_MICRO_BATCHES);
+    let most = limit(options);
     let counts = [("num_micro_batches", options.num_micro_batches), ("max_micro_batches", options.max_micro_batches)];
     for (argument, count) in counts {
         count.map_or(Ok(()), |count| size(argument, count, most))?;
@@ -156,11 +160,7 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
         return Err(Error::Combination { argument: "max_micro_batches", requirement });
     }
     cost.check()?;
-    let p2p = options.p2p_seconds;
-    if !(0.0..=f64::MAX).contains(&p2p) {
-        let requirement = "must be a finite number, 0 or above";
-        return Err(Error::Number { argument: "p2p_seconds", value: p2p, requirement });
-    }
+    cost::check_seconds("p2p_seconds", options.p2p_seconds)?;
     let largest = options.max_cp_size.unwrap_or(world_size);
     size("max_cp_size", largest, world_size)?;
     let largest_group = 1 << largest.ilog2();
@@ -179,17 +179,29 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
     }
 }
 
+/// Most micro-batches of any plan on this machine.
+fn limit(options: &DynamicCpOptions) -> usize {
+    let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, .. } = options;
+    (MAX_CELLS / world_size.max(num_stages * num_virtual_stages)).clamp(1, MAX_MICRO_BATCHES)
+}
+
 /// Fewest and most micro-batches to try.
-fn range(lengths: &Lengths, options: &DynamicCpOptions) -> (usize, usize) {
+fn range(lengths: &Lengths, options: &DynamicCpOptions) -> Result<(usize, usize)> {
     if let Some(fixed) = options.num_micro_batches {
-        return (fixed, fixed);
+        return Ok((fixed, fixed));
     }
     let &DynamicCpOptions { world_size, num_stages, max_tokens_per_rank, .. } = options;
-    let memory = (lengths.total() as u64).div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
+    let tokens = lengths.total() as u64;
+    let memory = tokens.div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
+    let limit = limit(options);
     let useful = lengths.len().max(num_stages);
     let most = options.max_micro_batches;
-    let least = memory.max(num_stages.min(most.unwrap_or(num_stages)));
-    (least, most.unwrap_or((SWEEP * least).min(useful.max(least))))
+    if most.is_none() && memory > limit {
+        let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
+        check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
+    }
+    let least = memory.max(num_stages.min(most.unwrap_or(limit)));
+    Ok((least, most.unwrap_or((SWEEP * least).min(useful.max(least)).min(limit))))
 }
 
 /// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes whole rounds only.
@@ -259,10 +271,12 @@ impl Search<'_> {
         Ok(better)
     }
 
-    /// Doubles the micro-batches until the documents fit: at the latest, when each can have one.
+    /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no more.
     fn more(&mut self, most: usize) -> Result<()> {
         let round = if self.options.num_virtual_stages > 1 { self.options.num_stages } else { 1 };
-        let enough = self.problem.documents.len().next_multiple_of(round);
+        let limit = limit(self.options);
+        let whole = if limit > round { limit - limit % round } else { limit };
+        let enough = self.problem.documents.len().next_multiple_of(round).min(whole);
         let mut count = most;
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);

@@ -5,6 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, from_json};
+use crate::lengths::MAX_TOKENS;
 
 /// Ranks that share the documents of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -133,12 +134,19 @@ impl DynamicCpPlan {
             };
             plan.groups[plan.groups_of(j)].iter().all(touch) && next == plan.world_size as u64
         };
+        let allowed = |g: usize| {
+            let Group { first_rank, cp_size, .. } = plan.groups[g];
+            cp_size.is_power_of_two()
+                && first_rank.is_multiple_of(cp_size)
+                && plan.tokens(g) <= MAX_TOKENS
+                && plan.tokens_per_rank(g) <= i64::from(plan.max_tokens_per_rank)
+        };
         let fits = cut(&plan.group_offsets, plan.groups.len())
             && cut(&plan.document_offsets, plan.documents.len())
             && plan.document_offsets.len() == plan.groups.len() + 1
             && plan.lengths.len() == plan.documents.len()
             && plan.lengths.iter().all(|&length| length > 0)
-            && plan.groups.iter().all(|group| group.cp_size > 0)
+            && (0..plan.groups.len()).all(allowed)
             && (0..plan.num_micro_batches()).all(covered);
         let problem = "its arrays do not belong together".to_owned();
         if fits { Ok(plan) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }
