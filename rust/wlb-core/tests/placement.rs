@@ -60,10 +60,12 @@ proptest! {
         prop_assert_eq!(&order, &order_micro_batches(&layout, &times, dp_size).unwrap());
     }
 
-    /// No swap makes the slowest rank faster by what is worth it, neither inside it nor with another rank.
+    /// No swap makes the slowest rank faster by what is worth it, neither inside it nor with another rank: where the search
+    /// is not cut off. With so few micro-batches it never is.
     #[test]
-    fn no_swap_helps(layout in layouts(), dp_size in 1_usize..4, seed in vec(1_u32..1000, 48)) {
-        let m = layout.num_micro_batches;
+    fn no_swap_helps(layout in layouts(), dp_size in 1_usize..4, seed in vec(1_u32..1000, 9)) {
+        let m = layout.num_micro_batches.min(2 * layout.num_stages);
+        let (layout, dp_size) = (Layout { num_micro_batches: m, ..layout }, dp_size.min((9 / m).max(1)));
         let costs: Vec<f64> = seed[..m * dp_size].iter().map(|&cost| f64::from(cost)).collect();
         let order = order_micro_batches(&layout, &Times::per_micro_batch(&costs).unwrap(), dp_size).unwrap();
         let before = seconds(&layout, &costs, &order);
