@@ -180,8 +180,8 @@ impl DynamicCpPlan {
         self.0.seconds
     }
 
-    /// No plan takes less: the work, the drain of the pipeline behind micro-batches that are at most as many as were tried, and the way
-    /// of the longest document.
+    /// No plan takes less that has at most as many micro-batches as were tried (if ``num_micro_batches`` was given, exactly as many): the
+    /// work, the drain of the pipeline behind them, and the way of the longest document.
     #[getter]
     fn lower_bound(&self) -> f64 {
         self.0.lower_bound
