@@ -43,7 +43,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
 ///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces, and ends by default at 4
-///         times that; if the documents do not fit by then, later.
+///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
 ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
 ///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
