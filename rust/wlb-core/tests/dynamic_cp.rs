@@ -236,6 +236,26 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
 }
 
+/// Where every micro-batch costs something, fewer than there are stages can be faster.
+#[test]
+fn few_micro_batches_are_tried_where_each_costs() {
+    let lengths = [100; 8];
+    let mut options = plain(8, 8, 1000);
+    let counts = |options: &DynamicCpOptions| {
+        let plan = planned(&lengths, options, &llama_7b(), true).unwrap();
+        (plan.num_micro_batches(), plan.sweep[0].0, plan.seconds)
+    };
+    assert_eq!(counts(&options).1, 8);
+    options.micro_batch_seconds = 100.0 * llama_7b().cost(100);
+    let (best, first, seconds) = counts(&options);
+    assert_eq!((best, first), (1, 1));
+    let (_, _, as_many_as_stages) = counts(&DynamicCpOptions { num_micro_batches: Some(8), ..options.clone() });
+    assert!(seconds < 0.6 * as_many_as_stages, "{seconds} is not far below {as_many_as_stages}");
+    // Memory for a quarter of the tokens.
+    options.max_tokens_per_rank = 25;
+    assert_eq!(counts(&options).1, 4);
+}
+
 /// No number of micro-batches was given, and the documents need more of them than a plan may have.
 #[test]
 fn memory_that_forces_too_many_micro_batches_is_an_error() {

@@ -43,7 +43,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
 ///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces, and ends by default at 4
-///         times that; if the documents do not fit by then, later.
+///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
 ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
 ///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
@@ -180,8 +180,8 @@ impl DynamicCpPlan {
         self.0.seconds
     }
 
-    /// No plan takes less: the work, the drain of the pipeline behind micro-batches that are at most as many as were tried, and the way
-    /// of the longest document.
+    /// No plan takes less that has at most as many micro-batches as were tried (if ``num_micro_batches`` was given, exactly as many): the
+    /// work, the drain of the pipeline behind them, and the way of the longest document.
     #[getter]
     fn lower_bound(&self) -> f64 {
         self.0.lower_bound

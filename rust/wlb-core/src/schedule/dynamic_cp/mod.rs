@@ -94,8 +94,9 @@ pub fn plan_dynamic_cp(
     let largest_group = check(lengths, options, cost_model, &cost)?;
     let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
     let problem = Problem::new(lengths, cost_model, cost, world_size, largest_group, max_tokens_per_rank);
-    let (least, most) = range(lengths, options)?;
-    let counts = candidates(options, least, most);
+    let Counts { least, start, most } = Counts::new(lengths, options)?;
+    let mut counts = candidates(options, least, start - 1);
+    counts.extend(candidates(options, start, most));
     let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
     for &num_micro_batches in &counts {
         search.attempt(num_micro_batches, largest_group)?;
@@ -185,23 +186,34 @@ fn limit(options: &DynamicCpOptions) -> usize {
     (MAX_CELLS / world_size.max(num_stages * num_virtual_stages)).clamp(1, MAX_MICRO_BATCHES)
 }
 
-/// Fewest and most micro-batches to try.
-fn range(lengths: &Lengths, options: &DynamicCpOptions) -> Result<(usize, usize)> {
-    if let Some(fixed) = options.num_micro_batches {
-        return Ok((fixed, fixed));
+/// Numbers of micro-batches to try.
+struct Counts {
+    /// No plan has fewer. The same as `start` where fewer than there are stages are never faster: without a constant part.
+    least: usize,
+    /// Enough for the memory, and for every stage to have one.
+    start: usize,
+    most: usize,
+}
+
+impl Counts {
+    fn new(lengths: &Lengths, options: &DynamicCpOptions) -> Result<Self> {
+        if let Some(fixed) = options.num_micro_batches {
+            return Ok(Self { least: fixed, start: fixed, most: fixed });
+        }
+        let &DynamicCpOptions { world_size, num_stages, max_tokens_per_rank, .. } = options;
+        let tokens = lengths.total() as u64;
+        let memory = tokens.div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
+        let limit = limit(options);
+        let useful = lengths.len().max(num_stages);
+        let most = options.max_micro_batches;
+        if most.is_none() && memory > limit {
+            let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
+            check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
+        }
+        let start = memory.max(num_stages.min(most.unwrap_or(limit)));
+        let least = if options.micro_batch_seconds > 0.0 { memory.max(1) } else { start };
+        Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
-    let &DynamicCpOptions { world_size, num_stages, max_tokens_per_rank, .. } = options;
-    let tokens = lengths.total() as u64;
-    let memory = tokens.div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
-    let limit = limit(options);
-    let useful = lengths.len().max(num_stages);
-    let most = options.max_micro_batches;
-    if most.is_none() && memory > limit {
-        let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
-        check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
-    }
-    let least = memory.max(num_stages.min(most.unwrap_or(limit)));
-    Ok((least, most.unwrap_or((SWEEP * least).min(useful.max(least)).min(limit))))
 }
 
 /// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes whole rounds only.
