@@ -11,7 +11,7 @@ use wlb_core::packing::adaptive::DELAY_PRICE;
 use wlb_core::packing::metrics::Metrics;
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig};
-use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
+use wlb_core::packing::{MAX_MICRO_BATCHES, Method, tune};
 
 use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, run, size};
 use crate::cost::CostModel;
@@ -113,9 +113,9 @@ impl Packer {
     #[new]
     #[pyo3(
         signature = (*, num_micro_batches, max_tokens, cost_model, outlier_thresholds = None, release = "fifo",
-                     delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error"),
+                     delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length"),
         text_signature = "(*, num_micro_batches, max_tokens, cost_model, outlier_thresholds=(), release='fifo', \
-                          delay_price=None, max_delay=None, max_document_tokens=None, oversize='error')"
+                          delay_price=None, max_delay=None, max_document_tokens=None, oversize='error', method='var_length')"
     )]
     #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn new(
@@ -128,6 +128,7 @@ impl Packer {
         max_delay: Option<&Bound<'_, PyAny>>,
         max_document_tokens: Option<&Bound<'_, PyAny>>,
         oversize: &str,
+        method: &str,
     ) -> PyResult<Self> {
         let thresholds = outlier_thresholds.map_or(Ok(Vec::new()), thresholds)?;
         let release: Release = release.parse().map_err(raise)?;
@@ -136,6 +137,7 @@ impl Packer {
             release,
             delay_price: delay_price.or((release == Release::Adaptive).then_some(DELAY_PRICE)),
             oversize: oversize.parse().map_err(raise)?,
+            method: method.parse().map_err(raise)?,
             ..config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens)?
         });
         packer.map(Self::new_from).map_err(raise)
@@ -333,6 +335,7 @@ fn config(
         outlier_thresholds: Vec::new(),
         release: Release::default(),
         delay_price: None,
+        method: Method::default(),
         max_delay: max_delay.map(|delay| size("max_delay", delay, 0, i64::MAX)).transpose()?.map(|delay| delay as u64),
         cost_model: cost_model.get().0.clone(),
     })

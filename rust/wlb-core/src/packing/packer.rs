@@ -14,6 +14,7 @@ use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Release, Waiting};
 use super::placement::Placement;
 use super::plan::{Packing, Piece};
+use super::refined::refine;
 use super::stream::{check_pieces, split};
 use super::var_length::Bins;
 use super::{Method, check_micro_batches};
@@ -57,8 +58,16 @@ pub struct PackerConfig {
     pub delay_price: Option<f64>,
     /// Iterations after which a waiting document joins whatever its level holds.
     pub max_delay: Option<u64>,
+    /// How those that leave are placed: [`Method::VarLength`] or, from there, [`Method::Refined`].
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub method: Method,
     /// What documents cost.
     pub cost_model: CostModel,
+}
+
+/// Left out of states and fingerprints, which are older than the choice.
+fn is_default(method: &Method) -> bool {
+    *method == Method::default()
 }
 
 impl PackerConfig {
@@ -297,6 +306,15 @@ impl Packer {
             adaptive::place(&pieces, &urgent.collect::<Vec<usize>>(), self.iteration, config)
         };
 
+        let placement = match config.method {
+            Method::Refined => {
+                let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
+                let costs = config.cost_model.costs(&lengths);
+                refine(placement, &lengths, &costs, config.max_tokens)
+            }
+            _ => placement,
+        };
+
         self.carried = placement.leftover.iter().map(|&index| pieces[index]).collect();
         let assignment = &placement.assignment;
         let emitted = pieces.iter().zip(assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
@@ -309,7 +327,7 @@ impl Packer {
             let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
-        let packing = placement.into_packing(Some(Method::VarLength), config.max_tokens, &config.cost_model, piece);
+        let packing = placement.into_packing(Some(config.method), config.max_tokens, &config.cost_model, piece);
         self.metrics.record(&packing, flushed, delays.into_iter());
         self.iteration += 1;
         packing

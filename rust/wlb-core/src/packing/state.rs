@@ -248,6 +248,7 @@ fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
             ("release", config.release.as_str().to_owned()),
             ("delay_price", config.delay_price.map_or("None".to_owned(), |price| price.to_string())),
             ("max_delay", config.max_delay.map_or("None".to_owned(), |delay| delay.to_string())),
+            ("method", config.method.as_str().to_owned()),
             ("cost_model", serde_json::to_string(&config.cost_model).unwrap_or_default()),
         ]
     };
