@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use divan::Bencher;
 use wlb_core::cost::{FlopsOptions, Passes};
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::schedule::{Buffers, Layout, Times, order_micro_batches};
 use wlb_core::sharding::Remainder;
 use wlb_core::sharding::kernel::{Generation, KernelModel};
@@ -141,6 +141,7 @@ fn running_packer() -> (Packer, Vec<Lengths>) {
         release: Release::Fifo,
         delay_price: None,
         max_delay: None,
+        method: StreamMethod::VarLength,
         cost_model: cost_model(),
     };
     let mut packer = Packer::new(config).unwrap();

@@ -18,7 +18,7 @@ mod stream;
 
 use arbitrary::{Result, Unstructured};
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, PackerConfig};
+use wlb_core::packing::packer::{Oversize, PackerConfig, StreamMethod};
 use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask};
@@ -322,6 +322,7 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
         release: if delay_price.is_some() { Release::Adaptive } else { Release::Fifo },
         delay_price,
         max_delay: if u.arbitrary()? { Some(u.int_in_range(0..=5)?) } else { None },
+        method: if u.arbitrary()? { StreamMethod::Refined } else { StreamMethod::VarLength },
         cost_model: cost_model(u)?,
     })
 }

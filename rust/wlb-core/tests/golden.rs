@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use wlb_core::packing::Piece;
 use wlb_core::packing::outlier_queue::{Release, Waiting};
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::sharding::Remainder;
 use wlb_core::{CostModel, Mask, PackOptions, Packing, ShardOptions, pack, shard};
 
@@ -170,6 +170,7 @@ fn streams() {
             release: Release::Fifo,
             delay_price: None,
             max_delay,
+            method: StreamMethod::VarLength,
             cost_model: case.cost.model(),
         };
         let mut packer = Packer::new(config.clone()).unwrap();

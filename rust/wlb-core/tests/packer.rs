@@ -3,12 +3,12 @@
 
 mod common;
 
-use common::strategies::{checked, config, cost_model, lengths, packer_config, stream};
+use common::strategies::{checked, config, cost_model, lengths, method, packer_config, stream};
 use common::stream::{Event, run};
 use common::{check, naive};
 use proptest::prelude::*;
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::packing::tune::{TuneOptions, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Mask, Method, PackOptions, pack};
 
@@ -22,6 +22,7 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
         release: Release::Fifo,
         delay_price: None,
         max_delay,
+        method: StreamMethod::VarLength,
         cost_model: CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap(),
     }
 }
@@ -42,7 +43,7 @@ proptest! {
         run(&config, &events);
     }
 
-    /// `pack()` is a packer for one batch without queues.
+    /// `pack()` is a packer for one batch without queues, by either method.
     #[test]
     fn without_queues_a_push_is_a_pack(config in packer_config(), lengths in lengths(200, 5000), cost_model in cost_model()) {
         let config = PackerConfig {
@@ -56,8 +57,9 @@ proptest! {
         };
         let lengths: Vec<i32> = lengths.into_iter().map(|length| length.min(config.max_document_tokens)).collect();
         let pushed = Packer::new(config.clone()).unwrap().push(&checked(&lengths), None).unwrap();
-        let PackerConfig { num_micro_batches, max_tokens, cost_model, .. } = config;
-        let options = PackOptions { num_micro_batches, max_tokens, method: Method::VarLength, window: 1 };
+        let PackerConfig { num_micro_batches, max_tokens, cost_model, method, .. } = config;
+        let method = if method == StreamMethod::Refined { Method::Refined } else { Method::VarLength };
+        let options = PackOptions { num_micro_batches, max_tokens, method, window: 1 };
         prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
     }
 
@@ -65,10 +67,11 @@ proptest! {
     #[test]
     fn tuning_reports_what_a_packer_does(
         mut lengths in lengths(120, 20_000), last in 1..20_000, n in 1_usize..5, num_queues in 0_usize..3, tokens_per_batch in 1_i64..200_000,
-        max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)],
+        max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)], method in method(),
     ) {
         lengths.push(last);
-        let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, Vec::new(), max_delay) };
+        let packer =
+            PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, method, ..simple(n, Vec::new(), max_delay) };
         let options = TuneOptions { packer: packer.clone(), num_queues, max_mean_delay, tokens_per_batch };
         let tuned = tune_outlier_thresholds(&checked(&lengths), &options).unwrap();
         let mut all = tuned.pareto.clone();
@@ -168,7 +171,7 @@ proptest! {
     #[test]
     fn max_delay_is_exact(
         pushes in prop::collection::vec(lengths(40, 100), 1..12), n in 1_usize..5, max_delay in 0_u64..4, room in 1.0..2.0,
-        delay_price in prop_oneof![Just(0.0), 1e-3..1.0],
+        delay_price in prop_oneof![Just(0.0), 1e-3..1.0], method in method(),
     ) {
         let by_tokens = |lengths: &[i32]| {
             let mut tokens = vec![0; n];
@@ -179,7 +182,7 @@ proptest! {
         };
         let needed = pushes.iter().map(|lengths| by_tokens(lengths)).max().unwrap_or(0).max(100);
         let max_tokens = (f64::from(needed) * room) as i32;
-        let config = PackerConfig { max_tokens, ..adaptive(n, delay_price, Some(max_delay)) };
+        let config = PackerConfig { max_tokens, method, ..adaptive(n, delay_price, Some(max_delay)) };
         let mut packer = Packer::new(config).unwrap();
         for lengths in &pushes {
             let packing = packer.push(&checked(lengths), None).unwrap();

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::Value;
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::{CostModel, Error, Mask};
 
 /// A packer with something in every field.
@@ -24,6 +24,7 @@ fn full() -> Packer {
         release: Release::Fifo,
         delay_price: None,
         max_delay: Some(4),
+        method: StreamMethod::VarLength,
         cost_model: CostModel::analytic(0.5, 10.0, Mask::Causal).unwrap(),
     };
     let events = [Event::Push(vec![50, 7, 90, 30, 30]), Event::Push(vec![39; 12]), Event::Push(vec![85, 39, 250])];
@@ -39,6 +40,7 @@ fn adaptive() -> Packer {
         release: Release::Adaptive,
         delay_price: Some(0.01),
         max_delay: Some(1),
+        method: StreamMethod::Refined,
         ..full().config().clone()
     };
     // More than fits, so that some is late.

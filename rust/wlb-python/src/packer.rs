@@ -10,8 +10,8 @@ use pyo3::types::{PyDict, PyTuple};
 use wlb_core::packing::adaptive::DELAY_PRICE;
 use wlb_core::packing::metrics::Metrics;
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig};
-use wlb_core::packing::{MAX_MICRO_BATCHES, Method, tune};
+use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, StreamMethod};
+use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
 
 use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, run, size};
 use crate::cost::CostModel;
@@ -335,7 +335,7 @@ fn config(
         outlier_thresholds: Vec::new(),
         release: Release::default(),
         delay_price: None,
-        method: Method::default(),
+        method: StreamMethod::default(),
         max_delay: max_delay.map(|delay| size("max_delay", delay, 0, i64::MAX)).transpose()?.map(|delay| delay as u64),
         cost_model: cost_model.get().0.clone(),
     })

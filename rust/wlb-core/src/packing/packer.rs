@@ -33,6 +33,25 @@ named_choices! {
     }
 }
 
+named_choices! {
+    /// How what leaves is placed.
+    #[derive(Default)]
+    StreamMethod, "method" {
+        /// As the release rule places it: longest first, where the cost is least.
+        #[default]
+        VarLength = "var_length",
+        /// From there on as [`Method::Refined`]: the same documents, made better where tokens run out.
+        Refined = "refined",
+    }
+}
+
+impl StreamMethod {
+    /// The default stands in no state and no fingerprint: older ones know no choice.
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// Highest iteration, arrival and delay: exact in any JSON reader.
 pub(super) const MAX_ITERATION: u64 = 1 << 53;
 
@@ -58,16 +77,11 @@ pub struct PackerConfig {
     pub delay_price: Option<f64>,
     /// Iterations after which a waiting document joins whatever its level holds.
     pub max_delay: Option<u64>,
-    /// How those that leave are placed: [`Method::VarLength`] or, from there, [`Method::Refined`].
-    #[serde(default, skip_serializing_if = "is_default")]
-    pub method: Method,
+    /// How what leaves is placed.
+    #[serde(default, skip_serializing_if = "StreamMethod::is_default")]
+    pub method: StreamMethod,
     /// What documents cost.
     pub cost_model: CostModel,
-}
-
-/// Left out of states and fingerprints, which are older than the choice.
-fn is_default(method: &Method) -> bool {
-    *method == Method::default()
 }
 
 impl PackerConfig {
@@ -208,7 +222,8 @@ impl Packer {
     /// [`Error::Mismatch`], [`Error::DuplicateId`]; the packer is then unchanged.
     ///
     /// # Complexity
-    /// As [`super::pack`], for the documents new, carried over and released; with `ids`, O(p log p) more for `p` new and
+    /// As [`super::pack`], for the documents new, carried over and released, or a few times that under
+    /// [`Release::Adaptive`]; with `ids`, O(p log p) more for `p` new and
     /// pending documents.
     pub fn push(&mut self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<Packing> {
         let (first_id, next_id) = self.check_push(lengths, ids)?;
@@ -306,13 +321,13 @@ impl Packer {
             adaptive::place(&pieces, &urgent.collect::<Vec<usize>>(), self.iteration, config)
         };
 
-        let placement = match config.method {
-            Method::Refined => {
+        let (method, placement) = match config.method {
+            StreamMethod::VarLength => (Method::VarLength, placement),
+            StreamMethod::Refined => {
                 let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
                 let costs = config.cost_model.costs(&lengths);
-                refine(placement, &lengths, &costs, config.max_tokens)
+                (Method::Refined, refine(placement, &lengths, &costs, config.max_tokens))
             }
-            _ => placement,
         };
 
         self.carried = placement.leftover.iter().map(|&index| pieces[index]).collect();
@@ -327,7 +342,7 @@ impl Packer {
             let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
-        let packing = placement.into_packing(Some(config.method), config.max_tokens, &config.cost_model, piece);
+        let packing = placement.into_packing(Some(method), config.max_tokens, &config.cost_model, piece);
         self.metrics.record(&packing, flushed, delays.into_iter());
         self.iteration += 1;
         packing

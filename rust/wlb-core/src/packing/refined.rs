@@ -12,8 +12,10 @@ use super::var_length::Bins;
 
 /// A plan is left as it is once its maximum is this close to the lower bound.
 pub(super) const CLOSE: f64 = 1.0001;
-/// Plans made by [`steepest`], each for another target cost.
+/// Most plans made by [`steepest`], each for another target cost.
 const TARGETS: usize = 3;
+/// No further target is tried once the maximum is this close to the lower bound: exchanges do the rest, in less time.
+const NEAR: f64 = 1.001;
 
 /// Algorithm 1, then [`refine`].
 ///
@@ -33,7 +35,8 @@ pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
     )
 }
 
-/// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher.
+/// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was left over
+/// there may be placed as well; other documents of the batch are left alone.
 ///
 /// Where every micro-batch has tokens to spare, `start` is next to optimal and is given back. Where tokens run out,
 /// Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`] looks at both from the
@@ -48,8 +51,10 @@ pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
     let largest = placed.map(|(_, &cost)| cost).fold(0.0, f64::max);
     // No plan that places as much has a lower maximum.
     let bound = largest.max(start.costs.iter().sum::<f64>() / start.costs.len() as f64);
-    let close = |placement: &Placement| placement.leftover.is_empty() && placement.max_cost() <= bound * CLOSE;
-    if close(&start) {
+    let is_within = |placement: &Placement, factor: f64| {
+        placement.leftover.is_empty() && placement.max_cost() <= bound * factor
+    };
+    if is_within(&start, CLOSE) {
         return start;
     }
 
@@ -66,8 +71,11 @@ pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
         }
         target = below + (above - below) * 0.5;
         best = found.into_iter().fold(best, better);
-        if close(&best) {
+        if is_within(&best, CLOSE) {
             return best;
+        }
+        if is_within(&best, NEAR) {
+            break;
         }
     }
     // Costs are summed anew there: rounding may lift a maximum that exchanges could hardly lower.

@@ -149,6 +149,24 @@ fn refined_is_no_worse(refined: &Packing, exact: &Packing) {
     assert_eq!(refined.length_fallbacks, exact.length_fallbacks);
 }
 
+/// The same of a step of a stream, beside what the packer would have done otherwise: the same documents wait, what was placed
+/// is placed, and no micro-batch is heavier than the heaviest was.
+pub(crate) fn refined_step_is_no_worse(
+    packer: &Packer,
+    refined: &Packing,
+    plain: &naive::Plan,
+    unrefined: &naive::Packer,
+) {
+    let heaviest = plain.costs.iter().copied().fold(0.0, f64::max);
+    assert!(refined.max_cost() <= heaviest, "{} is above {heaviest}", refined.max_cost());
+    assert!(plain.micro_batches.iter().flatten().all(|piece| refined.pieces.contains(piece)), "was placed");
+    assert!(refined.leftover.iter().all(|piece| plain.leftover.contains(piece)), "is carried over, and was not");
+    let queue: Vec<Piece> = packer.queue().levels().iter().flatten().map(|waiting| waiting.piece).collect();
+    let would_be: Vec<Piece> = unrefined.queues.iter().flatten().map(|waiting| waiting.piece).collect();
+    assert_eq!(queue, would_be, "others wait");
+    assert_eq!(refined.length_fallbacks, plain.length_fallbacks);
+}
+
 /// `var_length_fast`'s promise.
 fn fast_is_as_good(fast: &Packing, exact: &Packing) {
     if exact.leftover.is_empty() {

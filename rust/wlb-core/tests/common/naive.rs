@@ -1,11 +1,12 @@
 //! The specification, written out: slow, obvious, and without a line of the fast code.
 #![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::cmp::Reverse;
 
 use wlb_core::packing::Piece;
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, PackerConfig};
+use wlb_core::packing::packer::{Oversize, PackerConfig, StreamMethod};
 use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Mask};
 
@@ -160,13 +161,18 @@ fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_
     plan
 }
 
-/// Algorithm 1; then plans by slope for three targets; then exchanges with the heaviest micro-batch.
+/// Algorithm 1, made better.
 pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
-    let start = var_length(lengths, num_micro_batches, max_tokens, cost);
+    refine(var_length(lengths, num_micro_batches, max_tokens, cost), lengths, max_tokens, cost)
+}
+
+/// Plans by slope for up to three targets; then exchanges with the heaviest micro-batch. Pieces are `whole`.
+fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Plan {
+    let num_micro_batches = start.costs.len();
     let placed = start.micro_batches.iter().flatten().map(|piece| cost.cost(piece.length));
     let bound = placed.fold(start.costs.iter().sum::<f64>() / num_micro_batches as f64, f64::max);
     let max = |plan: &Plan| plan.costs.iter().copied().fold(0.0, f64::max);
-    let close = |plan: &Plan| plan.leftover.is_empty() && max(plan) <= bound * 1.0001;
+    let within = |plan: &Plan, factor: f64| plan.leftover.is_empty() && max(plan) <= bound * factor;
     let mut best = start.clone();
     let consider = |plan: Plan, best: &mut Plan| {
         let fewer = plan.leftover.len() < best.leftover.len();
@@ -177,9 +183,10 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
     };
     let (mut below, mut above) = (bound, bound.max(max(&start)));
     let mut target = bound;
-    for _ in 0..3 {
-        if close(&best) {
-            return best;
+    for number in 0..3 {
+        // Only the first target is tried for what is close; none for what is next to optimal.
+        if within(&best, if number == 0 { 1.0001 } else { 1.001 }) {
+            break;
         }
         let plan = by_slope(lengths, &start, max_tokens, target, cost);
         if plan.as_ref().is_some_and(|plan| max(plan) <= target) {
@@ -190,7 +197,7 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
         target = below + (above - below) * 0.5;
         plan.into_iter().for_each(|plan| consider(plan, &mut best));
     }
-    if close(&best) {
+    if within(&best, 1.0001) {
         return best;
     }
     let plan = exchanged(lengths, &best, max_tokens, bound, cost);
@@ -572,7 +579,7 @@ impl Packer {
 
         let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
         let config = &self.config;
-        let plan = if config.release == Release::Fifo || flushed {
+        let mut plan = if config.release == Release::Fifo || flushed {
             algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &config.cost_model)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
@@ -582,6 +589,9 @@ impl Packer {
             self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];
             plan
         };
+        if config.method == StreamMethod::Refined {
+            plan = refine_step(plan, &pieces, config);
+        }
         self.carried = order
             .iter()
             .filter(|&&i| plan.assignment[i] < 0 && plan.leftover.contains(&listing[i].piece))
@@ -613,6 +623,20 @@ impl Packer {
         }
         self.config = config;
     }
+}
+
+/// [`refine`] for pieces of any name, some of which wait.
+fn refine_step(plan: Plan, pieces: &[Piece], config: &PackerConfig) -> Plan {
+    let lengths: Vec<i32> = pieces.iter().map(|piece| piece.length).collect();
+    let rename = |plan: Plan, name: &dyn Fn(Piece) -> Piece| Plan {
+        micro_batches: plan.micro_batches.into_iter().map(|listed| listed.into_iter().map(name).collect()).collect(),
+        leftover: plan.leftover.into_iter().map(name).collect(),
+        ..plan
+    };
+    let place_of = |piece: Piece| pieces.iter().position(|&other| other == piece).unwrap();
+    let start = rename(plan, &|piece| whole(place_of(piece), piece.length));
+    let plan = refine(start, &lengths, config.max_tokens, &config.cost_model);
+    rename(plan, &|piece| pieces[piece.id as usize])
 }
 
 /// The rank of chunk `k` of `2*cp`.

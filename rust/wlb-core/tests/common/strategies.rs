@@ -8,7 +8,7 @@ use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
 use wlb_core::cost::{FlopsOptions, Passes};
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, PackerConfig};
+use wlb_core::packing::packer::{Oversize, PackerConfig, StreamMethod};
 use wlb_core::sharding::kernel::{Generation, KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask};
 
@@ -216,6 +216,11 @@ pub(crate) fn kernel_model() -> impl Strategy<Value = KernelModel> {
     ]
 }
 
+/// Either way to place what leaves.
+pub(crate) fn method() -> impl Strategy<Value = StreamMethod> {
+    prop_oneof![Just(StreamMethod::VarLength), Just(StreamMethod::Refined)]
+}
+
 /// A packer: memory often binds, queues often full, documents sometimes too long.
 pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
     let longest = prop_oneof![1 => Just(1), 3 => 2..30, 4 => 30..2000, 1 => 2000..=i32::MAX];
@@ -225,8 +230,8 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
     let oversize = prop_oneof![Just(Oversize::Error), Just(Oversize::Split), Just(Oversize::Truncate)];
     let delay_price = prop_oneof![Just(0.0), 1e-4..1e-2, 1e-2..1.0, Just(1e9)];
     let delay_price = prop_oneof![Just(None), delay_price.prop_map(Some)];
-    (n, longest, room, vec(0.0..=1.0, 0..4), delay_price, max_delay, oversize, cost_model()).prop_map(
-        |(num_micro_batches, longest, room, shares, delay_price, max_delay, oversize, cost_model)| {
+    (n, longest, room, vec(0.0..=1.0, 0..4), delay_price, max_delay, oversize, method(), cost_model()).prop_map(
+        |(num_micro_batches, longest, room, shares, delay_price, max_delay, oversize, method, cost_model)| {
             let mut outlier_thresholds: Vec<i32> =
                 shares.iter().map(|share: &f64| ((f64::from(longest) * share) as i32).clamp(1, longest)).collect();
             outlier_thresholds.sort_unstable();
@@ -243,6 +248,7 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
                 release: if delay_price.is_some() { Release::Adaptive } else { Release::Fifo },
                 delay_price,
                 max_delay,
+                method,
                 cost_model,
             }
         },
@@ -256,7 +262,7 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
         // Some documents are too long, but never into very many pieces.
         let lengths = lengths(most_documents, longest.saturating_mul(3).min(longest.saturating_add(50_000)));
         let id = prop_oneof![2 => -3_i64..60, 1 => -(1_i64 << 61)..1 << 61];
-        let other = (packer_config(), any::<[bool; 5]>()).prop_map({
+        let other = (packer_config(), any::<[bool; 6]>()).prop_map({
             let config = config.clone();
             move |(other, change)| Event::ResumeAs(Box::new(mixed(&config, other, change)))
         });
@@ -277,7 +283,7 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
 }
 
 /// Some fields of another configuration.
-fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 5]) -> PackerConfig {
+fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 6]) -> PackerConfig {
     let mut mixed = config.clone();
     if change[0] {
         mixed.num_micro_batches = other.num_micro_batches;
@@ -296,6 +302,9 @@ fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 5]) -> Packe
     }
     if change[4] {
         mixed.cost_model = other.cost_model;
+    }
+    if change[5] {
+        mixed.method = other.method;
     }
     mixed
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig};
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
 use wlb_core::{Error, Lengths};
 
@@ -129,6 +129,11 @@ impl Both {
         }
 
         let packing = self.packer.push(&checked(&lengths), ids).unwrap();
+        if config.method == StreamMethod::Refined {
+            let mut unrefined = self.oracle.clone();
+            unrefined.config.method = StreamMethod::VarLength;
+            check::refined_step_is_no_worse(&self.packer, &packing, &unrefined.push(&lengths, ids), &unrefined);
+        }
         let plan = self.oracle.push(&lengths, ids);
         self.emit(&packing, &plan);
         check::queues_keep_their_word(&self.packer);
@@ -204,6 +209,7 @@ impl Both {
             ("release", saved.release != config.release),
             ("delay_price", saved.delay_price != config.delay_price),
             ("max_delay", saved.max_delay != config.max_delay),
+            ("method", saved.method != config.method),
             ("cost_model", saved.cost_model != config.cost_model),
         ];
         let any_changed = changed.iter().any(|&(_, differs)| differs);
