@@ -201,7 +201,7 @@ fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Pl
         return best;
     }
     let plan = exchanged(lengths, &best, max_tokens, bound, cost);
-    consider(plan, &mut best);
+    plan.into_iter().for_each(|plan| consider(plan, &mut best));
     best
 }
 
@@ -233,8 +233,8 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
     Some(plan)
 }
 
-/// Exchanges until there is none, the maximum is close to the bound, or 4096 last documents were searched for.
-fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &CostModel) -> Plan {
+/// Exchanges until there is none, the maximum is close to the bound, or 4096 last documents were searched for. No plan without one.
+fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &CostModel) -> Option<Plan> {
     let (n, mut tokens, mut costs) = (start.costs.len(), start.tokens.clone(), start.costs.clone());
     let mut assignment = start.assignment.clone();
     let mut searches = 0;
@@ -268,6 +268,9 @@ fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &
         costs[heaviest] -= moved;
         costs[partner] += moved;
     }
+    if assignment == start.assignment {
+        return None;
+    }
     let mut plan = Plan {
         leftover: start.leftover.clone(),
         length_fallbacks: start.length_fallbacks,
@@ -280,7 +283,7 @@ fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &
     }
     plan.assignment = assignment;
     plan.micro_batches.iter_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.id));
-    plan
+    Some(plan)
 }
 
 /// Two documents, or one, or none.
