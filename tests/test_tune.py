@@ -58,15 +58,17 @@ def check(result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: 
     st.integers(0, 2),
     st.sampled_from([0.0, 0.2, 1.0]),
     st.none() | st.integers(0, 5),
+    st.sampled_from(["var_length", "refined"]),
 )
 def test_points_are_what_the_packer_does(
-    lengths: list[int], cost: AnalyticCost, num_queues: int, limit: float, max_delay: int | None
+    lengths: list[int], cost: AnalyticCost, num_queues: int, limit: float, max_delay: int | None, method: str
 ) -> None:
     packing: dict[str, Any] = {
         "num_micro_batches": 3,
         "max_tokens": 220,
         "cost_model": cost.model(),
         "max_delay": max_delay,
+        "method": method,
     }
     arguments: dict[str, Any] = {"num_queues": num_queues, "max_mean_delay": limit, "tokens_per_batch": 400}
     result = wlb.tune_outlier_thresholds(lengths, **packing, **arguments)

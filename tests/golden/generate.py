@@ -48,6 +48,7 @@ STREAMS: list[dict[str, Any]] = [
         "max_document_tokens": 50,
         "oversize": "split",
     },
+    {"num_micro_batches": 2, "max_tokens": 48, "outlier_thresholds": [24], "max_delay": 1, "method": "refined"},
 ]
 
 
@@ -77,7 +78,7 @@ def pack_cases(rng: random.Random) -> list[dict[str, Any]]:
 def packer_cases(rng: random.Random) -> list[dict[str, Any]]:
     """Streams that stop in the middle and go on with another number of micro-batches."""
     cases = []
-    for settings, cost in zip(STREAMS, [*COSTS, COSTS[1]], strict=True):
+    for settings, cost in zip(STREAMS, [*COSTS, COSTS[1], COSTS[0]], strict=True):
         naive = NaivePacker(cost=cost, **settings)
         oversize = settings.get("oversize", "error") != "error"
         longest = 2 * naive.max_tokens if oversize else naive.limit

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from wlb.testing.cost import Cost
-from wlb.testing.packing import Piece, Plan, algorithm_1, split_documents, sum_in_order
+from wlb.testing.packing import Piece, Plan, algorithm_1, refine_pieces, split_documents, sum_in_order
 
 
 class Waiting(NamedTuple):
@@ -29,6 +29,7 @@ class NaivePacker:
     max_delay: int | None = None
     max_document_tokens: int | None = None
     oversize: str = "error"
+    method: str = "var_length"
 
     iteration: int = 0
     next_id: int = 0
@@ -144,8 +145,11 @@ class NaivePacker:
             length_fallbacks=fallbacks,
             document_costs=[self.cost(piece.length) for pieces in placed for piece in pieces],
         )
-        self.carried = [entry for entry in order if entry.piece in leftover]
-        emitted = [entry for entry in order if entry.piece not in leftover]
+        if self.method == "refined":
+            pieces = [entry.piece for entry in listing]
+            plan = refine_pieces(pieces, placed, leftover, fallbacks, max_tokens=self.max_tokens, cost=self.cost)
+        self.carried = [entry for entry in order if entry.piece in plan.leftover]
+        emitted = [entry for entry in order if entry.piece not in plan.leftover]
         self.log.record(plan, emitted, self.iteration, in_push)
         self.iteration += 1
         return plan

@@ -1,7 +1,7 @@
 """Naive packing of one global batch: the oracle of `wlb.pack`, `.batch_offsets` and `.split_documents`."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -143,23 +143,27 @@ def var_length(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: in
 
 
 def refined(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, cost: Cost) -> Plan:
-    """Algorithm 1; then plans by slope for three targets; then exchanges with the heaviest micro-batch."""
-    sizes = {"num_micro_batches": num_micro_batches, "max_tokens": max_tokens}
-    start = var_length(lengths, **sizes, cost=cost)
-    ceiling = max(start.costs)
-    bound = max([sum_in_order(start.costs) / num_micro_batches, *start.document_costs])
+    """Algorithm 1, made better."""
+    start = var_length(lengths, num_micro_batches=num_micro_batches, max_tokens=max_tokens, cost=cost)
+    return refine(start, lengths, cost=cost)
 
-    def is_close(plan: Plan) -> bool:
-        return not plan.leftover and max(plan.costs) <= bound * 1.0001
+
+def refine(start: Plan, lengths: Sequence[int], *, cost: Cost) -> Plan:
+    """Plans by slope for up to three targets; then exchanges with the heaviest micro-batch. What is in no list waits."""
+    ceiling = max(start.costs)
+    bound = max([sum_in_order(start.costs) / len(start.costs), *start.document_costs])
+
+    def is_within(plan: Plan, factor: float) -> bool:
+        return not plan.leftover and max(plan.costs) <= bound * factor
 
     def rank(plan: Plan) -> tuple[int, float]:
         return len(plan.leftover), max(plan.costs)
 
     best = start
     below, above, target = bound, max(bound, ceiling), bound
-    for _ in range(3):
-        if is_close(best):
-            return best
+    for number in range(3):
+        if is_within(best, 1.001 if number else 1.0001):
+            break
         plan = _by_slope(lengths, start, target, cost)
         if plan is not None and max(plan.costs) <= target:
             above = target
@@ -168,10 +172,37 @@ def refined(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, 
         target = below + (above - below) * 0.5
         if plan is not None and max(plan.costs) <= ceiling:
             best = min(best, plan, key=rank)
-    if is_close(best):
+    if is_within(best, 1.0001):
         return best
     plan = _exchanged(lengths, best, bound, cost)
-    return min(best, plan, key=rank) if max(plan.costs) <= ceiling else best
+    return min(best, plan, key=rank) if plan is not None and max(plan.costs) <= ceiling else best
+
+
+def refine_pieces(
+    listing: Sequence[Piece],
+    placed: list[list[Piece]],
+    leftover: list[Piece],
+    fallbacks: int,
+    *,
+    max_tokens: int,
+    cost: Cost,
+) -> Plan:
+    """`refine` for pieces of any documents: what `algorithm_1` made of those of `listing` that are in its lists."""
+    numbers = {piece: number for number, piece in enumerate(listing)}
+
+    def numbered(pieces: list[Piece]) -> list[Piece]:
+        return [Piece(numbers[piece], 0, piece.length) for piece in pieces]
+
+    def named(pieces: list[Piece]) -> list[Piece]:
+        return [listing[piece.id] for piece in pieces]
+
+    lengths = [piece.length for piece in listing]
+    batches = [numbered(pieces) for pieces in placed]
+    listed = [sorted(pieces) for pieces in batches]
+    start = _plan(lengths, listed, batches, numbered(leftover), max_tokens, cost, length_fallbacks=fallbacks)
+    plan = refine(start, lengths, cost=cost)
+    micro_batches = [named(pieces) for pieces in plan.micro_batches]
+    return replace(plan, micro_batches=micro_batches, leftover=named(plan.leftover), assignment=[])
 
 
 def _by_slope(lengths: Sequence[int], start: Plan, target: float, cost: Cost) -> Plan | None:
@@ -207,8 +238,11 @@ def _by_slope(lengths: Sequence[int], start: Plan, target: float, cost: Cost) ->
     return _plan(lengths, listed, batches, leftover, start.max_tokens, cost, length_fallbacks=start.length_fallbacks)
 
 
-def _exchanged(lengths: Sequence[int], start: Plan, bound: float, cost: Cost) -> Plan:
-    """The best exchange with the lightest partner that has one, again and again, up to 4096 third documents."""
+def _exchanged(lengths: Sequence[int], start: Plan, bound: float, cost: Cost) -> Plan | None:
+    """The best exchange with the lightest partner that has one, again and again, up to 4096 third documents.
+
+    None if there is none.
+    """
     nothing = Piece(len(lengths), 0, 0)
     batches = [sorted(pieces, key=lambda x: (-x.length, x.id)) for pieces in start.micro_batches]
     costs = list(start.costs)
@@ -256,6 +290,8 @@ def _exchanged(lengths: Sequence[int], start: Plan, bound: float, cost: Cost) ->
             batches[source] = [piece for piece in batches[source] if piece not in moving]
             batches[target] = sorted([*batches[target], *moving], key=lambda x: (-x.length, x.id))
     listed = [sorted(pieces) for pieces in batches]
+    if listed == start.micro_batches:
+        return None
     fallbacks = start.length_fallbacks
     return _plan(lengths, listed, batches, start.leftover, start.max_tokens, cost, length_fallbacks=fallbacks)
 

@@ -69,4 +69,5 @@ def packer_settings(draw: st.DrawFn, *, max_tokens: int = 60) -> dict[str, Any]:
         "max_delay": draw(st.none() | st.integers(0, 4)),
         "max_document_tokens": limit,
         "oversize": draw(st.sampled_from(["error", "split", "truncate"])),
+        "method": draw(st.sampled_from(["var_length", "refined"])),
     }

@@ -110,6 +110,8 @@ struct Settings {
     max_document_tokens: Option<i32>,
     #[serde(default)]
     oversize: Oversize,
+    #[serde(default)]
+    method: StreamMethod,
 }
 
 #[derive(Deserialize)]
@@ -159,8 +161,8 @@ impl Columns {
 #[test]
 fn streams() {
     for case in read::<PackerCase>("packer.json") {
-        let Settings { num_micro_batches, max_tokens, outlier_thresholds, max_delay, max_document_tokens, oversize } =
-            case.settings;
+        let Settings { max_tokens, max_document_tokens, oversize, method, .. } = case.settings;
+        let Settings { num_micro_batches, outlier_thresholds, max_delay, .. } = case.settings;
         let config = PackerConfig {
             num_micro_batches,
             max_tokens,
@@ -170,7 +172,7 @@ fn streams() {
             release: Release::Fifo,
             delay_price: None,
             max_delay,
-            method: StreamMethod::VarLength,
+            method,
             cost_model: case.cost.model(),
         };
         let mut packer = Packer::new(config.clone()).unwrap();

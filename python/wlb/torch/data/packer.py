@@ -81,4 +81,5 @@ class StepPacker:
             max_delay=0 if draining else config.max_delay,
             max_document_tokens=config.max_document_tokens,
             oversize=rest["oversize"],
+            method=config.method,
         )
