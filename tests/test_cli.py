@@ -184,6 +184,7 @@ def covered(pieces: list[tuple[int, int, int]]) -> Counter[int]:
         ("--thresholds", "512,800"),
         ("--queues", "1", "--max-delay", "5", "--seed", "3"),
         ("--release", "adaptive", "--delay-price", "0.01", "--max-delay", "5"),
+        ("--release", "adaptive", "--method", "refined"),
     ],
 )
 def test_pack_places_every_document_once(run: Any, jsonl: Path, tmp_path: Path, method: tuple[str, ...]) -> None:
@@ -555,6 +556,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--thresholds", "800,512"): "--thresholds",
         ("pack", npy, *SMALL, "--release", "adaptive", "--thresholds", "512"): "--thresholds",
         ("pack", npy, *SMALL, "--queues", 0, "--delay-price", 0.1): "--delay-price",
+        ("pack", npy, *SMALL, "--release", "adaptive", "--delay-price", "inf"): "--delay-price = inf",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",
@@ -590,6 +592,16 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         result = run(command, npy, *SMALL, "--seed", -1)
         assert result.code == 2
         assert "Invalid value for '--seed'" in result.err
+    for option, value in [
+        ("--release", "lifo"),
+        ("--method", "best"),
+        ("--delay-price", "-1"),
+        ("--delay-price", "nan"),
+        ("--delay-price", "cheap"),
+    ]:
+        result = run("pack", npy, *SMALL, "--release", "adaptive", option, value)
+        assert (result.code, result.out) == (2, "")
+        assert f"Invalid value for '{option}'" in result.err
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert 'pip install "wlb[tokenizers]"' in run("demo", "empty.txt", "--tokenizer", "bad.jsonl").err

@@ -18,7 +18,7 @@ from wlb.cli.stream import build_stream
 
 _TUNED_BATCHES = 100  # at most so many, from the start of the stream
 
-Method = Literal["original", "fixed_length", "var_length"]
+Method = Literal["original", "fixed_length", "var_length", "refined"]
 
 
 def pack(
@@ -26,7 +26,10 @@ def pack(
     source: options.Source,
     method: Annotated[
         Method,
-        typer.Option(help="var_length: equal work, whole documents. The others fill and cut at the context."),
+        typer.Option(
+            help="var_length: equal work, whole documents. refined: the same, balanced better where --max-tokens binds."
+            " The others fill and cut at the context."
+        ),
     ] = "var_length",
     field: options.Field = "text",
     pattern: options.Pattern = "*",
@@ -38,7 +41,7 @@ def pack(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="The most tokens of a micro-batch of var_length; by default 1.5 contexts.",
+            help="The most tokens of a micro-batch of var_length and refined; by default 1.5 contexts.",
             show_default=False,
             rich_help_panel="Global batches",
         ),
@@ -120,8 +123,9 @@ def pack(
                     progress=bars,
                 ).thresholds
             levels = levels or ()
-            name = "WLB, adaptive" if release == "adaptive" else f"WLB, {counted(len(levels), 'queue')}"
-            rule = waiting(setup, release, delay_price)
+            queued = "adaptive" if release == "adaptive" else counted(len(levels), "queue")
+            name = f"WLB{' refined' if method == 'refined' else ''}, {queued}"
+            rule = waiting(setup, release, delay_price, method)
             plan = collect(name, var_length(stream, setup, levels, max_delay, rule), stream, bars, levels, release)
         flushed = len(plan.digests) - plan.streamed
         report = Report(

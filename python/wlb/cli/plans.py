@@ -1,7 +1,7 @@
 """The packing methods on a user's stream, with a progress bar."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from rich.progress import Progress
 
@@ -27,9 +27,19 @@ def collect(
     return plans.collect(name, tracked, stream, thresholds, release)
 
 
-def waiting(setup: Setup, release: Release, delay_price: float | None = None) -> dict[str, Any]:
-    """Options of a packer that say what waits; a global batch is what the price counts in."""
-    return {"release": release, "delay_price": delay_price, "max_document_tokens": setup.context}
+def waiting(
+    setup: Setup,
+    release: Release,
+    delay_price: float | None = None,
+    method: Literal["var_length", "refined"] = "var_length",
+) -> dict[str, Any]:
+    """Options of a packer that say what waits, and how the rest is placed; a global batch is what the price counts in."""
+    return {
+        "release": release,
+        "delay_price": delay_price,
+        "max_document_tokens": setup.context,
+        "method": method,
+    }
 
 
 def tune(
