@@ -213,6 +213,7 @@ fn forged_contradictions_are_refused() {
         ("\"release\":\"adaptive\"", "\"release\":\"fifo\"", "a price without a meaning"),
         ("\"delay_price\":0.01", "\"delay_price\":-0.01", "a price below nothing"),
         ("\"outlier_thresholds\":[]", "\"outlier_thresholds\":[40]", "a threshold without a meaning"),
+        ("\"method\":\"refined\"", "\"method\":\"fixed_length\"", "a method that no packer has"),
         ("\"queues\":[{", "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[]},{", "two levels"),
     ];
     for (from, to, why) in contradictions {
@@ -224,6 +225,17 @@ fn forged_contradictions_are_refused() {
     let other = full().config().fingerprint().chars().rev().collect::<String>();
     let forged = sign_digest(&text.replacen(&full().config().fingerprint(), &other, 1)).unwrap();
     assert!(matches!(Packer::load(&forged), Err(Error::State { path, .. }) if path == "fingerprint"));
+}
+
+/// States and fingerprints of before there was a choice of methods stay what they were.
+#[test]
+fn the_default_method_leaves_no_trace() {
+    let packer = full();
+    assert!(!packer.save().contains("method"));
+    let fingerprint = "19fbbb10f1ad533d8f2e800aab0a143de10a77ad48aba4919acc456efdad4c33";
+    assert_eq!(packer.config().fingerprint(), fingerprint);
+    let refined = PackerConfig { method: StreamMethod::Refined, ..packer.config().clone() };
+    assert_ne!(refined.fingerprint(), fingerprint);
 }
 
 #[test]
