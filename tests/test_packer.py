@@ -365,7 +365,7 @@ def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.C
 
 @pytest.mark.parametrize("rule", RULES)
 def test_refined_steps_are_no_worse(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: dict[str, Any]) -> None:
-    """The same documents leave, and the heaviest micro-batch is never heavier: often lighter, where tokens are short."""
+    """The same documents leave, and the heaviest micro-batch is never heavier: often lighter."""
     settings: dict[str, Any] = {
         "num_micro_batches": 8,
         "max_tokens": 53_000,

@@ -33,7 +33,7 @@ def waiting(
     delay_price: float | None = None,
     method: Literal["var_length", "refined"] = "var_length",
 ) -> dict[str, Any]:
-    """Options of a packer that say what waits, and how the rest is placed; a global batch is what the price counts in."""
+    """Options of a packer: what waits, and how the rest is placed. A global batch is what the price counts in."""
     return {
         "release": release,
         "delay_price": delay_price,

@@ -149,7 +149,7 @@ def refined(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, 
 
 
 def refine(start: Plan, lengths: Sequence[int], *, cost: Cost) -> Plan:
-    """Plans by slope for up to three targets; then exchanges with the heaviest micro-batch. What is in no list waits."""
+    """Plans by slope for up to three targets; then exchanges with the heaviest micro-batch."""
     ceiling = max(start.costs)
     bound = max([sum_in_order(start.costs) / len(start.costs), *start.document_costs])
 

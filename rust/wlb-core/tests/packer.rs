@@ -37,10 +37,10 @@ proptest! {
         run(&config, &events);
     }
 
-    /// Enough documents in a step for the radix sort.
+    /// Enough documents in a step for the radix sort. Rarely refined: the oracle would take long.
     #[test]
     fn long_steps_are_the_oracles((config, events) in stream(3, 700)) {
-        run(&config, &events);
+        run(&PackerConfig { method: StreamMethod::VarLength, ..config }, &events);
     }
 
     /// `pack()` is a packer for one batch without queues, by either method.

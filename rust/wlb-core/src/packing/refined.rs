@@ -51,9 +51,8 @@ pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
     let largest = placed.map(|(_, &cost)| cost).fold(0.0, f64::max);
     // No plan that places as much has a lower maximum.
     let bound = largest.max(start.costs.iter().sum::<f64>() / start.costs.len() as f64);
-    let is_within = |placement: &Placement, factor: f64| {
-        placement.leftover.is_empty() && placement.max_cost() <= bound * factor
-    };
+    let is_within =
+        |placement: &Placement, factor: f64| placement.leftover.is_empty() && placement.max_cost() <= bound * factor;
     if is_within(&start, CLOSE) {
         return start;
     }

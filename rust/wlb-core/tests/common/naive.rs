@@ -237,6 +237,7 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
 fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &CostModel) -> Option<Plan> {
     let (n, mut tokens, mut costs) = (start.costs.len(), start.tokens.clone(), start.costs.clone());
     let mut assignment = start.assignment.clone();
+    let order = longest_first(lengths);
     let mut searches = 0;
     loop {
         let heaviest = first_least(costs.iter().map(|&cost| -cost).enumerate()).unwrap_or(0);
@@ -250,7 +251,7 @@ fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &
             .map(|(most, partner)| {
                 // Longest first; after the last document, none.
                 let inside = |j: usize| -> Vec<Option<usize>> {
-                    let inside = longest_first(lengths).into_iter().filter(|&index| assignment[index] == j as i32);
+                    let inside = order.iter().copied().filter(|&index| assignment[index] == j as i32);
                     inside.map(Some).chain([None]).collect()
                 };
                 let side = |j: usize| (inside(j), i64::from(max_tokens) - tokens[j], costs[j]);
@@ -276,7 +277,7 @@ fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &
         length_fallbacks: start.length_fallbacks,
         ..Plan::empty(lengths.len(), n)
     };
-    for index in longest_first(lengths) {
+    for index in order {
         if let Ok(j) = usize::try_from(assignment[index]) {
             plan.put(j, whole(index, lengths[index]), cost.cost(lengths[index]));
         }
