@@ -37,6 +37,7 @@ pub struct Pipeline {
 pub struct Buffers {
     ends: Vec<f64>,
     clocks: Vec<f64>,
+    starts: Vec<f64>,
 }
 
 impl Pipeline {
@@ -154,6 +155,40 @@ impl Pipeline {
         self.run(times, |j| order[j], buffers, |_, _, _, _| {})
     }
 
+    /// The makespan, and into `parts` how much of each micro-batch's cost lies on one critical path: ops that begin as soon as
+    /// the one before them ends, the last of which ends last. So the makespan of any other costs `c` is at least the sum of `parts[j] *
+    /// c[j]`, and the latencies of that path.
+    ///
+    /// # Panics
+    /// When `times` are not one cost for each micro-batch: both are the crate's own.
+    pub(super) fn critical_path(&self, times: &Times<'_>, buffers: &mut Buffers, parts: &mut Vec<f64>) -> f64 {
+        let mut starts = std::mem::take(&mut buffers.starts);
+        starts.clear();
+        let seconds = self.run(times, |j| j, buffers, |_, start, _, _| starts.push(start));
+        parts.clear();
+        parts.resize(self.num_micro_batches, 0.0);
+        // The rank that ends last, and its last op; then from each op to what it waited for.
+        let rank_of = |index: usize| self.steps[index].rank;
+        let mut rank = buffers.clocks.iter().position(|&clock| clock == seconds).unwrap_or(0) as u16;
+        let mut index = self.steps.len();
+        while index > 0 {
+            index -= 1;
+            if rank_of(index) != rank {
+                continue;
+            }
+            let Step { op, input, .. } = self.steps[index];
+            let thirds = if op.kind == Kind::Backward { 2.0 } else { 1.0 };
+            parts[op.micro_batch as usize] += thirds / (3 * self.total_stages) as f64;
+            let p2p = times.p2p_seconds[if times.p2p_seconds.len() > 1 { op.micro_batch as usize } else { 0 }];
+            if input != NOTHING && buffers.ends[input as usize] + p2p == starts[index] {
+                index = input as usize;
+                rank = rank_of(index - 1);
+            }
+        }
+        buffers.starts = starts;
+        seconds
+    }
+
     /// Ops of a step.
     pub fn num_ops(&self) -> usize {
         self.steps.len()
@@ -252,7 +287,7 @@ impl Pipeline {
         buffers: &mut Buffers,
         mut visit: impl FnMut(&Step, f64, f64, f64),
     ) -> f64 {
-        let Buffers { ends, clocks } = buffers;
+        let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
         ends.clear();

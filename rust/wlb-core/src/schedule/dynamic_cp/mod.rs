@@ -17,6 +17,7 @@
 mod bound;
 mod cost;
 mod plan;
+mod relaxed;
 mod shape;
 mod simulate;
 mod solver;
@@ -35,6 +36,7 @@ use super::order::{Layout, MAX_STAGES};
 use super::pipeline::{Buffers, Pipeline};
 use super::times::Times;
 use cost::GroupCost;
+use relaxed::Relaxed;
 use solver::{Draft, Problem};
 
 /// Most (micro-batch, rank) pairs of a plan: a mistyped number is an error, not an exhausted memory.
@@ -265,11 +267,13 @@ impl Search<'_> {
         let mut better = false;
         for &ends in shape::ends(&layout) {
             let shape = shape::shape(&layout, ends, self.problem.heaviest());
-            let Some(draft) = self.problem.solve(&shape, base) else { continue };
+            let relaxed = Relaxed::new(self.problem, &pipeline, &shape, p2p_seconds, &mut self.buffers)?;
+            let Some(draft) = self.problem.solve(&relaxed.targets, base) else { continue };
             let costs = draft.costs();
-            let order = shape::arrange(&costs, &shape);
+            let order = shape::arrange(&costs, &relaxed.targets);
             let arranged: Vec<f64> = order.iter().map(|&j| costs[j]).collect();
             let seconds = pipeline.makespan(&Times::per_micro_batch(&arranged)?.with_p2p(&p2p)?, &mut self.buffers)?;
+            if std::env::var("WLB_DBG").is_ok() { eprintln!("m {num_micro_batches} ends {ends} base {base} relaxed {} actual {seconds}", relaxed.seconds); }
             match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
                 Some((_, least)) => *least = least.min(seconds),
                 None => self.sweep.push((num_micro_batches, seconds)),

@@ -123,42 +123,54 @@ impl Problem {
         self.capacity(block.cp_size as usize) - block.load.tokens
     }
 
-    /// Groups of documents in micro-batches of that shape, in blocks of `base` ranks where these will do. `None` if the
-    /// documents do not fit.
+    /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where these will do.
+    /// `None` if the documents do not fit.
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document that needs a
     /// larger block.
-    pub(super) fn solve(&self, shape: &[f64], base: usize) -> Option<Draft> {
-        let mut blocks = Blocks::new(self, self.targets(shape));
+    pub(super) fn solve(&self, targets: &[f64], base: usize) -> Option<Draft> {
+        let mut blocks = Blocks::new(self, targets.to_vec());
         let opened = blocks.open(base);
         blocks.fill(opened, base)?;
         Some(blocks.into_draft())
     }
 
-    /// Seconds that each micro-batch should take: the shape, scaled to the work; the heaviest documents that take more even
-    /// on the largest group get a full micro-batch each.
-    fn targets(&self, shape: &[f64]) -> Vec<f64> {
+    /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of all work even
+    /// on the largest group, the longest where the shape is fullest, and so on.
+    pub(super) fn floors(&self, shape: &[f64]) -> Vec<f64> {
         let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
         fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
-        let mut work = self.total_work / self.world_size as f64;
-        let mut left: f64 = shape.iter().sum();
-        let mut oversize = Vec::new();
-        for (document, &j) in self.documents.iter().zip(&fullest_first) {
+        let share = self.total_work / self.world_size as f64 / shape.len() as f64;
+        let mut floors = vec![self.cost.micro_batch_seconds; shape.len()];
+        let side_by_side = self.world_size / self.largest_group;
+        for (document, &j) in self.documents.iter().step_by(side_by_side).zip(&fullest_first) {
             let seconds = document.load.work() / self.largest_group as f64;
-            if seconds <= shape[j] * (work / left) || oversize.len() + 1 == shape.len() {
+            if seconds <= share {
                 break;
             }
-            work = (work - seconds).max(0.0);
-            left -= shape[j];
-            oversize.push((j, seconds));
+            floors[j] += seconds;
         }
-        let mut targets: Vec<f64> = shape.iter().map(|size| size * (work / left)).collect();
-        for (j, seconds) in oversize {
-            targets[j] = seconds;
+        floors
+    }
+
+    /// What the shape, scaled to the work, has above the floors.
+    pub(super) fn above(&self, floors: &[f64], shape: &[f64]) -> Vec<f64> {
+        let constant = self.cost.micro_batch_seconds;
+        let mut work = self.total_work / self.world_size as f64;
+        let mut left: f64 = shape.iter().sum();
+        let mut highest_first: Vec<(f64, f64)> =
+            floors.iter().zip(shape).map(|(floor, size)| (floor - constant, *size)).filter(|&(own, _)| own > 0.0).collect();
+        highest_first.sort_by(|a, b| (b.0 * a.1).total_cmp(&(a.0 * b.1)));
+        for (own, size) in highest_first {
+            if own * left <= size * work || left <= size {
+                break;
+            }
+            work = (work - own).max(0.0);
+            left -= size;
         }
-        targets.iter_mut().for_each(|target| *target += self.cost.micro_batch_seconds);
-        targets
+        let level = work / left;
+        floors.iter().zip(shape).map(|(floor, size)| (size * level - (floor - constant)).max(0.0)).collect()
     }
 }
 
