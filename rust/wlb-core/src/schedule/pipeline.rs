@@ -37,7 +37,9 @@ pub struct Pipeline {
 pub struct Buffers {
     ends: Vec<f64>,
     clocks: Vec<f64>,
-    starts: Vec<f64>,
+    /// What each op waited for, and the latest op of each rank: places in the sequence as in [`Step`].
+    before: Vec<u32>,
+    latest: Vec<u32>,
 }
 
 impl Pipeline {
@@ -155,38 +157,49 @@ impl Pipeline {
         self.run(times, |j| order[j], buffers, |_, _, _, _| {})
     }
 
-    /// The makespan, and into `parts` how much of each micro-batch's cost lies on one critical path: ops that begin as soon as
-    /// the one before them ends, the last of which ends last. So the makespan of any other costs `c` is at least the sum of `parts[j] *
-    /// c[j]`, and the latencies of that path.
+    /// The makespan of one cost for each micro-batch ([`Detail::MicroBatch`]), and into `parts` how much of each lies on one critical
+    /// path: ops that begin as soon as the one before them ends, the last of which ends last. So with any other costs `c` a step
+    /// takes at least the sum of `parts[j] * c[j]`, and the latencies of that path.
     ///
     /// # Panics
-    /// When `times` are not one cost for each micro-batch: both are the crate's own.
-    pub(super) fn critical_path(&self, times: &Times<'_>, buffers: &mut Buffers, parts: &mut Vec<f64>) -> f64 {
-        let mut starts = std::mem::take(&mut buffers.starts);
-        starts.clear();
-        let seconds = self.run(times, |j| j, buffers, |_, start, _, _| starts.push(start));
+    /// When there are fewer costs than micro-batches: both are the crate's own.
+    pub(super) fn critical_path(
+        &self,
+        costs: &[f64],
+        p2p_seconds: f64,
+        buffers: &mut Buffers,
+        parts: &mut Vec<f64>,
+    ) -> f64 {
+        let third = 1.0 / (3 * self.total_stages) as f64;
+        let Buffers { ends, clocks, before, latest } = buffers;
+        clocks.clear();
+        clocks.resize(self.num_ranks, 0.0);
+        latest.clear();
+        latest.resize(self.num_ranks, NOTHING);
+        ends.clear();
+        ends.push(f64::NEG_INFINITY);
+        before.clear();
+        for &Step { op, rank, input } in &self.steps {
+            let (clock, latest) = (&mut clocks[usize::from(rank)], &mut latest[usize::from(rank)]);
+            let arrival = ends[input as usize] + p2p_seconds;
+            let (start, last) = if arrival > *clock { (arrival, input) } else { (*clock, *latest) };
+            let cost = costs[op.micro_batch as usize] * third;
+            *clock = start + if op.kind == Kind::Backward { cost + cost } else { cost };
+            *latest = ends.len() as u32;
+            ends.push(*clock);
+            before.push(last);
+        }
         parts.clear();
         parts.resize(self.num_micro_batches, 0.0);
-        // The rank that ends last, and its last op; then from each op to what it waited for.
-        let rank_of = |index: usize| self.steps[index].rank;
-        let mut rank = buffers.clocks.iter().position(|&clock| clock == seconds).unwrap_or(0) as u16;
-        let mut index = self.steps.len();
-        while index > 0 {
-            index -= 1;
-            if rank_of(index) != rank {
-                continue;
-            }
-            let Step { op, input, .. } = self.steps[index];
-            let thirds = if op.kind == Kind::Backward { 2.0 } else { 1.0 };
-            parts[op.micro_batch as usize] += thirds / (3 * self.total_stages) as f64;
-            let p2p = times.p2p_seconds[if times.p2p_seconds.len() > 1 { op.micro_batch as usize } else { 0 }];
-            if input != NOTHING && buffers.ends[input as usize] + p2p == starts[index] {
-                index = input as usize;
-                rank = rank_of(index - 1);
-            }
+        let last = (0..self.num_ranks).reduce(|a, b| if clocks[b] > clocks[a] { b } else { a }).unwrap_or(0);
+        let mut place = latest[last];
+        while place != NOTHING {
+            let index = place as usize - 1;
+            let Op { kind, micro_batch, .. } = self.steps[index].op;
+            parts[micro_batch as usize] += if kind == Kind::Backward { third + third } else { third };
+            place = before[index];
         }
-        buffers.starts = starts;
-        seconds
+        clocks[last]
     }
 
     /// Ops of a step.

@@ -45,6 +45,14 @@ pub const MAX_CELLS: usize = 1 << 22;
 /// The sweep ends at this many times the micro-batches that it begins with.
 const SWEEP: usize = 4;
 
+/// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
+const FIRST_STEPS: usize = 6;
+const STEPS: usize = 32;
+/// What those steps leave of the time, at best.
+const PROMISE: f64 = 0.99;
+/// Most ops that they simulate: fewer steps for larger pipelines.
+const MAX_OPS: usize = 1 << 16;
+
 /// The machine, and what a plan may do.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DynamicCpOptions {
@@ -100,13 +108,11 @@ pub fn plan_dynamic_cp(
     let mut counts = candidates(options, least, start - 1);
     counts.extend(candidates(options, start, most));
     let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
-    for &num_micro_batches in &counts {
-        search.attempt(num_micro_batches, largest_group)?;
-    }
+    let candidates = search.all(&counts, largest_group)?;
     if search.best.is_none() && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
         search.more(most)?;
     }
-    search.smaller_blocks(&counts)?;
+    search.smaller_blocks(&candidates)?;
     let Search { best, mut sweep, .. } = search;
     let Some(best) = best else {
         let argument = match options {
@@ -119,7 +125,8 @@ pub fn plan_dynamic_cp(
     };
     sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
     let draft = best.draft.in_order(&best.order, &problem.documents);
-    let seconds = simulate::step_seconds(&best.pipeline, &draft, options);
+    let pipeline = Pipeline::new(&layout(options, best.num_micro_batches))?;
+    let seconds = simulate::step_seconds(&pipeline, &draft, options);
     let last = sweep.last().map_or(most, |&(num_micro_batches, _)| num_micro_batches);
     let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
     let documents: Vec<usize> =
@@ -235,13 +242,18 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
     counts
 }
 
+/// A number of micro-batches, and what each of them should take.
+struct Candidate {
+    num_micro_batches: usize,
+    relaxed: Relaxed,
+}
+
 /// The best so far.
 struct Best {
     num_micro_batches: usize,
     draft: Draft,
     /// Which micro-batch of the draft comes when.
     order: Vec<usize>,
-    pipeline: Pipeline,
     seconds: f64,
 }
 
@@ -254,35 +266,62 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    fn pipeline(&self, num_micro_batches: usize) -> Result<Pipeline> {
+        Pipeline::new(&layout(self.options, num_micro_batches))
+    }
+
+    /// Targets after a few steps.
+    fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
+        let pipeline = self.pipeline(num_micro_batches)?;
+        let shape = shape::shape(&layout(self.options, num_micro_batches), self.problem.heaviest());
+        let mut relaxed = Relaxed::new(self.problem, &shape);
+        self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
+        Ok(Candidate { num_micro_batches, relaxed })
+    }
+
+    fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
+        let steps = steps.min(1 + MAX_OPS / pipeline.num_ops());
+        relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
+    }
+
+    /// The candidate whose targets promise most first; none that would still be slower than the best of those before.
+    fn all(&mut self, counts: &[usize], base: usize) -> Result<Vec<Candidate>> {
+        let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
+        candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
+        for candidate in &mut candidates {
+            let promised = candidate.relaxed.seconds * PROMISE;
+            if self.best.as_ref().is_none_or(|best| promised < best.seconds) {
+                let pipeline = self.pipeline(candidate.num_micro_batches)?;
+                self.descend(&mut candidate.relaxed, STEPS, &pipeline);
+                self.attempt(candidate, base)?;
+            } else {
+                self.sweep.push((candidate.num_micro_batches, candidate.relaxed.seconds));
+            }
+        }
+        Ok(candidates)
+    }
+
     /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
     ///
     /// Its time is estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close
     /// where micro-batches are balanced.
-    fn attempt(&mut self, num_micro_batches: usize, base: usize) -> Result<bool> {
-        let &DynamicCpOptions { num_stages, num_virtual_stages, p2p_seconds, .. } = self.options;
-        let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
-        let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches };
-        let pipeline = Pipeline::new(&layout)?;
-        let p2p = [p2p_seconds];
-        let mut better = false;
-        for &ends in shape::ends(&layout) {
-            let shape = shape::shape(&layout, ends, self.problem.heaviest());
-            let relaxed = Relaxed::new(self.problem, &pipeline, &shape, p2p_seconds, &mut self.buffers)?;
-            let Some(draft) = self.problem.solve(&relaxed.targets, base) else { continue };
-            let costs = draft.costs();
-            let order = shape::arrange(&costs, &relaxed.targets);
-            let arranged: Vec<f64> = order.iter().map(|&j| costs[j]).collect();
-            let seconds = pipeline.makespan(&Times::per_micro_batch(&arranged)?.with_p2p(&p2p)?, &mut self.buffers)?;
-            if std::env::var("WLB_DBG").is_ok() { eprintln!("m {num_micro_batches} ends {ends} base {base} relaxed {} actual {seconds}", relaxed.seconds); }
-            match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
-                Some((_, least)) => *least = least.min(seconds),
-                None => self.sweep.push((num_micro_batches, seconds)),
-            }
-            if self.best.as_ref().is_none_or(|best| seconds < best.seconds) {
-                let pipeline = pipeline.clone();
-                self.best = Some(Best { num_micro_batches, draft, order, pipeline, seconds });
-                better = true;
-            }
+    fn attempt(&mut self, candidate: &Candidate, base: usize) -> Result<bool> {
+        let &Candidate { num_micro_batches, ref relaxed } = candidate;
+        let Some(draft) = self.problem.solve(&relaxed.targets, base) else { return Ok(false) };
+        let costs = draft.costs();
+        let order = shape::arrange(&costs, &relaxed.targets);
+        let p2p = [self.options.p2p_seconds];
+        let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
+        let seconds = self.pipeline(num_micro_batches)?.makespan_in_order(&times, &order, &mut self.buffers);
+        if std::env::var("WLB_DBG").is_ok() { eprintln!("m {num_micro_batches} base {base} relaxed {} actual {seconds}", relaxed.seconds); }
+        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+            Some((_, least)) => *least = least.min(seconds),
+            None => self.sweep.push((num_micro_batches, seconds)),
+        }
+        let better = |best: &Best| (seconds, num_micro_batches) < (best.seconds, best.num_micro_batches);
+        let better = self.best.as_ref().is_none_or(better);
+        if better {
+            self.best = Some(Best { num_micro_batches, draft, order, seconds });
         }
         Ok(better)
     }
@@ -296,26 +335,37 @@ impl Search<'_> {
         let mut count = most;
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);
-            self.attempt(count, self.problem.largest_group)?;
+            let candidate = self.candidate(count)?;
+            self.attempt(&candidate, self.problem.largest_group)?;
         }
         Ok(())
     }
 
     /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for all.
-    fn smaller_blocks(&mut self, counts: &[usize]) -> Result<()> {
+    fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
         let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
         let count = best.num_micro_batches;
+        let (chosen, others): (Vec<_>, Vec<_>) =
+            candidates.iter().partition(|candidate| candidate.num_micro_batches == count);
         let mut base = None;
         for size in self.problem.group_sizes().filter(|&size| size < self.problem.largest_group) {
-            if self.attempt(count, size)? {
-                base = Some(size);
+            for candidate in &chosen {
+                if self.attempt(candidate, size)? {
+                    base = Some(size);
+                }
             }
         }
-        for &other in counts.iter().filter(|&&other| other != count) {
+        for candidate in others {
             if let Some(base) = base {
-                self.attempt(other, base)?;
+                self.attempt(candidate, base)?;
             }
         }
         Ok(())
     }
+}
+
+fn layout(options: &DynamicCpOptions, num_micro_batches: usize) -> Layout {
+    let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
+    let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+    Layout { schedule, num_stages, num_virtual_stages, num_micro_batches }
 }
