@@ -42,6 +42,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
+///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: 2 * num_stages for DualPipeV.
 ///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces, and ends by default at 4
 ///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
@@ -62,10 +63,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = None, max_cp_size = None,
-    num_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = None, cp_seconds_per_exchange = None,
+    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = None, cp_seconds_per_exchange = None,
     cp_overlap = None, p2p_seconds = None, micro_batch_seconds = None, ids = None,
 ), text_signature = "(lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages=1, max_cp_size=None, \
-    num_micro_batches=None, max_micro_batches=None, cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_overlap=1.0, \
+    num_micro_batches=None, min_micro_batches=None, max_micro_batches=None, cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_overlap=1.0, \
     p2p_seconds=0.0, micro_batch_seconds=0.0, ids=None)")]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 fn plan_dynamic_cp(
@@ -78,6 +79,7 @@ fn plan_dynamic_cp(
     num_virtual_stages: Option<&Bound<'_, PyAny>>,
     max_cp_size: Option<&Bound<'_, PyAny>>,
     num_micro_batches: Option<&Bound<'_, PyAny>>,
+    min_micro_batches: Option<&Bound<'_, PyAny>>,
     max_micro_batches: Option<&Bound<'_, PyAny>>,
     cp_seconds_per_token: Option<&Bound<'_, PyAny>>,
     cp_seconds_per_exchange: Option<&Bound<'_, PyAny>>,
@@ -96,6 +98,7 @@ fn plan_dynamic_cp(
         max_tokens_per_rank: positive("max_tokens_per_rank", max_tokens_per_rank)?,
         max_cp_size: count("max_cp_size", max_cp_size, MAX_CP_SIZE)?,
         num_micro_batches: count("num_micro_batches", num_micro_batches, MAX_MICRO_BATCHES)?,
+        min_micro_batches: count("min_micro_batches", min_micro_batches, MAX_MICRO_BATCHES)?,
         max_micro_batches: count("max_micro_batches", max_micro_batches, MAX_MICRO_BATCHES)?,
         communication: Communication {
             seconds_per_exchange: real("cp_seconds_per_exchange", cp_seconds_per_exchange, 0.0)?,

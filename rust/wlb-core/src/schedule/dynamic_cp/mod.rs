@@ -68,6 +68,8 @@ pub struct DynamicCpOptions {
     pub max_cp_size: Option<usize>,
     /// Micro-batches of the step; swept if not given.
     pub num_micro_batches: Option<usize>,
+    /// The sweep tries no fewer: for schedules that need so many.
+    pub min_micro_batches: Option<usize>,
     /// Where the sweep ends; 4 times where it begins if not given.
     pub max_micro_batches: Option<usize>,
     /// What larger groups cost.
@@ -161,13 +163,25 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
     size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
     check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
     let most = limit(options);
-    let counts = [("num_micro_batches", options.num_micro_batches), ("max_micro_batches", options.max_micro_batches)];
+    let counts = [
+        ("num_micro_batches", options.num_micro_batches),
+        ("min_micro_batches", options.min_micro_batches),
+        ("max_micro_batches", options.max_micro_batches),
+    ];
     for (argument, count) in counts {
         count.map_or(Ok(()), |count| size(argument, count, most))?;
     }
-    if options.num_micro_batches.is_some() && options.max_micro_batches.is_some() {
+    if let [(_, Some(_)), limits @ ..] = counts
+        && let Some((argument, _)) = limits.into_iter().find(|(_, count)| count.is_some())
+    {
         let requirement = "has no meaning beside num_micro_batches";
-        return Err(Error::Combination { argument: "max_micro_batches", requirement });
+        return Err(Error::Combination { argument, requirement });
+    }
+    if let Some(least) = options.min_micro_batches
+        && whole(options, least, options.max_micro_batches.unwrap_or(most)).is_none()
+    {
+        let requirement = "must be at most max_micro_batches; with virtual stages, with whole rounds of num_stages between them";
+        return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
     cost.check()?;
     cost::check_seconds("p2p_seconds", options.p2p_seconds)?;
@@ -219,8 +233,10 @@ impl Counts {
             let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
             check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
         }
-        let start = memory.max(num_stages.min(most.unwrap_or(limit)));
-        let least = if options.micro_batch_seconds > 0.0 { memory.max(1) } else { start };
+        let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
+        let forced = memory.max(wanted);
+        let start = forced.max(num_stages.min(most.unwrap_or(limit)));
+        let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
 }
@@ -234,12 +250,23 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
         count += (count / 6).max(1);
     }
     counts.extend((least <= most).then_some(most));
-    if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
-        let round = options.num_stages;
-        counts.iter_mut().filter(|count| **count > round).for_each(|count| *count -= *count % round);
+    if options.num_micro_batches.is_none() {
+        counts = counts.into_iter().filter_map(|count| whole(options, count, most)).collect();
         counts.dedup();
     }
     counts
+}
+
+/// The number of micro-batches, in whole rounds if the pipeline is interleaved: rounded down, or up if there is a least number. `None` if that is
+/// more than `most`.
+fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
+    let round = options.num_stages;
+    if options.num_virtual_stages == 1 || count <= round {
+        return Some(count).filter(|&count| count <= most);
+    }
+    let down = count - count % round;
+    let least = options.min_micro_batches.unwrap_or(1);
+    Some(if down < least { count.next_multiple_of(round) } else { down }).filter(|&count| count <= most)
 }
 
 /// A number of micro-batches, and what each of them should take.
@@ -313,7 +340,6 @@ impl Search<'_> {
         let p2p = [self.options.p2p_seconds];
         let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
         let seconds = self.pipeline(num_micro_batches)?.makespan_in_order(&times, &order, &mut self.buffers);
-        if std::env::var("WLB_DBG").is_ok() { eprintln!("m {num_micro_batches} base {base} relaxed {} actual {seconds}", relaxed.seconds); }
         match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
             Some((_, least)) => *least = least.min(seconds),
             None => self.sweep.push((num_micro_batches, seconds)),
