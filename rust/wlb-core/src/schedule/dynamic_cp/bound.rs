@@ -3,7 +3,7 @@
 //! A *path* is a chain of ops, each of which waits for the one before it; a step takes as long as any path. All paths here run on the
 //! same rank of every stage, and the bounds are sums over their micro-batches with factors that are the same for all ranks:
 //! so they hold for the mean over the ranks, and the mean time of a micro-batch is at least its work spread over all of them,
-//! however they are grouped. No bound assumes that a document has all ranks.
+//! however they are grouped.
 //!
 //! From here on times are of one stage: `x` of a micro-batch, a third of it forward. `p` stages, `w = p - 1`, `m` micro-batches, `S`
 //! the sum of all `x`. Facts of 1F1B: the last stage runs forward and backward of one micro-batch after the other; on the first stage
@@ -15,52 +15,69 @@ use super::solver::{Document, Problem};
 /// A step takes at least this long, whatever the plan, in seconds.
 ///
 /// The largest of
-/// - all work spread evenly over all ranks of all stages, and the constant part of `least` micro-batches; where the pipeline is
-///   not interleaved, also what it takes to fill and drain it with `most` micro-batches ([`fill_and_drain`]), or around
-///   the `k` longest documents, for every `k` ([`around`]); and the hops to the last stage and back, which are on every path;
-/// - the way of the longest document through the pipeline on its best group.
+/// - all work spread evenly over all ranks of all stages, and the constant part of `least` micro-batches;
+/// - the way of the longest document through the pipeline on its best group;
+/// - where the pipeline is not interleaved, what it takes to fill and drain it with `most` micro-batches ([`fill_and_drain`]), and
+///   around the `k` longest documents, for every `k` ([`around`]).
+///
+/// All of them but the second with the hops to the last stage and back, which every path can be made to have.
 ///
 /// # Complexity
 /// O(min(documents, most) log world_size + most).
 pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: usize, most: usize) -> f64 {
-    let stages = options.num_stages as f64;
+    let &DynamicCpOptions { num_stages, num_virtual_stages, p2p_seconds, .. } = options;
+    let stages = num_stages as f64;
+    // With one rank there is nowhere to hop to.
+    let hops = |hops: usize| if num_stages == 1 { 0.0 } else { hops as f64 * p2p_seconds };
+    let (to_the_last, whole_way) = (hops(2 * (num_stages - 1)), hops(2 * (num_stages * num_virtual_stages - 1)));
     let constant = problem.cost.micro_batch_seconds / stages;
     let share = problem.total_work / problem.world_size as f64 / stages;
     let sum = share + least as f64 * constant;
-    let mut bound = sum;
-    if options.num_virtual_stages == 1 && options.num_stages > 1 {
-        bound = fill_and_drain(sum, stages, most);
-        let mut together = constant;
-        let balance = balance(stages, most);
-        for document in problem.documents.iter().take(most) {
-            together += document.load.work() / problem.world_size as f64 / stages;
-            let each = mean_seconds(problem, document) / stages;
-            bound = bound.max(around(together, each, (sum - together).max(0.0), stages - 1.0, balance));
-        }
+    let mut bound = sum + to_the_last;
+    if let Some(longest) = problem.documents.first() {
+        let Least { fewer, whole, .. } = Least::of(problem, longest);
+        bound = bound.max(fewer.min(whole) + whole_way);
     }
-    let hops = |hops: usize| if options.num_stages == 1 { 0.0 } else { hops as f64 * options.p2p_seconds };
-    bound += hops(2 * (options.num_stages - 1));
-    let way = problem.documents.first().map_or(0.0, |longest| {
-        let seconds = fitting(problem, longest).map(|cp_size| problem.cost.seconds(&longest.load, cp_size));
-        seconds.fold(f64::INFINITY, f64::min) + hops(2 * (options.num_stages * options.num_virtual_stages - 1))
-    });
-    bound.max(way)
+    if num_virtual_stages > 1 || num_stages == 1 {
+        return bound;
+    }
+    bound = bound.max(fill_and_drain(sum, stages, most) + to_the_last);
+    let balance = balance(stages, most);
+    let mut together = constant;
+    for document in problem.documents.iter().take(most) {
+        together += document.load.work() / problem.world_size as f64 / stages;
+        let others = (sum - together).max(0.0);
+        let around = |each: f64| around(together, each / stages, others, stages - 1.0, balance) + to_the_last;
+        let Least { mean, fewer, whole } = Least::of(problem, document);
+        // Either all of them have all ranks, or one of them, no shorter than this one, goes all the way on fewer.
+        bound = bound.max(around(mean)).max(around(whole).min(fewer + whole_way));
+    }
+    bound
 }
 
-/// Groups that a document may have.
-fn fitting(problem: &Problem, document: &Document) -> impl Iterator<Item = usize> {
-    problem.group_sizes().filter(|&cp_size| problem.fits(&document.load, cp_size))
+/// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a longer document.
+struct Least {
+    /// The mean over all ranks: its group takes no less than for it alone, other ranks no less than nothing takes.
+    mean: f64,
+    /// On its group, if that is not all ranks; infinite if it has to be.
+    fewer: f64,
+    /// On all ranks; infinite if it cannot be.
+    whole: f64,
 }
 
-/// The least mean time, over all ranks, of a micro-batch with that document: its group takes no less than for it alone, the other
-/// ranks no less than nothing takes. Not less for a longer document.
-fn mean_seconds(problem: &Problem, document: &Document) -> f64 {
-    let constant = problem.cost.micro_batch_seconds;
-    let of = |cp_size: usize| {
-        let more = problem.cost.seconds(&document.load, cp_size) - constant;
-        constant + more * cp_size as f64 / problem.world_size as f64
-    };
-    fitting(problem, document).map(of).fold(f64::INFINITY, f64::min)
+impl Least {
+    fn of(problem: &Problem, document: &Document) -> Self {
+        let constant = problem.cost.micro_batch_seconds;
+        let mut least = Self { mean: f64::INFINITY, fewer: f64::INFINITY, whole: f64::INFINITY };
+        for cp_size in problem.group_sizes().filter(|&cp_size| problem.fits(&document.load, cp_size)) {
+            let seconds = problem.cost.seconds(&document.load, cp_size);
+            let mean = constant + (seconds - constant) * (cp_size as f64 / problem.world_size as f64);
+            least.mean = least.mean.min(mean);
+            let place = if cp_size == problem.world_size { &mut least.whole } else { &mut least.fewer };
+            *place = place.min(seconds);
+        }
+        least
+    }
 }
 
 /// At most `most` micro-batches of together `sum`.

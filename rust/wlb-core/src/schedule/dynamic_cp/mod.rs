@@ -328,26 +328,31 @@ impl Search<'_> {
         Ok(candidates)
     }
 
-    /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
+    /// Solves for one number of micro-batches and size of blocks, for the shape that the descent began with and for where it ended.
+    /// Whether that is the best so far.
     ///
     /// Its time is estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close
     /// where micro-batches are balanced.
     fn attempt(&mut self, candidate: &Candidate, base: usize) -> Result<bool> {
         let &Candidate { num_micro_batches, ref relaxed } = candidate;
-        let Some(draft) = self.problem.solve(&relaxed.targets, base) else { return Ok(false) };
-        let costs = draft.costs();
-        let order = shape::arrange(&costs, &relaxed.targets);
+        let pipeline = self.pipeline(num_micro_batches)?;
         let p2p = [self.options.p2p_seconds];
-        let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
-        let seconds = self.pipeline(num_micro_batches)?.makespan_in_order(&times, &order, &mut self.buffers);
-        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
-            Some((_, least)) => *least = least.min(seconds),
-            None => self.sweep.push((num_micro_batches, seconds)),
-        }
-        let better = |best: &Best| (seconds, num_micro_batches) < (best.seconds, best.num_micro_batches);
-        let better = self.best.as_ref().is_none_or(better);
-        if better {
-            self.best = Some(Best { num_micro_batches, draft, order, seconds });
+        let mut better = false;
+        for targets in [&relaxed.targets, &relaxed.start] {
+            let Some(draft) = self.problem.solve(targets, base) else { continue };
+            let costs = draft.costs();
+            let order = shape::arrange(&costs, targets);
+            let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
+            let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
+            match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+                Some((_, least)) => *least = least.min(seconds),
+                None => self.sweep.push((num_micro_batches, seconds)),
+            }
+            let beats = |best: &Best| (seconds, num_micro_batches) < (best.seconds, best.num_micro_batches);
+            if self.best.as_ref().is_none_or(beats) {
+                self.best = Some(Best { num_micro_batches, draft, order, seconds });
+                better = true;
+            }
         }
         Ok(better)
     }

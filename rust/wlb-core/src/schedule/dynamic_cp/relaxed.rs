@@ -16,6 +16,8 @@ pub(super) struct Relaxed {
     movable: Vec<f64>,
     total: f64,
     hope: f64,
+    /// Where it began.
+    pub(super) start: Vec<f64>,
     /// The best so far, and the time of the step with it.
     pub(super) targets: Vec<f64>,
     pub(super) seconds: f64,
@@ -26,7 +28,8 @@ impl Relaxed {
         let floors = problem.floors(shape);
         let movable = problem.above(&floors, shape);
         let total = movable.iter().sum();
-        Self { floors, movable, total, hope: HOPE, targets: Vec::new(), seconds: f64::INFINITY }
+        let start: Vec<f64> = floors.iter().zip(&movable).map(|(floor, more)| floor + more).collect();
+        Self { floors, movable, total, hope: HOPE, targets: start.clone(), start, seconds: f64::INFINITY }
     }
 
     /// Goes on for a number of steps.
@@ -39,7 +42,7 @@ impl Relaxed {
     /// # Complexity
     /// O(ops) a step.
     pub(super) fn descend(&mut self, steps: usize, pipeline: &Pipeline, p2p_seconds: f64, buffers: &mut Buffers) {
-        let Self { floors, movable, total, hope, targets, seconds: best } = self;
+        let Self { floors, movable, total, hope, targets, seconds: best, .. } = self;
         let mut current = vec![0.0; floors.len()];
         let mut parts = Vec::new();
         for _ in 0..steps {
