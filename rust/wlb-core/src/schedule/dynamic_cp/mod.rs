@@ -50,6 +50,8 @@ const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.99;
+/// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
+const CLOSE: f64 = 1.05;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
 
@@ -297,11 +299,17 @@ impl Search<'_> {
         Pipeline::new(&layout(self.options, num_micro_batches))
     }
 
-    /// Targets after a few steps.
+    /// Targets after a few steps, from the shape that is faster.
     fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
-        let pipeline = self.pipeline(num_micro_batches)?;
-        let shape = shape::shape(&layout(self.options, num_micro_batches), self.problem.heaviest());
-        let mut relaxed = Relaxed::new(self.problem, &shape);
+        let layout = layout(self.options, num_micro_batches);
+        let pipeline = Pipeline::new(&layout)?;
+        let mut best: Option<Relaxed> = None;
+        for &ends in shape::ends(&layout) {
+            let mut relaxed = Relaxed::new(self.problem, &shape::shape(&layout, ends, self.problem.heaviest()));
+            self.descend(&mut relaxed, 1, &pipeline);
+            best = best.filter(|best| best.seconds <= relaxed.seconds).or(Some(relaxed));
+        }
+        let mut relaxed = best.unwrap_or_else(|| Relaxed::new(self.problem, &[]));
         self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
         Ok(Candidate { num_micro_batches, relaxed })
     }
@@ -320,7 +328,7 @@ impl Search<'_> {
             if self.best.as_ref().is_none_or(|best| promised < best.seconds) {
                 let pipeline = self.pipeline(candidate.num_micro_batches)?;
                 self.descend(&mut candidate.relaxed, STEPS, &pipeline);
-                self.attempt(candidate, base)?;
+                self.attempt(candidate, base, self.problem.cost.is_free())?;
             } else {
                 self.sweep.push((candidate.num_micro_batches, candidate.relaxed.seconds));
             }
@@ -328,33 +336,47 @@ impl Search<'_> {
         Ok(candidates)
     }
 
-    /// Solves for one number of micro-batches and size of blocks, for the shape that the descent began with and for where it ended.
-    /// Whether that is the best so far.
+    /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
     ///
-    /// Its time is estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close
-    /// where micro-batches are balanced.
-    fn attempt(&mut self, candidate: &Candidate, base: usize) -> Result<bool> {
+    /// The targets are those that the descent came to; those that it began with, if `start`; and where exchange costs, which they know
+    /// nothing of, those it came to, as much longer as the first solution took.
+    fn attempt(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
         let &Candidate { num_micro_batches, ref relaxed } = candidate;
         let pipeline = self.pipeline(num_micro_batches)?;
-        let p2p = [self.options.p2p_seconds];
-        let mut better = false;
-        for targets in [&relaxed.targets, &relaxed.start] {
-            let Some(draft) = self.problem.solve(targets, base) else { continue };
-            let costs = draft.costs();
-            let order = shape::arrange(&costs, targets);
-            let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
-            let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
-            match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
-                Some((_, least)) => *least = least.min(seconds),
-                None => self.sweep.push((num_micro_batches, seconds)),
-            }
-            let beats = |best: &Best| (seconds, num_micro_batches) < (best.seconds, best.num_micro_batches);
-            if self.best.as_ref().is_none_or(beats) {
-                self.best = Some(Best { num_micro_batches, draft, order, seconds });
-                better = true;
-            }
+        let seconds = self.solve(candidate, &relaxed.targets, base, &pipeline)?;
+        let mut least = seconds;
+        if start {
+            least = least.min(self.solve(candidate, &relaxed.start, base, &pipeline)?);
         }
-        Ok(better)
+        let longer = seconds / relaxed.seconds;
+        if !self.problem.cost.is_free() && longer.is_finite() {
+            let targets: Vec<f64> = relaxed.targets.iter().map(|target| target * longer).collect();
+            least = least.min(self.solve(candidate, &targets, base, &pipeline)?);
+        }
+        Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
+    }
+
+    /// The seconds of a solution, infinite if there is none.
+    ///
+    /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close where
+    /// micro-batches are balanced.
+    fn solve(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
+        let num_micro_batches = candidate.num_micro_batches;
+        let Some(draft) = self.problem.solve(targets, base) else { return Ok(f64::INFINITY) };
+        let costs = draft.costs();
+        let order = shape::arrange(&costs, targets);
+        let p2p = [self.options.p2p_seconds];
+        let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
+        let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
+        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+            Some((_, least)) => *least = least.min(seconds),
+            None => self.sweep.push((num_micro_batches, seconds)),
+        }
+        let beats = |best: &Best| (seconds, num_micro_batches) < (best.seconds, best.num_micro_batches);
+        if self.best.as_ref().is_none_or(beats) {
+            self.best = Some(Best { num_micro_batches, draft, order, seconds });
+        }
+        Ok(seconds)
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no more.
@@ -367,28 +389,29 @@ impl Search<'_> {
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);
             let candidate = self.candidate(count)?;
-            self.attempt(&candidate, self.problem.largest_group)?;
+            self.attempt(&candidate, self.problem.largest_group, true)?;
         }
         Ok(())
     }
 
-    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for all.
+    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for those that
+    /// were close to it.
     fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
         let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
-        let count = best.num_micro_batches;
-        let (chosen, others): (Vec<_>, Vec<_>) =
-            candidates.iter().partition(|candidate| candidate.num_micro_batches == count);
+        let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
+        let others: Vec<usize> =
+            self.sweep.iter().filter(|(other, seconds)| *other != count && *seconds <= close).map(|(other, _)| *other).collect();
         let mut base = None;
         for size in self.problem.group_sizes().filter(|&size| size < self.problem.largest_group) {
-            for candidate in &chosen {
-                if self.attempt(candidate, size)? {
+            for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
+                if self.attempt(candidate, size, true)? {
                     base = Some(size);
                 }
             }
         }
-        for candidate in others {
+        for candidate in candidates.iter().filter(|candidate| others.contains(&candidate.num_micro_batches)) {
             if let Some(base) = base {
-                self.attempt(candidate, base)?;
+                self.attempt(candidate, base, true)?;
             }
         }
         Ok(())

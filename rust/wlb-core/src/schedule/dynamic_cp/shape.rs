@@ -22,9 +22,8 @@ const LIGHTEST: f64 = 1.0 / 16.0;
 /// * `ends` - how heavy the ends are, relative to what suits a long step; above 1, only the first.
 /// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full micro-batches reach
 ///   it.
-pub(super) fn shape(layout: &Layout, heaviest: f64) -> Vec<f64> {
+pub(super) fn shape(layout: &Layout, mut ends: f64, heaviest: f64) -> Vec<f64> {
     let &Layout { num_micro_batches, num_stages, num_virtual_stages, .. } = layout;
-    let mut ends = 1.0;
     loop {
         let shape = with_ends(num_micro_batches, num_stages, num_virtual_stages, ends);
         if ends <= LIGHTEST || heaviest * shape.iter().sum::<f64>() <= 1.0 {
@@ -32,6 +31,12 @@ pub(super) fn shape(layout: &Layout, heaviest: f64) -> Vec<f64> {
         }
         ends /= 2.0;
     }
+}
+
+/// How heavy to try the ends: where a stage has few micro-batches, a light first one leaves too much to the others.
+pub(super) fn ends(layout: &Layout) -> &'static [f64] {
+    let shallow = layout.num_stages > 1 && layout.num_micro_batches <= 4 * layout.num_stages;
+    if shallow { &[1.0, 3.0] } else { &[1.0] }
 }
 
 fn with_ends(num_micro_batches: usize, num_stages: usize, num_virtual_stages: usize, ends: f64) -> Vec<f64> {
