@@ -8,6 +8,7 @@
 //! | --- | --- |
 //! | `cost` | seconds of a group: its documents' cost over its ranks, and the exchange of keys and values that attention does not hide |
 //! | `shape` | how much work each micro-batch should get: less where the pipeline fills and drains |
+//! | `relaxed` | from there to the best, if short documents could be divided at will |
 //! | `solver` | documents to groups, for one number of micro-batches |
 //! | `simulate` | seconds of the step |
 //! | `bound` | what no plan can beat |
@@ -51,7 +52,7 @@ const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.99;
 /// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
-const CLOSE: f64 = 1.05;
+const CLOSE: f64 = 1.1;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
 
@@ -94,7 +95,8 @@ pub struct DynamicCpOptions {
 ///
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a dozen numbers of
-/// micro-batches (twice as many attempts where exchange costs), and O(p v m world_size) for the simulation of the best.
+/// micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for the simulation of the best.
+/// In a world that is no power of two, up to O(n m) instead.
 pub fn plan_dynamic_cp(
     lengths: &Lengths,
     ids: Option<&[i64]>,
@@ -111,6 +113,7 @@ pub fn plan_dynamic_cp(
     let Counts { least, start, most } = Counts::new(lengths, options)?;
     let mut counts = candidates(options, least, start - 1);
     counts.extend(candidates(options, start, most));
+    counts.dedup();
     let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
     let candidates = search.all(&counts, largest_group)?;
     if search.best.is_none() && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
@@ -182,7 +185,8 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
     if let Some(least) = options.min_micro_batches
         && whole(options, least, options.max_micro_batches.unwrap_or(most)).is_none()
     {
-        let requirement = "must be at most max_micro_batches; with virtual stages, with whole rounds of num_stages between them";
+        let requirement =
+            "must be at most max_micro_batches; with virtual stages, with whole rounds of num_stages between them";
         return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
     cost.check()?;
@@ -254,7 +258,6 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
     counts.extend((least <= most).then_some(most));
     if options.num_micro_batches.is_none() {
         counts = counts.into_iter().filter_map(|count| whole(options, count, most)).collect();
-        counts.dedup();
     }
     counts
 }
@@ -303,13 +306,15 @@ impl Search<'_> {
     fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
         let layout = layout(self.options, num_micro_batches);
         let pipeline = Pipeline::new(&layout)?;
-        let mut best: Option<Relaxed> = None;
-        for &ends in shape::ends(&layout) {
+        let mut begin = |ends: f64| {
             let mut relaxed = Relaxed::new(self.problem, &shape::shape(&layout, ends, self.problem.heaviest()));
             self.descend(&mut relaxed, 1, &pipeline);
-            best = best.filter(|best| best.seconds <= relaxed.seconds).or(Some(relaxed));
+            relaxed
+        };
+        let mut relaxed = begin(1.0);
+        if let Some(other) = shape::heavier_first(&layout).map(begin).filter(|other| other.seconds < relaxed.seconds) {
+            relaxed = other;
         }
-        let mut relaxed = best.unwrap_or_else(|| Relaxed::new(self.problem, &[]));
         self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
         Ok(Candidate { num_micro_batches, relaxed })
     }
@@ -319,7 +324,7 @@ impl Search<'_> {
         relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
     }
 
-    /// The candidate whose targets promise most first; none that would still be slower than the best of those before.
+    /// The candidate whose targets promise most first; of those that would be slower than the best before, no more than the promise.
     fn all(&mut self, counts: &[usize], base: usize) -> Result<Vec<Candidate>> {
         let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
@@ -399,8 +404,12 @@ impl Search<'_> {
     fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
         let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
         let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
-        let others: Vec<usize> =
-            self.sweep.iter().filter(|(other, seconds)| *other != count && *seconds <= close).map(|(other, _)| *other).collect();
+        let others: Vec<usize> = self
+            .sweep
+            .iter()
+            .filter(|(other, seconds)| *other != count && *seconds <= close)
+            .map(|(other, _)| *other)
+            .collect();
         let mut base = None;
         for size in self.problem.group_sizes().filter(|&size| size < self.problem.largest_group) {
             for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
