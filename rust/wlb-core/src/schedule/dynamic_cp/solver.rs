@@ -178,6 +178,44 @@ impl Problem {
     }
 }
 
+/// Blocks of each size by weight, while they change.
+struct Sizes {
+    /// By the logarithm of the size: its blocks, and their weights.
+    sizes: Vec<(Vec<u32>, Ladder)>,
+    /// Of each block, its size and its place among those of it.
+    places: Vec<(u32, u32)>,
+}
+
+impl Sizes {
+    fn new(blocks: &[Block], weight: impl Fn(&Block) -> f64) -> Self {
+        let largest = blocks.iter().map(|block| block.cp_size).max().unwrap_or(1);
+        let mut members: Vec<Vec<u32>> = vec![Vec::new(); largest.ilog2() as usize + 1];
+        let mut places = Vec::with_capacity(blocks.len());
+        for (index, block) in blocks.iter().enumerate() {
+            let size = block.cp_size.ilog2();
+            places.push((size, members[size as usize].len() as u32));
+            members[size as usize].push(index as u32);
+        }
+        let ladder = |members: Vec<u32>| {
+            let ladder = Ladder::new(members.iter().map(|&block| weight(&blocks[block as usize])));
+            (members, ladder)
+        };
+        Self { sizes: members.into_iter().map(ladder).collect(), places }
+    }
+
+    /// Of each size that there is, the lightest block that will do.
+    fn lightest(&self, will_do: impl Fn(usize) -> bool) -> impl Iterator<Item = usize> {
+        self.sizes.iter().filter_map(move |(members, ladder)| {
+            ladder.ascending().map(|place| members[place] as usize).find(|&block| will_do(block))
+        })
+    }
+
+    fn set(&mut self, block: usize, weight: f64) {
+        let (size, place) = self.places[block];
+        self.sizes[size as usize].1.set(place as usize, weight);
+    }
+}
+
 /// An aligned run of ranks in one micro-batch, being filled.
 #[derive(Clone, Copy, Debug)]
 struct Block {
@@ -249,7 +287,7 @@ impl<'a> Blocks<'a> {
     fn fill(&mut self, opened: usize, base: usize) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
-        let mut by_time = Ladder::new(blocks.iter().map(over));
+        let mut by_time = Sizes::new(blocks, over);
         let mut by_room: Option<Ladder> = None;
         for document in &problem.documents[opened..] {
             let with = |block: &Block| {
@@ -258,12 +296,21 @@ impl<'a> Blocks<'a> {
                 Block { load, seconds: problem.cost.seconds(&load, cp_size), ..*block }
             };
             let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
-            let mut chosen = by_time.lightest();
+            let lightest = |a: &usize, b: &usize| over(&blocks[*a]).total_cmp(&over(&blocks[*b])).then(a.cmp(b));
+            let mut chosen = by_time.lightest(|_| true).min_by(lightest)?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
                 // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond its target.
-                let all = blocks.iter().map(with).enumerate().filter(|(_, after)| fits(after));
-                (chosen, after) = all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)))?;
+                let best = |found: &mut dyn Iterator<Item = usize>| {
+                    let all = found.map(|block| (block, with(&blocks[block]))).filter(|(_, after)| fits(after));
+                    all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)).then(a.0.cmp(&b.0)))
+                };
+                (chosen, after) = if problem.cost.is_free() {
+                    // It takes the same time more on every block of a size.
+                    best(&mut by_time.lightest(|block| fits(&with(&blocks[block]))))?
+                } else {
+                    best(&mut (0..blocks.len()))?
+                };
             } else if !fits(&after) {
                 let rooms = || blocks.iter().map(|block| -problem.room(block) as f64);
                 chosen = by_room.get_or_insert_with(|| Ladder::new(rooms())).lightest();
