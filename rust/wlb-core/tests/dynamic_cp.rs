@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::dynamic_cp::{optimum, planned};
-use common::strategies::{config, cost_model, lengths, llama_7b};
+use common::dynamic_cp::{is_legal, optimum, planned};
+use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
@@ -108,16 +108,33 @@ proptest! {
 }
 
 proptest! {
+    #![proptest_config(config(100))]
+
+    /// Every document once, groups aligned, memory kept, and nothing else: for millions of cases (`benches/records/fuzz.md`).
+    #[test]
+    fn nothing_is_lost_or_misaligned_or_too_large(
+        (lengths, options) in (1_i32..200_000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
+        cost in cost_model(),
+    ) {
+        if let Ok(plan) = plan_dynamic_cp(&checked(&lengths), None, &options, &cost) {
+            is_legal(&plan, &lengths, &options);
+            prop_assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9));
+        }
+    }
+}
+
+proptest! {
     #![proptest_config(config(60))]
 
     /// Against all plans there are: never better than the best, and the bound never above it.
     #[test]
     fn tiny_plans_are_close_to_the_optimum(
-        lengths in proptest::collection::vec(1_i32..40, 1..4), shape in select(vec![(2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 2, 3)]),
-        max_tokens in 20_i32..60, free in any::<bool>(),
+        lengths in proptest::collection::vec(1_i32..40, 1..4), shape in select(vec![(2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 2, 3), (1, 3, 4), (1, 4, 3), (2, 3, 2)]),
+        max_tokens in 20_i32..60, free in any::<bool>(), p2p_seconds in select(vec![0.0, 40.0]),
     ) {
         let (world_size, num_stages, m) = shape;
-        let mut options = DynamicCpOptions { num_micro_batches: Some(m), ..plain(world_size, num_stages, max_tokens) };
+        let mut options =
+            DynamicCpOptions { num_micro_batches: Some(m), p2p_seconds, ..plain(world_size, num_stages, max_tokens) };
         if !free {
             options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
             options.micro_batch_seconds = 3.0;

@@ -333,7 +333,7 @@ impl Search<'_> {
             if self.best.as_ref().is_none_or(|best| promised < best.seconds) {
                 let pipeline = self.pipeline(candidate.num_micro_batches)?;
                 self.descend(&mut candidate.relaxed, STEPS, &pipeline);
-                self.attempt(candidate, base, self.problem.cost.is_free())?;
+                self.attempt(candidate, base, false)?;
             } else {
                 self.sweep.push((candidate.num_micro_batches, candidate.relaxed.seconds));
             }
