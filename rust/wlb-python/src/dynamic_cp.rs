@@ -43,7 +43,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
 ///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: 2 * num_stages for DualPipeV.
-///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces, and ends by default at 4
+///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are wanted, and ends by default at 4
 ///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
 ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
@@ -58,8 +58,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Raises:
 ///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents.
 ///
-/// O(n log world_size) for each number of micro-batches tried, about ten, and O(num_stages * micro-batches * world_size)
-/// for the simulation of the best. Releases the GIL from 1,024 documents on.
+/// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where exchange costs), and
+/// O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that is no power of two, up to O(n *
+/// micro-batches) for each. Releases the GIL from 1,024 documents on.
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = None, max_cp_size = None,
@@ -183,8 +184,8 @@ impl DynamicCpPlan {
         self.0.seconds
     }
 
-    /// No plan takes less that has at most as many micro-batches as were tried (if ``num_micro_batches`` was given, exactly as many): the
-    /// work, the drain of the pipeline behind them, and the way of the longest document.
+    /// No plan takes less that has at most as many micro-batches as were tried and at least ``min_micro_batches`` (if ``num_micro_batches``
+    /// was given, exactly as many). Proved from the work, the filling and draining of the pipeline, and the paths around the longest documents.
     #[getter]
     fn lower_bound(&self) -> f64 {
         self.0.lower_bound
@@ -197,7 +198,8 @@ impl DynamicCpPlan {
     }
 
     /// The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each: a tuple of pairs. An estimate
-    /// from above: every rank as slow as the slowest of its micro-batch.
+    /// from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the time if short documents could be divided at
+    /// will, already more than that of the best.
     #[getter]
     fn sweep<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.0.sweep)

@@ -159,18 +159,15 @@ impl Problem {
         let constant = self.cost.micro_batch_seconds;
         let mut work = self.total_work / self.world_size as f64;
         let mut left: f64 = shape.iter().sum();
-        let mut highest_first: Vec<(f64, f64)> = floors
-            .iter()
-            .zip(shape)
-            .map(|(floor, size)| (floor - constant, *size))
-            .filter(|&(own, _)| own > 0.0)
-            .collect();
-        highest_first.sort_by(|a, b| (b.0 * a.1).total_cmp(&(a.0 * b.1)));
-        for (own, size) in highest_first {
-            if own * left <= size * work || left <= size {
+        // Floors above the level lower it for all others: highest first, relative to the shape.
+        let mut heights: Vec<(f64, f64)> =
+            floors.iter().zip(shape).map(|(floor, size)| ((floor - constant) / size, *size)).collect();
+        heights.sort_by(|a, b| b.0.total_cmp(&a.0));
+        for (height, size) in heights {
+            if height <= work / left || left <= size {
                 break;
             }
-            work = (work - own).max(0.0);
+            work = (work - height * size).max(0.0);
             left -= size;
         }
         let level = work / left;
