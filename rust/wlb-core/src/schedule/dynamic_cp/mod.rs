@@ -50,7 +50,7 @@ const SWEEP: usize = 4;
 const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
-const PROMISE: f64 = 0.99;
+const PROMISE: f64 = 0.995;
 /// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
 const CLOSE: f64 = 1.1;
 /// Most ops that they simulate: fewer steps for larger pipelines.
