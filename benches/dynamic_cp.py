@@ -7,8 +7,9 @@ Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % o
 slow as its slowest rank, under the same costs: a 13B Llama's FLOPs, and pairs alone, which is what Megatron plans for.
 Exchange inside groups is free, as it is to Megatron. *Path* is the time of a step over all work spread evenly over all
 GPUs that never wait, not even for the pipeline to fill; *over filled* is the same over `(m + 7) / m` of it, what `m`
-equal micro-batches would take. *Bound* is proved by wlb for every plan; *over bound* is how far above it wlb's own step is,
-on average and in the worst of the global batches. The second table is for other numbers of ranks, most no power of two.
+equal micro-batches would take. *Bound* is proved by wlb for every plan; *over bound* is how far above it wlb's own step
+is, on average and in the worst of the global batches. The second table is for other numbers of ranks, most no power of
+two.
 
 The released scheduler of Megatron knows neither pipelines nor how many tokens a rank gets in all (see tokens/rank). A
 planner that cannot be installed is named as missing; the figures quoted beside are from another run on another machine.
