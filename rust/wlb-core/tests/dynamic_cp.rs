@@ -181,6 +181,15 @@ fn heavy_tails_are_balanced() {
     }
 }
 
+/// A few documents of 128K between short ones: how long the step takes is up to them, and the bound knows it.
+#[test]
+fn long_documents_are_planned_close_to_the_bound() {
+    let lengths: Vec<i32> = (0..256_i32).map(|i| if i < 4 { 131_072 } else { 128 + i * i * 37 % 12_007 }).collect();
+    let plan = planned(&lengths, &plain(64, 8, 8192), &llama_7b(), false).unwrap();
+    assert!(plan.lower_bound > 1.5 * plan.balanced_seconds, "{}", plan.lower_bound / plan.balanced_seconds);
+    assert!(plan.seconds < 1.01 * plan.lower_bound, "{}", plan.seconds / plan.lower_bound);
+}
+
 /// Where exchange costs, short documents stay on few ranks.
 #[test]
 fn exchange_makes_groups_small() {

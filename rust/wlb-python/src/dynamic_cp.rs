@@ -42,7 +42,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
-///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: 2 * num_stages for DualPipeV.
+///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each stage, its DualPipeV
+///         two.
 ///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are wanted, and ends by default at 4
 ///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.

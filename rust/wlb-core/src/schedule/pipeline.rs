@@ -396,3 +396,46 @@ fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: u
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+mod tests {
+    use proptest::prelude::*;
+    use proptest::sample::select;
+
+    use super::{Buffers, Pipeline};
+    use crate::schedule::{Layout, Schedule, Times};
+
+    proptest! {
+        /// The critical path is as long as the step, and no longer than the step of any other costs.
+        #[test]
+        fn the_critical_path_bounds_every_step(
+            (schedule, num_stages, num_virtual_stages, num_micro_batches) in select(vec![
+                (Schedule::GPipe, 3_usize, 1_usize, 4_usize),
+                (Schedule::OneForwardOneBackward, 1, 1, 3),
+                (Schedule::OneForwardOneBackward, 4, 1, 6),
+                (Schedule::Interleaved, 2, 3, 4),
+                (Schedule::ZbH1, 3, 1, 5),
+                (Schedule::ZbV, 2, 2, 5),
+            ]),
+            costs in proptest::collection::vec(0_u8..20, 12), p2p_seconds in 0_u8..3,
+        ) {
+            let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches };
+            let pipeline = Pipeline::new(&layout).unwrap();
+            let costs: Vec<f64> = costs.into_iter().map(f64::from).collect();
+            let p2p = [f64::from(p2p_seconds)];
+            let (mut buffers, mut parts) = (Buffers::default(), Vec::new());
+            let makespan = |costs: &[f64], buffers: &mut Buffers| {
+                pipeline.makespan(&Times::per_micro_batch(costs).unwrap().with_p2p(&p2p).unwrap(), buffers).unwrap()
+            };
+            let (costs, others) = costs.split_at(6);
+            let (costs, others) = (&costs[..num_micro_batches], &others[..num_micro_batches]);
+            let seconds = pipeline.critical_path(costs, p2p[0], &mut buffers, &mut parts);
+            prop_assert!((seconds - makespan(costs, &mut buffers)).abs() <= 1e-9);
+            let length = |costs: &[f64]| costs.iter().zip(&parts).map(|(cost, part)| cost * part).sum::<f64>();
+            let hops = seconds - length(costs);
+            prop_assert!(hops >= -1e-9 && (p2p_seconds > 0 || hops <= 1e-9));
+            prop_assert!(length(others) + hops <= makespan(others, &mut buffers) + 1e-9);
+        }
+    }
+}

@@ -448,3 +448,37 @@ impl Halving<'_> {
         Some((first, [of(0), of(1)]))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{Block, Load, Sizes};
+
+    proptest! {
+        #[test]
+        fn sizes_know_the_lightest_block_of_each(
+            start in proptest::collection::vec((0_u32..4, 0_u8..9), 1..20),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), 0_u8..9), 0..40),
+        ) {
+            let block = |&(size, seconds): &(u32, u8)| {
+                let (cp_size, load, seconds) = (1 << size, Load::default(), f64::from(seconds));
+                Block { micro_batch: 0, first_rank: 0, cp_size, load, seconds }
+            };
+            let mut blocks: Vec<Block> = start.iter().map(block).collect();
+            let mut sizes = Sizes::new(&blocks, |block| block.seconds);
+            for (index, seconds) in changes {
+                let index = index.index(blocks.len());
+                blocks[index].seconds = f64::from(seconds);
+                sizes.set(index, blocks[index].seconds);
+                let will_do = |block: usize| !block.is_multiple_of(3);
+                let lightest = |cp_size: u32| {
+                    let of_size = (0..blocks.len()).filter(|&block| blocks[block].cp_size == cp_size && will_do(block));
+                    of_size.min_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds))
+                };
+                let expected: Vec<usize> = [1, 2, 4, 8].into_iter().filter_map(lightest).collect();
+                prop_assert_eq!(sizes.lightest(will_do).collect::<Vec<_>>(), expected);
+            }
+        }
+    }
+}
