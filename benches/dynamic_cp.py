@@ -7,7 +7,9 @@ Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % o
 slow as its slowest rank, under the same costs: a 13B Llama's FLOPs, and pairs alone, which is what Megatron plans for.
 Exchange inside groups is free, as it is to Megatron. *Path* is the time of a step over all work spread evenly over all
 GPUs that never wait, not even for the pipeline to fill; *over filled* is the same over `(m + 7) / m` of it, what `m`
-equal micro-batches would take. *Bound* is proved by wlb for every plan.
+equal micro-batches would take. *Bound* is proved by wlb for every plan; *over bound* is how far above it wlb's own step
+is, on average and in the worst of the global batches. The second table is for other numbers of ranks, most no power of
+two.
 
 The released scheduler of Megatron knows neither pipelines nor how many tokens a rank gets in all (see tokens/rank). A
 planner that cannot be installed is named as missing; the figures quoted beside are from another run on another machine.
@@ -36,6 +38,7 @@ import wlb
 
 RECORDS = Path(__file__).parent / "records"
 WORLD, STAGES, TOKENS = 64, 8, 8192
+WORLDS = (24, 32, 48, 64, 96, 128, 768)
 COSTS = {
     "13B": wlb.CostModel.from_flops(
         hidden_size=5120,
@@ -65,9 +68,9 @@ def documents(count: int, seed: int) -> Lengths:
     return (np.maximum(lengths, 1).astype(np.int64) + 127) // 128 * 128
 
 
-def planned(lengths: Lengths, cost: wlb.CostModel) -> wlb.DynamicCpPlan:
+def planned(lengths: Lengths, cost: wlb.CostModel, world_size: int = WORLD) -> wlb.DynamicCpPlan:
     return wlb.plan_dynamic_cp(
-        lengths, world_size=WORLD, num_stages=STAGES, max_tokens_per_rank=TOKENS, cost_model=cost
+        lengths, world_size=world_size, num_stages=STAGES, max_tokens_per_rank=TOKENS, cost_model=cost
     )
 
 
@@ -176,6 +179,25 @@ def measure(count: int, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_worlds(seeds: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    batches = [documents(2048, seed) for seed in range(seeds)]
+    for world_size in WORLDS:
+        plans = [planned(lengths, COSTS["13B"], world_size) for lengths in batches]
+        row: dict[str, Any] = {"documents": 2048, "cost": "13B", "world_size": world_size}
+        row["ms"] = milliseconds(partial(planned, batches[0], COSTS["13B"], world_size), 40)
+        row["exact"] = [plan.seconds / plan.balanced_seconds for plan in plans]
+        row["bounds"] = [plan.lower_bound / plan.balanced_seconds for plan in plans]
+        rows.append(row)
+    return rows
+
+
+def over(row: dict[str, Any]) -> str:
+    """How far the steps are above their bounds."""
+    found = np.asarray(row["exact"]) / np.asarray(row["bounds"]) - 1
+    return f"{found.mean():.2%} ({found.max():.2%})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10, help="global batches to average over")
@@ -188,12 +210,20 @@ def main() -> None:
     except PackageNotFoundError:
         megatron = "missing"
     rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds)]
+    worlds = measure_worlds(arguments.seeds)
     machine = {"cores": os.cpu_count(), "load": list(os.getloadavg()), "python": platform.python_version()}
-    record = {"machine": machine, "wlb": wlb.__version__, "megatron-core": megatron, "rows": rows, "quoted": QUOTED}
+    record = {
+        "machine": machine,
+        "wlb": wlb.__version__,
+        "megatron-core": megatron,
+        "rows": rows,
+        "worlds": worlds,
+        "quoted": QUOTED,
+    }
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(record) + "\n")
 
-    scores = ("ms", "m", "path", "bound", "over filled", "tokens/rank", "mean CP", "quoted")
+    scores = ("ms", "m", "path", "bound", "over bound", "over filled", "tokens/rank", "mean CP", "quoted")
     table = Table(
         "documents",
         "cost",
@@ -206,7 +236,7 @@ def main() -> None:
         said = "" if quoted is None else f"{quoted[0]}" + (f", {quoted[1]:,.0f} ms" if quoted[1] else "")
         head = (f"{row['documents']:,}", row["cost"], row["planner"])
         if "missing" in row:
-            table.add_row(*head, "missing", "", "", "", "", "", "", said)
+            table.add_row(*head, "missing", "", "", "", "", "", "", "", said)
             continue
         mean = {key: float(np.mean([score[key] for score in row["scores"]])) for key in row["scores"][0]}
         table.add_row(
@@ -215,11 +245,17 @@ def main() -> None:
             f"{mean['micro_batches']:.0f}",
             f"{mean['path']:.4f}",
             f"{np.mean(row['bounds']):.4f}" if "bounds" in row else "",
+            over(row) if "bounds" in row else "",
             f"{mean['over_filled']:.3f}",
             f"{max(score['max_tokens_per_rank'] for score in row['scores']):,.0f}",
             f"{mean['mean_cp_of_a_token']:.1f}",
             said,
         )
+    Console().print(table)
+    table = Table("ranks", "ms", "path", "bound", "over bound", title="wlb, 2,048 documents, 13B")
+    for row in worlds:
+        path, bound = np.mean(row["exact"]), np.mean(row["bounds"])
+        table.add_row(f"{row['world_size']}", f"{min(row['ms']):,.2f}", f"{path:.4f}", f"{bound:.4f}", over(row))
     Console().print(table)
 
 

@@ -119,6 +119,14 @@ def test_an_interleaved_pipeline_takes_whole_rounds() -> None:
         wlb.plan_dynamic_cp(lengths, cost_model=COST, num_virtual_stages=2, num_micro_batches=10, **MACHINE)
 
 
+def test_a_schedule_may_want_more_micro_batches() -> None:
+    """DualPipeV takes no fewer than two a stage."""
+    few = wlb.plan_dynamic_cp(LENGTHS[:2], cost_model=COST, micro_batch_seconds=1e9, **MACHINE)
+    plan = wlb.plan_dynamic_cp(LENGTHS[:2], cost_model=COST, micro_batch_seconds=1e9, min_micro_batches=6, **MACHINE)
+    assert few.num_micro_batches < 6 == plan.num_micro_batches == plan.sweep[0][0]
+    assert violations(plan, LENGTHS[:2]) == []
+
+
 def test_with_a_delay() -> None:
     """What a packer lets go is planned under the names it gave."""
     packer = wlb.Packer(num_micro_batches=2, max_tokens=8192, cost_model=COST, outlier_thresholds=(1000,), max_delay=3)
@@ -145,6 +153,10 @@ def test_with_a_delay() -> None:
         ({"max_cp_size": 9}, "max_cp_size", None, 9),
         ({"num_micro_batches": 0}, "num_micro_batches", None, 0),
         ({"num_micro_batches": 1, "max_tokens_per_rank": 400}, "num_micro_batches", None, None),
+        ({"min_micro_batches": 0}, "min_micro_batches", None, 0),
+        ({"min_micro_batches": 2.5}, "min_micro_batches", None, 2.5),
+        ({"min_micro_batches": 5, "max_micro_batches": 4}, "min_micro_batches", None, None),
+        ({"min_micro_batches": 5, "num_micro_batches": 5}, "min_micro_batches", None, None),
         ({"max_micro_batches": 1, "max_tokens_per_rank": 400}, "max_micro_batches", None, None),
         ({"cp_overlap": 1.01}, "cp_overlap", None, 1.01),
         ({"cp_seconds_per_token": -1.0}, "cp_seconds_per_token", None, -1.0),

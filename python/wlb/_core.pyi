@@ -593,6 +593,7 @@ def plan_dynamic_cp(
     num_virtual_stages: int = 1,
     max_cp_size: int | None = None,
     num_micro_batches: int | None = None,
+    min_micro_batches: int | None = None,
     max_micro_batches: int | None = None,
     cp_seconds_per_token: float = 0.0,
     cp_seconds_per_exchange: float = 0.0,

@@ -231,6 +231,10 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         1 => (None, Some(u.int_in_range(1..=20)?)),
         _ => (None, None),
     };
+    let min_micro_batches = match num_micro_batches {
+        None if u.ratio(1, 3)? => Some(u.int_in_range(1..=max_micro_batches.unwrap_or(20))?),
+        _ => None,
+    };
     let options = DynamicCpOptions {
         world_size,
         num_stages: u.int_in_range(1..=8)?,
@@ -238,6 +242,7 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
         max_cp_size: if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None },
         num_micro_batches,
+        min_micro_batches,
         max_micro_batches,
         communication: Communication { seconds_per_exchange: exchange, seconds_per_token: token, overlap },
         p2p_seconds,

@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::dynamic_cp::{optimum, planned};
-use common::strategies::{config, cost_model, lengths, llama_7b};
+use common::dynamic_cp::{is_legal, optimum, planned};
+use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
@@ -26,7 +26,12 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     let stages = prop_oneof![2 => Just(1_usize), 3 => 2_usize..9];
     let virtual_stages = prop_oneof![3 => Just(1_usize), 1 => 2_usize..4];
     let max_tokens = prop_oneof![4 => 1..=longest, 1 => Just(longest), 1 => Just(i32::MAX)];
-    let count = prop_oneof![4 => Just((None, None)), 1 => (1_usize..20).prop_map(|m| (Some(m), None)), 1 => (1_usize..20).prop_map(|m| (None, Some(m)))];
+    let least = || prop_oneof![2 => Just(None), 1 => (1_usize..20).prop_map(Some)];
+    let count = prop_oneof![
+        4 => least().prop_map(|least| (None, least, None)),
+        1 => (1_usize..20).prop_map(|m| (Some(m), None, None)),
+        1 => (least(), 0_usize..20).prop_map(|(least, more)| (None, least, Some(least.unwrap_or(1) + more)))
+    ];
     let part = prop_oneof![3 => Just(None), 1 => (0.0..=1.0).prop_map(Some)];
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e6];
     (world_size, stages, virtual_stages, max_tokens, count, part, communication(), seconds(), seconds()).prop_map(
@@ -48,7 +53,8 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 max_tokens_per_rank,
                 max_cp_size: part.map(|part: f64| 1 + (part * (world_size - 1) as f64) as usize),
                 num_micro_batches: count.0,
-                max_micro_batches: count.1,
+                min_micro_batches: count.1,
+                max_micro_batches: count.2,
                 communication,
                 p2p_seconds: p2p,
                 micro_batch_seconds: constant,
@@ -66,6 +72,7 @@ fn plain(world_size: usize, num_stages: usize, max_tokens_per_rank: i32) -> Dyna
         max_tokens_per_rank,
         max_cp_size: None,
         num_micro_batches: None,
+        min_micro_batches: None,
         max_micro_batches: None,
         communication: Communication::default(),
         p2p_seconds: 0.0,
@@ -101,16 +108,33 @@ proptest! {
 }
 
 proptest! {
+    #![proptest_config(config(100))]
+
+    /// Every document once, groups aligned, memory kept, and nothing else: for millions of cases (`benches/records/fuzz.md`).
+    #[test]
+    fn nothing_is_lost_or_misaligned_or_too_large(
+        (lengths, options) in (1_i32..200_000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
+        cost in cost_model(),
+    ) {
+        if let Ok(plan) = plan_dynamic_cp(&checked(&lengths), None, &options, &cost) {
+            is_legal(&plan, &lengths, &options);
+            prop_assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9));
+        }
+    }
+}
+
+proptest! {
     #![proptest_config(config(60))]
 
     /// Against all plans there are: never better than the best, and the bound never above it.
     #[test]
     fn tiny_plans_are_close_to_the_optimum(
-        lengths in proptest::collection::vec(1_i32..40, 1..4), shape in select(vec![(2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 2, 3)]),
-        max_tokens in 20_i32..60, free in any::<bool>(),
+        lengths in proptest::collection::vec(1_i32..40, 1..4), shape in select(vec![(2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 2, 3), (1, 3, 4), (1, 4, 3), (2, 3, 2)]),
+        max_tokens in 20_i32..60, free in any::<bool>(), p2p_seconds in select(vec![0.0, 40.0]),
     ) {
         let (world_size, num_stages, m) = shape;
-        let mut options = DynamicCpOptions { num_micro_batches: Some(m), ..plain(world_size, num_stages, max_tokens) };
+        let mut options =
+            DynamicCpOptions { num_micro_batches: Some(m), p2p_seconds, ..plain(world_size, num_stages, max_tokens) };
         if !free {
             options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
             options.micro_batch_seconds = 3.0;
@@ -155,6 +179,15 @@ fn heavy_tails_are_balanced() {
         let (most, least) = (seconds().fold(0.0, f64::max), seconds().fold(f64::INFINITY, f64::min));
         assert!(least > 0.9 * most, "micro-batch {j}: from {least} to {most}");
     }
+}
+
+/// A few documents of 128K between short ones: how long the step takes is up to them, and the bound knows it.
+#[test]
+fn long_documents_are_planned_close_to_the_bound() {
+    let lengths: Vec<i32> = (0..256_i32).map(|i| if i < 4 { 131_072 } else { 128 + i * i * 37 % 12_007 }).collect();
+    let plan = planned(&lengths, &plain(64, 8, 8192), &llama_7b(), false).unwrap();
+    assert!(plan.lower_bound > 1.5 * plan.balanced_seconds, "{}", plan.lower_bound / plan.balanced_seconds);
+    assert!(plan.seconds < 1.01 * plan.lower_bound, "{}", plan.seconds / plan.lower_bound);
 }
 
 /// Where exchange costs, short documents stay on few ranks.
@@ -211,7 +244,18 @@ fn errors_name_the_culprit() {
     fails(|options| options.max_tokens_per_rank = 0, "max_tokens_per_rank");
     fails(|options| options.max_cp_size = Some(13), "max_cp_size");
     fails(|options| options.num_micro_batches = Some(1 << 30), "num_micro_batches");
+    fails(|options| options.min_micro_batches = Some(0), "min_micro_batches");
     fails(|options| options.max_micro_batches = Some(0), "max_micro_batches");
+    fails(|options| (options.num_micro_batches, options.min_micro_batches) = (Some(4), Some(4)), "min_micro_batches");
+    fails(|options| (options.min_micro_batches, options.max_micro_batches) = (Some(5), Some(4)), "min_micro_batches");
+    // No multiple of 4 among them.
+    fails(
+        |options| {
+            options.num_virtual_stages = 2;
+            (options.min_micro_batches, options.max_micro_batches) = (Some(5), Some(7));
+        },
+        "min_micro_batches",
+    );
     fails(|options| (options.num_micro_batches, options.max_micro_batches) = (Some(4), Some(4)), "max_micro_batches");
     fails(|options| options.communication.seconds_per_token = -1.0, "cp_seconds_per_token");
     fails(|options| options.communication.seconds_per_exchange = f64::NAN, "cp_seconds_per_exchange");
@@ -254,6 +298,24 @@ fn few_micro_batches_are_tried_where_each_costs() {
     // Memory for a quarter of the tokens.
     options.max_tokens_per_rank = 25;
     assert_eq!(counts(&options).1, 4);
+}
+
+/// As a schedule may want, even without documents for all of them.
+#[test]
+fn no_fewer_micro_batches_than_wanted() {
+    for (num_virtual_stages, wanted, expected) in [(1, 9, 9), (2, 9, 12), (2, 3, 3)] {
+        for micro_batch_seconds in [0.0, 1e3] {
+            let options = DynamicCpOptions {
+                num_virtual_stages,
+                min_micro_batches: Some(wanted),
+                micro_batch_seconds,
+                ..plain(4, 4, 100)
+            };
+            let plan = planned(&[100, 7], &options, &llama_7b(), true).unwrap();
+            assert!(plan.num_micro_batches() >= expected);
+            assert!(plan.sweep[0].0 >= expected, "{:?}", plan.sweep);
+        }
+    }
 }
 
 /// No number of micro-batches was given, and the documents need more of them than a plan may have.

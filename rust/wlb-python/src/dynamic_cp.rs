@@ -42,7 +42,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
-///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces, and ends by default at 4
+///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each stage, its DualPipeV
+///         two.
+///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are wanted, and ends by default at 4
 ///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
 ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
@@ -57,15 +59,16 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Raises:
 ///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents.
 ///
-/// O(n log world_size) for each number of micro-batches tried, about ten, and O(num_stages * micro-batches * world_size)
-/// for the simulation of the best. Releases the GIL from 1,024 documents on.
+/// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where exchange costs), and
+/// O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that is no power of two, up to O(n *
+/// micro-batches) for each. Releases the GIL from 1,024 documents on.
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = None, max_cp_size = None,
-    num_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = None, cp_seconds_per_exchange = None,
+    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = None, cp_seconds_per_exchange = None,
     cp_overlap = None, p2p_seconds = None, micro_batch_seconds = None, ids = None,
 ), text_signature = "(lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages=1, max_cp_size=None, \
-    num_micro_batches=None, max_micro_batches=None, cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_overlap=1.0, \
+    num_micro_batches=None, min_micro_batches=None, max_micro_batches=None, cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_overlap=1.0, \
     p2p_seconds=0.0, micro_batch_seconds=0.0, ids=None)")]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 fn plan_dynamic_cp(
@@ -78,6 +81,7 @@ fn plan_dynamic_cp(
     num_virtual_stages: Option<&Bound<'_, PyAny>>,
     max_cp_size: Option<&Bound<'_, PyAny>>,
     num_micro_batches: Option<&Bound<'_, PyAny>>,
+    min_micro_batches: Option<&Bound<'_, PyAny>>,
     max_micro_batches: Option<&Bound<'_, PyAny>>,
     cp_seconds_per_token: Option<&Bound<'_, PyAny>>,
     cp_seconds_per_exchange: Option<&Bound<'_, PyAny>>,
@@ -96,6 +100,7 @@ fn plan_dynamic_cp(
         max_tokens_per_rank: positive("max_tokens_per_rank", max_tokens_per_rank)?,
         max_cp_size: count("max_cp_size", max_cp_size, MAX_CP_SIZE)?,
         num_micro_batches: count("num_micro_batches", num_micro_batches, MAX_MICRO_BATCHES)?,
+        min_micro_batches: count("min_micro_batches", min_micro_batches, MAX_MICRO_BATCHES)?,
         max_micro_batches: count("max_micro_batches", max_micro_batches, MAX_MICRO_BATCHES)?,
         communication: Communication {
             seconds_per_exchange: real("cp_seconds_per_exchange", cp_seconds_per_exchange, 0.0)?,
@@ -180,8 +185,8 @@ impl DynamicCpPlan {
         self.0.seconds
     }
 
-    /// No plan takes less that has at most as many micro-batches as were tried (if ``num_micro_batches`` was given, exactly as many): the
-    /// work, the drain of the pipeline behind them, and the way of the longest document.
+    /// No plan takes less that has at most as many micro-batches as were tried and at least ``min_micro_batches`` (if ``num_micro_batches``
+    /// was given, exactly as many). Proved from the work, the filling and draining of the pipeline, and the paths around the longest documents.
     #[getter]
     fn lower_bound(&self) -> f64 {
         self.0.lower_bound
@@ -194,7 +199,8 @@ impl DynamicCpPlan {
     }
 
     /// The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each: a tuple of pairs. An estimate
-    /// from above: every rank as slow as the slowest of its micro-batch.
+    /// from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the time if short documents could be divided at
+    /// will, already more than that of the best.
     #[getter]
     fn sweep<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.0.sweep)

@@ -54,7 +54,7 @@ impl Ladder {
     }
 
     /// All indices by weight, ties by index.
-    pub(super) fn ascending(&self) -> impl Iterator<Item = usize> + '_ {
+    pub(crate) fn ascending(&self) -> impl Iterator<Item = usize> + '_ {
         let heavier = |&index: &u32| Some(self.rungs[index as usize].heavier).filter(|&next| next != self.end());
         std::iter::successors(heavier(&self.end()), heavier).map(|index| index as usize)
     }

@@ -37,6 +37,9 @@ pub struct Pipeline {
 pub struct Buffers {
     ends: Vec<f64>,
     clocks: Vec<f64>,
+    /// What each op waited for, and the latest op of each rank: places in the sequence as in [`Step`].
+    before: Vec<u32>,
+    latest: Vec<u32>,
 }
 
 impl Pipeline {
@@ -154,6 +157,51 @@ impl Pipeline {
         self.run(times, |j| order[j], buffers, |_, _, _, _| {})
     }
 
+    /// The makespan of one cost for each micro-batch ([`Detail::MicroBatch`]), and into `parts` how much of each lies on one critical
+    /// path: ops that begin as soon as the one before them ends, the last of which ends last. So with any other costs `c` a step
+    /// takes at least the sum of `parts[j] * c[j]`, and the latencies of that path.
+    ///
+    /// # Panics
+    /// When there are fewer costs than micro-batches: both are the crate's own.
+    pub(super) fn critical_path(
+        &self,
+        costs: &[f64],
+        p2p_seconds: f64,
+        buffers: &mut Buffers,
+        parts: &mut Vec<f64>,
+    ) -> f64 {
+        let third = 1.0 / (3 * self.total_stages) as f64;
+        let Buffers { ends, clocks, before, latest } = buffers;
+        clocks.clear();
+        clocks.resize(self.num_ranks, 0.0);
+        latest.clear();
+        latest.resize(self.num_ranks, NOTHING);
+        ends.clear();
+        ends.push(f64::NEG_INFINITY);
+        before.clear();
+        for &Step { op, rank, input } in &self.steps {
+            let (clock, latest) = (&mut clocks[usize::from(rank)], &mut latest[usize::from(rank)]);
+            let arrival = ends[input as usize] + p2p_seconds;
+            let (start, last) = if arrival > *clock { (arrival, input) } else { (*clock, *latest) };
+            let cost = costs[op.micro_batch as usize] * third;
+            *clock = start + if op.kind == Kind::Backward { cost + cost } else { cost };
+            *latest = ends.len() as u32;
+            ends.push(*clock);
+            before.push(last);
+        }
+        parts.clear();
+        parts.resize(self.num_micro_batches, 0.0);
+        let last = (0..self.num_ranks).reduce(|a, b| if clocks[b] > clocks[a] { b } else { a }).unwrap_or(0);
+        let mut place = latest[last];
+        while place != NOTHING {
+            let index = place as usize - 1;
+            let Op { kind, micro_batch, .. } = self.steps[index].op;
+            parts[micro_batch as usize] += if kind == Kind::Backward { third + third } else { third };
+            place = before[index];
+        }
+        clocks[last]
+    }
+
     /// Ops of a step.
     pub fn num_ops(&self) -> usize {
         self.steps.len()
@@ -252,7 +300,7 @@ impl Pipeline {
         buffers: &mut Buffers,
         mut visit: impl FnMut(&Step, f64, f64, f64),
     ) -> f64 {
-        let Buffers { ends, clocks } = buffers;
+        let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
         ends.clear();
@@ -345,6 +393,49 @@ fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: u
             let rank = ranks[cell % total_stages].min(orders.len() - 1);
             let problem = "ends, and an op of one of its stages is missing";
             Err(Error::Order { rank, position: orders[rank].len(), problem })
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+mod tests {
+    use proptest::prelude::*;
+    use proptest::sample::select;
+
+    use super::{Buffers, Pipeline};
+    use crate::schedule::{Layout, Schedule, Times};
+
+    proptest! {
+        /// The critical path is as long as the step, and no longer than the step of any other costs.
+        #[test]
+        fn the_critical_path_bounds_every_step(
+            (schedule, num_stages, num_virtual_stages, num_micro_batches) in select(vec![
+                (Schedule::GPipe, 3_usize, 1_usize, 4_usize),
+                (Schedule::OneForwardOneBackward, 1, 1, 3),
+                (Schedule::OneForwardOneBackward, 4, 1, 6),
+                (Schedule::Interleaved, 2, 3, 4),
+                (Schedule::ZbH1, 3, 1, 5),
+                (Schedule::ZbV, 2, 2, 5),
+            ]),
+            costs in proptest::collection::vec(0_u8..20, 12), p2p_seconds in 0_u8..3,
+        ) {
+            let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches };
+            let pipeline = Pipeline::new(&layout).unwrap();
+            let costs: Vec<f64> = costs.into_iter().map(f64::from).collect();
+            let p2p = [f64::from(p2p_seconds)];
+            let (mut buffers, mut parts) = (Buffers::default(), Vec::new());
+            let makespan = |costs: &[f64], buffers: &mut Buffers| {
+                pipeline.makespan(&Times::per_micro_batch(costs).unwrap().with_p2p(&p2p).unwrap(), buffers).unwrap()
+            };
+            let (costs, others) = costs.split_at(6);
+            let (costs, others) = (&costs[..num_micro_batches], &others[..num_micro_batches]);
+            let seconds = pipeline.critical_path(costs, p2p[0], &mut buffers, &mut parts);
+            prop_assert!((seconds - makespan(costs, &mut buffers)).abs() <= 1e-9);
+            let length = |costs: &[f64]| costs.iter().zip(&parts).map(|(cost, part)| cost * part).sum::<f64>();
+            let hops = seconds - length(costs);
+            prop_assert!(hops >= -1e-9 && (p2p_seconds > 0 || hops <= 1e-9));
+            prop_assert!(length(others) + hops <= makespan(others, &mut buffers) + 1e-9);
         }
     }
 }

@@ -47,6 +47,11 @@ pub(crate) fn planned(
             assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
             None
         }
+        Err(Error::Combination { argument: "min_micro_batches", .. }) => {
+            // No whole rounds between the limits.
+            assert!(options.num_virtual_stages > 1 && options.max_micro_batches.is_some());
+            None
+        }
         Err(Error::Layout { argument: "num_micro_batches", .. }) => {
             assert!(options.num_virtual_stages > 1 && options.num_micro_batches.is_some());
             None
@@ -62,9 +67,8 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
     if let Some(fixed) = options.num_micro_batches {
         assert_eq!(m, fixed);
     }
-    if let Some(most) = options.max_micro_batches {
-        assert!(m <= most);
-    }
+    assert!(options.min_micro_batches.is_none_or(|least| m >= least));
+    assert!(options.max_micro_batches.is_none_or(|most| m <= most));
     if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
         let whole = m.is_multiple_of(options.num_stages);
         assert!(whole || m < options.num_stages, "an interleaved pipeline takes whole rounds");

@@ -8,6 +8,7 @@
 //! | --- | --- |
 //! | `cost` | seconds of a group: its documents' cost over its ranks, and the exchange of keys and values that attention does not hide |
 //! | `shape` | how much work each micro-batch should get: less where the pipeline fills and drains |
+//! | `relaxed` | from there to the best, if short documents could be divided at will |
 //! | `solver` | documents to groups, for one number of micro-batches |
 //! | `simulate` | seconds of the step |
 //! | `bound` | what no plan can beat |
@@ -17,6 +18,7 @@
 mod bound;
 mod cost;
 mod plan;
+mod relaxed;
 mod shape;
 mod simulate;
 mod solver;
@@ -35,6 +37,7 @@ use super::order::{Layout, MAX_STAGES};
 use super::pipeline::{Buffers, Pipeline};
 use super::times::Times;
 use cost::GroupCost;
+use relaxed::Relaxed;
 use solver::{Draft, Problem};
 
 /// Most (micro-batch, rank) pairs of a plan: a mistyped number is an error, not an exhausted memory.
@@ -42,6 +45,16 @@ pub const MAX_CELLS: usize = 1 << 22;
 
 /// The sweep ends at this many times the micro-batches that it begins with.
 const SWEEP: usize = 4;
+
+/// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
+const FIRST_STEPS: usize = 6;
+const STEPS: usize = 32;
+/// What those steps leave of the time, at best.
+const PROMISE: f64 = 0.995;
+/// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
+const CLOSE: f64 = 1.1;
+/// Most ops that they simulate: fewer steps for larger pipelines.
+const MAX_OPS: usize = 1 << 16;
 
 /// The machine, and what a plan may do.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +71,8 @@ pub struct DynamicCpOptions {
     pub max_cp_size: Option<usize>,
     /// Micro-batches of the step; swept if not given.
     pub num_micro_batches: Option<usize>,
+    /// The sweep tries no fewer: for schedules that need so many.
+    pub min_micro_batches: Option<usize>,
     /// Where the sweep ends; 4 times where it begins if not given.
     pub max_micro_batches: Option<usize>,
     /// What larger groups cost.
@@ -80,7 +95,8 @@ pub struct DynamicCpOptions {
 ///
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a dozen numbers of
-/// micro-batches (twice as many attempts where exchange costs), and O(p v m world_size) for the simulation of the best.
+/// micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for the simulation of the best.
+/// In a world that is no power of two, up to O(n m) instead.
 pub fn plan_dynamic_cp(
     lengths: &Lengths,
     ids: Option<&[i64]>,
@@ -97,14 +113,13 @@ pub fn plan_dynamic_cp(
     let Counts { least, start, most } = Counts::new(lengths, options)?;
     let mut counts = candidates(options, least, start - 1);
     counts.extend(candidates(options, start, most));
+    counts.dedup();
     let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
-    for &num_micro_batches in &counts {
-        search.attempt(num_micro_batches, largest_group)?;
-    }
+    let candidates = search.all(&counts, largest_group)?;
     if search.best.is_none() && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
         search.more(most)?;
     }
-    search.smaller_blocks(&counts)?;
+    search.smaller_blocks(&candidates)?;
     let Search { best, mut sweep, .. } = search;
     let Some(best) = best else {
         let argument = match options {
@@ -117,7 +132,8 @@ pub fn plan_dynamic_cp(
     };
     sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
     let draft = best.draft.in_order(&best.order, &problem.documents);
-    let seconds = simulate::step_seconds(&best.pipeline, &draft, options);
+    let pipeline = Pipeline::new(&layout(options, best.num_micro_batches))?;
+    let seconds = simulate::step_seconds(&pipeline, &draft, options);
     let last = sweep.last().map_or(most, |&(num_micro_batches, _)| num_micro_batches);
     let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
     let documents: Vec<usize> =
@@ -152,13 +168,26 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
     size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
     check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
     let most = limit(options);
-    let counts = [("num_micro_batches", options.num_micro_batches), ("max_micro_batches", options.max_micro_batches)];
+    let counts = [
+        ("num_micro_batches", options.num_micro_batches),
+        ("min_micro_batches", options.min_micro_batches),
+        ("max_micro_batches", options.max_micro_batches),
+    ];
     for (argument, count) in counts {
         count.map_or(Ok(()), |count| size(argument, count, most))?;
     }
-    if options.num_micro_batches.is_some() && options.max_micro_batches.is_some() {
+    if let [(_, Some(_)), limits @ ..] = counts
+        && let Some((argument, _)) = limits.into_iter().find(|(_, count)| count.is_some())
+    {
         let requirement = "has no meaning beside num_micro_batches";
-        return Err(Error::Combination { argument: "max_micro_batches", requirement });
+        return Err(Error::Combination { argument, requirement });
+    }
+    if let Some(least) = options.min_micro_batches
+        && whole(options, least, options.max_micro_batches.unwrap_or(most)).is_none()
+    {
+        let requirement =
+            "must be at most max_micro_batches; with virtual stages, with whole rounds of num_stages between them";
+        return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
     cost.check()?;
     cost::check_seconds("p2p_seconds", options.p2p_seconds)?;
@@ -210,8 +239,10 @@ impl Counts {
             let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
             check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
         }
-        let start = memory.max(num_stages.min(most.unwrap_or(limit)));
-        let least = if options.micro_batch_seconds > 0.0 { memory.max(1) } else { start };
+        let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
+        let forced = memory.max(wanted);
+        let start = forced.max(num_stages.min(most.unwrap_or(limit)));
+        let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
 }
@@ -225,12 +256,28 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
         count += (count / 6).max(1);
     }
     counts.extend((least <= most).then_some(most));
-    if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
-        let round = options.num_stages;
-        counts.iter_mut().filter(|count| **count > round).for_each(|count| *count -= *count % round);
-        counts.dedup();
+    if options.num_micro_batches.is_none() {
+        counts = counts.into_iter().filter_map(|count| whole(options, count, most)).collect();
     }
     counts
+}
+
+/// The number of micro-batches, in whole rounds if the pipeline is interleaved: rounded down, or up if there is a least number. `None` if that is
+/// more than `most`.
+fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
+    let round = options.num_stages;
+    if options.num_virtual_stages == 1 || count <= round {
+        return Some(count).filter(|&count| count <= most);
+    }
+    let down = count - count % round;
+    let least = options.min_micro_batches.unwrap_or(1);
+    Some(if down < least { count.next_multiple_of(round) } else { down }).filter(|&count| count <= most)
+}
+
+/// A number of micro-batches, and what each of them should take.
+struct Candidate {
+    num_micro_batches: usize,
+    relaxed: Relaxed,
 }
 
 /// The best so far.
@@ -239,7 +286,6 @@ struct Best {
     draft: Draft,
     /// Which micro-batch of the draft comes when.
     order: Vec<usize>,
-    pipeline: Pipeline,
     seconds: f64,
 }
 
@@ -252,35 +298,90 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
-    ///
-    /// Its time is estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close
-    /// where micro-batches are balanced.
-    fn attempt(&mut self, num_micro_batches: usize, base: usize) -> Result<bool> {
-        let &DynamicCpOptions { num_stages, num_virtual_stages, p2p_seconds, .. } = self.options;
-        let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
-        let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches };
+    fn pipeline(&self, num_micro_batches: usize) -> Result<Pipeline> {
+        Pipeline::new(&layout(self.options, num_micro_batches))
+    }
+
+    /// Targets after a few steps, from the shape that is faster.
+    fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
+        let layout = layout(self.options, num_micro_batches);
         let pipeline = Pipeline::new(&layout)?;
-        let p2p = [p2p_seconds];
-        let mut better = false;
-        for &ends in shape::ends(&layout) {
-            let shape = shape::shape(&layout, ends, self.problem.heaviest());
-            let Some(draft) = self.problem.solve(&shape, base) else { continue };
-            let costs = draft.costs();
-            let order = shape::arrange(&costs, &shape);
-            let arranged: Vec<f64> = order.iter().map(|&j| costs[j]).collect();
-            let seconds = pipeline.makespan(&Times::per_micro_batch(&arranged)?.with_p2p(&p2p)?, &mut self.buffers)?;
-            match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
-                Some((_, least)) => *least = least.min(seconds),
-                None => self.sweep.push((num_micro_batches, seconds)),
-            }
-            if self.best.as_ref().is_none_or(|best| seconds < best.seconds) {
-                let pipeline = pipeline.clone();
-                self.best = Some(Best { num_micro_batches, draft, order, pipeline, seconds });
-                better = true;
+        let mut begin = |ends: f64| {
+            let mut relaxed = Relaxed::new(self.problem, &shape::shape(&layout, ends, self.problem.heaviest()));
+            self.descend(&mut relaxed, 1, &pipeline);
+            relaxed
+        };
+        let mut relaxed = begin(1.0);
+        if let Some(other) = shape::heavier_first(&layout).map(begin).filter(|other| other.seconds < relaxed.seconds) {
+            relaxed = other;
+        }
+        self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
+        Ok(Candidate { num_micro_batches, relaxed })
+    }
+
+    fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
+        let steps = steps.min(1 + MAX_OPS / pipeline.num_ops());
+        relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
+    }
+
+    /// The candidate whose targets promise most first; of those that would be slower than the best before, no more than the promise.
+    fn all(&mut self, counts: &[usize], base: usize) -> Result<Vec<Candidate>> {
+        let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
+        candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
+        for candidate in &mut candidates {
+            let promised = candidate.relaxed.seconds * PROMISE;
+            if self.best.as_ref().is_none_or(|best| promised < best.seconds) {
+                let pipeline = self.pipeline(candidate.num_micro_batches)?;
+                self.descend(&mut candidate.relaxed, STEPS, &pipeline);
+                self.attempt(candidate, base, false)?;
+            } else {
+                self.sweep.push((candidate.num_micro_batches, candidate.relaxed.seconds));
             }
         }
-        Ok(better)
+        Ok(candidates)
+    }
+
+    /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
+    ///
+    /// The targets are those that the descent came to; those that it began with, if `start`; and where exchange costs, which they know
+    /// nothing of, those it came to, as much longer as the first solution took.
+    fn attempt(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
+        let &Candidate { num_micro_batches, ref relaxed } = candidate;
+        let pipeline = self.pipeline(num_micro_batches)?;
+        let seconds = self.solve(candidate, &relaxed.targets, base, &pipeline)?;
+        let mut least = seconds;
+        if start {
+            least = least.min(self.solve(candidate, &relaxed.start, base, &pipeline)?);
+        }
+        let longer = seconds / relaxed.seconds;
+        if !self.problem.cost.is_free() && longer.is_finite() {
+            let targets: Vec<f64> = relaxed.targets.iter().map(|target| target * longer).collect();
+            least = least.min(self.solve(candidate, &targets, base, &pipeline)?);
+        }
+        Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
+    }
+
+    /// The seconds of a solution, infinite if there is none.
+    ///
+    /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close where
+    /// micro-batches are balanced.
+    fn solve(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
+        let num_micro_batches = candidate.num_micro_batches;
+        let Some(draft) = self.problem.solve(targets, base) else { return Ok(f64::INFINITY) };
+        let costs = draft.costs();
+        let order = shape::arrange(&costs, targets);
+        let p2p = [self.options.p2p_seconds];
+        let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
+        let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
+        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+            Some((_, least)) => *least = least.min(seconds),
+            None => self.sweep.push((num_micro_batches, seconds)),
+        }
+        let beats = |best: &Best| (seconds, num_micro_batches) < (best.seconds, best.num_micro_batches);
+        if self.best.as_ref().is_none_or(beats) {
+            self.best = Some(Best { num_micro_batches, draft, order, seconds });
+        }
+        Ok(seconds)
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no more.
@@ -292,26 +393,42 @@ impl Search<'_> {
         let mut count = most;
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);
-            self.attempt(count, self.problem.largest_group)?;
+            let candidate = self.candidate(count)?;
+            self.attempt(&candidate, self.problem.largest_group, true)?;
         }
         Ok(())
     }
 
-    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for all.
-    fn smaller_blocks(&mut self, counts: &[usize]) -> Result<()> {
+    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for those that
+    /// were close to it.
+    fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
         let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
-        let count = best.num_micro_batches;
+        let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
+        let others: Vec<usize> = self
+            .sweep
+            .iter()
+            .filter(|(other, seconds)| *other != count && *seconds <= close)
+            .map(|(other, _)| *other)
+            .collect();
         let mut base = None;
         for size in self.problem.group_sizes().filter(|&size| size < self.problem.largest_group) {
-            if self.attempt(count, size)? {
-                base = Some(size);
+            for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
+                if self.attempt(candidate, size, true)? {
+                    base = Some(size);
+                }
             }
         }
-        for &other in counts.iter().filter(|&&other| other != count) {
+        for candidate in candidates.iter().filter(|candidate| others.contains(&candidate.num_micro_batches)) {
             if let Some(base) = base {
-                self.attempt(other, base)?;
+                self.attempt(candidate, base, true)?;
             }
         }
         Ok(())
     }
+}
+
+fn layout(options: &DynamicCpOptions, num_micro_batches: usize) -> Layout {
+    let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
+    let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+    Layout { schedule, num_stages, num_virtual_stages, num_micro_batches }
 }

@@ -49,11 +49,12 @@ pub struct DynamicCpPlan {
     pub group_offsets: Vec<usize>,
     /// Predicted time of the step.
     pub seconds: f64,
-    /// No plan takes less that has at most as many micro-batches as were tried; where their number was given, none of that many.
+    /// No plan takes less that has at most as many micro-batches as were tried; where their number (or the least) was given, none of that many (or more).
     pub lower_bound: f64,
     /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
     pub balanced_seconds: f64,
-    /// What was tried: numbers of micro-batches, ascending, and the predicted time with each.
+    /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early, the time it would take
+    /// if short documents could be divided at will, already more than the plan's.
     pub sweep: Vec<(usize, f64)>,
 }
 

@@ -1,4 +1,4 @@
-//! How much of the work each micro-batch should get.
+//! How much of the work each micro-batch should get: where the search for what it really should begins.
 
 use crate::schedule::order::Layout;
 
@@ -33,10 +33,9 @@ pub(super) fn shape(layout: &Layout, mut ends: f64, heaviest: f64) -> Vec<f64> {
     }
 }
 
-/// How heavy to try the ends: where a stage has few micro-batches, a light first one leaves too much to the others.
-pub(super) fn ends(layout: &Layout) -> &'static [f64] {
-    let shallow = layout.num_stages > 1 && layout.num_micro_batches <= 4 * layout.num_stages;
-    if shallow { &[1.0, 3.0] } else { &[1.0] }
+/// How heavy to try the first ones, too: where a stage has few micro-batches, light ones leave too much to the others.
+pub(super) fn heavier_first(layout: &Layout) -> Option<f64> {
+    (layout.num_stages > 1 && layout.num_micro_batches <= 4 * layout.num_stages).then_some(3.0)
 }
 
 fn with_ends(num_micro_batches: usize, num_stages: usize, num_virtual_stages: usize, ends: f64) -> Vec<f64> {

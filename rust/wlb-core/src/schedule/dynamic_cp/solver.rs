@@ -123,42 +123,93 @@ impl Problem {
         self.capacity(block.cp_size as usize) - block.load.tokens
     }
 
-    /// Groups of documents in micro-batches of that shape, in blocks of `base` ranks where these will do. `None` if the
-    /// documents do not fit.
+    /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where these will do.
+    /// `None` if the documents do not fit.
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document that needs a
     /// larger block.
-    pub(super) fn solve(&self, shape: &[f64], base: usize) -> Option<Draft> {
-        let mut blocks = Blocks::new(self, self.targets(shape));
+    pub(super) fn solve(&self, targets: &[f64], base: usize) -> Option<Draft> {
+        let mut blocks = Blocks::new(self, targets.to_vec());
         let opened = blocks.open(base);
         blocks.fill(opened, base)?;
         Some(blocks.into_draft())
     }
 
-    /// Seconds that each micro-batch should take: the shape, scaled to the work; the heaviest documents that take more even
-    /// on the largest group get a full micro-batch each.
-    fn targets(&self, shape: &[f64]) -> Vec<f64> {
+    /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of all work even
+    /// on the largest group, the longest where the shape is fullest, and so on.
+    pub(super) fn floors(&self, shape: &[f64]) -> Vec<f64> {
         let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
         fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
-        let mut work = self.total_work / self.world_size as f64;
-        let mut left: f64 = shape.iter().sum();
-        let mut oversize = Vec::new();
-        for (document, &j) in self.documents.iter().zip(&fullest_first) {
+        let share = self.total_work / self.world_size as f64 / shape.len() as f64;
+        let mut floors = vec![self.cost.micro_batch_seconds; shape.len()];
+        let side_by_side = self.world_size / self.largest_group;
+        for (document, &j) in self.documents.iter().step_by(side_by_side).zip(&fullest_first) {
             let seconds = document.load.work() / self.largest_group as f64;
-            if seconds <= shape[j] * (work / left) || oversize.len() + 1 == shape.len() {
+            if seconds <= share {
                 break;
             }
-            work = (work - seconds).max(0.0);
-            left -= shape[j];
-            oversize.push((j, seconds));
+            floors[j] += seconds;
         }
-        let mut targets: Vec<f64> = shape.iter().map(|size| size * (work / left)).collect();
-        for (j, seconds) in oversize {
-            targets[j] = seconds;
+        floors
+    }
+
+    /// What the shape, scaled to the work, has above the floors.
+    pub(super) fn above(&self, floors: &[f64], shape: &[f64]) -> Vec<f64> {
+        let constant = self.cost.micro_batch_seconds;
+        let mut work = self.total_work / self.world_size as f64;
+        let mut left: f64 = shape.iter().sum();
+        // Floors above the level lower it for all others: highest first, relative to the shape.
+        let mut heights: Vec<(f64, f64)> =
+            floors.iter().zip(shape).map(|(floor, size)| ((floor - constant) / size, *size)).collect();
+        heights.sort_by(|a, b| b.0.total_cmp(&a.0));
+        for (height, size) in heights {
+            if height <= work / left || left <= size {
+                break;
+            }
+            work = (work - height * size).max(0.0);
+            left -= size;
         }
-        targets.iter_mut().for_each(|target| *target += self.cost.micro_batch_seconds);
-        targets
+        let level = work / left;
+        floors.iter().zip(shape).map(|(floor, size)| (size * level - (floor - constant)).max(0.0)).collect()
+    }
+}
+
+/// Blocks of each size by weight, while they change.
+struct Sizes {
+    /// By the logarithm of the size: its blocks, and their weights.
+    sizes: Vec<(Vec<u32>, Ladder)>,
+    /// Of each block, its size and its place among those of it.
+    places: Vec<(u32, u32)>,
+}
+
+impl Sizes {
+    fn new(blocks: &[Block], weight: impl Fn(&Block) -> f64) -> Self {
+        let largest = blocks.iter().map(|block| block.cp_size).max().unwrap_or(1);
+        let mut members: Vec<Vec<u32>> = vec![Vec::new(); largest.ilog2() as usize + 1];
+        let mut places = Vec::with_capacity(blocks.len());
+        for (index, block) in blocks.iter().enumerate() {
+            let size = block.cp_size.ilog2();
+            places.push((size, members[size as usize].len() as u32));
+            members[size as usize].push(index as u32);
+        }
+        let ladder = |members: Vec<u32>| {
+            let ladder = Ladder::new(members.iter().map(|&block| weight(&blocks[block as usize])));
+            (members, ladder)
+        };
+        Self { sizes: members.into_iter().map(ladder).collect(), places }
+    }
+
+    /// Of each size that there is, the lightest block that will do.
+    fn lightest(&self, will_do: impl Fn(usize) -> bool) -> impl Iterator<Item = usize> {
+        self.sizes.iter().filter_map(move |(members, ladder)| {
+            ladder.ascending().map(|place| members[place] as usize).find(|&block| will_do(block))
+        })
+    }
+
+    fn set(&mut self, block: usize, weight: f64) {
+        let (size, place) = self.places[block];
+        self.sizes[size as usize].1.set(place as usize, weight);
     }
 }
 
@@ -233,7 +284,7 @@ impl<'a> Blocks<'a> {
     fn fill(&mut self, opened: usize, base: usize) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
-        let mut by_time = Ladder::new(blocks.iter().map(over));
+        let mut by_time = Sizes::new(blocks, over);
         let mut by_room: Option<Ladder> = None;
         for document in &problem.documents[opened..] {
             let with = |block: &Block| {
@@ -242,12 +293,21 @@ impl<'a> Blocks<'a> {
                 Block { load, seconds: problem.cost.seconds(&load, cp_size), ..*block }
             };
             let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
-            let mut chosen = by_time.lightest();
+            let lightest = |a: &usize, b: &usize| over(&blocks[*a]).total_cmp(&over(&blocks[*b])).then(a.cmp(b));
+            let mut chosen = by_time.lightest(|_| true).min_by(lightest)?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
                 // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond its target.
-                let all = blocks.iter().map(with).enumerate().filter(|(_, after)| fits(after));
-                (chosen, after) = all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)))?;
+                let best = |found: &mut dyn Iterator<Item = usize>| {
+                    let all = found.map(|block| (block, with(&blocks[block]))).filter(|(_, after)| fits(after));
+                    all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)).then(a.0.cmp(&b.0)))
+                };
+                (chosen, after) = if problem.cost.is_free() {
+                    // It takes the same time more on every block of a size.
+                    best(&mut by_time.lightest(|block| fits(&with(&blocks[block]))))?
+                } else {
+                    best(&mut (0..blocks.len()))?
+                };
             } else if !fits(&after) {
                 let rooms = || blocks.iter().map(|block| -problem.room(block) as f64);
                 chosen = by_room.get_or_insert_with(|| Ladder::new(rooms())).lightest();
@@ -386,5 +446,39 @@ impl Halving<'_> {
             ..*block
         };
         Some((first, [of(0), of(1)]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{Block, Load, Sizes};
+
+    proptest! {
+        #[test]
+        fn sizes_know_the_lightest_block_of_each(
+            start in proptest::collection::vec((0_u32..4, 0_u8..9), 1..20),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), 0_u8..9), 0..40),
+        ) {
+            let block = |&(size, seconds): &(u32, u8)| {
+                let (cp_size, load, seconds) = (1 << size, Load::default(), f64::from(seconds));
+                Block { micro_batch: 0, first_rank: 0, cp_size, load, seconds }
+            };
+            let mut blocks: Vec<Block> = start.iter().map(block).collect();
+            let mut sizes = Sizes::new(&blocks, |block| block.seconds);
+            for (index, seconds) in changes {
+                let index = index.index(blocks.len());
+                blocks[index].seconds = f64::from(seconds);
+                sizes.set(index, blocks[index].seconds);
+                let will_do = |block: usize| !block.is_multiple_of(3);
+                let lightest = |cp_size: u32| {
+                    let of_size = (0..blocks.len()).filter(|&block| blocks[block].cp_size == cp_size && will_do(block));
+                    of_size.min_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds))
+                };
+                let expected: Vec<usize> = [1, 2, 4, 8].into_iter().filter_map(lightest).collect();
+                prop_assert_eq!(sizes.lightest(will_do).collect::<Vec<_>>(), expected);
+            }
+        }
     }
 }
