@@ -94,28 +94,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Trained:
     """A whole stream as one method trains it: a row per piece of a document, in training order."""
 
     name: str
-    thresholds: tuple[int, ...]  # of the outlier queues
     step: NDArray[np.int64]  # [pieces] global batch, in training order
-    micro_batch: NDArray[np.int64]  # [pieces] inside the step
     document: NDArray[np.int64]  # [pieces] index into the stream
     start: NDArray[np.int64]  # [pieces] first token inside that document
     length: NDArray[np.int64]  # [pieces] tokens
     delay: NDArray[np.int64]  # [pieces] iterations from arrival to training
-    costs: NDArray[np.float64]  # [steps, micro-batches]
-    tokens: NDArray[np.int64]  # [steps, micro-batches]
-    order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
     digests: tuple[str, ...]  # [steps]
     seconds: NDArray[np.float64]  # [steps before the flush or remainder] planning time
-    release: Release = "fifo"  # which outliers wait
-
-    @property
-    def waits(self) -> bool:
-        """Whether outliers wait for others."""
-        return bool(self.thresholds) or self.release == "adaptive"
 
     @property
     def streamed(self) -> int:
@@ -124,12 +113,6 @@ class Plan:
         All steps where there are no others.
         """
         return self.seconds.size or len(self.digests)
-
-    @property
-    def imbalance(self) -> NDArray[np.float64]:
-        """float64[streamed]: the slowest micro-batch over the mean of its step."""
-        costs = self.costs[: self.streamed]
-        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
 
     @property
     def tokens_by_delay(self) -> NDArray[np.int64]:
@@ -142,6 +125,44 @@ class Plan:
         by_delay = self.tokens_by_delay
         return float(by_delay @ np.arange(by_delay.size) / by_delay.sum())
 
+    def summary(self) -> dict[str, Any]:
+        """Delay and planning in a few numbers, as plain JSON values."""
+        by_delay = self.tokens_by_delay
+        return {
+            "method": self.name,
+            "delay_mean": self.delay_mean,
+            "delay_p99": int(np.searchsorted(by_delay.cumsum(), 0.99 * by_delay.sum())),
+            "delay_max": by_delay.size - 1,
+            "planning_microseconds": float(np.median(self.seconds) * 1e6) if self.seconds.size else 0.0,
+            "steps": len(self.digests),
+            "steps_of_flush": len(self.digests) - self.streamed,
+            "documents_cut": int((np.bincount(self.document) > 1).sum()),
+            "digest": hashlib.sha256("".join(self.digests).encode()).hexdigest(),
+        }
+
+
+@dataclass(frozen=True)
+class Plan(Trained):
+    """Global batches of equally many micro-batches, all of them over the same context-parallel ranks."""
+
+    thresholds: tuple[int, ...]  # of the outlier queues
+    micro_batch: NDArray[np.int64]  # [pieces] inside the step
+    costs: NDArray[np.float64]  # [steps, micro-batches]
+    tokens: NDArray[np.int64]  # [steps, micro-batches]
+    order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
+    release: Release = "fifo"  # which outliers wait
+
+    @property
+    def waits(self) -> bool:
+        """Whether outliers wait for others."""
+        return bool(self.thresholds) or self.release == "adaptive"
+
+    @property
+    def imbalance(self) -> NDArray[np.float64]:
+        """float64[streamed]: the slowest micro-batch over the mean of its step."""
+        costs = self.costs[: self.streamed]
+        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+
     def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
         """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""
         width = self.tokens.shape[1]
@@ -149,25 +170,16 @@ class Plan:
         return (self.length[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """Balance and delay in a few numbers, as plain JSON values."""
-        imbalance, by_delay = self.imbalance, self.tokens_by_delay
-        tokens = self.tokens[: self.streamed]
+        """Balance, delay and planning in a few numbers, as plain JSON values."""
+        imbalance, tokens = self.imbalance, self.tokens[: self.streamed]
         return {
-            "method": self.name,
+            **super().summary(),
             "thresholds": list(self.thresholds),
             "release": self.release,
             "imbalance_mean": float(imbalance.mean()),
             "imbalance_p95": float(np.quantile(imbalance, 0.95)),
             "imbalance_worst": float(imbalance.max()),
-            "delay_mean": self.delay_mean,
-            "delay_p99": int(np.searchsorted(by_delay.cumsum(), 0.99 * by_delay.sum())),
-            "delay_max": by_delay.size - 1,
             "memory_skew": float((tokens.max(axis=1) / tokens.mean(axis=1)).mean()),
-            "planning_microseconds": float(np.median(self.seconds) * 1e6) if self.seconds.size else 0.0,
-            "steps": len(self.digests),
-            "steps_of_flush": len(self.digests) - self.streamed,
-            "documents_cut": int((np.bincount(self.document) > 1).sum()),
-            "digest": hashlib.sha256("".join(self.digests).encode()).hexdigest(),
         }
 
 

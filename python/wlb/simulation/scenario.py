@@ -17,7 +17,7 @@ from wlb.layout import ParallelLayout
 from wlb.memory import RESERVED_BYTES, RankMemory, memory_per_rank
 from wlb.models import ModelConfig
 from wlb.simulation.plans import Setup
-from wlb.step_time import stage_seconds
+from wlb.step_time import StageSeconds, stage_seconds
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 
@@ -175,7 +175,13 @@ class Scenario:
         """What the packer believes documents cost."""
         if self.cost_model is not None:
             return self.cost_model
-        return self.model.cost_model(attention_efficiency=self.hardware.attention_efficiency)
+        return self.flops(attention_efficiency=self.hardware.attention_efficiency)
+
+    def flops(self, *, attention_efficiency: float) -> CostModel:
+        """The model's FLOPs, those that recomputation repeats included."""
+        return self.model.cost_model(
+            attention_efficiency=attention_efficiency, recompute=self.layout.recompute == "full"
+        )
 
     @cached_property
     def limit(self) -> int:
@@ -192,6 +198,38 @@ class Scenario:
             at_least=self.context,
         )
 
+    def stage_seconds(
+        self,
+        tokens: ArrayLike,
+        *,
+        attention_forward: ArrayLike,
+        attention_backward: ArrayLike,
+        layout: ParallelLayout | None = None,
+    ) -> StageSeconds:
+        """:func:`wlb.stage_seconds` on this cluster; another layout has groups of another size."""
+        return stage_seconds(
+            tokens,
+            attention_forward=attention_forward,
+            attention_backward=attention_backward,
+            model=self.model,
+            layout=layout or self.layout,
+            hardware=self.hardware,
+            cp_overlap=self.cp_overlap,
+            tp_overlap=self.tp_overlap,
+        )
+
+    def attention_seconds(self, lengths: ArrayLike) -> float:
+        """Seconds of whole documents' attention on one context-parallel rank, over all layers and passes.
+
+        Args:
+            lengths: int[n] tokens of the documents.
+        """
+        forward, backward = (
+            float(self.attention.segment_seconds(lengths, lengths, passes=passes).sum()) * self.model.num_layers
+            for passes in ("forward", "backward")
+        )
+        return backward + (2 if self.layout.recompute == "full" else 1) * forward
+
     def fitted_efficiency(self, lengths: ArrayLike) -> float:
         """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.
 
@@ -201,23 +239,11 @@ class Scenario:
         Args:
             lengths: int[n] tokens of the documents.
         """
-        forward, backward = (
-            float(self.attention.segment_seconds(lengths, lengths, passes=passes).sum()) * self.model.num_layers
-            for passes in ("forward", "backward")
-        )
-        attention = (backward + (2 if self.layout.recompute == "full" else 1) * forward) / self.layout.cp
-        without = stage_seconds(
-            [-(-self.context // self.layout.cp)],
-            attention_forward=[0.0],
-            attention_backward=[0.0],
-            model=self.model,
-            layout=self.layout,
-            hardware=self.hardware,
-            cp_overlap=self.cp_overlap,
-            tp_overlap=self.tp_overlap,
-        )
+        attention = self.attention_seconds(lengths) / self.layout.cp
+        per_rank = [-(-self.context // self.layout.cp)]
+        without = self.stage_seconds(per_rank, attention_forward=[0.0], attention_backward=[0.0])
         rest = float(without.seconds.sum()) / self.context * float(np.sum(lengths))
-        flops = self.model.cost_model(attention_efficiency=1.0)
+        flops = self.flops(attention_efficiency=1.0)
         ratio = float(flops.attention_cost(lengths).sum() / flops.linear_cost(lengths).sum())
         return ratio * rest / attention
 
@@ -225,7 +251,7 @@ class Scenario:
         """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`."""
         cost_model = self.packer_cost
         if fitted_to is not None:
-            cost_model = self.model.cost_model(attention_efficiency=self.fitted_efficiency(fitted_to))
+            cost_model = self.flops(attention_efficiency=self.fitted_efficiency(fitted_to))
         return Setup(
             num_micro_batches=self.micro_batches,
             context=self.context,

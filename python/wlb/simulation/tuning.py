@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from wlb._core import TunedPoint, TuneResult
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.score import Outcome
+from wlb.simulation.outcome import Outcome
 from wlb.simulation.variants import VARIANTS, Strategy, Variant
 
 EQUAL = 0.003
