@@ -104,7 +104,7 @@ def packer_before(setup: Setup, options: Mapping[str, Any], packer: Mapping[str,
     micro-batches are as wide as the pipeline stage, and there are `dp` times fewer of them.
     """
     return Packer(
-        num_micro_batches=setup.num_micro_batches // setup.dp_size,
+        num_micro_batches=setup.packed // setup.dp_size,
         max_tokens=options["max_tokens_per_rank"] * options["world_size"],
         cost_model=options["cost_model"],
         max_delay=max_delay,
@@ -159,14 +159,14 @@ class Priced:
 def price(plan: DynamicPlan, scenario: Scenario) -> Priced:
     """Shards the documents of every group over its ranks. O(groups), some tens of microseconds each."""
     kernel, sizes = scenario.attention, plan.cp_size
-    slowest, mean = np.zeros((2, sizes.size, 2))
-    for index, lengths in enumerate(plan.group_lengths()):
-        if not lengths.size:
-            continue
-        cut = shard(lengths, cp_size=int(sizes[index]))
-        for at, passes in enumerate(("forward", "backward")):
-            of_ranks = kernel.rank_seconds(cut, passes=passes)
-            slowest[index, at], mean[index, at] = of_ranks.max(), of_ranks.sum() / of_ranks.size
+    firsts = np.cumsum(sizes) - sizes
+    of_ranks = np.zeros((2, int(sizes.sum())))
+    for first, size, lengths in zip(firsts.tolist(), sizes.tolist(), plan.group_lengths(), strict=True):
+        if lengths.size:
+            cut = shard(lengths, cp_size=size)
+            of_ranks[0, first : first + size] = kernel.rank_seconds(cut, passes="forward")
+            of_ranks[1, first : first + size] = kernel.rank_seconds(cut, passes="backward")
+    slowest, mean = np.maximum.reduceat(of_ranks, firsts, axis=1).T, (np.add.reduceat(of_ranks, firsts, axis=1) / sizes).T
     shape = (sizes.size, scenario.layout.num_stages, 3)
     seconds, waits, exposed_cp, exposed_tp = np.zeros((4, *shape))
     p2p = np.zeros(sizes.size)

@@ -74,11 +74,17 @@ class Setup:
     max_tokens: int  # the most tokens of a micro-batch of variable length
     cost_model: CostModel
     dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
+    split: int = 1  # so many times the micro-batches, where whole documents are packed
 
     @property
     def tokens_per_batch(self) -> int:
         """The most tokens of a global batch."""
         return self.num_micro_batches * self.context
+
+    @property
+    def packed(self) -> int:
+        """Micro-batches of a global batch where whole documents are packed."""
+        return self.num_micro_batches * self.split
 
 
 @dataclass(frozen=True)
@@ -238,11 +244,12 @@ def var_length(
     `options` are further arguments of the packer.
     """
     packer = Packer(
-        num_micro_batches=setup.num_micro_batches,
+        num_micro_batches=setup.packed,
         max_tokens=setup.max_tokens,
         cost_model=setup.cost_model,
         outlier_thresholds=thresholds,
         max_delay=max_delay,
+        max_document_tokens=setup.context,
         **(options or {}),
     )
 
@@ -265,7 +272,7 @@ def tune_thresholds(
     """The best thresholds for these documents: :func:`wlb.tune_outlier_thresholds` with the setup's settings."""
     return tune_outlier_thresholds(
         lengths,
-        num_micro_batches=setup.num_micro_batches,
+        num_micro_batches=setup.packed,
         max_tokens=setup.max_tokens,
         cost_model=setup.cost_model,
         num_queues=queues,

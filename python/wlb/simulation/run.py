@@ -99,7 +99,7 @@ def simulate(
     report = progress or (lambda *_: None)
     sample = stream.head(max(1, stream.batches // TUNED_SHARE))
     given = scenario.outlier_thresholds
-    thresholds = {} if given is None else {False: given, True: given}  # by whether the costs are fitted
+    thresholds: dict[Any, tuple[int, ...]] = {}  # by what they were tuned for
 
     plans: dict[Any, Plan] = {}
     sharded: dict[Any, Sharded] = {}
@@ -111,13 +111,14 @@ def simulate(
             continue
         packing = variant.packing_key
         if packing not in plans:
-            setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None)
+            setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None, split=variant.split)
             own: tuple[int, ...] = ()
             if variant.queued:
-                if variant.fitted not in thresholds:
+                tuned_for = (variant.fitted, variant.split)
+                if given is None and tuned_for not in thresholds:
                     report("tuning thresholds", done, len(wanted))
-                    thresholds[variant.fitted] = tune_scenario(sample, scenario, setup).thresholds
-                own = thresholds[variant.fitted]
+                    thresholds[tuned_for] = tune_scenario(sample, scenario, setup).thresholds
+                own = thresholds[tuned_for] if given is None else given
             arriving = variant.arriving(stream, setup)
             steps = variant.steps(arriving, setup, own, scenario.max_delay)
             plans[packing] = collect(variant.title, steps, arriving, own)
@@ -130,13 +131,13 @@ def simulate(
             scored.append(score(variant.title, plan, sharded[packing, way], scenario))
         outcomes[name] = min(scored, key=lambda outcome: outcome.total_seconds)
     report("done", len(wanted), len(wanted))
-    used = thresholds.get(False, thresholds.get(True, ()))
+    used = next(iter(thresholds.values()), ()) if given is None else given
     return Simulation(scenario=scenario, thresholds=used, batches=stream.batches, outcomes=outcomes)
 
 
 def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Outcome:
     options = planner_options(scenario, stream.lengths)
-    packer = packer_before(scenario.setup(), options, variant.packer, scenario.max_delay) if variant.packer else None
+    packer = packer_before(scenario.setup(split=variant.split), options, variant.packer, scenario.max_delay) if variant.packer else None
     plan = collect_dynamic(variant.title, dynamic_steps(stream, options, packer), stream)
     return score_dynamic(variant.title, plan, scenario)
 

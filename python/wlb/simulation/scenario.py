@@ -247,7 +247,7 @@ class Scenario:
         ratio = float(flops.attention_cost(lengths).sum() / flops.linear_cost(lengths).sum())
         return ratio * rest / attention
 
-    def setup(self, *, fitted_to: ArrayLike | None = None) -> Setup:
+    def setup(self, *, fitted_to: ArrayLike | None = None, split: int = 1) -> Setup:
         """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`."""
         cost_model = self.packer_cost
         if fitted_to is not None:
@@ -258,6 +258,7 @@ class Scenario:
             max_tokens=self.limit,
             cost_model=cost_model,
             dp_size=self.layout.dp,
+            split=split,
         )
 
     def memory(self, tokens: int, held: NDArray[np.float64]) -> RankMemory:

@@ -38,7 +38,7 @@ def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...])
     kernel, cp = scenario.attention, scenario.layout.cp
     selector = scenario.selector or kernel
     forward, backward = np.zeros((2, plan.tokens.size, cp))
-    tokens = np.zeros(plan.tokens.size, dtype=np.int64)
+    tokens = np.zeros((plan.tokens.size, cp), dtype=np.int64)
     counts: Counter[str] = Counter()
     for index, lengths in enumerate(plan.micro_batch_lengths()):
         if not lengths.size:
@@ -51,8 +51,8 @@ def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...])
         counts[best.strategy] += 1
         forward[index] = kernel.rank_seconds(best, passes="forward")
         backward[index] = kernel.rank_seconds(best, passes="backward")
-        tokens[index] = best.tokens_per_rank.max()
-    return Sharded(forward, backward, tokens, dict(sorted(counts.items())))
+        tokens[index] = best.tokens_per_rank
+    return Sharded(forward, backward, tokens.max(axis=1), dict(sorted(counts.items())))
 
 
 def placed(plan: Plan, scenario: Scenario) -> Plan:
