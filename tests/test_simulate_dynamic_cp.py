@@ -1,18 +1,14 @@
 """Dynamic-CP in the simulator: runs as the planner says, priced by what it did not know, nothing lost."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import wlb
-from test_simulate import MODEL, documents, scenario, trained
-from wlb.simulation import ATTRIBUTION, VARIANTS, Outcome, Variant, defaults, planner_options, simulate
-from wlb.simulation.dynamic import DynamicOutcome, collect_dynamic, dynamic_steps, group_waits
+from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, group_waits
 from wlb.simulation.plans import GlobalBatches
 from wlb.testing import strategies
 from wlb.testing.dynamic_cp import step_seconds

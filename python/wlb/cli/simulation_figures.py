@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -15,7 +14,8 @@ import wlb
 from wlb.cli.figures import _STYLE, INK, ORIGINAL, SOFT, WLB
 from wlb.cli.timeline_figure import MAX_ROWS, draw_timelines
 from wlb.hardware import GIB
-from wlb.simulation import ATTRIBUTION, Choice, Outcome, Tuning
+from wlb.simulation import ATTRIBUTION, KINDS, Choice, Outcome, Tuning
+from wlb.simulation.tuning import Kind
 
 LABELS = {
     "compute": "compute",
@@ -37,7 +37,7 @@ _COLOURS = {
     "dp_wait": "#a3361f",
 }
 assert set(_COLOURS) == set(ATTRIBUTION)
-_SHOWN_REPLICAS = 4
+_SHOWN_PIPELINES = 4
 
 
 def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Figure:
@@ -101,70 +101,70 @@ def _imbalance(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
 
 
 def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
-    """The pipelines of one step; of many data-parallel replicas those that take longest.
+    """The pipelines of one step; of many those that take longest.
 
     None where not even one fits into a picture.
     """
-    replicas = min(_SHOWN_REPLICAS, MAX_ROWS // outcome.scenario.layout.pp)
-    if not replicas:
+    shown = min(_SHOWN_PIPELINES, MAX_ROWS // outcome.scenario.layout.pp)
+    if not shown:
         return None
-    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:replicas]
+    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:shown]
     title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
-    return draw_timelines(timelines, title=title)
+    return draw_timelines(timelines, title=title, pipelines=outcome.pipelines)
 
 
 def draw_choices(tuning: Tuning) -> Figure:
-    """Two panels: what memory buys, and what waiting buys."""
-    best = tuning.best
+    """Two panels: what memory buys with queues, and what waiting buys with any plan."""
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(13, 5), layout="constrained")
-        memory, delay = figure.subplots(1, 2, sharey=True)
+        figure = Figure(figsize=(13, 5.4), layout="constrained")
+        memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
+        speeds = {id(c): tuning.baseline.steady_seconds / c.outcome.steady_seconds for c in _every(tuning)}
         memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=SOFT, lw=1.2, ls=(0, (4, 3)))
-        _choices(
-            memory,
-            tuning.baseline,
-            tuning.by_memory,
+        memory.plot(
             [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory],
-            [f"{choice.max_tokens:,}" for choice in tuning.by_memory],
-            [choice.max_tokens == best.max_tokens for choice in tuning.by_memory],
+            [speeds[id(choice)] for choice in tuning.by_memory],
+            "o-",
+            color=WLB,
+            lw=2,
         )
+        for choice in tuning.by_memory:
+            at = (choice.outcome.memory.total.max() / GIB, speeds[id(choice)])
+            if choice.max_tokens == tuning.by_delay[0].max_tokens:
+                memory.plot(*at, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
+                memory.annotate(f"{choice.max_tokens:,}", at, (10, -18), textcoords="offset points", color=ORIGINAL)
         memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
-        memory.set_title("What memory buys: S_max in tokens")
+        memory.set_title("What memory buys: S_max, with queues")
+        memory.margins(x=0.15, y=0.3)
+
         delay.axvline(tuning.scenario.max_mean_delay, color=SOFT, lw=1.2, ls=(0, (4, 3)))
-        _choices(
-            delay,
-            tuning.baseline,
-            tuning.by_delay,
-            [choice.outcome.plan.delay_mean for choice in tuning.by_delay],
-            [
-                ", ".join(f"{threshold:,}" for threshold in choice.outlier_thresholds) or "none"
-                for choice in tuning.by_delay
-            ],
-            [choice.outlier_thresholds == best.outlier_thresholds for choice in tuning.by_delay],
-        )
+        delay.axhline(1, color=SOFT, lw=1)
+        for kind, colour in _KIND_COLOURS.items():
+            choices = [choice for choice in _every(tuning) if choice.kind == kind]
+            if choices:
+                style: Any = {"ms": 7, "color": colour, "label": KINDS[kind], "mec": "white", "mew": 0.6}
+                delay.plot([c.delay for c in choices], [speeds[id(c)] for c in choices], "o", **style)
+        best = tuning.best
+        at = (best.delay, speeds[id(best)])
+        delay.plot(*at, "o", ms=15, mfc="none", mec=INK, mew=2)
+        delay.annotate("chosen", at, (12, 6), textcoords="offset points", color=INK, weight="bold")
         delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
-        delay.set_title("What waiting buys: thresholds of the queues")
+        delay.set_title("What waiting buys: every plan that was tried")
+        delay.legend(loc="lower right")
+        delay.margins(x=0.08, y=0.12)
         return figure
 
 
-def _choices(
-    ax: Axes,
-    baseline: Outcome,
-    choices: Sequence[Choice],
-    x: Sequence[float],
-    names: Sequence[str],
-    chosen: Sequence[bool],
-) -> None:
-    """Speed over `x`; the names of the ends and of the chosen one."""
-    speeds = [baseline.steady_seconds / choice.outcome.steady_seconds for choice in choices]
-    ax.plot(x, speeds, "o-", color=WLB, lw=2)
-    for index, (at, speed, name, ringed) in enumerate(zip(x, speeds, names, chosen, strict=True)):
-        if ringed:
-            ax.plot(at, speed, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
-        if ringed or index == 0:
-            style: Any = {"textcoords": "offset points", "size": 10.5, "color": ORIGINAL if ringed else SOFT}
-            ax.annotate(name, (at, speed), (10, -18), **style)
-    ax.margins(x=0.15, y=0.2)
+_KIND_COLOURS: dict[Kind, str] = {
+    "no_waiting": SOFT,
+    "queues": "#5b9bc8",
+    "adaptive_release": WLB,
+    "dynamic_cp": "#e3bd6b",
+    "wlb_dynamic_cp": "#a3361f",
+}
+
+
+def _every(tuning: Tuning) -> list[Choice]:
+    return [*tuning.by_memory, *tuning.by_delay, *tuning.tried]
 
 
 def _thousands(number: float) -> str:

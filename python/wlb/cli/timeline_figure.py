@@ -32,7 +32,10 @@ _Floats = NDArray[np.floating[Any]]
 
 
 def draw_timelines(
-    timelines: wlb.PipelineTimeline | Sequence[wlb.PipelineTimeline], *, title: str | None = None
+    timelines: wlb.PipelineTimeline | Sequence[wlb.PipelineTimeline],
+    *,
+    title: str | None = None,
+    pipelines: str = "DP",
 ) -> Figure:
     """One bar per op, one row per pipeline rank, one block of rows per data-parallel rank.
 
@@ -42,26 +45,27 @@ def draw_timelines(
     Args:
         timelines: of one pipeline, or of each data-parallel rank.
         title: above the picture; otherwise what the step's time went into.
+        pipelines: what each is of.
 
     Raises:
         WlbError: no timeline, or more than 64 rows.
     """
-    pipelines = [timelines] if isinstance(timelines, wlb.PipelineTimeline) else list(timelines)
-    rows = sum(timeline.num_stages for timeline in pipelines)
+    each = [timelines] if isinstance(timelines, wlb.PipelineTimeline) else list(timelines)
+    rows = sum(timeline.num_stages for timeline in each)
     if not 1 <= rows <= MAX_ROWS:
         raise wlb.WlbError(f"timelines: {rows} rows; a picture has from 1 to {MAX_ROWS}")
-    step = max(timeline.seconds for timeline in pipelines)
+    step = max(timeline.seconds for timeline in each)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(13, 1.5 + 0.36 * rows + 0.12 * len(pipelines)), layout="constrained")
+        figure = Figure(figsize=(13, 1.5 + 0.36 * rows + 0.12 * len(each)), layout="constrained")
         ax = figure.subplots()
         width = figure.get_figwidth() * 72 * 0.9  # points that the step's time spans, about
         ticks, labels, top = [], [], 0.0
-        slowest = max(range(len(pipelines)), key=lambda i: pipelines[i].seconds)
-        for index, timeline in enumerate(pipelines):
+        slowest = max(range(len(each)), key=lambda i: each[i].seconds)
+        for index, timeline in enumerate(each):
             _pipeline(ax, timeline, top, step, width, critical=index == slowest)
             for rank in range(timeline.num_stages):
                 ticks.append(top + rank + 0.5)
-                labels.append(f"DP {index} · PP {rank}" if len(pipelines) > 1 else f"PP {rank}")
+                labels.append(f"{pipelines} {index} · PP {rank}" if len(each) > 1 else f"PP {rank}")
             top += timeline.num_stages + 0.35
         ax.set_yticks(ticks, labels)
         ax.tick_params(axis="y", length=0)
@@ -72,8 +76,8 @@ def draw_timelines(
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x * scale:g}"))
         ax.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
         ax.set_xlabel(f"time since the step began ({unit})")
-        ax.set_title(title or _summary(pipelines, step), pad=30)
-        _legend(ax, pipelines, step)
+        ax.set_title(title or _summary(each, step), pad=30)
+        _legend(ax, each, step)
         return figure
 
 

@@ -14,6 +14,7 @@ from wlb.reproduce.paper import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE_14,
 from wlb.reproduce.results import Facts, Result, Row, holds_at, influence, row
 from wlb.reproduce.study import METHODS, Study, ceiling, even, run
 from wlb.simulation import Outcome
+from wlb.simulation.score import static
 
 OVER_PLAIN = "speed-up over Plain-4D"
 Table = dict[str, dict[str, float]]  # by configuration, by point
@@ -205,7 +206,7 @@ def _share(outcome: Outcome, part: str) -> float:
 
 def _attention_share(outcome: Outcome) -> float:
     """Of what GPUs compute."""
-    scenario, sharded = outcome.scenario, outcome.sharded
+    scenario, sharded = outcome.scenario, static(outcome).sharded
     attention = float((sharded.forward + sharded.backward).mean(axis=1).sum()) * scenario.model.num_layers
     pipelines = scenario.layout.pp * scenario.layout.dp
     return attention / pipelines / float(outcome.attribution["compute"].sum())
@@ -213,7 +214,7 @@ def _attention_share(outcome: Outcome) -> float:
 
 def _longest(outcome: Outcome) -> float:
     """Pairs of the longest document over a micro-batch's fair share of its step's, mean over steps."""
-    plan = outcome.plan
+    plan = static(outcome).plan
     work = np.asarray(pairs(plan.length), dtype=np.float64)
     longest = np.zeros(len(plan.digests))
     np.maximum.at(longest, plan.step, work)

@@ -18,7 +18,7 @@ from wlb._core import simulate_pipeline
 from wlb.reproduce.inputs import Inputs, Point, documents, points, scenario
 from wlb.reproduce.paper import Configuration
 from wlb.simulation import Outcome, Simulation, Variant, simulate
-from wlb.simulation.score import score
+from wlb.simulation.score import StaticOutcome, score, static
 from wlb.simulation.variants import Strategy
 
 CHOICE: tuple[Strategy, ...] = ("per_sequence", "per_document")
@@ -113,15 +113,16 @@ def speedups(
     return {name: made.speedup(name) for name in names}
 
 
-def even(outcome: Outcome) -> Outcome:
+def even(outcome: Outcome) -> StaticOutcome:
     """The same plan if the ranks of every context-parallel group took equally long."""
-    sharded = outcome.sharded
+    made = static(outcome)
+    sharded = made.sharded
     forward, backward = (
         np.broadcast_to(seconds.mean(axis=1, keepdims=True), seconds.shape)
         for seconds in (sharded.forward, sharded.backward)
     )
     mean = replace(sharded, forward=forward, backward=backward)
-    return score(outcome.title, outcome.plan, mean, outcome.scenario)
+    return score(made.title, made.plan, mean, made.scenario)
 
 
 def ceiling(outcome: Outcome) -> float:

@@ -4,12 +4,13 @@ from wlb.simulation.outcome import ATTRIBUTION, Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.run import Simulation, simulate
 from wlb.simulation.scenario import Scenario, Schedule
-from wlb.simulation.tuning import Choice, Tuning, tune
+from wlb.simulation.tuning import KINDS, Choice, Tuning, tune
 from wlb.simulation.variants import DEFAULT, VARIANTS, Variant, defaults
 
 __all__ = [
     "ATTRIBUTION",
     "DEFAULT",
+    "KINDS",
     "VARIANTS",
     "Choice",
     "Outcome",

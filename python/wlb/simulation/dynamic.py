@@ -72,7 +72,8 @@ class DynamicPlan(Trained):
         slots, begins = self._group_of_slot
         count = int(self.micro_batches[steps[0]])
         within = np.arange(count * self.world_size)
-        return slots[begins[steps][:, None] + within].reshape(steps.size, count, self.world_size)
+        here: Integers = slots[begins[steps][:, None] + within]
+        return here.reshape(steps.size, count, self.world_size)
 
 
 def dynamic_steps(
@@ -101,11 +102,12 @@ def packer_before(setup: Setup, options: Mapping[str, Any], packer: Mapping[str,
     """The packer whose releases are planned with these arguments of :func:`wlb.plan_dynamic_cp`.
 
     All ranks can share a document, so that one has to wait only where it is too much for all of them: the packer's
-    micro-batches are as wide as the pipeline stage, and there are `dp` times fewer of them.
+    micro-batches are as wide as the pipeline stage, and there are `dp` times fewer of them. Memory is the planner's
+    concern, which makes more micro-batches where it binds.
     """
     return Packer(
         num_micro_batches=setup.packed // setup.dp_size,
-        max_tokens=options["max_tokens_per_rank"] * options["world_size"],
+        max_tokens=setup.tokens_per_batch,
         cost_model=options["cost_model"],
         max_delay=max_delay,
         max_document_tokens=setup.context,
@@ -166,7 +168,10 @@ def price(plan: DynamicPlan, scenario: Scenario) -> Priced:
             cut = shard(lengths, cp_size=size)
             of_ranks[0, first : first + size] = kernel.rank_seconds(cut, passes="forward")
             of_ranks[1, first : first + size] = kernel.rank_seconds(cut, passes="backward")
-    slowest, mean = np.maximum.reduceat(of_ranks, firsts, axis=1).T, (np.add.reduceat(of_ranks, firsts, axis=1) / sizes).T
+    slowest, mean = (
+        np.maximum.reduceat(of_ranks, firsts, axis=1).T,
+        (np.add.reduceat(of_ranks, firsts, axis=1) / sizes).T,
+    )
     shape = (sizes.size, scenario.layout.num_stages, 3)
     seconds, waits, exposed_cp, exposed_tp = np.zeros((4, *shape))
     p2p = np.zeros(sizes.size)
@@ -221,6 +226,11 @@ class DynamicOutcome(Outcome):
         return {int(size): float(tokens[size] / tokens.sum()) for size in np.flatnonzero(tokens)}
 
     @property
+    def micro_batches(self) -> float:
+        """Micro-batches of a step, mean over steps."""
+        return float(self.plan.micro_batches.mean())
+
+    @property
     def pipelines(self) -> str:
         """One for each rank of a stage."""
         return "rank"
@@ -273,7 +283,7 @@ def score_dynamic(title: str, plan: DynamicPlan, scenario: Scenario) -> DynamicO
     of_groups = priced.seconds.sum(axis=(1, 2))
     heaviest = np.zeros(steps)
     np.maximum.at(heaviest, plan.group_step, of_groups)
-    work = np.bincount(plan.group_step, weights=plan.cp_size * of_groups, minlength=steps)
+    work = np.bincount(plan.group_step, weights=plan.cp_size * of_groups, minlength=steps).astype(np.float64)
     return DynamicOutcome(
         title=title,
         plan=plan,
@@ -362,8 +372,9 @@ def group_waits(
 ) -> Floats:
     """How long ops wait for the other ranks of their group, beyond what their own rank and input make them wait.
 
-    Every rank of a stage runs the same order of ops. A forward or backward begins when all ranks of its group are free
-    and have their input, which comes from the same rank of another stage; a weight gradient by itself is the rank's own.
+    Every rank of a stage runs the same order of ops. A forward or backward begins when all ranks of its group are
+    free and have their input, which comes from the same rank of another stage. A weight gradient by itself waits for
+    nobody.
 
     Args:
         groups: int64[steps, micro-batches, ranks] a number for each group, different in other steps and micro-batches;

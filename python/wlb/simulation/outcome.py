@@ -60,6 +60,11 @@ class Outcome(ABC):
         """Share of the tokens by the number of context-parallel ranks that they are trained on."""
 
     @property
+    @abstractmethod
+    def micro_batches(self) -> float:
+        """Micro-batches of a rank in a step, mean over steps."""
+
+    @property
     def pipelines(self) -> str:
         """What each of :meth:`timelines` is of."""
         return "DP"
@@ -129,6 +134,7 @@ class Outcome(ABC):
             "steps_of_flush": packing["steps_of_flush"],
             "flush_share": self.flush_share,
             "tokens": self.tokens,
+            "micro_batches_mean": self.micro_batches,
             "seconds": total,
             "step_seconds_mean": float(self.seconds[: plan.streamed].mean()),
             "step_seconds_p95": float(np.quantile(self.seconds[: plan.streamed], 0.95)),
@@ -148,7 +154,6 @@ class Outcome(ABC):
             "documents_cut": packing["documents_cut"],
             "largest_micro_batch": self.largest_micro_batch,
             "peak_bytes": float(self.memory.total.max()),
-            "planning_microseconds": packing["planning_microseconds"],
             "digest": packing["digest"],
         }
 

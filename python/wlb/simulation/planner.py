@@ -20,9 +20,9 @@ _SCHEDULES = ("1f1b", "interleaved_1f1b")
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     """Arguments of :func:`wlb.plan_dynamic_cp` for a cluster; all but the lengths of a step.
 
-    Seconds of the linear part, of communication and of attention are each one rate, fitted to what the simulation knows:
-    attention's to whole documents, the exchange of keys and values to the largest group, the rest to a micro-batch of
-    one context over `layout.cp` ranks. So the planner's costs are not those that price its plans.
+    Seconds of the linear part, of communication and of attention are each one rate, fitted to what the simulation
+    knows: attention's to whole documents, the exchange of keys and values to the largest group, the rest to a
+    micro-batch of one context over `layout.cp` ranks. So the planner's costs are not those that price its plans.
 
     Args:
         scenario: the cluster. A given `max_tokens` is shared out over `layout.cp` ranks; by default a rank has as many
@@ -92,7 +92,7 @@ def check_planner(scenario: Scenario) -> int:
 
 
 def of_size(layout: ParallelLayout, cp_size: int) -> ParallelLayout:
-    """The layout if all groups of its dp x cp ranks had that size; with a few more ranks where it does not divide them."""
+    """The layout if all groups of its dp x cp ranks had that size; a few more ranks where it does not divide them."""
     return dataclasses.replace(layout, cp=cp_size, dp=-(-layout.size("dp_cp") // cp_size))
 
 

@@ -76,8 +76,8 @@ def simulate(
             (:func:`wlb.split_documents`). Whole documents arrive in global batches of at most
             `num_micro_batches * context` tokens; methods that cut documents get them in batches of exactly that.
         scenario: model, cluster, packing.
-        variants: names in :data:`VARIANTS`, or own variants by name; default: :func:`wlb.simulation.defaults`. The first
-            is the baseline of the speed-ups.
+        variants: names in :data:`wlb.simulation.VARIANTS`, or own variants by name; the first is the baseline of the
+            speed-ups. Default: :func:`wlb.simulation.defaults`.
         progress: called with a variant's title, how many are done, and how many there are.
 
     Returns:
@@ -137,7 +137,11 @@ def simulate(
 
 def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Outcome:
     options = planner_options(scenario, stream.lengths)
-    packer = packer_before(scenario.setup(split=variant.split), options, variant.packer, scenario.max_delay) if variant.packer else None
+    packer = (
+        packer_before(scenario.setup(split=variant.split), options, variant.packer, scenario.max_delay)
+        if variant.packer
+        else None
+    )
     plan = collect_dynamic(variant.title, dynamic_steps(stream, options, packer), stream)
     return score_dynamic(variant.title, plan, scenario)
 

@@ -96,6 +96,11 @@ class StaticOutcome(Outcome):
         """All tokens, on the layout's ranks."""
         return {self.scenario.layout.cp: 1.0}
 
+    @property
+    def micro_batches(self) -> float:
+        """Micro-batches of a rank in a step."""
+        return float(self.plan.order.shape[2])
+
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each data-parallel replica."""
         layout = self.scenario.layout
@@ -110,6 +115,17 @@ class StaticOutcome(Outcome):
             )
             for replica in range(layout.dp)
         ]
+
+
+def static(outcome: Outcome) -> StaticOutcome:
+    """The outcome, which is of a static plan.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(outcome, StaticOutcome):
+        raise TypeError(f"{outcome.title} has no fixed context-parallel ranks")
+    return outcome
 
 
 def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> StaticOutcome:
@@ -170,4 +186,3 @@ def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> Stati
         p2p=p2p,
         scenario=scenario,
     )
-

@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 
 from wlb._core import TunedPoint, TuneResult, WlbError, simulate_pipeline
 from wlb.simulation.outcome import Outcome
-from wlb.simulation.planner import check_planner
+from wlb.simulation.planner import check_planner, planner_options
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.variants import VARIANTS, Strategy, Variant
+from wlb.simulation.variants import Strategy, Variant
 
 Kind = Literal["no_waiting", "queues", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp"]
 
@@ -114,18 +114,16 @@ class Tuning:
     by_delay: tuple[Choice, ...]  # thresholds at the chosen S_max: the Pareto front, by delay
     by_strategy: tuple[Choice, ...]  # sharding of the best plan without Dynamic-CP
     by_plan: tuple[Choice, ...]  # of each kind the best within the limits, then the fastest if that is another
+    tried: tuple[Choice, ...]  # all plans at the chosen S_max
     thresholds: TuneResult  # at the chosen S_max
     simulation: Simulation  # methods that cut documents, then `by_plan` within the limits, by kind
+    planner: dict[str, Any] | None  # what :func:`wlb.plan_dynamic_cp` was told; None where it cannot plan
     best: Choice
 
     @property
     def baseline(self) -> Outcome:
         """Plain-4D."""
         return self.simulation.baseline
-
-    def within(self, choice: Choice) -> bool:
-        """Whether a choice keeps the limit of the mean delay."""
-        return choice.delay <= self.scenario.max_mean_delay
 
     def as_json(self) -> dict[str, Any]:
         """Everything in numbers, as plain JSON values."""
@@ -223,10 +221,12 @@ class _Search:
             by_delay=tuple(by_delay),
             by_strategy=tuple(by_strategy),
             by_plan=tuple(by_plan),
+            tried=tuple(plans),
             thresholds=found[limit],
             simulation=dataclasses.replace(
                 others, outcomes=others.outcomes | shown, thresholds=found[limit].thresholds
             ),
+            planner=planner_options(self._given, self._lengths) if self._dynamic else None,
             best=best,
         )
 
@@ -245,10 +245,11 @@ class _Search:
         if not self._dynamic:
             return
         limit = check_planner(self._given) * self._given.layout.cp
-        yield self._choose(Settings(kind="dynamic_cp", max_tokens=limit))
+        yield self._choose(Settings(kind="dynamic_cp", max_tokens=limit, strategy="per_document"))
         for split in self._splits:
             for price in PRICES:
-                yield self._choose(Settings(kind="wlb_dynamic_cp", max_tokens=limit, delay_price=price, split=split))
+                settings = Settings(kind="wlb_dynamic_cp", max_tokens=limit, delay_price=price, split=split)
+                yield self._choose(dataclasses.replace(settings, strategy="per_document"))
 
     def _by_kind(self, plans: list[Choice]) -> list[Choice]:
         """Of each kind the best within the limits, then the fastest if that is another."""
@@ -275,9 +276,7 @@ class _Search:
     def _choose(self, settings: Settings) -> Choice:
         self._report(KINDS[settings.kind])
         limit = self._given.max_tokens if settings.dynamic else settings.max_tokens
-        scenario = dataclasses.replace(
-            self._scenario, max_tokens=limit, outlier_thresholds=settings.outlier_thresholds
-        )
+        scenario = dataclasses.replace(self._scenario, max_tokens=limit, outlier_thresholds=settings.outlier_thresholds)
         outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
         return Choice(**vars(settings), outcome=outcome)
 

@@ -112,9 +112,9 @@ VARIANTS: dict[str, Variant] = {
     "wlb_placement": Variant(title="WLB, placed", **_WLB, placed=True),
 }
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
-all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that,
-twice as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to data-parallel ranks by cost. The last three show
-what that alone gives, and what placing micro-batches for the schedule adds."""
+all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
+as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
+data-parallel ranks by cost. The last three show what that alone gives, and placing micro-batches for the schedule."""
 
 DEFAULT = tuple(name for name in VARIANTS if name not in ("as_they_come", "placement", "wlb_placement"))
 """What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
