@@ -107,7 +107,7 @@ def _pipeline(
     for index in np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str))):
         centre = (starts[index] + stops[index]) / 2
         colour = INK if colours[index] @ (0.3, 0.59, 0.11) > 0.62 else "white"
-        text: Any = {"ha": "center", "va": "center_baseline", "size": 8.5, "color": colour}
+        text: Any = {"ha": "center", "va": "center_baseline", "size": 8.5, "color": colour, "in_layout": False}
         ax.text(centre, top + rows[index] + 0.5, str(timeline.micro_batches[index]), **text)
 
 
@@ -118,7 +118,7 @@ def _boxes(left: _Floats, right: _Floats, low: _Floats, high: _Floats) -> _Float
 
 
 def _bars(ax: Axes, boxes: _Floats, **style: Any) -> None:
-    ax.add_collection(PolyCollection(list(boxes), **style))
+    ax.add_collection(PolyCollection(list(boxes), in_layout=False, **style))
 
 
 def _summary(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> str:

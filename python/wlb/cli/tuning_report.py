@@ -26,8 +26,8 @@ from wlb.simulation import KINDS, Choice, Scenario, Tuning
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
     " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
-    "n: micro-batches of a rank in a step, the mean. With adaptive release: the price of delay, and the micro-batches"
-    " that the packer balances. A plan beyond the limit of the delay shows what waiting longer would give.",
+    "n: micro-batches of a rank in a step, the mean. price: of delay, for adaptive release; balanced: micro-batches of"
+    " the packer in front of Dynamic-CP. A plan beyond the limit of the delay shows what waiting longer would give.",
     "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
 )
 
@@ -165,7 +165,9 @@ class TuningReport:
         if choice.outlier_thresholds:
             settings.append(_thresholds(choice))
         if choice.delay_price is not None:
-            settings.append(f"{choice.delay_price:g}, {_micro_batches(self.tuning.scenario, choice)}")
+            settings.append(f"price {choice.delay_price:g}")
+        if choice.kind == "wlb_dynamic_cp":
+            settings.append(f"{_micro_batches(self.tuning.scenario, choice)} balanced")
         return f"{KINDS[choice.kind]}" + (f" ({', '.join(settings)})" if settings else "")
 
     def _table(self, title: str, column: str, choices: list[tuple[str, Choice]], chosen: Any) -> Table:
@@ -230,7 +232,7 @@ class TuningReport:
             f"{_waiting(best)}"
             f"    max_delay={scenario.max_delay},\n"
             f"    max_document_tokens={scenario.context},\n"
-            f")  # a global batch has at most {scenario.tokens_per_batch:,} tokens\n"
+            f")  # for BalancedBatchSampler: tokens_per_batch={scenario.tokens_per_batch}\n"
             f"{kernel}"
             f"\n\ndef shard(lengths):\n    return wlb.shard(lengths, cp_size={scenario.layout.cp}, {shard})\n"
         )
@@ -261,7 +263,9 @@ class TuningReport:
 
     def _loader_behind(self) -> str:
         ranks = self.tuning.scenario.layout.size("dp_cp")
-        return _LOADER_WITH_STATE if _micro_batches(self.tuning.scenario, self.tuning.best) % ranks == 0 else _RELEASED
+        if _micro_batches(self.tuning.scenario, self.tuning.best) % ranks:
+            return _RELEASED
+        return _LOADER_WITH_STATE.replace("TOKENS", str(self.tuning.scenario.tokens_per_batch))
 
 
 _IMPORTS = "import functools\n\nimport wlb\n\n"
@@ -283,7 +287,7 @@ def loader(dataset, ranks):
     from wlb.torch.data import BalancedBatchSampler, Documents, DynamicCpLoader, StepLoader
 
     sampler = BalancedBatchSampler(
-        dataset.lengths, packer=packer, dp_rank=ranks.get_local_rank(), dp_size=ranks.size(), seed=0
+        dataset.lengths, packer=packer, dp_rank=ranks.get_local_rank(), dp_size=ranks.size(), tokens_per_batch=TOKENS
     )
     documents = StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=list))
     return DynamicCpLoader(documents, plan=plan, group=ranks.get_group())
