@@ -6,17 +6,22 @@ where a whole pipeline waits for a slower one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 import wlb
@@ -62,7 +67,7 @@ def draw_timelines(
         ticks, labels, top = [], [], 0.0
         slowest = max(range(len(each)), key=lambda i: each[i].seconds)
         for index, timeline in enumerate(each):
-            _pipeline(ax, timeline, top, step, width, critical=index == slowest)
+            _pipeline(figure, ax, timeline, top, step, width, critical=index == slowest)
             for rank in range(timeline.num_stages):
                 ticks.append(top + rank + 0.5)
                 labels.append(f"{pipelines} {index} · PP {rank}" if len(each) > 1 else f"PP {rank}")
@@ -82,7 +87,7 @@ def draw_timelines(
 
 
 def _pipeline(
-    ax: Axes, timeline: wlb.PipelineTimeline, top: float, step: float, width: float, *, critical: bool
+    figure: Figure, ax: Axes, timeline: wlb.PipelineTimeline, top: float, step: float, width: float, *, critical: bool
 ) -> None:
     low, high = top + (1 - _HEIGHT) / 2, top + (1 + _HEIGHT) / 2
     ranks = np.arange(timeline.num_stages)
@@ -104,11 +109,28 @@ def _pipeline(
         path = timeline.critical_path
         _bars(ax, boxes[path], facecolors="none", edgecolors=INK, linewidths=1.3)
     sizes = (stops - starts) / (step or 1) * width
-    for index in np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str))):
-        centre = (starts[index] + stops[index]) / 2
-        colour = INK if colours[index] @ (0.3, 0.59, 0.11) > 0.62 else "white"
-        text: Any = {"ha": "center", "va": "center_baseline", "size": 8.5, "color": colour, "in_layout": False}
-        ax.text(centre, top + rows[index] + 0.5, str(timeline.micro_batches[index]), **text)
+    shown = np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str)))
+    if shown.size:
+        dark = colours[shown] @ (0.3, 0.59, 0.11) <= 0.62
+        # Numbers as shapes, all at once: that many texts would take most of the time.
+        numbers = PathCollection(
+            [_number(int(micro_batch)) for micro_batch in timeline.micro_batches[shown]],
+            offsets=np.stack([(starts + stops)[shown] / 2, top + rows[shown] + 0.5], axis=1),
+            offset_transform=ax.transData,
+            transform=Affine2D().scale(1 / 72) + figure.dpi_scale_trans,
+            facecolors=np.where(dark, "white", INK),
+            linewidths=0,
+            in_layout=False,
+        )
+        ax.add_collection(numbers)
+
+
+@functools.cache
+def _number(number: int) -> Path:
+    """Its digits, in points, around the origin."""
+    digits = TextPath((0, 0), str(number), size=8.5, prop=FontProperties(family="DejaVu Sans"))
+    box = digits.get_extents()
+    return Path(digits.vertices - [box.x0 + box.width / 2, box.y0 + box.height / 2], digits.codes)
 
 
 def _boxes(left: _Floats, right: _Floats, low: _Floats, high: _Floats) -> _Floats:
