@@ -1,4 +1,4 @@
-"""Pictures of a simulation: where the time goes, and how long steps take."""
+"""Pictures of a simulation: where the time goes, and how much of a step is idle."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _SHOWN_PIPELINES = 4
 
 
 def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Figure:
-    """Two panels: what a GPU's time goes to under each variant, and how uneven steps are."""
+    """Two panels: what a GPU's time goes to under each variant, and how idle steps are."""
     rows = len(simulation.outcomes)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
         figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
         left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
         _time(left, simulation, shown)
-        _imbalance(right, simulation, shown)
+        _idle(right, simulation, shown)
         handles, labels = left.get_legend_handles_labels()
         style: Any = {"loc": "outside lower center", "columnspacing": 1.4, "handlelength": 1.0}
         figure.legend(handles, labels, ncols=len(labels), **style)
@@ -86,18 +86,18 @@ def _time(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
     ax.set_title("What a GPU's time goes to")
 
 
-def _imbalance(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
-    """Which share of the steps is at most so uneven."""
+def _idle(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
+    """Which share of the steps is at most so idle."""
     drawn = [(simulation.baseline, ORIGINAL)]
     if simulation.outcomes[shown] is not simulation.baseline:
         drawn.append((simulation.outcomes[shown], WLB))
     for outcome, colour in drawn:
-        ratios = np.sort(outcome.imbalance)
-        share = 100 * np.arange(1, ratios.size + 1) / ratios.size
-        ax.step([1, *ratios], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
-    ax.set(xlabel="heaviest micro-batch / mean", ylabel="steps at most so uneven (%)", ylim=(0, 102))
-    ax.set_title("How uneven steps are")
-    ax.legend(loc="lower right")
+        idle = 100 * np.sort(outcome.idle[: outcome.plan.streamed])
+        share = 100 * np.arange(1, idle.size + 1) / idle.size
+        ax.step([idle[0], *idle], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
+    ax.set(xlabel="GPUs wait for other stages or replicas (%)", ylabel="steps at most so idle (%)", ylim=(0, 102))
+    ax.set_title("How idle steps are")
+    ax.legend(loc="best")
 
 
 def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
@@ -115,20 +115,23 @@ def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
 
 def draw_choices(tuning: Tuning) -> Figure:
     """Two panels: what memory buys with queues, and what waiting buys with any plan."""
+
+    def speed(choice: Choice) -> float:
+        return tuning.baseline.steady_seconds / choice.outcome.steady_seconds
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13, 5.4), layout="constrained")
         memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
-        speeds = {id(c): tuning.baseline.steady_seconds / c.outcome.steady_seconds for c in _every(tuning)}
         memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=SOFT, lw=1.2, ls=(0, (4, 3)))
         memory.plot(
             [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory],
-            [speeds[id(choice)] for choice in tuning.by_memory],
+            [speed(choice) for choice in tuning.by_memory],
             "o-",
             color=WLB,
             lw=2,
         )
         for choice in tuning.by_memory:
-            at = (choice.outcome.memory.total.max() / GIB, speeds[id(choice)])
+            at = (choice.outcome.memory.total.max() / GIB, speed(choice))
             if choice.max_tokens == tuning.by_delay[0].max_tokens:
                 memory.plot(*at, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
                 memory.annotate(f"{choice.max_tokens:,}", at, (10, -18), textcoords="offset points", color=ORIGINAL)
@@ -139,12 +142,12 @@ def draw_choices(tuning: Tuning) -> Figure:
         delay.axvline(tuning.scenario.max_mean_delay, color=SOFT, lw=1.2, ls=(0, (4, 3)))
         delay.axhline(1, color=SOFT, lw=1)
         for kind, colour in _KIND_COLOURS.items():
-            choices = [choice for choice in _every(tuning) if choice.kind == kind]
+            choices = [choice for choice in tuning.tried if choice.kind == kind]
             if choices:
                 style: Any = {"ms": 7, "color": colour, "label": KINDS[kind], "mec": "white", "mew": 0.6}
-                delay.plot([c.delay for c in choices], [speeds[id(c)] for c in choices], "o", **style)
+                delay.plot([c.delay for c in choices], [speed(c) for c in choices], "o", **style)
         best = tuning.best
-        at = (best.delay, speeds[id(best)])
+        at = (best.delay, speed(best))
         delay.plot(*at, "o", ms=15, mfc="none", mec=INK, mew=2)
         delay.annotate("chosen", at, (12, 6), textcoords="offset points", color=INK, weight="bold")
         delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
@@ -161,10 +164,6 @@ _KIND_COLOURS: dict[Kind, str] = {
     "dynamic_cp": "#e3bd6b",
     "wlb_dynamic_cp": "#a3361f",
 }
-
-
-def _every(tuning: Tuning) -> list[Choice]:
-    return [*tuning.by_memory, *tuning.by_delay, *tuning.tried]
 
 
 def _thousands(number: float) -> str:

@@ -152,7 +152,7 @@ class SimulationReport:
                 for label, old, new in (
                     ("tokens/s", f"{before.tokens_per_second:,.0f}", f"{shown.tokens_per_second:,.0f}"),
                     ("seconds of a mean step", *step_seconds),
-                    ("imbalance of micro-batches", *(f"{o.imbalance.mean():.2f}" for o in (before, shown))),
+                    ("of the time idle", *(f"{_idle_share(o):.0%}" for o in (before, shown))),
                     ("imbalance of CP ranks", *(f"{o.cp_imbalance:.2f}" for o in (before, shown))),
                 )
             ],
@@ -177,6 +177,11 @@ class SimulationReport:
         for path, content in contents.items():
             path.write_bytes(content)
         return [*contents, *traces]
+
+
+def _idle_share(outcome: Outcome) -> float:
+    """Of the time of all steps."""
+    return float(outcome.idle @ outcome.seconds) / outcome.total_seconds
 
 
 def _shown_steps(outcome: Outcome) -> dict[str, int]:

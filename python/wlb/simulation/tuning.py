@@ -188,8 +188,8 @@ class _Search:
         self._limits = sorted(limit for limit in limits if limit <= scenario.limit)
         self._splits = [split for split in SPLITS if _possible(scenario, split)]
         self._dynamic = _plans_dynamic_cp(scenario)
-        of_split = 2 + len(PRICES) + self._dynamic * len(PRICES)
-        plans = len(self._splits) * of_split + self._dynamic
+        of_split = len(PRICES) + self._dynamic * len(PRICES)
+        plans = len(self._splits) * of_split + 2 * (len(self._splits) - 1) + self._dynamic
         self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
 
     def run(self) -> Tuning:
@@ -205,7 +205,7 @@ class _Search:
         limit = _least(self._allowed(by_memory), lambda choice: choice.max_tokens).max_tokens
 
         by_delay = [self._queues(limit, point.thresholds) for point in _spread(found[limit].pareto, found[limit].best)]
-        plans = [_least(self._allowed(by_delay), lambda choice: choice.delay), *self._static(limit)]
+        plans = [*by_delay, *self._static(limit)]
         chosen = _least(self._allowed(plans), lambda choice: choice.machinery)
         by_strategy = [self._choose(dataclasses.replace(_settings(chosen), strategy=name)) for name in STRATEGIES]
         plans += by_strategy
@@ -233,8 +233,8 @@ class _Search:
     def _static(self, limit: int) -> Iterator[Choice]:
         """Plans for the layout's ranks, other than those of the first front of thresholds."""
         for split in self._splits:
-            yield self._choose(Settings(kind="no_waiting", max_tokens=limit, split=split))
             if split > 1:
+                yield self._choose(Settings(kind="no_waiting", max_tokens=limit, split=split))
                 yield self._queues(limit, self._thresholds(limit, split).thresholds, split)
             for price in PRICES:
                 settings = Settings(kind="adaptive_release", max_tokens=limit, delay_price=price, split=split)
