@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 import wlb
-from wlb.cli import options
+from wlb.cli import cluster, options
 from wlb.cli.console import CliError, progress, results
 from wlb.cli.machine import machine
 from wlb.cli.sources import read_documents
@@ -34,6 +34,14 @@ def reproduce(
     pattern: options.Pattern = "*",
     tokenizer: options.TokenizerFile = None,
     steps: options.Steps = 100,
+    kernel_profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Measured kernel that runs, from `wlb profile`: a name or a .json; by default an assumption.",
+            show_default=False,
+            rich_help_panel="Runs",
+        ),
+    ] = None,
     sweep: Annotated[
         bool,
         typer.Option(
@@ -76,6 +84,7 @@ def reproduce(
             workers=workers,
             solver_seconds=solver_seconds,
             solver_samples=solver_samples,
+            profile=cluster.profile(kernel_profile),
             progress=lambda title, done, total: bars.update(task, description=title, completed=done, total=total),
         )
         made = [make(study) for name, make in RESULTS.items() if what in (ALL, name)]
@@ -85,7 +94,12 @@ def reproduce(
     from wlb.cli.reproduce_page import HOW, page, tables
 
     documents = "generated, see the inputs" if source is None else f"{source.source} ({source.unit})"
-    settings: dict[str, Any] = {"documents": documents, "global_batches": steps, "sweep": sweep}
+    settings: dict[str, Any] = {
+        "documents": documents,
+        "global_batches": steps,
+        "sweep": sweep,
+        "kernel": kernel_profile or "assumed",
+    }
     contents: dict[str, Any] = {
         "settings": settings,
         "machine": {"wlb": wlb.__version__, **machine()},

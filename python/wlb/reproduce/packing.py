@@ -74,8 +74,8 @@ def table_2(study: Study) -> Result:
             notes.append('No solver: run pip install "wlb[exact]".')
             break
         study.progress(f"Table 2: {name}", len(points), len(points))
-        lengths = documents(configuration, Inputs(), steps=study.solver_samples * window, source=study.source)
-        world = scenario(configuration, Inputs(), lengths)
+        lengths = documents(configuration, study.central, steps=study.solver_samples * window, source=study.source)
+        world = scenario(configuration, study.central, lengths)
         stream = GlobalBatches(lengths, batch_offsets(lengths, tokens_per_batch=world.tokens_per_batch))
         result = solved(stream, world.setup(), window=window, samples=study.solver_samples, limit=study.solver_seconds)
         notes.append(result.note(name))

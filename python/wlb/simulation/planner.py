@@ -27,12 +27,14 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     Args:
         scenario: the cluster. A given `max_tokens` is shared out over `layout.cp` ranks; by default a rank has as many
             tokens as fit into its memory beside the gathered keys of the largest group.
-        lengths: int[n] tokens of the documents that attention's rate is fitted to.
+        lengths: int[n] tokens of the documents that attention's rate is fitted to, by `selector` where there is one.
 
     Raises:
         WlbError: as :func:`check_planner`.
     """
     per_rank = check_planner(scenario)
+    if scenario.selector is not None:
+        scenario = dataclasses.replace(scenario, kernel_model=scenario.selector, profile=None)
     layout, world_size = scenario.layout, _world_size(scenario)
     alone = of_size(layout, 1)
     tokens = -(-scenario.context // layout.cp)
