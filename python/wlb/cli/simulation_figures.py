@@ -95,9 +95,10 @@ def _idle(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
         idle = 100 * np.sort(outcome.idle[: outcome.plan.streamed])
         share = 100 * np.arange(1, idle.size + 1) / idle.size
         ax.step([idle[0], *idle], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
-    ax.set(xlabel="GPUs wait for other stages or replicas (%)", ylabel="steps at most so idle (%)", ylim=(0, 102))
+    ax.set(xlabel="GPUs wait for other stages or replicas (%)", ylabel="steps at most so idle (%)", ylim=(0, 122))
+    ax.set(xlim=(0, None), yticks=range(0, 101, 20))
     ax.set_title("How idle steps are")
-    ax.legend(loc="best")
+    ax.legend(loc="upper left")
 
 
 def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
@@ -134,13 +135,13 @@ def draw_choices(tuning: Tuning) -> Figure:
             at = (choice.outcome.memory.total.max() / GIB, speed(choice))
             if choice.max_tokens == tuning.by_delay[0].max_tokens:
                 memory.plot(*at, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
-                memory.annotate(f"{choice.max_tokens:,}", at, (10, -18), textcoords="offset points", color=ORIGINAL)
+                memory.annotate(f"{choice.max_tokens:,}", at, (10, 10), textcoords="offset points", color=ORIGINAL)
         memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
         memory.set_title("What memory buys: S_max, with queues")
         memory.margins(x=0.15, y=0.3)
 
         delay.axvline(tuning.scenario.max_mean_delay, color=SOFT, lw=1.2, ls=(0, (4, 3)))
-        delay.axhline(1, color=SOFT, lw=1)
+        delay.axhline(1, color=SOFT, lw=0.8, zorder=1)
         for kind, colour in _KIND_COLOURS.items():
             choices = [choice for choice in tuning.tried if choice.kind == kind]
             if choices:
@@ -149,10 +150,10 @@ def draw_choices(tuning: Tuning) -> Figure:
         best = tuning.best
         at = (best.delay, speed(best))
         delay.plot(*at, "o", ms=15, mfc="none", mec=INK, mew=2)
-        delay.annotate("chosen", at, (12, 6), textcoords="offset points", color=INK, weight="bold")
+        delay.annotate("chosen", at, (12, -16), textcoords="offset points", color=INK, weight="bold")
         delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
         delay.set_title("What waiting buys: every plan that was tried")
-        delay.legend(loc="lower right")
+        delay.legend(loc="best")
         delay.margins(x=0.08, y=0.12)
         return figure
 

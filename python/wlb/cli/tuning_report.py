@@ -26,8 +26,8 @@ from wlb.simulation import KINDS, Choice, Scenario, Tuning
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
     " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
-    "n: micro-batches of a rank in a step, the mean. price: of delay, for adaptive release; balanced: micro-batches of"
-    " the packer in front of Dynamic-CP. A plan beyond the limit of the delay shows what waiting longer would give.",
+    "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of an adaptive"
+    " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
     "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
 )
 
@@ -134,7 +134,7 @@ class TuningReport:
         limit = f"{tuning.scenario.max_mean_delay:g}"
         return [
             self._table(
-                f"Plans: a mean delay of at most {limit}",
+                f"Plans; the mean delay may be {limit}",
                 "plan",
                 [(self._plan(choice), choice) for choice in tuning.by_plan],
                 lambda choice: choice == best,
@@ -161,14 +161,11 @@ class TuningReport:
 
     def _plan(self, choice: Choice) -> str:
         """A kind of plan, with its settings."""
-        settings = []
         if choice.outlier_thresholds:
-            settings.append(_thresholds(choice))
-        if choice.delay_price is not None:
-            settings.append(f"price {choice.delay_price:g}")
-        if choice.kind == "wlb_dynamic_cp":
-            settings.append(f"{_micro_batches(self.tuning.scenario, choice)} balanced")
-        return f"{KINDS[choice.kind]}" + (f" ({', '.join(settings)})" if settings else "")
+            return f"{KINDS[choice.kind]} ({_thresholds(choice)})"
+        if choice.delay_price is None:
+            return KINDS[choice.kind]
+        return f"{KINDS[choice.kind]} ({choice.delay_price:g}, {_micro_batches(self.tuning.scenario, choice)})"
 
     def _table(self, title: str, column: str, choices: list[tuple[str, Choice]], chosen: Any) -> Table:
         rows = []

@@ -24,7 +24,7 @@ KINDS: dict[Kind, str] = {
     "queues": "outlier queues",
     "adaptive_release": "adaptive release",
     "dynamic_cp": "Dynamic-CP",
-    "wlb_dynamic_cp": "Dynamic-CP, adaptive release",
+    "wlb_dynamic_cp": "Dynamic-CP + release",
 }
 """What a plan can be, that with least machinery first, and its name in reports."""
 
