@@ -26,7 +26,7 @@ from wlb.simulation import KINDS, Choice, Scenario, Tuning
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
     " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
-    "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of an adaptive"
+    "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
     " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
     "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
 )
