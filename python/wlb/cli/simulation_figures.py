@@ -44,7 +44,8 @@ def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Fig
     """Two panels: what a GPU's time goes to under each variant, and how idle steps are."""
     rows = len(simulation.outcomes)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+        layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
+        figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=layout)
         figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
         left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
         _time(left, simulation, shown)
@@ -52,7 +53,7 @@ def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Fig
         handles, labels = left.get_legend_handles_labels()
         style: Any = {"loc": "outside lower center", "columnspacing": 1.4, "handlelength": 1.0}
         figure.legend(handles, labels, ncols=len(labels), **style)
-        figure.draw_without_rendering()
+        layout.execute(figure)
         figure.set_layout_engine("none")  # lay out once, not once a file
         return figure
 

@@ -13,11 +13,11 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -92,11 +92,11 @@ def _pipeline(
     low, high = top + (1 - _HEIGHT) / 2, top + (1 + _HEIGHT) / 2
     ranks = np.arange(timeline.num_stages)
     idle = _boxes(np.zeros(ranks.size), np.full(ranks.size, timeline.seconds), low + ranks, high + ranks)
-    _bars(ax, idle, facecolors=_IDLE, linewidths=0)
+    _bars(ax, idle, facecolor=_IDLE, linewidth=0)
     if timeline.seconds < step:
         ends = np.full(ranks.size, timeline.seconds), np.full(ranks.size, step)
         wait = _boxes(*ends, low + ranks, high + ranks)
-        style: Any = {"facecolors": "none", "edgecolors": _WAIT, "hatch": "////", "linewidths": 0}
+        style: Any = {"facecolor": "none", "edgecolor": _WAIT, "hatch": "////", "linewidth": 0}
         _bars(ax, wait, **style)
     starts, stops, rows = timeline.starts, timeline.ends, timeline.ranks
     boxes = _boxes(starts, stops, low + rows, high + rows)
@@ -104,15 +104,17 @@ def _pipeline(
     paler = 0.45 * chunks / max(1, timeline.num_virtual_stages - 1)
     colours = np.asarray([to_rgb(colour) for colour in _COLOURS])[timeline.kinds]
     colours = colours + (1 - colours) * paler[:, None]
-    _bars(ax, boxes, facecolors=colours, edgecolors="white", linewidths=0.6)
+    for colour in np.unique(colours, axis=0):
+        alike = boxes[(colours == colour).all(axis=1)]
+        _bars(ax, alike, facecolor=tuple(colour), edgecolor="white", linewidth=0.6)
     if critical:
         path = timeline.critical_path
-        _bars(ax, boxes[path], facecolors="none", edgecolors=INK, linewidths=1.3)
+        _bars(ax, boxes[path], facecolor="none", edgecolor=INK, linewidth=1.3)
     sizes = (stops - starts) / (step or 1) * width
     shown = np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str)))
     if shown.size:
         dark = colours[shown] @ (0.3, 0.59, 0.11) <= 0.62
-        # Numbers as shapes, all at once: that many texts would take most of the time.
+        # Numbers as shapes: texts take longer.
         numbers = PathCollection(
             [_number(int(micro_batch)) for micro_batch in timeline.micro_batches[shown]],
             offsets=np.stack([(starts + stops)[shown] / 2, top + rows[shown] + 0.5], axis=1),
@@ -140,7 +142,8 @@ def _boxes(left: _Floats, right: _Floats, low: _Floats, high: _Floats) -> _Float
 
 
 def _bars(ax: Axes, boxes: _Floats, **style: Any) -> None:
-    ax.add_collection(PolyCollection(list(boxes), in_layout=False, **style))
+    """All of one style as one shape: that many shapes would take most of the time."""
+    ax.add_patch(PathPatch(Path.make_compound_path_from_polys(boxes), in_layout=False, **style))
 
 
 def _summary(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> str:
