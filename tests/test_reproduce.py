@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import wlb
+from wlb.cli.reproduce import NAMES
 from wlb.reproduce import RESULTS, SWEEP, Inputs, Result, Study
 from wlb.reproduce.dynamic_cp import Protocol, throughputs
 from wlb.reproduce.inputs import documents, kernel, points, scenario
@@ -240,6 +241,10 @@ def test_command_with_lengths_as_json(
     printed = json.loads(capsys.readouterr().out)
     assert printed["settings"]["documents"] == "lengths.npy (tokens)"
     assert [row["kind"] for row in printed["results"][0]["rows"]] == ["simulated"] * 5
+
+
+def test_the_command_knows_all_results() -> None:
+    assert tuple(RESULTS) == NAMES
 
 
 def test_command_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
