@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_simulate import MODEL, documents, scenario, trained
 
 import wlb
+from wlb.cli.simulate import not_compared
 from wlb.simulation import DEFAULT, KINDS, Scenario, Variant, defaults, planner_options, simulate, tune
 from wlb.simulation.dynamic import DynamicOutcome, collect_dynamic, dynamic_steps, group_waits
 from wlb.simulation.plans import GlobalBatches
@@ -157,6 +158,7 @@ def test_memory_counts_the_keys_of_the_largest_group() -> None:
 def test_clusters_that_dynamic_cp_cannot_plan_for(changes: dict[str, Any], argument: str) -> None:
     case = scenario(**changes)
     assert set(DEFAULT) - set(defaults(case)) == set(BOTH)
+    assert "Dynamic-CP" in not_compared(case)[0]
     own = {"mine": Variant(title="mine", packing="dynamic_cp")}
     for variants in (BOTH, own):
         with pytest.raises(wlb.WlbError) as raised:

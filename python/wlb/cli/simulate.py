@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
+from wlb import WlbError
 from wlb.cli import cluster, options
 from wlb.cli.console import CliError, progress, results
 from wlb.cli.cost import model_config
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
-from wlb.simulation import DEFAULT, VARIANTS, defaults
+from wlb.simulation import DEFAULT, VARIANTS, Scenario, defaults
 from wlb.simulation import simulate as run
+from wlb.simulation.planner import check_planner
 
 
 def simulate(
@@ -133,6 +135,7 @@ def simulate(
                 "max_delay": max_delay,
             },
             shown=max(names[1:] or names, key=simulation.speedup),
+            remarks=() if given else not_compared(scenario),
         )
         files = report.write(output_dir, context_.obj)
     if json:
@@ -151,3 +154,12 @@ def _names(variants: str | None) -> tuple[str, ...] | None:
         if name in names[:index]:
             raise CliError(f"--variants {name}: given twice")
     return names
+
+
+def not_compared(scenario: Scenario) -> tuple[str, ...]:
+    """Why there is no Dynamic-CP, if there is none."""
+    try:
+        check_planner(scenario)
+    except WlbError as reason:
+        return (f"Not compared: {options.as_options(str(reason))}.",)
+    return ()

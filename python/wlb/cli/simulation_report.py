@@ -38,6 +38,7 @@ class SimulationReport:
     settings: Settings
     shown: str  # the variant that pictures set against the baseline
     name: str = "simulate"  # of the command, and of the page
+    remarks: tuple[str, ...] = ()  # what else there is to say
 
     @property
     def compared(self) -> tuple[Outcome, ...]:
@@ -81,6 +82,7 @@ class SimulationReport:
                 if thresholds
                 else "no document waits in a queue."
             ),
+            *self.remarks,
             *self._too_large(),
             *explanation(self.simulation, self.shown),
         ]
