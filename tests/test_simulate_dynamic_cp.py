@@ -29,13 +29,14 @@ ODD = wlb.ParallelLayout(dp=3, pp=1, cp=2, tp=4)
     strategies.costs(),
     st.integers(1, 9),
     st.sampled_from([(1, 1), (3, 1), (2, 2)]),
-    st.floats(0.0, 1e4),
+    st.floats(0.0, 1.0),
 )
 def test_ranks_wait_for_their_groups_as_the_planner_says(
-    lengths: list[int], cost: Any, world_size: int, stages: tuple[int, int], p2p: float
+    lengths: list[int], cost: Any, world_size: int, stages: tuple[int, int], share: float
 ) -> None:
     """With the planner's own costs, a step takes what it says."""
     pp, virtual = stages
+    p2p = share * float(cost.model().cost([max(lengths)])[0])
     options = {
         "world_size": world_size,
         "num_stages": pp,
@@ -118,6 +119,9 @@ def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout)
         assert isinstance(outcome, DynamicOutcome)
         assert (trained(outcome.plan, lengths) == 1).all()
         np.testing.assert_allclose(sum(outcome.attribution.values()), outcome.seconds, rtol=1e-12)
+        working = ("compute", "cp_wait", "cp_communication", "tp_communication")
+        gpus = layout.pp * layout.dp * layout.cp
+        np.testing.assert_allclose(sum(outcome.attribution[part] for part in working), outcome.work / gpus, rtol=1e-9)
         assert outcome.plan.group_tokens.max() <= options["max_tokens_per_rank"]
         assert outcome.memory.total.max() <= case.hardware.memory_bytes
         assert sum(outcome.cp_sizes.values()) == pytest.approx(1)
