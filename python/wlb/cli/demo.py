@@ -79,7 +79,7 @@ def demo(
             plan = var_length(stream, setup, thresholds, max_delay)
             plans.append(collect(name, plan, stream, bars, thresholds))
         shown = plans[SHOWN_QUEUES - len(QUEUES)]
-        plan = var_length(stream, setup, (), max_delay, waiting("adaptive"))
+        plan = var_length(stream, setup, (), max_delay, waiting(setup, "adaptive"))
         plans.append(collect("WLB, adaptive", plan, stream, bars, release="adaptive"))
         report = Report(
             name="demo",

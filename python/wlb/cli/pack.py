@@ -121,7 +121,7 @@ def pack(
                 ).thresholds
             levels = levels or ()
             name = "WLB, adaptive" if release == "adaptive" else f"WLB, {counted(len(levels), 'queue')}"
-            rule = waiting(release, delay_price)
+            rule = waiting(setup, release, delay_price)
             plan = collect(name, var_length(stream, setup, levels, max_delay, rule), stream, bars, levels, release)
         flushed = len(plan.digests) - plan.streamed
         report = Report(

@@ -27,9 +27,9 @@ def collect(
     return plans.collect(name, tracked, stream, thresholds, release)
 
 
-def waiting(release: Release, delay_price: float | None = None) -> dict[str, Any]:
-    """Options of a packer that say what waits."""
-    return {"release": release, "delay_price": delay_price}
+def waiting(setup: Setup, release: Release, delay_price: float | None = None) -> dict[str, Any]:
+    """Options of a packer that say what waits; a global batch is what the price counts in."""
+    return {"release": release, "delay_price": delay_price, "max_document_tokens": setup.context}
 
 
 def tune(

@@ -249,8 +249,7 @@ def var_length(
         cost_model=setup.cost_model,
         outlier_thresholds=thresholds,
         max_delay=max_delay,
-        max_document_tokens=setup.context,
-        **(options or {}),
+        **{"max_document_tokens": setup.context, **(options or {})},
     )
 
     def step(packing: Packing, iteration: int, seconds: float | None) -> Step:
