@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import wlb
+from wlb.cli.reproduce import NAMES
 from wlb.reproduce import RESULTS, SWEEP, Inputs, Result, Study
 from wlb.reproduce.dynamic_cp import Protocol, throughputs
 from wlb.reproduce.inputs import documents, kernel, points, scenario
@@ -24,6 +25,7 @@ from wlb.reproduce.paper import (
 )
 from wlb.reproduce.results import Row, holds_at, influence, row
 from wlb.reproduce.study import METHODS, ceiling, even, run
+from wlb.testing.kernel import profile
 
 SMALL = Study(steps=6, sweep=False, solver_seconds=0.5, solver_samples=1)
 TINY = Configuration("wlb-llm-550m", 16 * 1024, 2, 2, 4, 1)
@@ -53,7 +55,7 @@ def test_the_papers_numbers() -> None:
 
 
 def test_every_input_is_swept_around_its_central_value() -> None:
-    fields = {field.name for field in dataclasses.fields(Inputs)}
+    fields = {field.name for field in dataclasses.fields(Inputs)} - {"profile"}
     assert {one.field for one in SWEEP} == fields
     assert all(one.central not in one.values and one.reason for one in SWEEP)
     every = list(points())
@@ -241,6 +243,10 @@ def test_command_with_lengths_as_json(
     assert [row["kind"] for row in printed["results"][0]["rows"]] == ["simulated"] * 5
 
 
+def test_the_command_knows_all_results() -> None:
+    assert tuple(RESULTS) == NAMES
+
+
 def test_command_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("typer")
     from wlb.cli import main
@@ -249,3 +255,23 @@ def test_command_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> 
         main(["reproduce", "fig99"])
     assert exit_.value.code == 2
     assert "fig99" in capsys.readouterr().err
+
+
+def test_a_measured_kernel_runs_instead_of_the_assumed_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile()))
+    study = Study(steps=2, sweep=True, profile=str(path))
+    assert all(point.inputs.profile == str(path) for point in study.points())
+    assumed = {one.label for one in SWEEP if one.field in ("attention_rate", "kernel_error")}
+    assert assumed.isdisjoint(point.swept for point in study.points())
+    world = scenario(TINY, study.central, documents(TINY, study.central, steps=2))
+    assert world.attention.source.startswith("measured: ")
+    assert world.selector is not None
+    assert world.selector != world.attention
+
+
+def test_ours_stand_apart_from_the_papers(made: dict[str, Result]) -> None:
+    ours = made["fig12"].facts[-1]
+    assert ours.title.startswith("Ours, beyond the paper")
+    assert [row[0] for row in ours.rows] == list(CONFIGURATIONS)
+    assert all(float(cell) > 0 for row in ours.rows for cell in row[1:])

@@ -19,11 +19,14 @@ _LETTERS = ("F", "B", "I", "W")  # as torch.distributed.pipelining writes them
 _MICROSECONDS = 1e6
 
 
-def chrome_trace(timelines: PipelineTimeline | Sequence[PipelineTimeline]) -> dict[str, Any]:
+def chrome_trace(
+    timelines: PipelineTimeline | Sequence[PipelineTimeline], *, pipelines: str = "DP rank"
+) -> dict[str, Any]:
     """A step in Chrome's trace event format.
 
     Args:
         timelines: of one pipeline, or of each data-parallel rank.
+        pipelines: what each is of.
 
     Returns:
         A JSON object. A data-parallel rank is a process, a pipeline rank a thread, an op a complete event ("X") whose
@@ -36,12 +39,12 @@ def chrome_trace(timelines: PipelineTimeline | Sequence[PipelineTimeline]) -> di
 
     O(ops).
     """
-    pipelines = [timelines] if isinstance(timelines, PipelineTimeline) else list(timelines)
-    if not pipelines:
+    each = [timelines] if isinstance(timelines, PipelineTimeline) else list(timelines)
+    if not each:
         raise WlbError("timelines: there is none")
     events: list[dict[str, Any]] = []
-    for process, timeline in enumerate(pipelines):
-        events.append(_named("process_name", f"DP rank {process}", process))
+    for process, timeline in enumerate(each):
+        events.append(_named("process_name", f"{pipelines} {process}", process))
         for thread in range(timeline.num_stages):
             events.append(_named("thread_name", f"PP rank {thread}", process, thread))
             events.append(_metadata("thread_sort_index", {"sort_index": thread}, process, thread))
@@ -66,7 +69,10 @@ def chrome_trace(timelines: PipelineTimeline | Sequence[PipelineTimeline]) -> di
 
 
 def write_chrome_trace(
-    timelines: PipelineTimeline | Sequence[PipelineTimeline], *, path: str | os.PathLike[str]
+    timelines: PipelineTimeline | Sequence[PipelineTimeline],
+    *,
+    path: str | os.PathLike[str],
+    pipelines: str = "DP rank",
 ) -> None:
     """Writes :func:`chrome_trace` to a file.
 
@@ -74,7 +80,7 @@ def write_chrome_trace(
         WlbError: no timeline.
         OSError: the file cannot be written.
     """
-    trace = json.dumps(chrome_trace(timelines))
+    trace = json.dumps(chrome_trace(timelines, pipelines=pipelines))
     with open(path, "w", encoding="utf-8") as file:
         file.write(trace)
 

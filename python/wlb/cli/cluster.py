@@ -157,21 +157,21 @@ OptionalMicroBatches = Annotated[
 ]
 
 
-def hardware(gpu: str, gemm_efficiency: float | None = None) -> wlb.Hardware:
+def hardware(gpu: str, gemm_efficiency: float | None, attention_efficiency: float) -> wlb.Hardware:
     """The GPU of that name."""
     if gpu not in gpus():
         raise CliError(f"--gpu {gpu}: must be one of {', '.join(gpus())}")
     preset = wlb.Hardware.preset(gpu)
-    return preset if gemm_efficiency is None else dataclasses.replace(preset, gemm_efficiency=gemm_efficiency)
+    if gemm_efficiency is None:
+        gemm_efficiency = preset.gemm_efficiency
+    return dataclasses.replace(preset, attention_efficiency=attention_efficiency, gemm_efficiency=gemm_efficiency)
 
 
-def kernel_model(profile: str | None, model: wlb.ModelConfig, tp: int) -> wlb.KernelModel | None:
-    """The measured kernel with the heads of a tensor-parallel rank, or None for the default."""
-    if profile is None:
-        return None
-    if profile.endswith(".json") and not Path(profile).is_file():
-        raise CliError(f"--kernel-profile {profile}: no such file")
-    return wlb.KernelModel.from_profile(profile, num_heads=max(1, model.num_heads // tp))
+def profile(name: str | None) -> str | None:
+    """A measured profile, if there is such a file."""
+    if name is not None and name.endswith(".json") and not Path(name).is_file():
+        raise CliError(f"--kernel-profile {name}: no such file")
+    return name
 
 
 def token_limit(max_tokens: int | None, memory_factor: float | None, context: int) -> int | None:
@@ -200,7 +200,9 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
     memory = hardware.memory_bytes / GIB
     return {
         "attention": f"{scenario.attention.source}, {scenario.attention.num_heads} heads of a GPU",
-        "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)",
+        "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)"
+        if scenario.linear is None
+        else f"measured: {scenario.profile}",
         "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
         f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
         "hidden communication": f"CP {scenario.cp_overlap:.0%}, TP {scenario.tp_overlap:.0%},"
@@ -245,9 +247,9 @@ def scenario(context: typer.Context, model: wlb.ModelConfig, **changes: Any) -> 
     return Scenario(
         model=model,
         layout=_layout(options),
-        hardware=hardware(options["gpu"], options["gemm_efficiency"]),
+        hardware=hardware(options["gpu"], options["gemm_efficiency"], options["attention_efficiency"]),
         context=options["context"],
-        kernel_model=kernel_model(options["kernel_profile"], model, options["tp"]),
+        profile=profile(options["kernel_profile"]),
         max_tokens=token_limit(options["max_tokens"], options["memory_factor"], options["context"]),
         num_micro_batches=options["micro_batches"],
         num_queues=options["queues"],

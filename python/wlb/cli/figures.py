@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
@@ -202,10 +204,16 @@ def draw_tuning(result: wlb.TuneResult, max_mean_delay: float) -> Figure:
         return figure
 
 
+# Canvases print what `Figure.savefig` draws twice.
+
+
 def png(figure: Figure) -> bytes:
     """A PNG file, twice as wide as a README shows it."""
     out = BytesIO()
-    figure.savefig(out, format="png", dpi=150, metadata={"Software": None})
+    dpi, figure.dpi = figure.dpi, 150
+    canvas: Any = FigureCanvasAgg(figure)  # whose methods have no types
+    canvas.print_png(out, metadata={"Software": None})
+    figure.dpi = dpi
     return out.getvalue()
 
 
@@ -213,7 +221,8 @@ def svg(figure: Figure) -> str:
     """An `<svg>` element to put into a page: text as outlines, nothing to load."""
     out = StringIO()
     with matplotlib.rc_context(_STYLE):
-        figure.savefig(out, format="svg", metadata=dict.fromkeys(_SVG_METADATA))
+        canvas: Any = FigureCanvasSVG(figure)
+        canvas.print_svg(out, metadata=dict.fromkeys(_SVG_METADATA))
     return out.getvalue()[out.getvalue().index("<svg") :]
 
 

@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
+from wlb import WlbError
 from wlb.cli import cluster, options
 from wlb.cli.console import CliError, progress, results
 from wlb.cli.cost import model_config
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
-from wlb.simulation import VARIANTS
+from wlb.simulation import DEFAULT, VARIANTS, Scenario, defaults
 from wlb.simulation import simulate as run
+from wlb.simulation.planner import check_planner
 
 
 def simulate(
@@ -58,7 +60,8 @@ def simulate(
     variants: Annotated[
         str | None,
         typer.Option(
-            help=f"Methods with commas between, the baseline first: {', '.join(VARIANTS)}; by default all.",
+            help=f"Methods with commas between, the baseline first: {', '.join(VARIANTS)}; by default all but"
+            f" {', '.join(name for name in VARIANTS if name not in DEFAULT)}.",
             show_default=False,
             rich_help_panel="Methods",
         ),
@@ -74,21 +77,21 @@ def simulate(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB and each optimisation alone.
+    """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB, Dynamic-CP, and their parts.
 
     No GPU is needed. By default the cluster is the paper's for a 7B model with 128K tokens of context. Every
     prediction says what it rests on; docs/simulation.md has the assumptions.
     """
-    names = _names(variants)
+    given = _names(variants)
     config = model_config(model)
     scenario = cluster.scenario(
         context_,
         config,
-        cost_model=config.cost_model(attention_efficiency=attention_efficiency),
         outlier_thresholds=options.parse_thresholds(thresholds),
         noise=noise,
         noise_seed=noise_seed,
     )
+    names = given or defaults(scenario)
     with progress(quiet) as bars:
         documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
         stream = build_stream(
@@ -131,7 +134,8 @@ def simulate(
                 "max_mean_delay": max_mean_delay,
                 "max_delay": max_delay,
             },
-            shown=_shown(names),
+            shown=max(names[1:] or names, key=simulation.speedup),
+            remarks=() if given else not_compared(scenario),
         )
         files = report.write(output_dir, context_.obj)
     if json:
@@ -140,8 +144,10 @@ def simulate(
         report.print(results(), files)
 
 
-def _names(variants: str | None) -> tuple[str, ...]:
-    names = tuple(VARIANTS) if variants is None else tuple(name.strip() for name in variants.split(","))
+def _names(variants: str | None) -> tuple[str, ...] | None:
+    if variants is None:
+        return None
+    names = tuple(name.strip() for name in variants.split(","))
     for index, name in enumerate(names):
         if name not in VARIANTS:
             raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
@@ -150,6 +156,10 @@ def _names(variants: str | None) -> tuple[str, ...]:
     return names
 
 
-def _shown(names: tuple[str, ...]) -> str:
-    """The method that pictures set against the baseline: WLB, or the last one."""
-    return "wlb" if "wlb" in names[1:] else names[-1]
+def not_compared(scenario: Scenario) -> tuple[str, ...]:
+    """Why there is no Dynamic-CP, if there is none."""
+    try:
+        check_planner(scenario)
+    except WlbError as reason:
+        return (f"Not compared: {options.as_options(str(reason))}.",)
+    return ()

@@ -19,6 +19,7 @@ def explanation(simulation: wlb.Simulation, shown: str) -> list[str]:
     sentences = [_room(simulation, before)]
     if after is not before:
         sentences.append(_whole_documents(before, after, simulation.speedup(shown)))
+        sentences += _more_micro_batches(before, after)
     if all(name in simulation.outcomes for name in _PAPER_ORDER):
         sentences.append(_order(simulation))
     return [*sentences, *_stream_end(simulation)]
@@ -32,9 +33,9 @@ def _room(simulation: wlb.Simulation, outcome: Outcome) -> str:
     stays = min(idle, (1 - idle - share["dp_communication"]) * floor / (1 - floor))
     return (
         f"Of {outcome.title}'s time {communication:.1%} is communication that nothing hides, and {idle:.1%} idle, of"
-        f" which {stays:.1%} would stay with micro-batches of equal time. Evening out micro-batches can win the other"
-        f" {idle - stays:.1%}; sharding the {share['cp_wait']:.1%} in which GPUs wait for the slowest context-parallel"
-        " rank, and what the pipeline idles because of them."
+        f" which {stays:.1%} would stay with as many micro-batches of equal time. Evening out micro-batches can win the"
+        f" other {idle - stays:.1%}; sharding the {share['cp_wait']:.1%} in which GPUs wait for the slowest"
+        " context-parallel rank, and what the pipeline idles because of them."
     )
 
 
@@ -46,6 +47,30 @@ def _whole_documents(before: Outcome, after: Outcome, speedup: float) -> str:
         f"{before.title} cuts {cut[0]:,} documents, {after.title} {cut[1]:,}: that is {more:+.1%} FLOPs for the same"
         f" tokens. By FLOPs (MFU) {after.title} is {mfu:.3f} times as fast, by tokens {speedup:.3f}."
     )
+
+
+def _more_micro_batches(before: Outcome, after: Outcome) -> list[str]:
+    """What else than balance makes a method fast: a shorter bubble, and less communication between fewer ranks."""
+    if after.micro_batches == before.micro_batches and after.cp_sizes == before.cp_sizes:
+        return []
+    idle, communication = (
+        [
+            sum(float(outcome.attribution[part].sum()) for part in parts) / outcome.total_seconds
+            for outcome in (before, after)
+        ]
+        for parts in (("bubble", "dp_wait"), ("cp_communication",))
+    )
+    sentence = (
+        f"{after.title} makes {after.micro_batches:.3g} micro-batches of a step where {before.title} has"
+        f" {before.micro_batches:.3g}: {idle[1]:.1%} of its time is idle, not {idle[0]:.1%}."
+    )
+    if after.cp_sizes == before.cp_sizes:
+        return [sentence]
+    sizes = ", ".join(f"{share:.1%} on {size}" for size, share in after.cp_sizes.items())
+    return [
+        f"{sentence} Tokens by the ranks that share their documents: {sizes}; {communication[1]:.1%} of its time is"
+        f" communication between them, not {communication[0]:.1%}."
+    ]
 
 
 def _order(simulation: wlb.Simulation) -> str:

@@ -1,8 +1,7 @@
-"""Pictures of a simulation: where the time goes, and how long steps take."""
+"""Pictures of a simulation: where the time goes, and how much of a step is idle."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -15,7 +14,8 @@ import wlb
 from wlb.cli.figures import _STYLE, INK, ORIGINAL, SOFT, WLB
 from wlb.cli.timeline_figure import MAX_ROWS, draw_timelines
 from wlb.hardware import GIB
-from wlb.simulation import ATTRIBUTION, Choice, Outcome, Tuning
+from wlb.simulation import ATTRIBUTION, KINDS, Choice, Outcome, Tuning
+from wlb.simulation.tuning import Kind
 
 LABELS = {
     "compute": "compute",
@@ -37,22 +37,23 @@ _COLOURS = {
     "dp_wait": "#a3361f",
 }
 assert set(_COLOURS) == set(ATTRIBUTION)
-_SHOWN_REPLICAS = 4
+_SHOWN_PIPELINES = 4
 
 
 def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Figure:
-    """Two panels: what a GPU's time goes to under each variant, and how uneven steps are."""
+    """Two panels: what a GPU's time goes to under each variant, and how idle steps are."""
     rows = len(simulation.outcomes)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+        layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
+        figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=layout)
         figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
         left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
         _time(left, simulation, shown)
-        _imbalance(right, simulation, shown)
+        _idle(right, simulation, shown)
         handles, labels = left.get_legend_handles_labels()
         style: Any = {"loc": "outside lower center", "columnspacing": 1.4, "handlelength": 1.0}
         figure.legend(handles, labels, ncols=len(labels), **style)
-        figure.draw_without_rendering()
+        layout.execute(figure)
         figure.set_layout_engine("none")  # lay out once, not once a file
         return figure
 
@@ -86,85 +87,85 @@ def _time(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
     ax.set_title("What a GPU's time goes to")
 
 
-def _imbalance(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
-    """Which share of the steps is at most so uneven."""
+def _idle(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
+    """Which share of the steps is at most so idle."""
     drawn = [(simulation.baseline, ORIGINAL)]
     if simulation.outcomes[shown] is not simulation.baseline:
         drawn.append((simulation.outcomes[shown], WLB))
     for outcome, colour in drawn:
-        ratios = np.sort(outcome.imbalance)
-        share = 100 * np.arange(1, ratios.size + 1) / ratios.size
-        ax.step([1, *ratios], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
-    ax.set(xlabel="heaviest micro-batch / mean", ylabel="steps at most so uneven (%)", ylim=(0, 102))
-    ax.set_title("How uneven steps are")
-    ax.legend(loc="lower right")
+        idle = 100 * np.sort(outcome.idle[: outcome.plan.streamed])
+        share = 100 * np.arange(1, idle.size + 1) / idle.size
+        ax.step([idle[0], *idle], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
+    ax.set(xlabel="GPUs wait for other stages or replicas (%)", ylabel="steps at most so idle (%)", ylim=(0, 122))
+    ax.set(xlim=(0, None), yticks=range(0, 101, 20))
+    ax.set_title("How idle steps are")
+    ax.legend(loc="upper left")
 
 
 def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
-    """The pipelines of one step; of many data-parallel replicas those that take longest.
+    """The pipelines of one step; of many those that take longest.
 
     None where not even one fits into a picture.
     """
-    replicas = min(_SHOWN_REPLICAS, MAX_ROWS // outcome.scenario.layout.pp)
-    if not replicas:
+    shown = min(_SHOWN_PIPELINES, MAX_ROWS // outcome.scenario.layout.pp)
+    if not shown:
         return None
-    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:replicas]
+    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:shown]
     title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
-    return draw_timelines(timelines, title=title)
+    return draw_timelines(timelines, title=title, pipelines=outcome.pipelines)
 
 
 def draw_choices(tuning: Tuning) -> Figure:
-    """Two panels: what memory buys, and what waiting buys."""
-    best = tuning.best
+    """Two panels: what memory buys with queues, and what waiting buys with any plan."""
+
+    def speed(choice: Choice) -> float:
+        return tuning.baseline.steady_seconds / choice.outcome.steady_seconds
+
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(13, 5), layout="constrained")
-        memory, delay = figure.subplots(1, 2, sharey=True)
+        figure = Figure(figsize=(13, 5.4), layout="constrained")
+        memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
         memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=SOFT, lw=1.2, ls=(0, (4, 3)))
-        _choices(
-            memory,
-            tuning.baseline,
-            tuning.by_memory,
+        memory.plot(
             [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory],
-            [f"{choice.max_tokens:,}" for choice in tuning.by_memory],
-            [choice.max_tokens == best.max_tokens for choice in tuning.by_memory],
+            [speed(choice) for choice in tuning.by_memory],
+            "o-",
+            color=WLB,
+            lw=2,
         )
+        for choice in tuning.by_memory:
+            at = (choice.outcome.memory.total.max() / GIB, speed(choice))
+            if choice.max_tokens == tuning.by_delay[0].max_tokens:
+                memory.plot(*at, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
+                memory.annotate(f"{choice.max_tokens:,}", at, (10, 10), textcoords="offset points", color=ORIGINAL)
         memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
-        memory.set_title("What memory buys: S_max in tokens")
+        memory.set_title("What memory buys: S_max, with queues")
+        memory.margins(x=0.15, y=0.3)
+
         delay.axvline(tuning.scenario.max_mean_delay, color=SOFT, lw=1.2, ls=(0, (4, 3)))
-        _choices(
-            delay,
-            tuning.baseline,
-            tuning.by_delay,
-            [choice.outcome.plan.delay_mean for choice in tuning.by_delay],
-            [
-                ", ".join(f"{threshold:,}" for threshold in choice.outlier_thresholds) or "none"
-                for choice in tuning.by_delay
-            ],
-            [choice.outlier_thresholds == best.outlier_thresholds for choice in tuning.by_delay],
-        )
+        delay.axhline(1, color=SOFT, lw=0.8, zorder=1)
+        for kind, colour in _KIND_COLOURS.items():
+            choices = [choice for choice in tuning.tried if choice.kind == kind]
+            if choices:
+                style: Any = {"ms": 7, "color": colour, "label": KINDS[kind], "mec": "white", "mew": 0.6}
+                delay.plot([c.delay for c in choices], [speed(c) for c in choices], "o", **style)
+        best = tuning.best
+        at = (best.delay, speed(best))
+        delay.plot(*at, "o", ms=15, mfc="none", mec=INK, mew=2)
+        delay.annotate("chosen", at, (12, -16), textcoords="offset points", color=INK, weight="bold")
         delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
-        delay.set_title("What waiting buys: thresholds of the queues")
+        delay.set_title("What waiting buys: every plan that was tried")
+        delay.legend(loc="best")
+        delay.margins(x=0.08, y=0.12)
         return figure
 
 
-def _choices(
-    ax: Axes,
-    baseline: Outcome,
-    choices: Sequence[Choice],
-    x: Sequence[float],
-    names: Sequence[str],
-    chosen: Sequence[bool],
-) -> None:
-    """Speed over `x`; the names of the ends and of the chosen one."""
-    speeds = [baseline.steady_seconds / choice.outcome.steady_seconds for choice in choices]
-    ax.plot(x, speeds, "o-", color=WLB, lw=2)
-    for index, (at, speed, name, ringed) in enumerate(zip(x, speeds, names, chosen, strict=True)):
-        if ringed:
-            ax.plot(at, speed, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
-        if ringed or index == 0:
-            style: Any = {"textcoords": "offset points", "size": 10.5, "color": ORIGINAL if ringed else SOFT}
-            ax.annotate(name, (at, speed), (10, -18), **style)
-    ax.margins(x=0.15, y=0.2)
+_KIND_COLOURS: dict[Kind, str] = {
+    "no_waiting": SOFT,
+    "queues": "#5b9bc8",
+    "adaptive_release": WLB,
+    "dynamic_cp": "#e3bd6b",
+    "wlb_dynamic_cp": "#a3361f",
+}
 
 
 def _thousands(number: float) -> str:

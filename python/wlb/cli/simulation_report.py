@@ -38,6 +38,7 @@ class SimulationReport:
     settings: Settings
     shown: str  # the variant that pictures set against the baseline
     name: str = "simulate"  # of the command, and of the page
+    remarks: tuple[str, ...] = ()  # what else there is to say
 
     @property
     def compared(self) -> tuple[Outcome, ...]:
@@ -75,10 +76,13 @@ class SimulationReport:
             f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
             f" micro-batches a step) would still idle {bubble:.1%} of its time.",
             *document_sentences(self._documents(), scenario.setup(), oversize=oversize),
-            f"Micro-batches of variable length have at most {scenario.limit:,} tokens;"
-            f" documents from {thresholds} tokens on wait in queues."
-            if thresholds
-            else f"Micro-batches of variable length have at most {scenario.limit:,} tokens; no document waits.",
+            f"Micro-batches of variable length have at most {scenario.limit:,} tokens; "
+            + (
+                f"in queues wait documents from {thresholds} tokens on."
+                if thresholds
+                else "no document waits in a queue."
+            ),
+            *self.remarks,
             *self._too_large(),
             *explanation(self.simulation, self.shown),
         ]
@@ -135,7 +139,8 @@ class SimulationReport:
                 drawn = draw_step(outcome, step, "a typical" if kind == "typical" else "its most idle")
                 pictures.append(notes((_TOO_DEEP,)) if drawn is None else svg(drawn))
                 traces.append(folder / f"step-{slug}.trace.json")
-                write_chrome_trace(outcome.timelines(step), path=traces[-1])
+                pipelines = "DP rank" if outcome.pipelines == "DP" else outcome.pipelines
+                write_chrome_trace(outcome.timelines(step), path=traces[-1], pipelines=pipelines)
         results = {**self.as_json(), **(results or {})}
         before = self.simulation.baseline
         step_seconds = [f"{o.seconds[: o.plan.streamed].mean():.3g}" for o in (before, shown)]
@@ -149,8 +154,8 @@ class SimulationReport:
                 for label, old, new in (
                     ("tokens/s", f"{before.tokens_per_second:,.0f}", f"{shown.tokens_per_second:,.0f}"),
                     ("seconds of a mean step", *step_seconds),
-                    ("imbalance of micro-batches", *(f"{o.imbalance.mean():.2f}" for o in (before, shown))),
-                    ("imbalance of CP ranks", *(f"{o.sharded.imbalance:.2f}" for o in (before, shown))),
+                    ("of the time idle", *(f"{_idle_share(o):.0%}" for o in (before, shown))),
+                    ("imbalance of CP ranks", *(f"{o.cp_imbalance:.2f}" for o in (before, shown))),
                 )
             ],
             body=[
@@ -174,6 +179,11 @@ class SimulationReport:
         for path, content in contents.items():
             path.write_bytes(content)
         return [*contents, *traces]
+
+
+def _idle_share(outcome: Outcome) -> float:
+    """Of the time of all steps."""
+    return float(outcome.idle @ outcome.seconds) / outcome.total_seconds
 
 
 def _shown_steps(outcome: Outcome) -> dict[str, int]:

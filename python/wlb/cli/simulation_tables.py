@@ -12,8 +12,11 @@ NOTES = (
     "tokens/s: all tokens of the stream over the time of all its steps, of the whole cluster, on the same documents;"
     " the steps at the end that empty the queues count in full. MFU: FLOPs of the documents as they are trained over"
     " what the GPUs could do in that time. Methods that cut documents do less attention for the same tokens.",
+    "step: seconds of one, and micro-batches of a rank in it, both in the mean. WLB, finer: twice the micro-batches of"
+    " the same documents, each half as long. fitted, and all below: costs are fitted to the cluster.",
     "imbalance: MB: predicted time of the heaviest micro-batch over the mean of its step, mean over steps; CP:"
-    " attention of the slowest context-parallel rank over the mean rank.",
+    " attention of the slowest context-parallel rank over the mean rank. Dynamic-CP makes the first and last"
+    " micro-batch light, which shortens the pipeline's bubble.",
     "delay: iterations from the arrival of a token's global batch to its training. GiB: the fullest GPU, in its fullest"
     " step.",
 )
@@ -31,6 +34,7 @@ def variant_table(simulation: wlb.Simulation, strong: str) -> Table:
                 f"{simulation.speedup(name):.3f}",
                 f"{s['model_flops_utilization']:.1%}",
                 f"{s['step_seconds_mean']:.3g}",
+                f"{s['micro_batches_mean']:.3g}",
                 f"{s['micro_batch_imbalance_mean']:.3f}",
                 f"{s['cp_imbalance']:.3f}",
                 f"{s['delay_mean']:.2f}",
@@ -40,8 +44,8 @@ def variant_table(simulation: wlb.Simulation, strong: str) -> Table:
         )
     return Table(
         title="Predicted speed, balance and delay",
-        groups=(("", 1), ("throughput", 3), ("step", 1), ("imbalance", 2), ("delay", 2), ("memory", 1)),
-        columns=("method", "tokens/s", "x", "MFU", "s", "MB", "CP", "mean", "max", "GiB"),
+        groups=(("", 1), ("throughput", 3), ("step", 2), ("imbalance", 2), ("delay", 2), ("memory", 1)),
+        columns=("method", "tokens/s", "x", "MFU", "s", "n", "MB", "CP", "mean", "max", "GiB"),
         rows=tuple(rows),
         strong=frozenset(i for i, name in enumerate(simulation.outcomes) if name == strong),
     )

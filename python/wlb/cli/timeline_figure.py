@@ -6,17 +6,22 @@ where a whole pipeline waits for a slower one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 import wlb
@@ -32,7 +37,10 @@ _Floats = NDArray[np.floating[Any]]
 
 
 def draw_timelines(
-    timelines: wlb.PipelineTimeline | Sequence[wlb.PipelineTimeline], *, title: str | None = None
+    timelines: wlb.PipelineTimeline | Sequence[wlb.PipelineTimeline],
+    *,
+    title: str | None = None,
+    pipelines: str = "DP",
 ) -> Figure:
     """One bar per op, one row per pipeline rank, one block of rows per data-parallel rank.
 
@@ -42,26 +50,27 @@ def draw_timelines(
     Args:
         timelines: of one pipeline, or of each data-parallel rank.
         title: above the picture; otherwise what the step's time went into.
+        pipelines: what each is of.
 
     Raises:
         WlbError: no timeline, or more than 64 rows.
     """
-    pipelines = [timelines] if isinstance(timelines, wlb.PipelineTimeline) else list(timelines)
-    rows = sum(timeline.num_stages for timeline in pipelines)
+    each = [timelines] if isinstance(timelines, wlb.PipelineTimeline) else list(timelines)
+    rows = sum(timeline.num_stages for timeline in each)
     if not 1 <= rows <= MAX_ROWS:
         raise wlb.WlbError(f"timelines: {rows} rows; a picture has from 1 to {MAX_ROWS}")
-    step = max(timeline.seconds for timeline in pipelines)
+    step = max(timeline.seconds for timeline in each)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(13, 1.5 + 0.36 * rows + 0.12 * len(pipelines)), layout="constrained")
+        figure = Figure(figsize=(13, 1.5 + 0.36 * rows + 0.12 * len(each)), layout="constrained")
         ax = figure.subplots()
         width = figure.get_figwidth() * 72 * 0.9  # points that the step's time spans, about
         ticks, labels, top = [], [], 0.0
-        slowest = max(range(len(pipelines)), key=lambda i: pipelines[i].seconds)
-        for index, timeline in enumerate(pipelines):
-            _pipeline(ax, timeline, top, step, width, critical=index == slowest)
+        slowest = max(range(len(each)), key=lambda i: each[i].seconds)
+        for index, timeline in enumerate(each):
+            _pipeline(figure, ax, timeline, top, step, width, critical=index == slowest)
             for rank in range(timeline.num_stages):
                 ticks.append(top + rank + 0.5)
-                labels.append(f"DP {index} · PP {rank}" if len(pipelines) > 1 else f"PP {rank}")
+                labels.append(f"{pipelines} {index} · PP {rank}" if len(each) > 1 else f"PP {rank}")
             top += timeline.num_stages + 0.35
         ax.set_yticks(ticks, labels)
         ax.tick_params(axis="y", length=0)
@@ -72,22 +81,22 @@ def draw_timelines(
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x * scale:g}"))
         ax.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
         ax.set_xlabel(f"time since the step began ({unit})")
-        ax.set_title(title or _summary(pipelines, step), pad=30)
-        _legend(ax, pipelines, step)
+        ax.set_title(title or _summary(each, step), pad=30)
+        _legend(ax, each, step)
         return figure
 
 
 def _pipeline(
-    ax: Axes, timeline: wlb.PipelineTimeline, top: float, step: float, width: float, *, critical: bool
+    figure: Figure, ax: Axes, timeline: wlb.PipelineTimeline, top: float, step: float, width: float, *, critical: bool
 ) -> None:
     low, high = top + (1 - _HEIGHT) / 2, top + (1 + _HEIGHT) / 2
     ranks = np.arange(timeline.num_stages)
     idle = _boxes(np.zeros(ranks.size), np.full(ranks.size, timeline.seconds), low + ranks, high + ranks)
-    _bars(ax, idle, facecolors=_IDLE, linewidths=0)
+    _bars(ax, idle, facecolor=_IDLE, linewidth=0)
     if timeline.seconds < step:
         ends = np.full(ranks.size, timeline.seconds), np.full(ranks.size, step)
         wait = _boxes(*ends, low + ranks, high + ranks)
-        style: Any = {"facecolors": "none", "edgecolors": _WAIT, "hatch": "////", "linewidths": 0}
+        style: Any = {"facecolor": "none", "edgecolor": _WAIT, "hatch": "////", "linewidth": 0}
         _bars(ax, wait, **style)
     starts, stops, rows = timeline.starts, timeline.ends, timeline.ranks
     boxes = _boxes(starts, stops, low + rows, high + rows)
@@ -95,16 +104,35 @@ def _pipeline(
     paler = 0.45 * chunks / max(1, timeline.num_virtual_stages - 1)
     colours = np.asarray([to_rgb(colour) for colour in _COLOURS])[timeline.kinds]
     colours = colours + (1 - colours) * paler[:, None]
-    _bars(ax, boxes, facecolors=colours, edgecolors="white", linewidths=0.6)
+    for colour in np.unique(colours, axis=0):
+        alike = boxes[(colours == colour).all(axis=1)]
+        _bars(ax, alike, facecolor=tuple(colour), edgecolor="white", linewidth=0.6)
     if critical:
         path = timeline.critical_path
-        _bars(ax, boxes[path], facecolors="none", edgecolors=INK, linewidths=1.3)
+        _bars(ax, boxes[path], facecolor="none", edgecolor=INK, linewidth=1.3)
     sizes = (stops - starts) / (step or 1) * width
-    for index in np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str))):
-        centre = (starts[index] + stops[index]) / 2
-        colour = INK if colours[index] @ (0.3, 0.59, 0.11) > 0.62 else "white"
-        text: Any = {"ha": "center", "va": "center_baseline", "size": 8.5, "color": colour}
-        ax.text(centre, top + rows[index] + 0.5, str(timeline.micro_batches[index]), **text)
+    shown = np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str)))
+    if shown.size:
+        dark = colours[shown] @ (0.3, 0.59, 0.11) <= 0.62
+        # Numbers as shapes: texts take longer.
+        numbers = PathCollection(
+            [_number(int(micro_batch)) for micro_batch in timeline.micro_batches[shown]],
+            offsets=np.stack([(starts + stops)[shown] / 2, top + rows[shown] + 0.5], axis=1),
+            offset_transform=ax.transData,
+            transform=Affine2D().scale(1 / 72) + figure.dpi_scale_trans,
+            facecolors=np.where(dark, "white", INK),
+            linewidths=0,
+            in_layout=False,
+        )
+        ax.add_collection(numbers)
+
+
+@functools.cache
+def _number(number: int) -> Path:
+    """Its digits, in points, around the origin."""
+    digits = TextPath((0, 0), str(number), size=8.5, prop=FontProperties(family="DejaVu Sans"))
+    box = digits.get_extents()
+    return Path(digits.vertices - [box.x0 + box.width / 2, box.y0 + box.height / 2], digits.codes)
 
 
 def _boxes(left: _Floats, right: _Floats, low: _Floats, high: _Floats) -> _Floats:
@@ -114,7 +142,8 @@ def _boxes(left: _Floats, right: _Floats, low: _Floats, high: _Floats) -> _Float
 
 
 def _bars(ax: Axes, boxes: _Floats, **style: Any) -> None:
-    ax.add_collection(PolyCollection(list(boxes), **style))
+    """All of one style as one shape: that many shapes would take most of the time."""
+    ax.add_patch(PathPatch(Path.make_compound_path_from_polys(boxes), in_layout=False, **style))
 
 
 def _summary(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> str:

@@ -85,9 +85,10 @@ def tune(
     """Finds settings within a limit of the mean delay: the best balance, or on a cluster the best speed.
 
     Without a cluster: the thresholds of the outlier queues, and the Pareto front of imbalance against delay. With any
-    option of the panel "Cluster", or of memory, also `S_max`, the sharding strategy and the packer's costs, what each
-    choice costs in delay and memory, and the configuration to paste. Speed is predicted; the report says on what
-    grounds.
+    option of the panel "Cluster", or of memory, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the
+    number of micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
+    configuration to paste. Speed is predicted; the report says on what grounds. --max-mean-delay 0 trains every
+    document in the step that it arrives for.
     """
     config = model_config(model)
     scenario = cluster.scenario(context_, config) if cluster.given(context_) else None
@@ -141,12 +142,12 @@ def tune(
                 simulation=SimulationReport(
                     documents=documents,
                     stream=stream,
-                    simulation=tuning.simulate(stream.lengths),
+                    simulation=tuning.simulation,
                     settings={
                         **{name: context_.params[name] for name in _SETTINGS},
                         "attention_efficiency": tuning.attention_efficiency,
                     },
-                    shown="wlb",
+                    shown=tuning.best.kind,
                     name="tune",
                 ),
             )

@@ -21,11 +21,13 @@ from wlb.cli.stream import Stream
 from wlb.cli.tables import Table, tuning_table
 from wlb.hardware import GIB
 from wlb.models import presets
-from wlb.simulation import Choice, Tuning
+from wlb.simulation import KINDS, Choice, Scenario, Tuning
 
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
     " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
+    "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
+    " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
     "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
 )
 
@@ -74,7 +76,10 @@ class TuningReport:
     def as_json(self) -> dict[str, Any]:
         """Everything the tables say, as plain JSON values; `best` and `pareto` as without a cluster, and `cluster`."""
         scenario, found = self.tuning.scenario, self.tuning.thresholds
-        best = next(point for point in found.pareto if point.thresholds == self.tuning.best.outlier_thresholds)
+        # Of the queues, as without a cluster; what was chosen is in "cluster".
+        best = next(
+            (point for point in found.pareto if point.thresholds == self.tuning.best.outlier_thresholds), found.best
+        )
         return {
             "best": _point(best),
             "pareto": [_point(point) for point in found.pareto],
@@ -125,27 +130,42 @@ class TuningReport:
 
     def tables(self) -> list[Table]:
         """One for each setting, the chosen row strong."""
-        best = self.tuning.best
+        best, tuning = self.tuning.best, self.tuning
+        limit = f"{tuning.scenario.max_mean_delay:g}"
         return [
             self._table(
-                "S_max: memory for balance",
+                f"Plans; the mean delay may be {limit}",
+                "plan",
+                [(self._plan(choice), choice) for choice in tuning.by_plan],
+                lambda choice: choice == best,
+            ),
+            self._table(
+                "S_max: memory for balance, with queues",
                 "S_max",
-                [(f"{choice.max_tokens:,}", choice) for choice in self.tuning.by_memory],
-                lambda choice: choice.max_tokens == best.max_tokens,
+                [(f"{choice.max_tokens:,}", choice) for choice in tuning.by_memory],
+                lambda choice: choice.max_tokens == tuning.by_delay[0].max_tokens,
             ),
             self._table(
-                "Thresholds: waiting for balance",
+                "Thresholds: waiting for balance, with queues",
                 "thresholds",
-                [(_thresholds(choice), choice) for choice in self.tuning.by_delay],
-                lambda choice: choice.outlier_thresholds == best.outlier_thresholds,
+                [(_thresholds(choice), choice) for choice in tuning.by_delay],
+                lambda choice: choice.outlier_thresholds == tuning.thresholds.thresholds,
             ),
             self._table(
-                "Sharding over context-parallel ranks",
+                f"Sharding over context-parallel ranks, {KINDS[tuning.by_strategy[0].kind]}",
                 "strategy",
-                [(choice.strategy, choice) for choice in self.tuning.by_strategy],
-                lambda choice: choice.strategy == best.strategy,
+                [(choice.strategy, choice) for choice in tuning.by_strategy],
+                lambda choice: choice in tuning.by_plan,
             ),
         ]
+
+    def _plan(self, choice: Choice) -> str:
+        """A kind of plan, with its settings."""
+        if choice.outlier_thresholds:
+            return f"{KINDS[choice.kind]} ({_thresholds(choice)})"
+        if choice.delay_price is None:
+            return KINDS[choice.kind]
+        return f"{KINDS[choice.kind]} ({choice.delay_price:g}, {_micro_batches(self.tuning.scenario, choice)})"
 
     def _table(self, title: str, column: str, choices: list[tuple[str, Choice]], chosen: Any) -> Table:
         rows = []
@@ -155,6 +175,7 @@ class TuningReport:
                 (
                     name,
                     f"{s['speedup']:.3f}",
+                    f"{s['micro_batches_mean']:.3g}",
                     *(f"{s[key]:.3f}" for key in ("micro_batch_imbalance_mean", "cp_imbalance")),
                     f"{s['delay_mean']:.2f}",
                     f"{s['delay_max']:,}",
@@ -164,14 +185,23 @@ class TuningReport:
             )
         return Table(
             title=title,
-            groups=(("", 1), ("speed", 1), ("imbalance", 2), ("delay", 2), ("memory", 2)),
-            columns=(column, "x", "MB", "CP", "mean", "max", "tokens", "GiB"),
+            groups=(("", 1), ("speed", 1), ("step", 1), ("imbalance", 2), ("delay", 2), ("memory", 2)),
+            columns=(column, "x", "n", "MB", "CP", "mean", "max", "tokens", "GiB"),
             rows=tuple(rows),
             strong=frozenset(i for i, (_, choice) in enumerate(choices) if chosen(choice)),
         )
 
     def configuration(self) -> str:
-        """Python that makes the packer and shards its plans."""
+        """Python that makes the plans."""
+        best = self.tuning.best
+        if best.kind == "dynamic_cp":
+            return _IMPORTS + self._planner() + _LOADER
+        if best.kind == "wlb_dynamic_cp":
+            return _IMPORTS + self._planner() + self._packer_before() + self._loader_behind()
+        return self._static()
+
+    def _static(self) -> str:
+        """A packer, and a function that shards its plans."""
         scenario, best = self.tuning.scenario, self.tuning.best
         preset = self.model in presets()
         model = f"preset({self.model!r})" if preset else f"from_hugging_face({self.model!r})"
@@ -186,20 +216,109 @@ class TuningReport:
                 f" head_dim={scenario.attention.head_dim}\n)\n"
             )
         shard = f'strategy="{best.strategy}"' + (", kernel_model=kernel" if kernel else "")
+        cost = f"attention_efficiency={self.tuning.attention_efficiency:.3f}"
+        if scenario.layout.recompute == "full":
+            cost += ", recompute=True"
         return (
             "import wlb\n\n"
             f"model = wlb.ModelConfig.{model}\n"
             "packer = wlb.Packer(\n"
-            f"    num_micro_batches={scenario.micro_batches},\n"
+            f"    num_micro_batches={scenario.micro_batches * best.split},\n"
             f"    max_tokens={best.max_tokens},\n"
-            f"    cost_model=model.cost_model(attention_efficiency={self.tuning.attention_efficiency:.3f}),\n"
-            f"    outlier_thresholds={best.outlier_thresholds},\n"
+            f"    cost_model=model.cost_model({cost}),\n"
+            f"{_waiting(best)}"
             f"    max_delay={scenario.max_delay},\n"
             f"    max_document_tokens={scenario.context},\n"
-            ")\n"
+            f")  # for BalancedBatchSampler: tokens_per_batch={scenario.tokens_per_batch}\n"
             f"{kernel}"
             f"\n\ndef shard(lengths):\n    return wlb.shard(lengths, cp_size={scenario.layout.cp}, {shard})\n"
         )
+
+    def _planner(self) -> str:
+        options = dict(self.tuning.planner or {})
+        cost = options.pop("cost_model")
+        attention, linear = float(cost.attention_cost([1])[0]), float(cost.linear_cost([1])[0])
+        return (
+            f"cost_model = wlb.CostModel(attention={attention!r}, linear={linear!r})  # seconds\n"
+            "plan = functools.partial(\n    wlb.plan_dynamic_cp,\n    cost_model=cost_model,\n"
+            + "".join(f"    {name}={value!r},\n" for name, value in options.items())
+            + ")\n"
+        )
+
+    def _packer_before(self) -> str:
+        scenario, best = self.tuning.scenario, self.tuning.best
+        return (
+            "packer = wlb.Packer(  # what it lets go is planned\n"
+            f"    num_micro_batches={_micro_batches(scenario, best)},\n"
+            f"    max_tokens={scenario.tokens_per_batch},  # a global batch; memory is the planner's concern\n"
+            "    cost_model=cost_model,\n"
+            f"{_waiting(best)}"
+            f"    max_delay={scenario.max_delay},\n"
+            f"    max_document_tokens={scenario.context},\n"
+            ")\n"
+        )
+
+    def _loader_behind(self) -> str:
+        ranks = self.tuning.scenario.layout.size("dp_cp")
+        if _micro_batches(self.tuning.scenario, self.tuning.best) % ranks:
+            return _RELEASED
+        return _LOADER_WITH_STATE.replace("TOKENS", str(self.tuning.scenario.tokens_per_batch))
+
+
+_IMPORTS = "import functools\n\nimport wlb\n\n"
+
+_LOADER = '''
+
+def loader(batches, ranks):
+    """Of every step: a list of the documents that this one of the data x context ranks reads."""
+    from wlb.torch.data import DynamicCpLoader
+
+    return DynamicCpLoader(batches, plan=plan, group=ranks.get_group())
+'''
+
+_LOADER_WITH_STATE = '''
+
+def loader(dataset, ranks):
+    """Shuffled epochs of a dataset; ranks: wlb.torch.data_and_context(mesh)."""
+    from torch.utils.data import DataLoader
+    from wlb.torch.data import BalancedBatchSampler, Documents, DynamicCpLoader, StepLoader
+
+    sampler = BalancedBatchSampler(
+        dataset.lengths, packer=packer, dp_rank=ranks.get_local_rank(), dp_size=ranks.size(), tokens_per_batch=TOKENS
+    )
+    documents = StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=list))
+    return DynamicCpLoader(documents, plan=plan, group=ranks.get_group())
+'''
+
+_RELEASED = '''
+
+def released(dataset, global_batches, rank, ranks):
+    """What one of the data x context ranks reads; all of them are given the same global batches of indices."""
+    for batch in global_batches:
+        micro_batches = packer.push([dataset.lengths[index] for index in batch], batch).micro_batches
+        indices = sorted(int(index) for micro_batch in micro_batches for index in micro_batch.document_ids)
+        yield [dataset[index] for index in indices[rank::ranks]]
+
+
+def loader(dataset, global_batches, ranks):
+    """ranks: wlb.torch.data_and_context(mesh)."""
+    from wlb.torch.data import DynamicCpLoader
+
+    batches = released(dataset, global_batches, ranks.get_local_rank(), ranks.size())
+    return DynamicCpLoader(batches, plan=plan, group=ranks.get_group())
+'''
+
+
+def _waiting(choice: Choice) -> str:
+    """Arguments of a packer that say what waits."""
+    if choice.delay_price is not None:
+        return f'    release="adaptive",\n    delay_price={choice.delay_price!r},\n'
+    return f"    outlier_thresholds={choice.outlier_thresholds},\n"
+
+
+def _micro_batches(scenario: Scenario, choice: Choice) -> int:
+    """Of the packer: in front of Dynamic-CP each is as wide as the pipeline stage."""
+    return scenario.micro_batches * choice.split // (scenario.layout.dp if choice.dynamic else 1)
 
 
 def _thresholds(choice: Choice) -> str:

@@ -20,7 +20,7 @@ from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
 from wlb.memory import KEY_GRADIENT_BYTES, kv_width
 from wlb.models import ModelConfig
-from wlb.reproduce.inputs import Inputs, Point, generated, hardware, kernel
+from wlb.reproduce.inputs import Inputs, Point, generated, hardware, kernel, running
 from wlb.reproduce.paper import DYNAMIC_CP
 from wlb.reproduce.results import Result, Row, influence, row
 from wlb.reproduce.study import Source, Study
@@ -76,7 +76,7 @@ def dynamic_cp(study: Study) -> Result:
     swept = [(point, Protocol()) for point in study.points(*_WITHOUT)]
     if study.sweep:
         swept += [
-            (Point(f"{label} = {value}", Inputs(), label), replace(Protocol(), **{field: value}))
+            (Point(f"{label} = {value}", study.central, label), replace(Protocol(), **{field: value}))
             for label, field, values in _SWEEP
             for value in values
         ]
@@ -185,13 +185,7 @@ def _cluster(inputs: Inputs, protocol: Protocol) -> _Cluster:
         model=model,
         layout=ParallelLayout(dp=protocol.dp, pp=PP, cp=CP, tp=protocol.tp, recompute="full"),
         hardware=hardware(inputs),
-        kernel=kernel(
-            model.num_heads // protocol.tp,
-            model.head_dim,
-            rate=inputs.attention_rate,
-            error=inputs.kernel_error,
-            seed=inputs.seed,
-        ),
+        kernel=running(model.num_heads // protocol.tp, model.head_dim, inputs),
         inputs=inputs,
         protocol=protocol,
     )

@@ -53,6 +53,8 @@ class Inputs:
             cuts them, which leaves it less attention to compute; "cut": the loader has cut the stream into windows
             already, so that all methods train the same pieces.
         seed: of lengths and noise.
+        profile: a measured kernel, a name or a path, that runs instead of the assumed one; what plans and shardings are
+            chosen by stays the analytic model. Not swept.
     """
 
     virtual_stages: int = 2
@@ -72,6 +74,7 @@ class Inputs:
     outliers: float = 0.0275
     crossing: Literal["whole", "cut"] = "whole"
     seed: int = 0
+    profile: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,22 +150,24 @@ class Point:
     swept: str | None = None  # label of the input that alone is not central
 
 
-def points(*, from_file: bool = False, without: tuple[str, ...] = ()) -> Iterator[Point]:
+def points(*, from_file: bool = False, without: tuple[str, ...] = (), central: Inputs | None = None) -> Iterator[Point]:
     """The central inputs; each value of the sweep, the others central; draws in which each input has any of its values.
 
     Args:
         from_file: lengths are given, so what shapes the generated ones is left out.
         without: fields that make no difference.
+        central: what is swept around.
     """
-    yield Point("central", Inputs())
+    central = central or Inputs()
+    yield Point("central", central)
     sweep = [one for one in SWEEP if one.field not in without and not (from_file and one.of_lengths)]
     for one in sweep:
         for value in one.values:
-            yield Point(f"{one.label} = {value}", replace(Inputs(), **{one.field: value}), one.label)
+            yield Point(f"{one.label} = {value}", replace(central, **{one.field: value}), one.label)
     generator = np.random.default_rng(0)
     for draw in range(1, DRAWS + 1):
         changes = {one.field: (one.central, *one.values)[generator.integers(1 + len(one.values))] for one in sweep}
-        yield Point(f"draw {draw}", replace(Inputs(), **changes))
+        yield Point(f"draw {draw}", replace(central, **changes))
 
 
 def documents(
@@ -242,9 +247,7 @@ def scenario(configuration: Configuration, inputs: Inputs, lengths: NDArray[np.i
     efficiency = inputs.attention_efficiency or believed.fitted_efficiency(lengths)
     fits = believed.limit
     limit = fits if inputs.max_contexts is None else min(fits, int(inputs.max_contexts * configuration.context))
-    runs = kernel(
-        assumed.num_heads, model.head_dim, rate=inputs.attention_rate, error=inputs.kernel_error, seed=inputs.seed
-    )
+    runs = running(assumed.num_heads, model.head_dim, inputs)
     return replace(
         believed,
         kernel_model=runs,
@@ -267,6 +270,13 @@ def hardware(inputs: Inputs) -> Hardware:
 
 _QUERIES = [2**i for i in range(4, 14)]
 _KEYS = [2**i for i in range(7, 18)]
+
+
+def running(num_heads: int, head_dim: int, inputs: Inputs) -> KernelModel:
+    """What runs: a measured kernel if there is one, else a table with errors of its own."""
+    if inputs.profile is not None:
+        return KernelModel.from_profile(inputs.profile, num_heads=num_heads)
+    return kernel(num_heads, head_dim, rate=inputs.attention_rate, error=inputs.kernel_error, seed=inputs.seed)
 
 
 def kernel(num_heads: int, head_dim: int, *, rate: float = 1.0, error: float = 0.0, seed: int = 0) -> KernelModel:

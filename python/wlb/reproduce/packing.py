@@ -14,9 +14,9 @@ from wlb.reproduce.paper import CONFIGURATIONS, MEAN_DELAY, TABLE_2
 from wlb.reproduce.results import Kind, Result, Row, row
 from wlb.reproduce.solver import solved
 from wlb.reproduce.study import CHOICE, Source, Study, run
-from wlb.simulation import Outcome, Variant
+from wlb.simulation import Variant
 from wlb.simulation.plans import GlobalBatches, Plan
-from wlb.simulation.score import score, shard_plan
+from wlb.simulation.score import StaticOutcome, score, shard_plan, static
 
 LATENCY = "imbalance of forward latency"
 ATTENTION = "imbalance of attention work"
@@ -74,8 +74,8 @@ def table_2(study: Study) -> Result:
             notes.append('No solver: run pip install "wlb[exact]".')
             break
         study.progress(f"Table 2: {name}", len(points), len(points))
-        lengths = documents(configuration, Inputs(), steps=study.solver_samples * window, source=study.source)
-        world = scenario(configuration, Inputs(), lengths)
+        lengths = documents(configuration, study.central, steps=study.solver_samples * window, source=study.source)
+        world = scenario(configuration, study.central, lengths)
         stream = GlobalBatches(lengths, batch_offsets(lengths, tokens_per_batch=world.tokens_per_batch))
         result = solved(stream, world.setup(), window=window, samples=study.solver_samples, limit=study.solver_seconds)
         notes.append(result.note(name))
@@ -120,10 +120,10 @@ class _Method:
 
 def _methods(steps: int, source: Source, inputs: Inputs) -> dict[str, _Method]:
     configuration = CONFIGURATIONS["7B-128K"]
-    outcomes = dict(run(steps, source, configuration, inputs, _STATIC).outcomes)
+    made = dict(run(steps, source, configuration, inputs, _STATIC).outcomes)
     for name, queues in _QUEUED.items():
         wlb = Variant(title=name, packing="var_length", strategies=CHOICE)
-        outcomes |= run(steps, source, configuration, replace(inputs, num_queues=queues), {name: wlb}).outcomes
+        made |= run(steps, source, configuration, replace(inputs, num_queues=queues), {name: wlb}).outcomes
     return {
         name: _Method(
             latency=float(_latency(outcome).mean()),
@@ -132,18 +132,18 @@ def _methods(steps: int, source: Source, inputs: Inputs) -> dict[str, _Method]:
             delay=outcome.plan.delay_mean,
             seconds=outcome.plan.seconds,
         )
-        for name, outcome in outcomes.items()
+        for name, outcome in ((name, static(one)) for name, one in made.items())
     }
 
 
-def _latency(outcome: Outcome) -> NDArray[np.float64]:
+def _latency(outcome: StaticOutcome) -> NDArray[np.float64]:
     """float64[streamed]: forward latency of the slowest micro-batch over the mean of its step."""
     latency = outcome.costs[: outcome.plan.streamed, ..., 0].sum(axis=-1)
     latency = latency.reshape(len(latency), -1)
     return np.asarray(latency.max(axis=1) / latency.mean(axis=1))
 
 
-def _attention_share(outcome: Outcome) -> float:
+def _attention_share(outcome: StaticOutcome) -> float:
     attention = float(outcome.sharded.forward.max(axis=1).sum()) * outcome.scenario.model.num_layers
     return attention / float(outcome.costs[..., 0].sum())
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from wlb._core import pairs
-from wlb.reproduce.inputs import Inputs, Point
+from wlb.reproduce.inputs import Point
 from wlb.reproduce.paper import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE_14, Configuration
 from wlb.reproduce.results import Facts, Result, Row, holds_at, influence, row
-from wlb.reproduce.study import METHODS, Study, ceiling, even, run
+from wlb.reproduce.study import METHODS, OURS, Study, ceiling, even, run
 from wlb.simulation import Outcome
+from wlb.simulation.score import static
 
 OVER_PLAIN = "speed-up over Plain-4D"
 Table = dict[str, dict[str, float]]  # by configuration, by point
@@ -55,7 +56,7 @@ def figure_12(study: Study) -> Result:
             f" {holds_at(points, shrinks)}.",
             _REASONS_NOTE,
         ),
-        facts=(_reasons(study, "Figure 12", CONFIGURATIONS, wlb),),
+        facts=(_reasons(study, "Figure 12", CONFIGURATIONS, wlb), _ours(study, "Figure 12", CONFIGURATIONS)),
         influence=influence(points, mean(wlb)),
         influenced="mean of WLB-LLM",
     )
@@ -77,7 +78,7 @@ def figure_13(study: Study) -> Result:
     ends = [max(series[name][p.label] for name in methods[:3]) < series["wlb"][p.label] for p in points]
 
     alone = run(
-        study.steps, study.source, configuration, Inputs(), {name: METHODS[name] for name in ("plain", "packing")}
+        study.steps, study.source, configuration, study.central, {name: METHODS[name] for name in ("plain", "packing")}
     ).outcomes
     plain, packed = alone["plain"], alone["packing"]
     whole, cut = (outcome.plan.length.astype(np.float64) for outcome in (packed, plain))
@@ -153,8 +154,22 @@ def _grows(values: Sequence[float]) -> bool:
     return all(a < b for a, b in itertools.pairwise(values))
 
 
+def _ours(study: Study, title: str, configurations: dict[str, Configuration]) -> Facts:
+    """Methods that no paper has numbers for, at the central inputs."""
+    rows = []
+    for done, (name, configuration) in enumerate(configurations.items()):
+        study.progress(f"{title}: ours", done, len(configurations))
+        made = run(study.steps, study.source, configuration, study.central, {"plain": METHODS["plain"], **OURS})
+        rows.append((name, *(f"{made.speedup(key):.2f}" for key in OURS)))
+    return Facts(
+        "Ours, beyond the paper: speed-up over Plain-4D at the central inputs",
+        ("", *(variant.title for variant in OURS.values())),
+        tuple(rows),
+    )
+
+
 def _plain(study: Study, configuration: Configuration) -> Outcome:
-    return run(study.steps, study.source, configuration, Inputs(), {"plain": METHODS["plain"]}).baseline
+    return run(study.steps, study.source, configuration, study.central, {"plain": METHODS["plain"]}).baseline
 
 
 _REASONS = (
@@ -205,7 +220,7 @@ def _share(outcome: Outcome, part: str) -> float:
 
 def _attention_share(outcome: Outcome) -> float:
     """Of what GPUs compute."""
-    scenario, sharded = outcome.scenario, outcome.sharded
+    scenario, sharded = outcome.scenario, static(outcome).sharded
     attention = float((sharded.forward + sharded.backward).mean(axis=1).sum()) * scenario.model.num_layers
     pipelines = scenario.layout.pp * scenario.layout.dp
     return attention / pipelines / float(outcome.attribution["compute"].sum())
@@ -213,7 +228,7 @@ def _attention_share(outcome: Outcome) -> float:
 
 def _longest(outcome: Outcome) -> float:
     """Pairs of the longest document over a micro-batch's fair share of its step's, mean over steps."""
-    plan = outcome.plan
+    plan = static(outcome).plan
     work = np.asarray(pairs(plan.length), dtype=np.float64)
     longest = np.zeros(len(plan.digests))
     np.maximum.at(longest, plan.step, work)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from wlb._core import simulate_pipeline
 from wlb.reproduce.inputs import Inputs, Point, documents, points, scenario
 from wlb.reproduce.paper import Configuration
-from wlb.simulation import Outcome, Simulation, Variant, simulate
-from wlb.simulation.score import score
+from wlb.simulation import VARIANTS, Outcome, Simulation, Variant, simulate
+from wlb.simulation.score import StaticOutcome, score, static
 from wlb.simulation.variants import Strategy
 
 CHOICE: tuple[Strategy, ...] = ("per_sequence", "per_document")
@@ -39,6 +39,12 @@ METHODS = {
     "hybrid": Variant(title="WLB-LLM and hybrid CP", packing="var_length", strategies=("adaptive",)),
 }
 
+OURS = {
+    name: replace(VARIANTS[name], fitted=False)
+    for name in ("adaptive_release", "finer", "dynamic_cp", "wlb_dynamic_cp")
+}
+"""Methods that the paper does not have. The packer's costs are fitted already, to what is believed of the cluster."""
+
 Progress = Callable[[str, int, int], None]
 Source: TypeAlias = "NDArray[np.int64] | None"
 Task = tuple[Configuration, Inputs, tuple[str, ...]]
@@ -56,6 +62,7 @@ class Study:
         workers: processes.
         solver_seconds: limit of the exact solver for one window of global batches; 0: no solver.
         solver_samples: windows of each size that it solves.
+        profile: a measured kernel that runs instead of the assumed one, a name or a path.
         progress: called with what is done, how much of it, and how much there is.
     """
 
@@ -65,12 +72,20 @@ class Study:
     workers: int = 1
     solver_seconds: float = 10.0
     solver_samples: int = 2
+    profile: str | None = None
     progress: Progress = lambda *_: None
     _speedups: dict[Task, dict[str, float]] = field(default_factory=dict)
 
+    @property
+    def central(self) -> Inputs:
+        """The central inputs."""
+        return Inputs(profile=self.profile)
+
     def points(self, *without: str) -> list[Point]:
         """The sweep, without the inputs that make no difference."""
-        every = points(from_file=self.source is not None, without=without)
+        if self.profile is not None:
+            without += ("attention_rate", "kernel_error")
+        every = points(from_file=self.source is not None, without=without, central=self.central)
         return list(every) if self.sweep else [next(every)]
 
     def map(self, title: str, function: Callable[..., Result], tasks: Sequence[tuple[Any, ...]]) -> list[Result]:
@@ -113,15 +128,16 @@ def speedups(
     return {name: made.speedup(name) for name in names}
 
 
-def even(outcome: Outcome) -> Outcome:
+def even(outcome: Outcome) -> StaticOutcome:
     """The same plan if the ranks of every context-parallel group took equally long."""
-    sharded = outcome.sharded
+    made = static(outcome)
+    sharded = made.sharded
     forward, backward = (
         np.broadcast_to(seconds.mean(axis=1, keepdims=True), seconds.shape)
         for seconds in (sharded.forward, sharded.backward)
     )
     mean = replace(sharded, forward=forward, backward=backward)
-    return score(outcome.title, outcome.plan, mean, outcome.scenario)
+    return score(made.title, made.plan, mean, made.scenario)
 
 
 def ceiling(outcome: Outcome) -> float:

@@ -1,13 +1,16 @@
 """What training takes on a cluster, under each method: `wlb.simulate`, `wlb.simulation.tune`."""
 
+from wlb.simulation.outcome import ATTRIBUTION, Outcome
+from wlb.simulation.planner import planner_options
 from wlb.simulation.run import Simulation, simulate
 from wlb.simulation.scenario import Scenario, Schedule
-from wlb.simulation.score import ATTRIBUTION, Outcome
-from wlb.simulation.tuning import Choice, Tuning, tune
-from wlb.simulation.variants import VARIANTS, Variant
+from wlb.simulation.tuning import KINDS, Choice, Tuning, tune
+from wlb.simulation.variants import DEFAULT, VARIANTS, Variant, defaults
 
 __all__ = [
     "ATTRIBUTION",
+    "DEFAULT",
+    "KINDS",
     "VARIANTS",
     "Choice",
     "Outcome",
@@ -16,6 +19,8 @@ __all__ = [
     "Simulation",
     "Tuning",
     "Variant",
+    "defaults",
+    "planner_options",
     "simulate",
     "tune",
 ]

@@ -74,11 +74,17 @@ class Setup:
     max_tokens: int  # the most tokens of a micro-batch of variable length
     cost_model: CostModel
     dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
+    split: int = 1  # so many times the micro-batches, where whole documents are packed
 
     @property
     def tokens_per_batch(self) -> int:
         """The most tokens of a global batch."""
         return self.num_micro_batches * self.context
+
+    @property
+    def packed(self) -> int:
+        """Micro-batches of a global batch where whole documents are packed."""
+        return self.num_micro_batches * self.split
 
 
 @dataclass(frozen=True)
@@ -94,28 +100,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Trained:
     """A whole stream as one method trains it: a row per piece of a document, in training order."""
 
     name: str
-    thresholds: tuple[int, ...]  # of the outlier queues
     step: NDArray[np.int64]  # [pieces] global batch, in training order
-    micro_batch: NDArray[np.int64]  # [pieces] inside the step
     document: NDArray[np.int64]  # [pieces] index into the stream
     start: NDArray[np.int64]  # [pieces] first token inside that document
     length: NDArray[np.int64]  # [pieces] tokens
     delay: NDArray[np.int64]  # [pieces] iterations from arrival to training
-    costs: NDArray[np.float64]  # [steps, micro-batches]
-    tokens: NDArray[np.int64]  # [steps, micro-batches]
-    order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
     digests: tuple[str, ...]  # [steps]
     seconds: NDArray[np.float64]  # [steps before the flush or remainder] planning time
-    release: Release = "fifo"  # which outliers wait
-
-    @property
-    def waits(self) -> bool:
-        """Whether outliers wait for others."""
-        return bool(self.thresholds) or self.release == "adaptive"
 
     @property
     def streamed(self) -> int:
@@ -124,12 +119,6 @@ class Plan:
         All steps where there are no others.
         """
         return self.seconds.size or len(self.digests)
-
-    @property
-    def imbalance(self) -> NDArray[np.float64]:
-        """float64[streamed]: the slowest micro-batch over the mean of its step."""
-        costs = self.costs[: self.streamed]
-        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
 
     @property
     def tokens_by_delay(self) -> NDArray[np.int64]:
@@ -142,6 +131,44 @@ class Plan:
         by_delay = self.tokens_by_delay
         return float(by_delay @ np.arange(by_delay.size) / by_delay.sum())
 
+    def summary(self) -> dict[str, Any]:
+        """Delay and planning in a few numbers, as plain JSON values."""
+        by_delay = self.tokens_by_delay
+        return {
+            "method": self.name,
+            "delay_mean": self.delay_mean,
+            "delay_p99": int(np.searchsorted(by_delay.cumsum(), 0.99 * by_delay.sum())),
+            "delay_max": by_delay.size - 1,
+            "planning_microseconds": float(np.median(self.seconds) * 1e6) if self.seconds.size else 0.0,
+            "steps": len(self.digests),
+            "steps_of_flush": len(self.digests) - self.streamed,
+            "documents_cut": int((np.bincount(self.document) > 1).sum()),
+            "digest": hashlib.sha256("".join(self.digests).encode()).hexdigest(),
+        }
+
+
+@dataclass(frozen=True)
+class Plan(Trained):
+    """Global batches of equally many micro-batches, all of them over the same context-parallel ranks."""
+
+    thresholds: tuple[int, ...]  # of the outlier queues
+    micro_batch: NDArray[np.int64]  # [pieces] inside the step
+    costs: NDArray[np.float64]  # [steps, micro-batches]
+    tokens: NDArray[np.int64]  # [steps, micro-batches]
+    order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
+    release: Release = "fifo"  # which outliers wait
+
+    @property
+    def waits(self) -> bool:
+        """Whether outliers wait for others."""
+        return bool(self.thresholds) or self.release == "adaptive"
+
+    @property
+    def imbalance(self) -> NDArray[np.float64]:
+        """float64[streamed]: the slowest micro-batch over the mean of its step."""
+        costs = self.costs[: self.streamed]
+        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+
     def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
         """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""
         width = self.tokens.shape[1]
@@ -149,25 +176,16 @@ class Plan:
         return (self.length[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """Balance and delay in a few numbers, as plain JSON values."""
-        imbalance, by_delay = self.imbalance, self.tokens_by_delay
-        tokens = self.tokens[: self.streamed]
+        """Balance, delay and planning in a few numbers, as plain JSON values."""
+        imbalance, tokens = self.imbalance, self.tokens[: self.streamed]
         return {
-            "method": self.name,
+            **super().summary(),
             "thresholds": list(self.thresholds),
             "release": self.release,
             "imbalance_mean": float(imbalance.mean()),
             "imbalance_p95": float(np.quantile(imbalance, 0.95)),
             "imbalance_worst": float(imbalance.max()),
-            "delay_mean": self.delay_mean,
-            "delay_p99": int(np.searchsorted(by_delay.cumsum(), 0.99 * by_delay.sum())),
-            "delay_max": by_delay.size - 1,
             "memory_skew": float((tokens.max(axis=1) / tokens.mean(axis=1)).mean()),
-            "planning_microseconds": float(np.median(self.seconds) * 1e6) if self.seconds.size else 0.0,
-            "steps": len(self.digests),
-            "steps_of_flush": len(self.digests) - self.streamed,
-            "documents_cut": int((np.bincount(self.document) > 1).sum()),
-            "digest": hashlib.sha256("".join(self.digests).encode()).hexdigest(),
         }
 
 
@@ -226,12 +244,12 @@ def var_length(
     `options` are further arguments of the packer.
     """
     packer = Packer(
-        num_micro_batches=setup.num_micro_batches,
+        num_micro_batches=setup.packed,
         max_tokens=setup.max_tokens,
         cost_model=setup.cost_model,
         outlier_thresholds=thresholds,
         max_delay=max_delay,
-        **(options or {}),
+        **{"max_document_tokens": setup.context, **(options or {})},
     )
 
     def step(packing: Packing, iteration: int, seconds: float | None) -> Step:
@@ -253,7 +271,7 @@ def tune_thresholds(
     """The best thresholds for these documents: :func:`wlb.tune_outlier_thresholds` with the setup's settings."""
     return tune_outlier_thresholds(
         lengths,
-        num_micro_batches=setup.num_micro_batches,
+        num_micro_batches=setup.packed,
         max_tokens=setup.max_tokens,
         cost_model=setup.cost_model,
         num_queues=queues,

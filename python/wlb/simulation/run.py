@@ -11,10 +11,13 @@ from numpy.typing import ArrayLike
 
 from wlb._core import TuneResult, batch_offsets
 from wlb._errors import error
+from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
+from wlb.simulation.outcome import Outcome
+from wlb.simulation.planner import check_planner, planner_options
 from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, tune_thresholds
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.score import Outcome, Sharded, placed, score, shard_plan
-from wlb.simulation.variants import VARIANTS, Variant, chosen
+from wlb.simulation.score import Sharded, placed, score, shard_plan
+from wlb.simulation.variants import Variant, chosen, defaults
 
 TUNED_SHARE = 4
 """Thresholds are tuned on the first quarter of the global batches."""
@@ -55,7 +58,7 @@ def simulate(
     lengths: ArrayLike,
     scenario: Scenario,
     *,
-    variants: Sequence[str] | Mapping[str, Variant] = tuple(VARIANTS),
+    variants: Sequence[str] | Mapping[str, Variant] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Simulation:
     """Predicts what training takes under each method, on the same documents.
@@ -73,39 +76,49 @@ def simulate(
             (:func:`wlb.split_documents`). Whole documents arrive in global batches of at most
             `num_micro_batches * context` tokens; methods that cut documents get them in batches of exactly that.
         scenario: model, cluster, packing.
-        variants: names in :data:`VARIANTS`, or own variants by name. The first is the baseline of the speed-ups.
+        variants: names in :data:`wlb.simulation.VARIANTS`, or own variants by name; the first is the baseline of the
+            speed-ups. Default: :func:`wlb.simulation.defaults`.
         progress: called with a variant's title, how many are done, and how many there are.
 
     Returns:
         Simulation.
 
     Raises:
-        WlbError: a length out of range, no document at all, or an unknown variant.
+        WlbError: a length out of range, no document at all, an unknown variant, or Dynamic-CP on a cluster that it
+            cannot plan for: one rank, a schedule other than 1F1B, a context that no group holds.
 
     Complexity:
         Some tens of microseconds for each micro-batch and variant, and the tuning of thresholds unless they are given.
     """
+    if variants is None:
+        variants = defaults(scenario)
     wanted = chosen(variants if isinstance(variants, Mapping) else list(variants))
+    if any(variant.dynamic for variant in wanted.values()):
+        check_planner(scenario)  # before the long work
     stream = _stream(lengths, scenario)
     report = progress or (lambda *_: None)
     sample = stream.head(max(1, stream.batches // TUNED_SHARE))
     given = scenario.outlier_thresholds
-    thresholds = {} if given is None else {False: given, True: given}  # by whether the costs are fitted
+    thresholds: dict[Any, tuple[int, ...]] = {}  # by what they were tuned for
 
     plans: dict[Any, Plan] = {}
     sharded: dict[Any, Sharded] = {}
     outcomes: dict[str, Outcome] = {}
     for done, (name, variant) in enumerate(wanted.items()):
         report(variant.title, done, len(wanted))
+        if variant.dynamic:
+            outcomes[name] = _dynamic(variant, stream, scenario)
+            continue
         packing = variant.packing_key
         if packing not in plans:
-            setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None)
+            setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None, split=variant.split)
             own: tuple[int, ...] = ()
             if variant.queued:
-                if variant.fitted not in thresholds:
+                tuned_for = (variant.fitted, variant.split)
+                if given is None and tuned_for not in thresholds:
                     report("tuning thresholds", done, len(wanted))
-                    thresholds[variant.fitted] = tune_scenario(sample, scenario, setup).thresholds
-                own = thresholds[variant.fitted]
+                    thresholds[tuned_for] = tune_scenario(sample, scenario, setup).thresholds
+                own = thresholds[tuned_for] if given is None else given
             arriving = variant.arriving(stream, setup)
             steps = variant.steps(arriving, setup, own, scenario.max_delay)
             plans[packing] = collect(variant.title, steps, arriving, own)
@@ -118,8 +131,19 @@ def simulate(
             scored.append(score(variant.title, plan, sharded[packing, way], scenario))
         outcomes[name] = min(scored, key=lambda outcome: outcome.total_seconds)
     report("done", len(wanted), len(wanted))
-    used = thresholds.get(False, thresholds.get(True, ()))
+    used = next(iter(thresholds.values()), ()) if given is None else given
     return Simulation(scenario=scenario, thresholds=used, batches=stream.batches, outcomes=outcomes)
+
+
+def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Outcome:
+    options = planner_options(scenario, stream.lengths)
+    packer = (
+        packer_before(scenario.setup(split=variant.split), options, variant.packer, scenario.max_delay)
+        if variant.packer
+        else None
+    )
+    plan = collect_dynamic(variant.title, dynamic_steps(stream, options, packer), stream)
+    return score_dynamic(variant.title, plan, scenario)
 
 
 def _stream(lengths: ArrayLike, scenario: Scenario) -> GlobalBatches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -9,15 +11,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb import profiles
 from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, memory_per_rank
+from wlb.memory import RESERVED_BYTES, RankMemory, kv_width, memory_per_rank
 from wlb.models import ModelConfig
 from wlb.simulation.plans import Setup
-from wlb.step_time import stage_seconds
+from wlb.step_time import StageSeconds, stage_seconds
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 
@@ -55,6 +58,8 @@ class Scenario:
         context: tokens; no document is longer, and the fixed-length methods cut every `context`.
         kernel_model: latency of attention with a tensor-parallel rank's heads, `num_heads / tp`; default: the
             analytic one of the hardware, an assumption.
+        profile: what `wlb profile` measured, a name or a path, instead of a kernel model. Its linear part counts, too,
+            if it is that of this model's layer on a tensor-parallel rank.
         selector: the kernel model by which a sharding strategy is chosen, where it is not the one that predicts the
             times: a choice then pays for the errors of what it went by.
         max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
@@ -84,6 +89,7 @@ class Scenario:
     hardware: Hardware
     context: int = 131072
     kernel_model: KernelModel | None = None
+    profile: str | os.PathLike[str] | None = None
     selector: KernelModel | None = None
     max_tokens: int | None = None
     num_micro_batches: int | None = None
@@ -120,18 +126,20 @@ class Scenario:
         _ = self._equal, self.limit, self.attention  # wrong ones are refused here
 
     def _check_kernel_model(self) -> None:
-        kernel = self.kernel_model
-        if kernel is None:
+        if self.profile is not None and self.kernel_model is not None:
+            raise error("profile", "and kernel_model: give one of them", value=self.profile)
+        if self.profile is None and self.kernel_model is None:
             return
+        kernel, name = self.attention, "profile" if self.kernel_model is None else "kernel_model"
         heads, head_dim = self.model.num_heads // self.layout.tp, self.model.head_dim
         if kernel.num_heads != heads:
             message = f"is for {kernel.num_heads} heads: a GPU has num_heads / tp = {heads}"
-            raise error("kernel_model", message, value=kernel.num_heads)
+            raise error(name, message, value=kernel.num_heads)
         if kernel.head_dim != head_dim:
             message = f"is for heads of dimension {kernel.head_dim}: the model's have {head_dim}"
-            raise error("kernel_model", message, value=kernel.head_dim)
+            raise error(name, message, value=kernel.head_dim)
         if not kernel.causal:
-            raise error("kernel_model", "is for attention without a causal mask: training is causal", value=False)
+            raise error(name, "is for attention without a causal mask: training is causal", value=False)
 
     @property
     def measured_elsewhere(self) -> bool:
@@ -159,6 +167,8 @@ class Scenario:
         """The kernel model; its `source` says whether it was measured."""
         if self.kernel_model is not None:
             return self.kernel_model
+        if self.profile is not None:
+            return KernelModel.from_profile(self.profile, num_heads=self.model.num_heads // self.layout.tp)
         if self.hardware.name not in _GENERATIONS:
             message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(_GENERATIONS)} have"
             raise error("kernel_model", message)
@@ -171,11 +181,38 @@ class Scenario:
         )
 
     @cached_property
+    def linear(self) -> tuple[CostModel, CostModel] | None:
+        """Measured forward and backward of everything but attention in a layer; None: by FLOPs."""
+        if self.profile is None:
+            return None
+        measured = json.loads(profiles.read(self.profile)).get("linear", {}).get("layer", {})
+        model, tp = self.model, self.layout.tp
+        mine = {
+            "hidden_size": model.hidden_size,
+            "ffn_hidden_size": model.ffn_hidden_size * model.experts_per_token // tp,
+            "num_heads": model.num_heads // tp,
+            "num_kv_heads": kv_width(model, self.layout) // model.head_dim,
+            "head_dim": model.head_dim,
+            "gated_ffn": model.gated_ffn,
+            "tp": tp,
+        }
+        if any(measured.get(key) != value for key, value in mine.items()):
+            return None
+        forward, backward = (CostModel.from_profile(self.profile, passes=passes) for passes in ("forward", "backward"))
+        return forward, backward
+
+    @cached_property
     def packer_cost(self) -> CostModel:
         """What the packer believes documents cost."""
         if self.cost_model is not None:
             return self.cost_model
-        return self.model.cost_model(attention_efficiency=self.hardware.attention_efficiency)
+        return self.flops(attention_efficiency=self.hardware.attention_efficiency)
+
+    def flops(self, *, attention_efficiency: float) -> CostModel:
+        """The model's FLOPs, those that recomputation repeats included."""
+        return self.model.cost_model(
+            attention_efficiency=attention_efficiency, recompute=self.layout.recompute == "full"
+        )
 
     @cached_property
     def limit(self) -> int:
@@ -192,6 +229,44 @@ class Scenario:
             at_least=self.context,
         )
 
+    def stage_seconds(
+        self,
+        tokens: ArrayLike,
+        *,
+        attention_forward: ArrayLike,
+        attention_backward: ArrayLike,
+        layout: ParallelLayout | None = None,
+    ) -> StageSeconds:
+        """:func:`wlb.stage_seconds` on this cluster; another layout has groups of another size."""
+        forward = backward = None
+        if self.linear is not None:
+            count = np.asarray(tokens)
+            forward, backward = (np.where(count, of.linear_cost(np.maximum(count, 1)), 0.0) for of in self.linear)
+        return stage_seconds(
+            tokens,
+            linear_forward=forward,
+            linear_backward=backward,
+            attention_forward=attention_forward,
+            attention_backward=attention_backward,
+            model=self.model,
+            layout=layout or self.layout,
+            hardware=self.hardware,
+            cp_overlap=self.cp_overlap,
+            tp_overlap=self.tp_overlap,
+        )
+
+    def attention_seconds(self, lengths: ArrayLike) -> float:
+        """Seconds of whole documents' attention on one context-parallel rank, over all layers and passes.
+
+        Args:
+            lengths: int[n] tokens of the documents.
+        """
+        forward, backward = (
+            float(self.attention.segment_seconds(lengths, lengths, passes=passes).sum()) * self.model.num_layers
+            for passes in ("forward", "backward")
+        )
+        return backward + (2 if self.layout.recompute == "full" else 1) * forward
+
     def fitted_efficiency(self, lengths: ArrayLike) -> float:
         """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.
 
@@ -201,37 +276,26 @@ class Scenario:
         Args:
             lengths: int[n] tokens of the documents.
         """
-        forward, backward = (
-            float(self.attention.segment_seconds(lengths, lengths, passes=passes).sum()) * self.model.num_layers
-            for passes in ("forward", "backward")
-        )
-        attention = (backward + (2 if self.layout.recompute == "full" else 1) * forward) / self.layout.cp
-        without = stage_seconds(
-            [-(-self.context // self.layout.cp)],
-            attention_forward=[0.0],
-            attention_backward=[0.0],
-            model=self.model,
-            layout=self.layout,
-            hardware=self.hardware,
-            cp_overlap=self.cp_overlap,
-            tp_overlap=self.tp_overlap,
-        )
+        attention = self.attention_seconds(lengths) / self.layout.cp
+        per_rank = [-(-self.context // self.layout.cp)]
+        without = self.stage_seconds(per_rank, attention_forward=[0.0], attention_backward=[0.0])
         rest = float(without.seconds.sum()) / self.context * float(np.sum(lengths))
-        flops = self.model.cost_model(attention_efficiency=1.0)
+        flops = self.flops(attention_efficiency=1.0)
         ratio = float(flops.attention_cost(lengths).sum() / flops.linear_cost(lengths).sum())
         return ratio * rest / attention
 
-    def setup(self, *, fitted_to: ArrayLike | None = None) -> Setup:
+    def setup(self, *, fitted_to: ArrayLike | None = None, split: int = 1) -> Setup:
         """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`."""
         cost_model = self.packer_cost
         if fitted_to is not None:
-            cost_model = self.model.cost_model(attention_efficiency=self.fitted_efficiency(fitted_to))
+            cost_model = self.flops(attention_efficiency=self.fitted_efficiency(fitted_to))
         return Setup(
             num_micro_batches=self.micro_batches,
             context=self.context,
             max_tokens=self.limit,
             cost_model=cost_model,
             dp_size=self.layout.dp,
+            split=split,
         )
 
     def memory(self, tokens: int, held: NDArray[np.float64]) -> RankMemory:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import TunedPoint, TuneResult
+from wlb._core import TunedPoint, TuneResult, WlbError, simulate_pipeline
+from wlb.simulation.outcome import Outcome
+from wlb.simulation.planner import check_planner, planner_options
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.score import Outcome
-from wlb.simulation.variants import VARIANTS, Strategy, Variant
+from wlb.simulation.variants import Strategy, Variant
+
+Kind = Literal["no_waiting", "queues", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp"]
+
+KINDS: dict[Kind, str] = {
+    "no_waiting": "nothing waits",
+    "queues": "outlier queues",
+    "adaptive_release": "adaptive release",
+    "dynamic_cp": "Dynamic-CP",
+    "wlb_dynamic_cp": "Dynamic-CP + release",
+}
+"""What a plan can be, that with least machinery first, and its name in reports."""
 
 EQUAL = 0.003
 """Choices whose throughput differs by no more are equal: then the one that needs least (memory, delay) is taken."""
@@ -22,26 +34,70 @@ EQUAL = 0.003
 FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Contexts that are tried for `S_max`, as far as they fit, besides what just fits."""
 
+SPLITS = (1, 2, 4)
+"""Times the scenario's micro-batches that are made of a global batch."""
+
+PRICES = (0.003, 0.03, 0.3)
+"""Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`."""
+
 STRATEGIES: tuple[Strategy, ...] = ("per_sequence", "per_document", "adaptive")
 
 _SHOWN_POINTS = 8
-_OTHERS = ("plain", "as_they_come", "fixed", "per_document", "adaptive_cp", "packing")
+_OTHERS = ("plain", "fixed", "per_document", "adaptive_cp")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One choice of settings, and the stream under it."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A plan and how it is made."""
 
-    max_tokens: int
-    outlier_thresholds: tuple[int, ...]
-    strategy: Strategy
+    kind: Kind
+    max_tokens: int  # `S_max`; with Dynamic-CP of `layout.cp` ranks together
+    outlier_thresholds: tuple[int, ...] = ()
+    delay_price: float | None = None  # of adaptive release
+    split: int = 1  # so many times the scenario's micro-batches, of the packer
+    strategy: Strategy = "adaptive"
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the ranks of a micro-batch are divided as its documents need."""
+        return self.kind in ("dynamic_cp", "wlb_dynamic_cp")
+
+    @property
+    def variant(self) -> Variant:
+        """What is simulated; `S_max` and thresholds are the scenario's."""
+        return Variant(
+            title=KINDS[self.kind],
+            packing="dynamic_cp" if self.dynamic else "var_length",
+            strategies=(self.strategy,),
+            packer={} if self.delay_price is None else {"release": "adaptive", "delay_price": self.delay_price},
+            split=self.split,
+        )
+
+    @property
+    def machinery(self) -> tuple[float, ...]:
+        """Grows with what has to be built and run."""
+        return (list(KINDS).index(self.kind), STRATEGIES.index(self.strategy), self.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Settings):
+    """A plan, and the stream under it."""
+
     outcome: Outcome
+
+    @property
+    def delay(self) -> float:
+        """Iterations that a token waits, on average."""
+        return self.outcome.plan.delay_mean
 
     def summary(self, baseline: Outcome) -> dict[str, Any]:
         """In a few numbers, as plain JSON values."""
         return {
+            "kind": self.kind,
             "max_tokens": self.max_tokens,
             "outlier_thresholds": list(self.outlier_thresholds),
+            "delay_price": self.delay_price,
+            "split": self.split,
             "strategy": self.strategy,
             "speedup": baseline.steady_seconds / self.outcome.steady_seconds,
             **self.outcome.summary(),
@@ -54,21 +110,20 @@ class Tuning:
 
     scenario: Scenario  # with the fitted costs
     attention_efficiency: float  # of the fitted costs
-    baseline: Outcome  # Plain-4D
-    by_memory: tuple[Choice, ...]  # S_max, ascending; thresholds tuned for each
+    by_memory: tuple[Choice, ...]  # S_max, ascending, of the queues; thresholds tuned for each
     by_delay: tuple[Choice, ...]  # thresholds at the chosen S_max: the Pareto front, by delay
-    by_strategy: tuple[Choice, ...]  # sharding at the chosen thresholds
+    by_strategy: tuple[Choice, ...]  # sharding of the best plan without Dynamic-CP
+    by_plan: tuple[Choice, ...]  # of each kind the best within the limits, then the fastest if that is another
+    tried: tuple[Choice, ...]  # all plans at the chosen S_max
     thresholds: TuneResult  # at the chosen S_max
+    simulation: Simulation  # methods that cut documents, then `by_plan` within the limits, by kind
+    planner: dict[str, Any] | None  # what :func:`wlb.plan_dynamic_cp` was told; None where it cannot plan
     best: Choice
 
-    def simulate(self, lengths: ArrayLike) -> Simulation:
-        """What was chosen, as "wlb", beside the other methods on the same cluster with the same costs."""
-        best = self.best
-        scenario = dataclasses.replace(
-            self.scenario, max_tokens=best.max_tokens, outlier_thresholds=best.outlier_thresholds
-        )
-        tuned = Variant(title="WLB, tuned", packing="var_length", strategies=(best.strategy,))
-        return simulate(lengths, scenario, variants={**{name: VARIANTS[name] for name in _OTHERS}, "wlb": tuned})
+    @property
+    def baseline(self) -> Outcome:
+        """Plain-4D."""
+        return self.simulation.baseline
 
     def as_json(self) -> dict[str, Any]:
         """Everything in numbers, as plain JSON values."""
@@ -79,25 +134,31 @@ class Tuning:
             "best": self.best.summary(self.baseline),
             **{
                 name: [choice.summary(self.baseline) for choice in getattr(self, name)]
-                for name in ("by_memory", "by_delay", "by_strategy")
+                for name in ("by_memory", "by_delay", "by_strategy", "by_plan")
             },
         }
 
 
 def tune(lengths: ArrayLike, scenario: Scenario, *, progress: Callable[[str, int, int], None] | None = None) -> Tuning:
-    """Looks for `S_max`, thresholds and a sharding strategy: to 0.3 % the fastest tried within the delay limit.
+    """The plan and its settings with which the cluster trains most tokens a second within a limit of the mean delay.
+
+    Everything that wlb can plan is tried: whole documents packed for the layout's ranks, with outlier queues, with
+    adaptive release or with nothing waiting, in as many micro-batches as the scenario says or 2 or 4 times as many;
+    Dynamic-CP, and both together. With a limit of 0 every document is trained in the step that it arrives for.
 
     One after the other, each with the best of those before: the packer's costs are fitted to the cluster
     (:meth:`Scenario.fitted_efficiency`); `S_max` from one context up to what fits; the Pareto front of thresholds;
-    the strategies. Of those within 0.3 % of the fastest so far the one with least memory or delay is taken. Throughput
-    is that of a long stream (:attr:`Outcome.steady_seconds`): the sample's flush at its end would say more about the
+    the kinds of plan, their micro-batches and prices of delay; the sharding strategies of the best without Dynamic-CP.
+    Of those within 0.3 % of the fastest so far the one with least memory, delay or machinery is taken. Throughput is
+    that of a long stream (:attr:`Outcome.steady_seconds`): the sample's flush at its end would say more about the
     sample's length.
 
     Args:
         lengths: int[n] tokens of the documents in arrival order, see :func:`wlb.simulate`. All of them are tuned on,
             so give what is typical.
-        scenario: model, cluster, limits. `max_tokens` is the most `S_max` that is tried, by default what fits into
-            memory; `cost_model` and `outlier_thresholds` are not used.
+        scenario: model, cluster, limits. `max_mean_delay` is kept by what is chosen. `max_tokens` is the most `S_max`
+            that is tried, by default what fits into memory; `cost_model` and `outlier_thresholds` are not used.
+            Dynamic-CP is left out on a cluster that it cannot plan for.
         progress: see :func:`wlb.simulate`.
 
     Returns:
@@ -107,63 +168,159 @@ def tune(lengths: ArrayLike, scenario: Scenario, *, progress: Callable[[str, int
         WlbError: see :func:`wlb.simulate`.
 
     Complexity:
-        About fifteen simulations of a variant, and six searches for thresholds.
+        About forty simulations of a variant, and eight searches for thresholds.
     """
-    report = progress or (lambda *_: None)
-    efficiency = scenario.fitted_efficiency(lengths)
-    scenario = dataclasses.replace(
-        scenario,
-        cost_model=scenario.model.cost_model(attention_efficiency=efficiency),
-        max_tokens=scenario.limit,
-    )
-    limits = sorted({*(int(factor * scenario.context) for factor in FACTORS), scenario.limit})
-    limits = [limit for limit in limits if limit <= scenario.limit]
-    jobs = len(limits) + _SHOWN_POINTS + len(STRATEGIES)
+    return _Search(lengths, scenario, progress or (lambda *_: None)).run()
 
-    def run(limit: int, thresholds: tuple[int, ...], strategy: Strategy) -> Choice:
-        case = dataclasses.replace(scenario, max_tokens=limit, outlier_thresholds=thresholds)
-        variant = Variant(title=strategy, packing="var_length", strategies=(strategy,))
-        outcome = simulate(lengths, case, variants={strategy: variant}).baseline
-        return Choice(limit, thresholds, strategy, outcome)
 
-    def in_time(choice: Choice) -> bool:
-        return choice.outcome.plan.delay_mean <= scenario.max_mean_delay
+class _Search:
+    """One tuning."""
 
-    report("Plain-4D", 0, jobs)
-    baseline = simulate(lengths, scenario, variants={"plain": VARIANTS["plain"]}).baseline
+    def __init__(self, lengths: ArrayLike, scenario: Scenario, progress: Callable[[str, int, int], None]) -> None:
+        self._lengths, self._progress, self._given = lengths, progress, scenario
+        self._efficiency = scenario.fitted_efficiency(lengths)
+        self._scenario = dataclasses.replace(
+            scenario,
+            cost_model=scenario.flops(attention_efficiency=self._efficiency),
+            max_tokens=scenario.limit,
+        )
+        limits = {*(int(factor * scenario.context) for factor in FACTORS), scenario.limit}
+        self._limits = sorted(limit for limit in limits if limit <= scenario.limit)
+        self._splits = [split for split in SPLITS if _possible(scenario, split)]
+        self._dynamic = _plans_dynamic_cp(scenario)
+        of_split = len(PRICES) + self._dynamic * len(PRICES)
+        plans = len(self._splits) * of_split + 2 * (len(self._splits) - 1) + self._dynamic
+        self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
 
-    found: dict[int, TuneResult] = {}
-    by_memory = []
-    for done, limit in enumerate(limits):
-        report(f"S_max {limit:,}", done, jobs)
-        found[limit] = tune_scenario(lengths, dataclasses.replace(scenario, max_tokens=limit))
-        by_memory.append(run(limit, found[limit].thresholds, "adaptive"))
-    tried = [choice for choice in by_memory if in_time(choice)]
-    limit = _least(tried or by_memory, tried or by_memory, lambda choice: choice.max_tokens).max_tokens
+    def run(self) -> Tuning:
+        """Everything, one after the other."""
+        self._report("Plain-4D")
+        others = simulate(self._lengths, self._scenario, variants=_OTHERS)
 
-    by_delay = []
-    for done, point in enumerate(_spread(found[limit].pareto, found[limit].best), start=len(limits)):
-        report(f"thresholds {point.thresholds}", done, jobs)
-        by_delay.append(run(limit, point.thresholds, "adaptive"))
-    allowed = [choice for choice in by_delay if in_time(choice)] or by_delay[:1]
-    tried += allowed
-    waiting = _least(allowed, tried, lambda choice: choice.outcome.plan.delay_mean)
+        found: dict[int, TuneResult] = {}
+        by_memory = []
+        for limit in self._limits:
+            found[limit] = self._thresholds(limit)
+            by_memory.append(self._queues(limit, found[limit].thresholds))
+        limit = _least(self._allowed(by_memory), lambda choice: choice.max_tokens).max_tokens
 
-    report("sharding", jobs - len(STRATEGIES), jobs)
-    by_strategy = [run(limit, waiting.outlier_thresholds, strategy) for strategy in STRATEGIES]
-    tried += by_strategy
-    best = _least(by_strategy, tried, lambda choice: float(STRATEGIES.index(choice.strategy)))
-    report("done", jobs, jobs)
-    return Tuning(
-        scenario=scenario,
-        attention_efficiency=efficiency,
-        baseline=baseline,
-        by_memory=tuple(by_memory),
-        by_delay=tuple(by_delay),
-        by_strategy=tuple(by_strategy),
-        thresholds=found[limit],
-        best=best,
-    )
+        by_delay = [self._queues(limit, point.thresholds) for point in _spread(found[limit].pareto, found[limit].best)]
+        plans = [*by_delay, *self._static(limit)]
+        chosen = _least(self._allowed(plans), lambda choice: choice.machinery)
+        by_strategy = [self._choose(dataclasses.replace(_settings(chosen), strategy=name)) for name in STRATEGIES]
+        plans += by_strategy
+        plans += self._planned()
+        best = _least(self._allowed(plans), lambda choice: choice.machinery)
+        by_plan = self._by_kind(plans)
+        self._report("done")
+        shown = {choice.kind: choice.outcome for choice in self._allowed(by_plan)} | {best.kind: best.outcome}
+        return Tuning(
+            scenario=self._scenario,
+            attention_efficiency=self._efficiency,
+            by_memory=tuple(by_memory),
+            by_delay=tuple(by_delay),
+            by_strategy=tuple(by_strategy),
+            by_plan=tuple(by_plan),
+            tried=tuple(plans),
+            thresholds=found[limit],
+            simulation=dataclasses.replace(
+                others, outcomes=others.outcomes | shown, thresholds=found[limit].thresholds
+            ),
+            planner=planner_options(self._given, self._lengths) if self._dynamic else None,
+            best=best,
+        )
+
+    def _static(self, limit: int) -> Iterator[Choice]:
+        """Plans for the layout's ranks, other than those of the first front of thresholds."""
+        for split in self._splits:
+            if split > 1:
+                yield self._choose(Settings(kind="no_waiting", max_tokens=limit, split=split))
+                yield self._queues(limit, self._thresholds(limit, split).thresholds, split)
+            for price in PRICES:
+                settings = Settings(kind="adaptive_release", max_tokens=limit, delay_price=price, split=split)
+                yield self._choose(settings)
+
+    def _planned(self) -> Iterator[Choice]:
+        """Plans with groups of their own."""
+        if not self._dynamic:
+            return
+        limit = check_planner(self._given) * self._given.layout.cp
+        yield self._choose(Settings(kind="dynamic_cp", max_tokens=limit, strategy="per_document"))
+        for split in self._splits:
+            for price in PRICES:
+                settings = Settings(kind="wlb_dynamic_cp", max_tokens=limit, delay_price=price, split=split)
+                yield self._choose(dataclasses.replace(settings, strategy="per_document"))
+
+    def _by_kind(self, plans: list[Choice]) -> list[Choice]:
+        """Of each kind the best within the limits, then the fastest if that is another."""
+        made = []
+        for kind in KINDS:
+            of_kind = [choice for choice in plans if choice.kind == kind]
+            within = [choice for choice in of_kind if self._within(choice)]
+            if within:
+                made.append(_least(within, lambda choice: choice.machinery))
+            if of_kind:
+                fastest = min(of_kind, key=lambda choice: choice.outcome.steady_seconds)
+                if not within or not self._within(fastest):
+                    made.append(fastest)
+        return made
+
+    def _queues(self, limit: int, thresholds: tuple[int, ...], split: int = 1) -> Choice:
+        kind: Kind = "queues" if thresholds else "no_waiting"
+        return self._choose(Settings(kind=kind, max_tokens=limit, outlier_thresholds=thresholds, split=split))
+
+    def _thresholds(self, limit: int, split: int = 1) -> TuneResult:
+        scenario = dataclasses.replace(self._scenario, max_tokens=limit)
+        return tune_scenario(self._lengths, scenario, scenario.setup(split=split))
+
+    def _choose(self, settings: Settings) -> Choice:
+        self._report(KINDS[settings.kind])
+        limit = self._given.max_tokens if settings.dynamic else settings.max_tokens
+        scenario = dataclasses.replace(self._scenario, max_tokens=limit, outlier_thresholds=settings.outlier_thresholds)
+        outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
+        return Choice(**vars(settings), outcome=outcome)
+
+    def _within(self, choice: Choice) -> bool:
+        """Whether a choice keeps the limits. That of memory is the user's where they gave `max_tokens`."""
+        memory = choice.outcome.memory.total.max()
+        fits = self._given.max_tokens is not None or memory <= self._given.hardware.memory_bytes
+        return bool(fits) and choice.delay <= self._given.max_mean_delay
+
+    def _allowed(self, choices: list[Choice]) -> list[Choice]:
+        """Those within the limits, or that which waits least."""
+        return [c for c in choices if self._within(c)] or [min(choices, key=lambda choice: choice.delay)]
+
+    def _report(self, what: str) -> None:
+        self._progress(what, min(self._done, self._jobs), self._jobs)
+        self._done += 1
+
+
+def _settings(choice: Choice) -> Settings:
+    return Settings(**{field.name: getattr(choice, field.name) for field in dataclasses.fields(Settings)})
+
+
+def _possible(scenario: Scenario, split: int) -> bool:
+    """Whether the schedule can have so many times the micro-batches."""
+    layout = scenario.layout
+    count = scenario.micro_batches // layout.dp * split
+    try:
+        simulate_pipeline(
+            np.ones(count),
+            schedule=scenario.pipeline_schedule,
+            num_stages=layout.pp,
+            num_virtual_stages=layout.virtual_stages,
+        )
+    except WlbError:
+        return False
+    return True
+
+
+def _plans_dynamic_cp(scenario: Scenario) -> bool:
+    try:
+        check_planner(scenario)
+    except WlbError:
+        return False
+    return True
 
 
 def _spread(points: Iterable[TunedPoint], best: TunedPoint) -> list[TunedPoint]:
@@ -174,10 +331,7 @@ def _spread(points: Iterable[TunedPoint], best: TunedPoint) -> list[TunedPoint]:
     return [front[index] for index in sorted(picked)]
 
 
-def _least(choices: list[Choice], tried: list[Choice], need: Callable[[Choice], float]) -> Choice:
-    """Of those as fast as the fastest of all that was tried so far, the one that needs least.
-
-    There is one: what was chosen before is among the choices.
-    """
-    fastest = min(choice.outcome.steady_seconds for choice in tried)
+def _least(choices: list[Choice], need: Callable[[Choice], Any]) -> Choice:
+    """Of those as fast as the fastest, the one that needs least."""
+    fastest = min(choice.outcome.steady_seconds for choice in choices)
     return min((choice for choice in choices if choice.outcome.steady_seconds <= fastest * (1 + EQUAL)), key=need)

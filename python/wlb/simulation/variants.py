@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from wlb._core import WlbError
 from wlb._errors import error
+from wlb.simulation.planner import check_planner
 from wlb.simulation.plans import GlobalBatches, Setup, Step, fixed_length, original, var_length
+from wlb.simulation.scenario import Scenario
 
-Packing = Literal["original", "fixed_length", "var_length"]
+Packing = Literal["original", "fixed_length", "var_length", "dynamic_cp"]
 Strategy = Literal["per_sequence", "per_document", "adaptive"]
 
 
@@ -23,7 +26,8 @@ class Variant:
     Args:
         title: for reports.
         packing: "original": as documents arrive, cut every context; "fixed_length": greedy with cuts;
-            "var_length": whole documents, outliers wait in queues.
+            "var_length": whole documents, outliers wait in queues; "dynamic_cp": whole documents, each on a group of
+            ranks that :func:`wlb.plan_dynamic_cp` chooses, sharded one by one, with costs of its own.
         strategies: how a micro-batch is sharded over context-parallel ranks. Of several, the one whose slowest rank is
             predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
             knows the hybrid of them).
@@ -32,9 +36,11 @@ class Variant:
         dealt: the micro-batches of a step go to data-parallel ranks by their costs (:meth:`wlb.Packing.deal`), for
             "original": otherwise as they come.
         packer: further arguments of :class:`wlb.Packer`, for "var_length". With a release rule of its own no thresholds
-            are given.
+            are given. For "dynamic_cp": of a packer whose releases are planned; with none, nothing waits.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
             `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
+        split: so many times the micro-batches of a global batch, of the same documents, where they stay whole; of
+            "dynamic_cp": of the packer.
         placed: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
     """
 
@@ -46,11 +52,12 @@ class Variant:
     dealt: bool = True
     packer: Mapping[str, Any] = field(default_factory=dict)
     fitted: bool = False
+    split: int = 1
     placed: bool = False
 
     def arriving(self, stream: GlobalBatches, setup: Setup) -> GlobalBatches:
         """The stream as this method receives it: full global batches where it cuts documents."""
-        return stream if self.packing == "var_length" else stream.full(setup.tokens_per_batch)
+        return stream.full(setup.tokens_per_batch) if self.cuts else stream
 
     def steps(
         self, stream: GlobalBatches, setup: Setup, thresholds: tuple[int, ...], max_delay: int | None
@@ -63,6 +70,16 @@ class Variant:
         return var_length(stream, setup, thresholds if self.queued else (), max_delay, self.packer)
 
     @property
+    def cuts(self) -> bool:
+        """Whether documents are cut."""
+        return self.packing in ("original", "fixed_length")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the ranks of a micro-batch are divided as its documents need."""
+        return self.packing == "dynamic_cp"
+
+    @property
     def queued(self) -> bool:
         """Whether documents wait in queues with thresholds."""
         return self.packing == "var_length" and self.packer.get("release", "fifo") == "fifo"
@@ -70,26 +87,46 @@ class Variant:
     @property
     def packing_key(self) -> tuple[Any, ...]:
         """Equal for variants that pack alike."""
-        return (self.packing, self.window, tuple(sorted(self.packer.items())), self.fitted, self.dealt)
+        return (self.packing, self.window, tuple(sorted(self.packer.items())), self.fitted, self.split, self.dealt)
 
+
+_WLB: dict[str, Any] = {"packing": "var_length", "strategies": ("adaptive",)}
+_ADAPTIVE = {"release": "adaptive"}
 
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(title="Plain-4D"),
-    "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
     "fixed": Variant(
         title="Fixed-4D", packing="fixed_length", strategies=("per_sequence", "per_document"), static=True
     ),
     "per_document": Variant(title="per-document CP", strategies=("per_document",)),
     "adaptive_cp": Variant(title="adaptive CP", strategies=("adaptive",)),
     "packing": Variant(title="packing", packing="var_length"),
-    "wlb": Variant(title="WLB", packing="var_length", strategies=("adaptive",)),
+    "wlb": Variant(title="WLB", **_WLB),
+    "wlb_fitted": Variant(title="WLB, fitted costs", **_WLB, fitted=True),
+    "adaptive_release": Variant(title="WLB, adaptive release", **_WLB, fitted=True, packer=_ADAPTIVE),
+    "finer": Variant(title="WLB, finer", **_WLB, fitted=True, packer=_ADAPTIVE, split=2),
+    "dynamic_cp": Variant(title="Dynamic-CP", packing="dynamic_cp"),
+    "wlb_dynamic_cp": Variant(title="WLB + Dynamic-CP", packing="dynamic_cp", packer=_ADAPTIVE),
+    "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
     "placement": Variant(title="placement", placed=True),
-    "wlb_placement": Variant(title="WLB, placed", packing="var_length", strategies=("adaptive",), placed=True),
-    "wlb_fitted": Variant(title="WLB, fitted costs", packing="var_length", strategies=("adaptive",), fitted=True),
+    "wlb_placement": Variant(title="WLB, placed", **_WLB, placed=True),
 }
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
-all of them; then ours: micro-batches placed for the schedule, and a packer that knows the cluster's costs. All of them
-deal micro-batches to data-parallel ranks by cost; what that alone gives, a row without it says."""
+all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
+as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
+data-parallel ranks by cost. The last three show what that alone gives, and placing micro-batches for the schedule."""
+
+DEFAULT = tuple(name for name in VARIANTS if name not in ("as_they_come", "placement", "wlb_placement"))
+"""What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
+
+
+def defaults(scenario: Scenario) -> tuple[str, ...]:
+    """Names of :data:`DEFAULT`, without Dynamic-CP on a cluster that it cannot plan for."""
+    try:
+        check_planner(scenario)
+    except WlbError:
+        return tuple(name for name in DEFAULT if not VARIANTS[name].dynamic)
+    return DEFAULT
 
 
 def chosen(names: Mapping[str, Variant] | tuple[str, ...] | list[str]) -> dict[str, Variant]:

@@ -1,0 +1,432 @@
+"""Dynamic context parallelism in a simulation: planned step by step, priced group by group, run rank by rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import (
+    DynamicCpPlan,
+    Packer,
+    PipelineSteps,
+    PipelineTimeline,
+    plan_dynamic_cp,
+    shard,
+    simulate_pipeline,
+    simulate_steps,
+)
+from wlb.memory import RankMemory, memory_per_rank
+from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
+from wlb.simulation.planner import of_size
+from wlb.simulation.plans import GlobalBatches, Setup, Trained
+from wlb.simulation.scenario import Scenario
+from wlb.step_time import data_parallel_seconds
+
+Integers = NDArray[np.int64]
+
+_AT_ONCE = 1 << 22
+"""Seconds of passes that are held at a time, of all ranks; memory, not results, depends on it."""
+
+
+@dataclass(frozen=True)
+class DynamicStep:
+    """One global batch as it is trained."""
+
+    plan: DynamicCpPlan
+    iteration: int  # when it can run: iteration t is when global batch t of the stream arrives
+    seconds: float | None  # of planning; None for what a flush yields
+
+
+@dataclass(frozen=True)
+class DynamicPlan(Trained):
+    """A whole stream in micro-batches that divide the ranks of a pipeline stage into groups."""
+
+    group: Integers  # [pieces] a row of those below
+    group_step: Integers  # [groups] ascending
+    group_micro_batch: Integers  # [groups] inside the step, ascending
+    cp_size: Integers  # [groups] ranks; in the order of ranks, and every rank is in one
+    group_tokens: Integers  # [groups] of the fullest rank
+    micro_batches: Integers  # [steps] how many each rank has
+    world_size: int  # ranks of a pipeline stage
+
+    def group_lengths(self) -> Iterator[NDArray[np.int64]]:
+        """The lengths of every group's documents; of none where a group is empty."""
+        ends = np.bincount(self.group, minlength=self.cp_size.size).cumsum()
+        return (self.length[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+    @cached_property
+    def _group_of_slot(self) -> tuple[Integers, Integers]:
+        """Groups by step, micro-batch and rank, and where each step's begin."""
+        slots = np.repeat(np.arange(self.cp_size.size), self.cp_size)
+        return slots, np.concatenate([[0], np.cumsum(self.micro_batches * self.world_size)])
+
+    def groups(self, steps: Integers) -> Integers:
+        """int64[steps, micro-batches, ranks]: the group of each, for steps with equally many micro-batches."""
+        slots, begins = self._group_of_slot
+        count = int(self.micro_batches[steps[0]])
+        within = np.arange(count * self.world_size)
+        here: Integers = slots[begins[steps][:, None] + within]
+        return here.reshape(steps.size, count, self.world_size)
+
+
+def dynamic_steps(
+    stream: GlobalBatches, options: Mapping[str, Any], packer: Packer | None = None
+) -> Iterator[DynamicStep]:
+    """The global batches, planned one by one with these arguments of :func:`wlb.plan_dynamic_cp`.
+
+    With a packer, what it lets go: documents that cannot be balanced yet wait in it.
+    """
+    for i in range(stream.batches):
+        ids = np.arange(stream.offsets[i], stream.offsets[i + 1])
+        began = time.perf_counter()
+        if packer is not None:
+            packing = packer.push(stream.lengths[ids])  # default ids: a running number, here the index into the stream
+            ids = np.sort(np.concatenate([m.document_ids for m in packing.micro_batches]))
+        if ids.size:
+            plan = plan_dynamic_cp(stream.lengths[ids], ids=ids, **options)
+            yield DynamicStep(plan, i, time.perf_counter() - began)
+    for i, packing in enumerate(packer.flush() if packer is not None else (), start=stream.batches):
+        ids = np.sort(np.concatenate([m.document_ids for m in packing.micro_batches]))
+        if ids.size:
+            yield DynamicStep(plan_dynamic_cp(stream.lengths[ids], ids=ids, **options), i, None)
+
+
+def packer_before(setup: Setup, options: Mapping[str, Any], packer: Mapping[str, Any], max_delay: int | None) -> Packer:
+    """The packer whose releases are planned with these arguments of :func:`wlb.plan_dynamic_cp`.
+
+    All ranks can share a document, so that one has to wait only where it is too much for all of them: the packer's
+    micro-batches are as wide as the pipeline stage, and there are `dp` times fewer of them. Memory is the planner's
+    concern, which makes more micro-batches where it binds.
+    """
+    return Packer(
+        num_micro_batches=setup.packed // setup.dp_size,
+        max_tokens=setup.tokens_per_batch,
+        cost_model=options["cost_model"],
+        max_delay=max_delay,
+        max_document_tokens=setup.context,
+        **packer,
+    )
+
+
+def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatches) -> DynamicPlan:
+    """Runs a method over the stream."""
+    trained = list(steps)
+    batches = [batch for step in trained for batch in step.plan.micro_batches]
+    groups = [group for batch in batches for group in batch.groups]
+    micro_batches = np.array([len(step.plan) for step in trained])
+    group_batch = np.repeat(np.arange(len(batches)), [len(batch.groups) for batch in batches])
+    group_step = np.repeat(np.arange(len(trained)), micro_batches)[group_batch]
+    firsts = np.cumsum(micro_batches) - micro_batches
+
+    ids = [group.document_ids for group in groups]
+    group = np.repeat(np.arange(len(groups)), [of_group.size for of_group in ids])
+    document = np.concatenate(ids)
+    iteration = np.array([step.iteration for step in trained])
+    return DynamicPlan(
+        name=name,
+        step=group_step[group],
+        document=document,
+        start=np.zeros_like(document),
+        length=stream.lengths[document],
+        delay=iteration[group_step[group]] - stream.arrival[document],
+        digests=tuple(step.plan.digest() for step in trained),
+        seconds=np.array([step.seconds for step in trained if step.seconds is not None]),
+        group=group,
+        group_step=group_step,
+        group_micro_batch=group_batch - firsts[group_step],
+        cp_size=np.array([one.cp_size for one in groups]),
+        group_tokens=np.array([one.tokens_per_rank for one in groups]),
+        micro_batches=micro_batches,
+        world_size=trained[0].plan.world_size,
+    )
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What every group of a plan takes on its ranks, on every stage of the pipeline."""
+
+    seconds: Floats  # [groups, stages, 3]
+    parts: dict[str, Floats]  # [groups, stages, 3] of it: what waits or communicates
+    p2p: Floats  # [groups]
+    attention: Floats  # [groups, 2] of one layer, forward and backward: the slowest rank's and the mean rank's
+
+
+def price(plan: DynamicPlan, scenario: Scenario) -> Priced:
+    """Shards the documents of every group over its ranks. O(groups), some tens of microseconds each."""
+    kernel, sizes = scenario.attention, plan.cp_size
+    firsts = np.cumsum(sizes) - sizes
+    of_ranks = np.zeros((2, int(sizes.sum())))
+    for first, size, lengths in zip(firsts.tolist(), sizes.tolist(), plan.group_lengths(), strict=True):
+        if lengths.size:
+            cut = shard(lengths, cp_size=size)
+            of_ranks[0, first : first + size] = kernel.rank_seconds(cut, passes="forward")
+            of_ranks[1, first : first + size] = kernel.rank_seconds(cut, passes="backward")
+    slowest, mean = (
+        np.maximum.reduceat(of_ranks, firsts, axis=1).T,
+        (np.add.reduceat(of_ranks, firsts, axis=1) / sizes).T,
+    )
+    shape = (sizes.size, scenario.layout.num_stages, 3)
+    seconds, waits, exposed_cp, exposed_tp = np.zeros((4, *shape))
+    p2p = np.zeros(sizes.size)
+    for size in np.unique(sizes):
+        rows = np.flatnonzero(sizes == size)
+        layout = of_size(scenario.layout, int(size))
+
+        def stages(attention: Floats, rows: Integers = rows, layout: Any = layout) -> Any:
+            return scenario.stage_seconds(
+                plan.group_tokens[rows],
+                attention_forward=attention[rows, 0],
+                attention_backward=attention[rows, 1],
+                layout=layout,
+            )
+
+        made = stages(slowest)
+        seconds[rows], exposed_cp[rows], exposed_tp[rows], p2p[rows] = (
+            made.seconds,
+            made.exposed_cp,
+            made.exposed_tp,
+            made.p2p,
+        )
+        waits[rows] = np.maximum(made.seconds - stages(mean).seconds, 0.0)
+    noise = noise_factors(scenario, shape)
+    parts = {"cp_wait": waits, "cp_communication": exposed_cp, "tp_communication": exposed_tp}
+    parts = {name: part * noise for name, part in parts.items()}
+    return Priced(seconds * noise, parts, p2p, np.stack([slowest.sum(axis=1), mean.sum(axis=1)], axis=1))
+
+
+@dataclass(frozen=True)
+class DynamicOutcome(Outcome):
+    """Under a plan whose micro-batches divide the ranks as their documents need."""
+
+    plan: DynamicPlan
+    priced: Priced
+
+    @property
+    def cp_imbalance(self) -> float:
+        """Attention of a group's slowest rank over its mean rank, weighted by ranks and time."""
+        slowest, mean = self.plan.cp_size @ self.priced.attention
+        return float(slowest / mean)
+
+    @property
+    def strategies(self) -> dict[str, int]:
+        """Documents of a group are always cut one by one."""
+        return {"per_document": int(np.unique(self.plan.group).size)}
+
+    @property
+    def cp_sizes(self) -> dict[int, float]:
+        """Share of the tokens by the size of their group."""
+        tokens = np.bincount(self.plan.cp_size[self.plan.group], weights=self.plan.length)
+        return {int(size): float(tokens[size] / tokens.sum()) for size in np.flatnonzero(tokens)}
+
+    @property
+    def micro_batches(self) -> float:
+        """Micro-batches of a step, mean over steps."""
+        return float(self.plan.micro_batches.mean())
+
+    @property
+    def pipelines(self) -> str:
+        """One for each rank of a stage."""
+        return "rank"
+
+    def timelines(self, step: int) -> list[PipelineTimeline]:
+        """One step op by op, for each rank of a stage; an op begins with its wait for the others of its group."""
+        lines, layout = _lines(self.plan, self.priced, self.scenario, np.array([step])), self.scenario.layout
+        return [
+            simulate_pipeline(
+                lines.costs[0, rank],
+                schedule=self.scenario.pipeline_schedule,
+                num_stages=layout.pp,
+                num_virtual_stages=layout.virtual_stages,
+                p2p_seconds=lines.p2p[0, rank],
+                exposed=lines.exposed[0, rank],
+            )
+            for rank in range(self.plan.world_size)
+        ]
+
+
+def score_dynamic(title: str, plan: DynamicPlan, scenario: Scenario) -> DynamicOutcome:
+    """Times of every group on every stage, through the pipeline rank by rank, to the end of every step."""
+    layout = scenario.layout
+    priced = price(plan, scenario)
+    steps = plan.micro_batches.size
+    seconds, bubble, dp_wait, busy = np.zeros((4, steps))
+    held = np.zeros(layout.pp)
+    for some in _alike(plan, layout.num_stages):
+        lines = _lines(plan, priced, scenario, some)
+        simulated = lines.run(scenario)
+        seconds[some] = simulated.seconds
+        dp_wait[some] = simulated.dp_wait
+        waits = lines.waits.reshape(some.size, -1).sum(axis=1)
+        bubble[some] = simulated.bubble + waits
+        busy[some] = simulated.compute + simulated.exposed - waits
+        held = np.maximum(held, simulated.peak_activation.max(axis=(0, 1)))
+    gradients = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
+    dp_communication = np.full(steps, (1 - scenario.dp_overlap) * float(gradients.max()))
+
+    gpus = layout.pp * plan.world_size  # tensor-parallel ranks are equal
+
+    def of_mean_gpu(part: Floats) -> Floats:
+        return np.bincount(plan.group_step, weights=plan.cp_size * part.sum(axis=(1, 2)), minlength=steps) / gpus
+
+    attribution = {name: of_mean_gpu(part) for name, part in priced.parts.items()}
+    attribution["compute"] = busy / gpus - sum(attribution.values())
+    attribution["bubble"] = bubble / gpus
+    attribution["dp_wait"] = dp_wait / gpus
+    attribution["dp_communication"] = dp_communication
+    of_groups = priced.seconds.sum(axis=(1, 2))
+    heaviest = np.zeros(steps)
+    np.maximum.at(heaviest, plan.group_step, of_groups)
+    work = np.bincount(plan.group_step, weights=plan.cp_size * of_groups, minlength=steps).astype(np.float64)
+    return DynamicOutcome(
+        title=title,
+        plan=plan,
+        priced=priced,
+        seconds=seconds + dp_communication,
+        attribution={name: attribution[name] for name in ATTRIBUTION},
+        work=work,
+        step_imbalance=heaviest * plan.micro_batches * plan.world_size / work,
+        largest_micro_batch=int(plan.group_tokens.max()) * layout.cp,
+        memory=_memory(plan, scenario, held),
+        scenario=scenario,
+    )
+
+
+def _memory(plan: DynamicPlan, scenario: Scenario, held: Floats) -> RankMemory:
+    """Bytes on the GPUs; the most that any group's gathered keys need beside the most activations."""
+    layout = scenario.layout
+    memory = scenario.memory(int(plan.group_tokens.max()) * layout.cp, held * layout.cp)
+    workspace = [
+        memory_per_rank(
+            scenario.model,
+            of_size(layout, int(size)),
+            int(plan.group_tokens[plan.cp_size == size].max()) * int(size),
+            schedule=scenario.pipeline_schedule,
+        ).workspace
+        for size in np.unique(plan.cp_size)
+    ]
+    return dataclasses.replace(memory, workspace=np.max(workspace, axis=0))
+
+
+def _alike(plan: DynamicPlan, stages: int) -> Iterator[Integers]:
+    """Steps with equally many micro-batches, as many as may be held at a time."""
+    for count in np.unique(plan.micro_batches):
+        steps = np.flatnonzero(plan.micro_batches == count)
+        at_once = max(1, _AT_ONCE // (int(count) * plan.world_size * stages * 3))
+        yield from np.array_split(steps, -(-steps.size // at_once))
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Some steps, rank by rank: rank r of every pipeline stage is a pipeline, held up where its groups are."""
+
+    costs: Floats  # [steps, ranks, micro-batches, stages, 3] with waits
+    waits: Floats  # the same: for the other ranks of a group
+    exposed: Floats  # the same: waits, and what waits or communicates inside a group
+    p2p: Floats  # [steps, ranks, micro-batches]
+    tokens: Floats  # [steps, ranks, micro-batches]
+
+    def run(self, scenario: Scenario) -> PipelineSteps:
+        """All of them."""
+        return simulate_steps(
+            self.costs,
+            schedule=scenario.pipeline_schedule,
+            num_stages=scenario.layout.pp,
+            num_virtual_stages=scenario.layout.virtual_stages,
+            p2p_seconds=self.p2p,
+            activation=self.tokens,
+            exposed=self.exposed,
+        )
+
+
+def _lines(plan: DynamicPlan, priced: Priced, scenario: Scenario, steps: Integers) -> _Lines:
+    groups = plan.groups(steps)
+    at = groups.swapaxes(1, 2)
+    seconds, p2p = priced.seconds[at], priced.p2p[at]
+    waits = group_waits(
+        groups,
+        seconds,
+        p2p,
+        schedule=scenario.pipeline_schedule,
+        num_stages=scenario.layout.pp,
+        num_virtual_stages=scenario.layout.virtual_stages,
+    )
+    exposed = np.minimum(sum(part[at] for part in priced.parts.values()), seconds) + waits
+    return _Lines(seconds + waits, waits, exposed, p2p, plan.group_tokens[at].astype(np.float64))
+
+
+def group_waits(
+    groups: Integers,
+    seconds: Floats,
+    p2p: Floats,
+    *,
+    schedule: Any,
+    num_stages: int,
+    num_virtual_stages: int,
+) -> Floats:
+    """How long ops wait for the other ranks of their group, beyond what their own rank and input make them wait.
+
+    Every rank of a stage runs the same order of ops. A forward or backward begins when all ranks of its group are
+    free and have their input, which comes from the same rank of another stage. A weight gradient by itself waits for
+    nobody.
+
+    Args:
+        groups: int64[steps, micro-batches, ranks] a number for each group, different in other steps and micro-batches;
+            its ranks are neighbours.
+        seconds: float64[steps, ranks, micro-batches, stages, 3] of forward, inputs' and weights' gradient.
+        p2p: float64[steps, ranks, micro-batches] from one stage to another rank's.
+        schedule: of the pipeline.
+        num_stages: pipeline ranks.
+        num_virtual_stages: stages of each.
+
+    Returns:
+        float64, the shape of `seconds`: with it added, every rank's pipeline by itself does what it does among the
+        others.
+
+    Complexity:
+        O(entries of `seconds`), in numpy calls of `steps * ranks` entries.
+    """
+    steps, count, ranks = groups.shape
+    program = simulate_pipeline(
+        np.ones(count), schedule=schedule, num_stages=num_stages, num_virtual_stages=num_virtual_stages
+    )
+    rank_of_stage = dict(zip(program.stages.tolist(), program.ranks.tolist(), strict=True))
+    last = len(rank_of_stage) - 1
+    begins, sizes = [], []
+    for micro_batch in range(count):
+        flat = groups[:, micro_batch].ravel()
+        first = np.flatnonzero(np.diff(flat, prepend=-1))
+        begins.append(first)
+        sizes.append(np.diff(first, append=flat.size))
+
+    waits = np.zeros_like(seconds)
+    free = np.zeros((num_stages, steps, ranks))
+    ends: dict[tuple[int, int, bool], Floats] = {}  # of the forward, or of the backward
+    # Where every op takes some time, an op starts after all that it waits for: an order that is one for any costs.
+    order = np.argsort(program.starts, kind="stable")
+    for rank, stage, j, kind in zip(
+        *(ops[order].tolist() for ops in (program.ranks, program.stages, program.micro_batches, program.kinds)),
+        strict=True,
+    ):
+        forward, weights = kind == 0, kind == 3
+        start = free[rank]
+        if not weights:
+            sender = stage - 1 if forward else stage + 1
+            if 0 <= sender <= last:
+                away = p2p[:, :, j] if rank_of_stage[sender] != rank else 0.0
+                start = np.maximum(start, ends[sender, j, forward] + away)
+            met = np.repeat(np.maximum.reduceat(start.ravel(), begins[j]), sizes[j]).reshape(start.shape)
+            waits[:, :, j, stage, 0 if forward else 1] = met - start
+            start = met
+        passes = seconds[:, :, j, stage]
+        took = passes[..., 1] + passes[..., 2] if kind == 1 else passes[..., max(0, kind - 1)]
+        free[rank] = start + took
+        if not weights:
+            ends[stage, j, forward] = free[rank].copy()
+    return waits

@@ -1,0 +1,166 @@
+"""A stream as one method trains it, and how long that takes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import PipelineTimeline
+from wlb.memory import RankMemory
+from wlb.simulation.plans import Trained
+from wlb.simulation.scenario import Scenario
+
+Floats = NDArray[np.float64]
+
+ATTRIBUTION = (
+    "compute",
+    "cp_wait",
+    "cp_communication",
+    "tp_communication",
+    "bubble",
+    "dp_wait",
+    "dp_communication",
+)
+"""What a GPU's time goes to: computing; waiting for the slowest context-parallel rank's attention; context- and
+tensor-parallel communication that nothing hides; idle in the pipeline; waiting for the slowest data-parallel replica;
+the gradient reduction that nothing hides."""
+
+
+@dataclass(frozen=True)
+class Outcome(ABC):
+    """What training a stream takes under one method, step by step."""
+
+    title: str
+    plan: Trained
+    seconds: Floats  # [steps]
+    attribution: dict[str, Floats]  # by ATTRIBUTION: [steps] seconds of the mean GPU; they add up to `seconds`
+    work: Floats  # [steps] seconds of all micro-batches over all stages, waiting aside
+    step_imbalance: Floats  # [steps] seconds of the heaviest micro-batch over the mean
+    largest_micro_batch: int  # tokens, over `layout.cp` ranks
+    memory: RankMemory  # [pp] the most over all steps
+    scenario: Scenario
+
+    @property
+    @abstractmethod
+    def cp_imbalance(self) -> float:
+        """Attention of the slowest context-parallel rank over the mean rank's, weighted by time."""
+
+    @property
+    @abstractmethod
+    def strategies(self) -> dict[str, int]:
+        """For how many micro-batches each sharding was chosen."""
+
+    @property
+    @abstractmethod
+    def cp_sizes(self) -> dict[int, float]:
+        """Share of the tokens by the number of context-parallel ranks that they are trained on."""
+
+    @property
+    @abstractmethod
+    def micro_batches(self) -> float:
+        """Micro-batches of a rank in a step, mean over steps."""
+
+    @property
+    def pipelines(self) -> str:
+        """What each of :meth:`timelines` is of."""
+        return "DP"
+
+    @abstractmethod
+    def timelines(self, step: int) -> list[PipelineTimeline]:
+        """One step op by op, for each pipeline."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained: the same for all methods of a comparison."""
+        return int(self.plan.length.sum())
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all steps, those that empty the queues at the end of the stream included."""
+        return float(self.seconds.sum())
+
+    @property
+    def steady_seconds(self) -> float:
+        """Seconds of all steps if those that empty the queues were as efficient as the others: for a longer stream.
+
+        That is, the seconds before the flush times all work over the work before it.
+        """
+        streamed = self.plan.streamed
+        return float(self.seconds[:streamed].sum() * self.work.sum() / self.work[:streamed].sum())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole cluster, over all steps."""
+        return self.tokens / self.total_seconds
+
+    @property
+    def imbalance(self) -> Floats:
+        """float64[streamed]: predicted time of the heaviest micro-batch over the mean of its step."""
+        return self.step_imbalance[: self.plan.streamed]
+
+    @property
+    def idle(self) -> Floats:
+        """float64[steps]: share of the time in which GPUs wait for other stages or replicas."""
+        return np.asarray((self.attribution["bubble"] + self.attribution["dp_wait"]) / self.seconds)
+
+    @property
+    def model_flops_utilization(self) -> float:
+        """FLOPs of the documents as they are trained, over what the GPUs could do in the time."""
+        peak = self.scenario.hardware.peak_flops * self.scenario.layout.world_size
+        return self.flops / (peak * self.total_seconds)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the documents as they are trained: fewer where they are cut."""
+        return float(self.scenario.model.flops(self.plan.length).sum())
+
+    @property
+    def flush_share(self) -> float:
+        """Share of the time in steps at the end of the stream: emptying queues, and a global batch that is not full."""
+        return float(self.seconds[self.plan.streamed :].sum()) / self.total_seconds
+
+    def summary(self) -> dict[str, Any]:
+        """In a few numbers, as plain JSON values."""
+        plan, total = self.plan, self.total_seconds
+        packing = plan.summary()
+        imbalance = self.imbalance
+        return {
+            "title": self.title,
+            "steps": len(plan.digests),
+            "steps_of_flush": packing["steps_of_flush"],
+            "flush_share": self.flush_share,
+            "tokens": self.tokens,
+            "micro_batches_mean": self.micro_batches,
+            "seconds": total,
+            "step_seconds_mean": float(self.seconds[: plan.streamed].mean()),
+            "step_seconds_p95": float(np.quantile(self.seconds[: plan.streamed], 0.95)),
+            "step_seconds_worst": float(self.seconds[: plan.streamed].max()),
+            "tokens_per_second": self.tokens_per_second,
+            "model_flops_utilization": self.model_flops_utilization,
+            "attribution": {name: float(part.sum() / total) for name, part in self.attribution.items()},
+            "micro_batch_imbalance_mean": float(imbalance.mean()),
+            "micro_batch_imbalance_p95": float(np.quantile(imbalance, 0.95)),
+            "micro_batch_imbalance_worst": float(imbalance.max()),
+            "cp_imbalance": self.cp_imbalance,
+            "cp_strategies": self.strategies,
+            "cp_sizes": {str(size): share for size, share in self.cp_sizes.items()},
+            "delay_mean": packing["delay_mean"],
+            "delay_p99": packing["delay_p99"],
+            "delay_max": packing["delay_max"],
+            "documents_cut": packing["documents_cut"],
+            "largest_micro_batch": self.largest_micro_batch,
+            "peak_bytes": float(self.memory.total.max()),
+            "digest": packing["digest"],
+        }
+
+
+def noise_factors(scenario: Scenario, shape: tuple[int, ...]) -> Floats:
+    """Factors of mean 1, the same for every variant as far as its micro-batches go."""
+    if not scenario.noise:
+        return np.ones(shape)
+    sigma = np.sqrt(np.log1p(scenario.noise**2))
+    return np.random.default_rng(scenario.noise_seed).lognormal(-(sigma**2) / 2, sigma, shape)

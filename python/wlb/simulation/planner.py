@@ -1,0 +1,116 @@
+"""What `wlb.plan_dynamic_cp` is told of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wlb._core import CostModel, pairs
+from wlb._errors import error
+from wlb.fit import max_tokens
+from wlb.layout import ParallelLayout
+from wlb.simulation.scenario import Scenario
+
+_SCHEDULES = ("1f1b", "interleaved_1f1b")
+
+
+def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
+    """Arguments of :func:`wlb.plan_dynamic_cp` for a cluster; all but the lengths of a step.
+
+    Seconds of the linear part, of communication and of attention are each one rate, fitted to what the simulation
+    knows: attention's to whole documents, the exchange of keys and values to the largest group, the rest to a
+    micro-batch of one context over `layout.cp` ranks. So the planner's costs are not those that price its plans.
+
+    Args:
+        scenario: the cluster. A given `max_tokens` is shared out over `layout.cp` ranks; by default a rank has as many
+            tokens as fit into its memory beside the gathered keys of the largest group.
+        lengths: int[n] tokens of the documents that attention's rate is fitted to, by `selector` where there is one.
+
+    Raises:
+        WlbError: as :func:`check_planner`.
+    """
+    per_rank = check_planner(scenario)
+    if scenario.selector is not None:
+        scenario = dataclasses.replace(scenario, kernel_model=scenario.selector, profile=None)
+    layout, world_size = scenario.layout, _world_size(scenario)
+    alone = of_size(layout, 1)
+    tokens = -(-scenario.context // layout.cp)
+    linear, per_micro_batch = _line(scenario, alone, tokens, "rest")
+    size = _largest_group(scenario)
+    per_token, latency = _line(scenario, of_size(layout, size), tokens, "exchange")
+    sent = scenario.stage_seconds([tokens], attention_forward=[0.0], attention_backward=[0.0]).p2p
+    return {
+        "world_size": world_size,
+        "num_stages": layout.pp,
+        "num_virtual_stages": layout.virtual_stages,
+        "max_tokens_per_rank": per_rank,
+        "cost_model": CostModel(
+            attention=scenario.attention_seconds(lengths) / float(np.sum(pairs(lengths), dtype=np.float64)),
+            linear=linear,
+        ),
+        "cp_seconds_per_token": per_token / (size - 1),
+        "cp_seconds_per_exchange": latency / (size - 1),
+        "cp_overlap": 0.0,  # what is hidden is left out of the seconds above
+        "p2p_seconds": float(sent[0]),
+        "micro_batch_seconds": per_micro_batch,
+    }
+
+
+def check_planner(scenario: Scenario) -> int:
+    """The most tokens of a rank in a micro-batch, where a cluster can be planned for at all.
+
+    Raises:
+        WlbError: a rank has no others to form a group with; the planner does not know the schedule; the context does
+            not fit into the largest group.
+    """
+    if _world_size(scenario) == 1:
+        raise error("layout", "has dp x cp = 1: Dynamic-CP needs ranks to form groups of", value=scenario.layout)
+    schedule = scenario.pipeline_schedule
+    if schedule not in _SCHEDULES:
+        raise error("schedule", f"= {schedule!r}: Dynamic-CP plans for {' and '.join(_SCHEDULES)}", value=schedule)
+    size = _largest_group(scenario)
+    if scenario.max_tokens is not None:
+        per_rank = -(-scenario.max_tokens // scenario.layout.cp)
+        if per_rank * size < scenario.context:
+            message = (
+                f"= {scenario.max_tokens}: Dynamic-CP has {per_rank} for each of cp = {scenario.layout.cp} ranks, and"
+                f" its largest group, {size} ranks, does not hold the context, {scenario.context}"
+            )
+            raise error("max_tokens", message, value=scenario.max_tokens)
+        return per_rank
+    # Of ranks that are no power of two fewer share the optimizer's state here than do: no less memory.
+    fits = max_tokens(
+        scenario.model,
+        dataclasses.replace(scenario.layout, cp=size, dp=max(1, _world_size(scenario) // size)),
+        scenario.hardware,
+        schedule=scenario.pipeline_schedule,
+        reserved_bytes=scenario.reserved_bytes,
+        at_least=scenario.context,
+    )
+    return fits // size
+
+
+def of_size(layout: ParallelLayout, cp_size: int) -> ParallelLayout:
+    """The layout if all groups of its dp x cp ranks had that size; a few more ranks where it does not divide them."""
+    return dataclasses.replace(layout, cp=cp_size, dp=-(-layout.size("dp_cp") // cp_size))
+
+
+def _world_size(scenario: Scenario) -> int:
+    return scenario.layout.size("dp_cp")
+
+
+def _largest_group(scenario: Scenario) -> int:
+    return 1 << (_world_size(scenario).bit_length() - 1)
+
+
+def _line(scenario: Scenario, layout: ParallelLayout, tokens: int, part: str) -> tuple[float, float]:
+    """Seconds of each token of a rank, and those that do not depend on tokens, over all stages and passes."""
+    made = scenario.stage_seconds(
+        [tokens, 2 * tokens], attention_forward=[0.0, 0.0], attention_backward=[0.0, 0.0], layout=layout
+    )
+    seconds = made.exposed_cp if part == "exchange" else made.seconds - made.exposed_cp
+    once, twice = seconds.sum(axis=(1, 2))
+    return float(twice - once) / tokens, max(0.0, float(2 * once - twice))
