@@ -17,24 +17,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from engine import RECORDS, Lengths, machine, package_version
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import wlb
 
-RECORDS = Path(__file__).parent / "records"
 WORLD, STAGES, TOKENS = 64, 8, 8192
 COSTS = {
     "13B": wlb.CostModel.from_flops(
@@ -53,7 +50,6 @@ QUOTED = {
     2048: {"megatron default_dynamic_cp (dev)": (1.116, 1431.0), "megatron dp_balanced (dev)": (1.255, None)},
     256: {"megatron default_dynamic_cp (dev)": (1.658, 34.0), "megatron dp_balanced (dev)": (1.896, None)},
 }
-Lengths = NDArray[np.int64]
 Plan = list[list[tuple[range | list[int], list[int]]]]  # micro-batch -> groups: ranks, documents
 
 
@@ -140,20 +136,22 @@ def scored(plan: Plan, lengths: Lengths, cost: wlb.CostModel) -> dict[str, float
     }
 
 
-def milliseconds(work: Callable[[], object], at_least: int) -> list[float]:
+def milliseconds(work: Callable[[], object], repeats: int) -> float:
+    """The least of some calls."""
     found: list[float] = []
-    for _ in range(at_least):
+    for _ in range(repeats):
         started = time.perf_counter()
         work()
         found.append((time.perf_counter() - started) * 1e3)
-    return found
+    return min(found)
 
 
-def measure(count: int, seeds: int) -> list[dict[str, Any]]:
+def measure(count: int, seeds: int, progress: Progress) -> list[dict[str, Any]]:
+    """A row for each cost and planner; times are of each batch, the least of several calls."""
     rows: list[dict[str, Any]] = []
     batches = [documents(count, seed) for seed in range(seeds)]
     for cost_name, cost in COSTS.items():
-        for name, planner in PLANNERS.items():
+        for name, planner in progress.track(PLANNERS.items(), description=f"Dynamic-CP, {count:,}, {cost_name}"):
             row: dict[str, Any] = {"documents": count, "cost": cost_name, "planner": name}
             rows.append(row)
             try:
@@ -166,9 +164,10 @@ def measure(count: int, seeds: int) -> list[dict[str, Any]]:
                 continue
             row["scores"] = [scored(plan, lengths, cost) for plan, lengths in zip(plans, batches, strict=True)]
             timed = planned if name == "wlb" else planner
-            row["ms"] = milliseconds(partial(timed, batches[0], cost), 40 if name == "wlb" else 5)
+            repeats = 10 if name == "wlb" else 2
+            row["ms"] = [milliseconds(partial(timed, lengths, cost), repeats) for lengths in batches]
             if name == "wlb":
-                row["sort_ms"] = milliseconds(lambda: np.sort(batches[0]), 400)
+                row["sort_ms"] = [milliseconds(partial(np.sort, lengths), 100) for lengths in batches]
                 ours = [planned(lengths, cost) for lengths in batches]
                 row["bounds"] = [plan.lower_bound / plan.balanced_seconds for plan in ours]
                 # Ranks of a group wait for one another, others do not: at most the path above.
@@ -183,23 +182,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if wlb.BUILD_PROFILE != "release":
         sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
-    try:
-        megatron = version("megatron-core")
-    except PackageNotFoundError:
-        megatron = "missing"
-    rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds)]
-    machine = {"cores": os.cpu_count(), "load": list(os.getloadavg()), "python": platform.python_version()}
-    record = {"machine": machine, "wlb": wlb.__version__, "megatron-core": megatron, "rows": rows, "quoted": QUOTED}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds, progress)]
+    record = {"machine": machine(["megatron-core"]), "rows": rows, "quoted": QUOTED}
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(record) + "\n")
+    report(Console(width=None if sys.stdout.isatty() else 150), rows)
 
+
+def report(console: Console, rows: list[dict[str, Any]]) -> None:
     scores = ("ms", "m", "path", "bound", "over filled", "tokens/rank", "mean CP", "quoted")
     table = Table(
         "documents",
         "cost",
         "planner",
         *scores,
-        title=f"1F1B, PP {STAGES}, {WORLD} ranks a stage; megatron-core {megatron}",
+        title=f"1F1B, PP {STAGES}, {WORLD} ranks a stage; megatron-core {package_version('megatron-core')}",
     )
     for row in rows:
         quoted = QUOTED[row["documents"]].get(row["planner"])
@@ -211,7 +209,7 @@ def main() -> None:
         mean = {key: float(np.mean([score[key] for score in row["scores"]])) for key in row["scores"][0]}
         table.add_row(
             *head,
-            f"{min(row['ms']):,.2f}",
+            f"{np.mean(row['ms']):,.2f}",
             f"{mean['micro_batches']:.0f}",
             f"{mean['path']:.4f}",
             f"{np.mean(row['bounds']):.4f}" if "bounds" in row else "",
@@ -220,7 +218,7 @@ def main() -> None:
             f"{mean['mean_cp_of_a_token']:.1f}",
             said,
         )
-    Console().print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":
