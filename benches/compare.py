@@ -323,7 +323,7 @@ def page(lines: list[Line], tables: list[Table], command: str, described: Row) -
         "",
         f"Written by `{command}`; do not edit. {described['cpu']}, {described['cores']} cores, Python "
         f"{described['python']}, wlb {described['wlb']} at {described['commit']}, {described['time'][:10]}. All "
-        "figures are measured in that run, except those said to be quoted: the papers' and Megatron-LM's own, from other "
+        "figures are measured in that run, except those said to be quoted: the papers' and Megatron-LM's, from other "
         "machines. Timings on shared machines are noisy: read them beside their peer's.",
         "",
         "| goals about | |",
