@@ -51,7 +51,7 @@ FIGURES = (
     "memory_skew_mean",
 )
 CURVE = ("delay_price", "imbalance_mean", "imbalance_p95", "imbalance_worst", "delay_mean", "delay_max")
-WLB, QUEUES, INK = "#0a5c91", "#c9942f", "#24292f"
+WLB, QUEUES = "#0a5c91", "#c9942f"
 Row = dict[str, Any]
 
 
@@ -270,7 +270,7 @@ def draw(path: Path, rows: list[Row]) -> None:
                 ax.plot([goal_delay], [level - 1], "*", color="#c2482e", ms=15, mec="white", label="goal", zorder=5)
                 ax.set(xlim=(0, 1.0), ylim=(0, top), xlabel="mean delay of a token, iterations")
                 ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-            axes[0, column].set_title(f"{n} micro-batches in a global batch", fontsize=12)
+            axes[0, column].set_title(f"{n} micro-batches, max_tokens 1.5 contexts", fontsize=12)
             ax = axes[2, column]
             for excess, color in ((0.005, "#062f4c"), (0.01, WLB), (0.02, "#7fb4d8")):
                 found = [(row["room"], delay_for(row, excess)) for row in of_n if row["max_delay"] == 16]
@@ -281,24 +281,17 @@ def draw(path: Path, rows: list[Row]) -> None:
         axes[1, 0].set_ylabel("p95 step, longer than balanced by")
         axes[2, 0].set_ylabel("mean delay of a token, iterations")
         axes[2, 0].legend(fontsize=10, title='release="adaptive", max_delay 16,\nmean step', alignment="left")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        fig.suptitle(
-            f"What waiting buys: {name}, context {CONTEXT:,}, 7B, attention at {DRAWN} of the GEMMs' rate",
-            x=0.01,
-            ha="left",
-            color=INK,
-            weight="bold",
-            fontsize=14,
+        title = (
+            f"Balance against delay: {name}, {CONTEXT // 1024}K context, 7B, attention at {DRAWN} of the GEMMs' rate"
         )
         fig.legend(
-            handles,
-            labels,
+            *axes[0, 0].get_legend_handles_labels(),
             loc="outside upper left",
             ncols=4,
             fontsize=10.5,
-            title="First two rows: max_tokens of 1.5 contexts; best of all thresholds and prices",
+            title=title,
             alignment="left",
-            title_fontsize=10.5,
+            title_fontproperties={"weight": "bold", "size": 14},
         )
         fig.savefig(path, dpi=110)
 
