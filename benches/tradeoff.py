@@ -17,9 +17,11 @@ Dynamic-CP on what it lets go, run at a range of prices.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import wlb
 
 MICRO_BATCHES, GPUS, STAGES = 16, 16, 4
 ROOMS = (1.1, 1.5, 2.0)  # max_tokens in contexts
+LIMITED, MAX_DELAYS = 1.5, (None, 32, 16, 8, 4)
 MAX_DELAY = 16
 DEAR = (16.0, 8.0, 4.0, 2.0, 1.0)  # prices above those of release.py
 NEVER = "#8c959f"
@@ -89,6 +92,14 @@ def streamed(batches: list[Lengths], sizes: Row, timers: dict[str, Timer], **opt
     return [{"plan": name, **delay, "time": timer(plans)} for name, timer in timers.items()]
 
 
+def limited(batches: list[Lengths]) -> list[Row]:
+    """The default price under limits of the delay."""
+    sizes: Row = {"num_micro_batches": MICRO_BATCHES, "max_tokens": int(LIMITED * CONTEXT), "cost_model": COST}
+    timers = {"adaptive": static, "both": dynamic(LIMITED)}
+    found = [(limit, streamed(batches, sizes, timers, release="adaptive", max_delay=limit)) for limit in MAX_DELAYS]
+    return [{"room": LIMITED, "max_delay": limit, **row} for limit, rows in found for row in rows]
+
+
 def measure(batches: list[Lengths], room: float, progress: Progress) -> list[Row]:
     sizes: Row = {"num_micro_batches": MICRO_BATCHES, "max_tokens": int(room * CONTEXT), "cost_model": COST}
     at_once: Row = {"delay_mean": 0.0, "delay_max": 0}
@@ -115,11 +126,11 @@ def measure(batches: list[Lengths], room: float, progress: Progress) -> list[Row
     timers = {"adaptive": static, "both": dynamic(room)}
     for price in progress.track((*DEAR, *PRICES[::2]), description="adaptive"):
         found = streamed(batches, sizes, timers, release="adaptive", delay_price=price, max_delay=MAX_DELAY)
-        rows += [row | {"delay_price": price} for row in found]
+        rows += [row | {"delay_price": price, "max_delay": MAX_DELAY} for row in found]
     return [{"room": room, **row} for row in rows]
 
 
-def report(console: Console, rows: list[Row]) -> None:
+def report(console: Console, rows: list[Row], limits_tried: list[Row]) -> None:
     title = "Time of a step over an even one; least found up to a mean delay of"
     limits = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
     table = Table("max_tokens", "plan", *(f"{limit:g}" for limit in limits), title=title)
@@ -131,6 +142,14 @@ def report(console: Console, rows: list[Row]) -> None:
             ]
             table.add_row(f"{room:g}", plan, *("" if time is None else f"{time:.3f}" for time in least))
     console.print(table)
+    of_price = [row for row in rows if row["room"] == LIMITED and "delay_price" in row]
+    for knob, these in (("delay_price", of_price), ("max_delay", limits_tried)):
+        table = Table(knob, "mean delay", "longest", "static CP", "Dynamic-CP", title=f"{knob}, max_tokens {LIMITED:g}")
+        for value, at in itertools.groupby(these, key=itemgetter(knob)):
+            alone, both = at
+            times = f"{alone['time']:.3f}", f"{both['time']:.3f}"
+            table.add_row(str(value), f"{alone['delay_mean']:.3f}", str(alone["delay_max"]), *times)
+        console.print(table)
 
 
 def draw(path: Path, name: str, rows: list[Row]) -> None:
@@ -202,10 +221,12 @@ def main() -> None:
     batches = stream(lengths, MICRO_BATCHES, arguments.steps)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows = [row for room in ROOMS for row in measure(batches, room, progress)]
-    record = {"machine": machine(), "lengths": name, "steps": len(batches), "rows": [rounded(row) for row in rows]}
+    limits_tried = limited(batches)
+    record: Row = {"machine": machine(), "lengths": name, "steps": len(batches)}
+    record |= {"rows": [rounded(row) for row in rows], "max_delay": [rounded(row) for row in limits_tried]}
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    report(Console(width=None if sys.stdout.isatty() else 130), rows)
+    report(Console(width=None if sys.stdout.isatty() else 130), rows, limits_tried)
     draw(arguments.picture, name, rows)
 
 
