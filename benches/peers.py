@@ -451,7 +451,7 @@ def measure(peer: Peer, stream: Stream) -> dict[str, Any]:
         row["version"] = version(peer.package) if peer.package else ""
         result = peer.run(stream)
     except (ImportError, PackageNotFoundError) as error:
-        return row | {"missing": f"missing: {error}"}
+        return row | {"missing": f"missing: {error}".rstrip(".")}
     except Exception as error:
         traceback.print_exc()
         return row | {"missing": f"failed: {type(error).__name__}: {error}"}

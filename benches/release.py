@@ -20,7 +20,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,9 @@ def measure(
     max_delay: int | None,
     steps: int,
     queues_up_to: int = 0,
+    prices: Sequence[float] = PRICES,
 ) -> Row:
-    """One setting: the adaptive rule at every price, at the default one, its time, and tuned queues."""
+    """One setting: the adaptive rule at all prices, at the default one, its time, and tuned queues."""
     batches = stream(lengths, micro_batches, steps)
     options: dict[str, Any] = {
         "num_micro_batches": micro_batches,
@@ -151,7 +152,7 @@ def measure(
         "max_delay": max_delay,
         "steps": len(batches),
         "epochs": sum(int(batch.sum()) for batch in batches) / int(lengths.sum()),
-        "adaptive": [adaptive(batches, options, price) for price in PRICES],
+        "adaptive": [adaptive(batches, options, price) for price in prices],
     }
     if room in ROOMS:
         row["default"] = adaptive(batches, options, wlb.Packer(release="adaptive", **options).delay_price or 0.0)
@@ -221,14 +222,18 @@ def report(console: Console, rows: list[Row]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """For the record: five digits, and points as columns."""
+    """For a record: five digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {key: [rounded(point[key]) for point in value] for key in value[0]}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return value
+
+
+def columns(points: list[Row], keys: Sequence[str]) -> Row:
+    return {key: [point[key] for point in points] for key in keys}
 
 
 def draw(path: Path, rows: list[Row]) -> None:
@@ -352,10 +357,13 @@ def main() -> None:
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     for row in rows:
-        # Fronts of the queues only where they are drawn, and of the curves what is asked for: a small record.
-        curve = [{key: value for key, value in point.items() if key in CURVE} for point in row["adaptive"]]
-        kept.append(row | {"adaptive": curve} | ({} if drawn(row, rows) else {"fifo_front": []}))
-    record = {"machine": machine(), "rows": [{key: rounded(value) for key, value in row.items()} for row in kept]}
+        # A small record: of the curves what is asked for, and fronts of the queues only where they are drawn.
+        row = row | {"adaptive": columns(row["adaptive"], CURVE)}
+        if "fifo_front" in row:
+            points = row["fifo_front"] if drawn(row, rows) else []
+            row["fifo_front"] = columns(points, ("imbalance_mean", "imbalance_p95", "delay_mean"))
+        kept.append(row)
+    record = {"machine": machine(), "rows": rounded(kept)}
     arguments.record.write_text(json.dumps(record, separators=(",", ":")) + "\n")
     console = Console()
     report(Console(width=max(console.width, 130)), rows)

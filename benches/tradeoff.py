@@ -223,7 +223,7 @@ def main() -> None:
         rows = [row for room in ROOMS for row in measure(batches, room, progress)]
     limits_tried = limited(batches)
     record: Row = {"machine": machine(), "lengths": name, "steps": len(batches)}
-    record |= {"rows": [rounded(row) for row in rows], "max_delay": [rounded(row) for row in limits_tried]}
+    record |= {"rows": rounded(rows), "max_delay": rounded(limits_tried)}
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(record, separators=(",", ":")) + "\n")
     report(Console(width=None if sys.stdout.isatty() else 130), rows, limits_tried)
