@@ -116,7 +116,7 @@ def release_rows(sources: dict[str, Lengths], steps: int, progress: Progress) ->
     for name, lengths in sources.items():
         for efficiency, n, room, max_delay in progress.track(settings, description=f"release, {name}"):
             options: Row = {"attention_efficiency": efficiency, "micro_batches": n, "room": room}
-            options |= {"max_delay": max_delay, "queues_up_to": 0, "prices": release.PRICES[::2]}
+            options |= {"max_delay": max_delay, "queues_up_to": 0, "prices": release.PRICES}
             if max_delay is None:
                 options |= {"queues_up_to": 3, "prices": ()}
             rows.append(release.measure(name, lengths, steps=release.steps_for(n, steps), **options))

@@ -38,7 +38,7 @@ MICRO_BATCHES, GPUS, STAGES = 16, 16, 4
 ROOMS = (1.1, 1.5, 2.0)  # max_tokens in contexts
 LIMITED, MAX_DELAYS = 1.5, (None, 32, 16, 8, 4)
 MAX_DELAY = 16
-DEAR = (16.0, 8.0, 4.0, 2.0, 1.0)  # prices above those of release.py
+DEAR = (16.0, 8.0, 4.0, 2.0, 1.0)  # above those of release.py
 NEVER = "#8c959f"
 BOTH = "#2f7d4f"
 Row = dict[str, Any]
@@ -124,7 +124,7 @@ def measure(batches: list[Lengths], room: float, progress: Progress) -> list[Row
         found = streamed(batches, sizes, {"queues": static}, outlier_thresholds=point.thresholds)
         rows += [row | {"thresholds": list(point.thresholds)} for row in found]
     timers = {"adaptive": static, "both": dynamic(room)}
-    for price in progress.track((*DEAR, *PRICES[::2]), description="adaptive"):
+    for price in progress.track((*DEAR, *PRICES), description="adaptive"):
         found = streamed(batches, sizes, timers, release="adaptive", delay_price=price, max_delay=MAX_DELAY)
         rows += [row | {"delay_price": price, "max_delay": MAX_DELAY} for row in found]
     return [{"room": room, **row} for row in rows]
