@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long lint bench bench-peers loss-curves fuzz clean
+.PHONY: demo test test-long lint bench bench-peers compare loss-curves fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -42,6 +42,10 @@ bench: $(VENV)/.wlb-bench
 bench-peers: $(VENV)/.wlb-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/peers.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(PEERS_FLAGS)
 
+## Every goal of wlb beside its peers, measured in one run; writes docs/comparison.md and its record. LENGTHS as above.
+compare: $(VENV)/.wlb-peers $(VENV)/peers
+	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/compare.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
+
 ## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
 loss-curves: $(VENV)/.wlb-examples
 	$(BIN)/python examples/loss_curves.py $(LOSS_CURVES_FLAGS)
@@ -61,7 +65,14 @@ $(VENV)/bin/python:
 
 # Whole training stacks that cannot be installed side by side: without what they depend on; the bench imports one file of each.
 $(VENV)/peers: $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ axolotl llamafactory nemo-automodel nemo-toolkit verl
+	for peer in axolotl llamafactory nemo-automodel nemo-toolkit verl; do \
+	    $(BIN)/python -m pip install --quiet --no-deps --target $@ $$peer || true; \
+	done
+
+# What cannot be installed is missing: the benches name it.
+$(VENV)/.wlb-peers: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet '.[peers]' || $(BIN)/python -m pip install --quiet '.[bench]'
+	touch $@
 
 # A wheel, not an editable install: a stale library beside the sources would win over a fresh build.
 $(VENV)/.wlb-%: $(VENV)/bin/python $(SOURCES)

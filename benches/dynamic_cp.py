@@ -9,7 +9,7 @@ Exchange inside groups is free, as it is to Megatron. *Path* is the time of a st
 GPUs that never wait, not even for the pipeline to fill; *over filled* is the same over `(m + 7) / m` of it, what `m`
 equal micro-batches would take. *Bound* is proved by wlb for every plan; *over bound* is how far above it wlb's own step
 is, on average and in the worst of the global batches. The second table is for other numbers of ranks, most no power of
-two.
+two. Times are CPU times, the least of five calls, the mean of all batches.
 
 The released scheduler of Megatron knows neither pipelines nor how many tokens a rank gets in all (see tokens/rank). A
 planner that cannot be installed is named as missing; the figures quoted beside are from another run on another machine.
@@ -19,24 +19,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from engine import RECORDS, Lengths, machine, package_version
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import wlb
 
-RECORDS = Path(__file__).parent / "records"
 WORLD, STAGES, TOKENS = 64, 8, 8192
 WORLDS = (24, 32, 48, 64, 96, 128, 768)
 COSTS = {
@@ -56,7 +53,6 @@ QUOTED = {
     2048: {"megatron default_dynamic_cp (dev)": (1.116, 1431.0), "megatron dp_balanced (dev)": (1.255, None)},
     256: {"megatron default_dynamic_cp (dev)": (1.658, 34.0), "megatron dp_balanced (dev)": (1.896, None)},
 }
-Lengths = NDArray[np.int64]
 Plan = list[list[tuple[range | list[int], list[int]]]]  # micro-batch -> groups: ranks, documents
 
 
@@ -143,35 +139,38 @@ def scored(plan: Plan, lengths: Lengths, cost: wlb.CostModel) -> dict[str, float
     }
 
 
-def milliseconds(work: Callable[[], object], at_least: int) -> list[float]:
+def milliseconds(work: Callable[[], object], repeats: int) -> float:
+    """CPU time of this thread: the least of some calls."""
     found: list[float] = []
-    for _ in range(at_least):
-        started = time.perf_counter()
+    for _ in range(repeats):
+        started = time.thread_time_ns()
         work()
-        found.append((time.perf_counter() - started) * 1e3)
-    return found
+        found.append((time.thread_time_ns() - started) / 1e6)
+    return min(found)
 
 
-def measure(count: int, seeds: int) -> list[dict[str, Any]]:
+def measure(count: int, seeds: int, progress: Progress) -> list[dict[str, Any]]:
+    """A row for each cost and planner; times are of each batch, the least of several calls."""
     rows: list[dict[str, Any]] = []
     batches = [documents(count, seed) for seed in range(seeds)]
     for cost_name, cost in COSTS.items():
-        for name, planner in PLANNERS.items():
+        for name, planner in progress.track(PLANNERS.items(), description=f"Dynamic-CP, {count:,}, {cost_name}"):
             row: dict[str, Any] = {"documents": count, "cost": cost_name, "planner": name}
             rows.append(row)
             try:
                 plans = [planner(lengths, cost) for lengths in batches]
-            except (ImportError, AttributeError) as error:
-                row["missing"] = f"not in an installable megatron-core: {error}"
+            except (ImportError, AttributeError):
+                installed = package_version("megatron-core")
+                row["missing"] = f"not in megatron-core {installed}" if installed != "missing" else "not installed"
                 continue
             except AssertionError as error:
-                row["missing"] = f"failed: AssertionError: {error}"
+                row["missing"] = f"failed, AssertionError {error}"
                 continue
             row["scores"] = [scored(plan, lengths, cost) for plan, lengths in zip(plans, batches, strict=True)]
             timed = planned if name == "wlb" else planner
-            row["ms"] = milliseconds(partial(timed, batches[0], cost), 40 if name == "wlb" else 5)
+            row["ms"] = [milliseconds(partial(timed, lengths, cost), 5) for lengths in batches]
             if name == "wlb":
-                row["sort_ms"] = milliseconds(lambda: np.sort(batches[0]), 400)
+                row["sort_ms"] = [milliseconds(partial(np.sort, lengths), 100) for lengths in batches]
                 ours = [planned(lengths, cost) for lengths in batches]
                 row["bounds"] = [plan.lower_bound / plan.balanced_seconds for plan in ours]
                 # Ranks of a group wait for one another, others do not: at most the path above.
@@ -185,7 +184,7 @@ def measure_worlds(seeds: int) -> list[dict[str, Any]]:
     for world_size in WORLDS:
         plans = [planned(lengths, COSTS["13B"], world_size) for lengths in batches]
         row: dict[str, Any] = {"documents": 2048, "cost": "13B", "world_size": world_size}
-        row["ms"] = milliseconds(partial(planned, batches[0], COSTS["13B"], world_size), 40)
+        row["ms"] = [milliseconds(partial(planned, lengths, COSTS["13B"], world_size), 5) for lengths in batches]
         row["exact"] = [plan.seconds / plan.balanced_seconds for plan in plans]
         row["bounds"] = [plan.lower_bound / plan.balanced_seconds for plan in plans]
         rows.append(row)
@@ -205,31 +204,25 @@ def main() -> None:
     arguments = parser.parse_args()
     if wlb.BUILD_PROFILE != "release":
         sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
-    try:
-        megatron = version("megatron-core")
-    except PackageNotFoundError:
-        megatron = "missing"
-    rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds)]
-    worlds = measure_worlds(arguments.seeds)
-    machine = {"cores": os.cpu_count(), "load": list(os.getloadavg()), "python": platform.python_version()}
-    record = {
-        "machine": machine,
-        "wlb": wlb.__version__,
-        "megatron-core": megatron,
-        "rows": rows,
-        "worlds": worlds,
-        "quoted": QUOTED,
-    }
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds, progress)]
+        worlds = measure_worlds(arguments.seeds)
+    record = {"machine": machine(["megatron-core"]), "rows": rows, "worlds": worlds, "quoted": QUOTED}
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(record) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    report(console, rows)
+    report_worlds(console, worlds)
 
+
+def report(console: Console, rows: list[dict[str, Any]]) -> None:
     scores = ("ms", "m", "path", "bound", "over bound", "over filled", "tokens/rank", "mean CP", "quoted")
     table = Table(
         "documents",
         "cost",
         "planner",
         *scores,
-        title=f"1F1B, PP {STAGES}, {WORLD} ranks a stage; megatron-core {megatron}",
+        title=f"1F1B, PP {STAGES}, {WORLD} ranks a stage; megatron-core {package_version('megatron-core')}",
     )
     for row in rows:
         quoted = QUOTED[row["documents"]].get(row["planner"])
@@ -241,7 +234,7 @@ def main() -> None:
         mean = {key: float(np.mean([score[key] for score in row["scores"]])) for key in row["scores"][0]}
         table.add_row(
             *head,
-            f"{min(row['ms']):,.2f}",
+            f"{np.mean(row['ms']):,.2f}",
             f"{mean['micro_batches']:.0f}",
             f"{mean['path']:.4f}",
             f"{np.mean(row['bounds']):.4f}" if "bounds" in row else "",
@@ -251,12 +244,15 @@ def main() -> None:
             f"{mean['mean_cp_of_a_token']:.1f}",
             said,
         )
-    Console().print(table)
+    console.print(table)
+
+
+def report_worlds(console: Console, worlds: list[dict[str, Any]]) -> None:
     table = Table("ranks", "ms", "path", "bound", "over bound", title="wlb, 2,048 documents, 13B")
     for row in worlds:
         path, bound = np.mean(row["exact"]), np.mean(row["bounds"])
-        table.add_row(f"{row['world_size']}", f"{min(row['ms']):,.2f}", f"{path:.4f}", f"{bound:.4f}", over(row))
-    Console().print(table)
+        table.add_row(f"{row['world_size']}", f"{np.mean(row['ms']):,.2f}", f"{path:.4f}", f"{bound:.4f}", over(row))
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -208,16 +208,27 @@ def queues(stream: Stream) -> Result:
         tokens_per_batch=stream.micro_batches * stream.context,
         **stream.sizes,
     )
-    packer = wlb.Packer(outlier_thresholds=tuned.thresholds, **stream.sizes)
-    steps, seconds = [], []
+    return streamed(wlb.Packer(outlier_thresholds=tuned.thresholds, **stream.sizes), stream)
+
+
+def adaptive(stream: Stream) -> Result:
+    sizes = stream.sizes | {"max_document_tokens": stream.context, "max_delay": 16}
+    return streamed(wlb.Packer(release="adaptive", **sizes), stream)
+
+
+def streamed(packer: wlb.Packer, stream: Stream) -> Result:
+    """Delay is of all tokens, up to the end of the stream for those that still wait then."""
+    steps, seconds, waiting, waited = [], [], 0, 0
     for lengths in stream.batches:
         started = time.perf_counter()
         plan = packer.push(lengths)
         seconds.append(time.perf_counter() - started)
         steps.append([batch.lengths for batch in plan.micro_batches])
-    waiting = 1.0 - tokens_of(steps) / stream.lengths.sum()
-    note = f"{waiting * len(steps):.2f} steps' tokens wait at the end"
-    return Result(steps=steps, seconds=seconds, delay=packer.metrics().delay_mean, note=note)
+        waiting += int(lengths.sum()) - plan.num_tokens
+        waited += waiting
+    tokens = int(stream.lengths.sum())
+    note = f"{waiting / tokens * len(steps):.2f} steps' tokens wait at the end"
+    return Result(steps=steps, seconds=seconds, delay=waited / tokens, note=note)
 
 
 def heapq_algorithm_1(lengths: Lengths, stream: Stream) -> list[list[int]]:
@@ -408,6 +419,7 @@ PEERS = [
     Peer("var_length", "wlb", ours("var_length")),
     Peer("refined", "wlb", ours("refined")),
     Peer("2 queues, tuned", "wlb", queues),
+    Peer("release adaptive", "wlb", adaptive, note="max_delay 16"),
     Peer("fixed_length", "wlb", ours("fixed_length"), note="cuts documents"),
     Peer("Algorithm 1 in Python", "", per_batch(heapq_algorithm_1), note="sort and heapq, written in this bench"),
     Peer("mixed-integer program", "highspy", highs),
@@ -425,6 +437,7 @@ PEERS = [
     Peer("best fit decreasing", "trl", whole_stream(trl("bfd"))),
     Peer("wrapped", "trl", whole_stream(trl("wrapped")), note="cuts documents"),
 ]
+PACKAGES = sorted({peer.package for peer in PEERS} - {"", "wlb"})
 # In their repositories, in no release on PyPI.
 UNRELEASED = [
     "megatron-core: dp_balanced and DefaultDynamicCPScheduler are in no release on PyPI (looked at up to 0.19.2)"
@@ -438,7 +451,7 @@ def measure(peer: Peer, stream: Stream) -> dict[str, Any]:
         row["version"] = version(peer.package) if peer.package else ""
         result = peer.run(stream)
     except (ImportError, PackageNotFoundError) as error:
-        return row | {"missing": f"missing: {error}"}
+        return row | {"missing": f"missing: {error}".rstrip(".")}
     except Exception as error:
         traceback.print_exc()
         return row | {"missing": f"failed: {type(error).__name__}: {error}"}
@@ -491,7 +504,7 @@ def streams(arguments: argparse.Namespace) -> Iterator[Stream]:
         )
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
     parser.add_argument("--batches", type=int, default=8, help="global batches of each stream")
@@ -504,38 +517,51 @@ def main() -> None:
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="time limit of HiGHS, for one step")
     parser.add_argument("--solver-batches", type=int, default=2, help="steps that HiGHS gets")
     parser.add_argument("--record", type=Path, default=RECORDS / "peers.json", help="where the raw record goes")
-    arguments = parser.parse_args()
+    return parser
+
+
+def compare(arguments: argparse.Namespace, progress: Progress) -> tuple[list[Stream], list[dict[str, Any]]]:
+    """Every peer on every stream; a row for each, in this order."""
+    all_streams, rows = list(streams(arguments)), []
+    task = progress.add_task("", total=len(all_streams) * len(PEERS))
+    for stream in all_streams:
+        for peer in PEERS:
+            progress.update(task, description=f"{stream.name}: {peer.package} {peer.name}")
+            rows.append(measure(peer, stream))
+            progress.advance(task)
+    return all_streams, rows
+
+
+def main() -> None:
+    arguments = options().parse_args()
     if wlb.BUILD_PROFILE != "release":
         sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
     logging.disable(logging.WARNING)
 
-    console, rows = Console(width=None if sys.stdout.isatty() else 170), []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        all_streams = list(streams(arguments))
-        task = progress.add_task("", total=len(all_streams) * len(PEERS))
-        for stream in all_streams:
-            for peer in PEERS:
-                progress.update(task, description=f"{stream.name}: {peer.package} {peer.name}")
-                rows.append(measure(peer, stream))
-                progress.advance(task)
+        all_streams, rows = compare(arguments, progress)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("lengths", "record")}
-    record = {"machine": machine(sorted({peer.package for peer in PEERS} - {"", "wlb"})), "settings": settings}
+    record = {"machine": machine(PACKAGES), "settings": settings}
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps(record | {"rows": rows, "unreleased": UNRELEASED}) + "\n")
+    report(Console(width=None if sys.stdout.isatty() else 170), all_streams, rows)
+
+
+def report(console: Console, all_streams: list[Stream], rows: list[dict[str, Any]]) -> None:
     for stream in all_streams:
-        print_table(console, stream, [row for row in rows if row["lengths"] == stream.name])
+        console.print(table(stream, [row for row in rows if row["lengths"] == stream.name]))
     for line in UNRELEASED:
         console.print(f"missing: {line}")
 
 
-def print_table(console: Console, stream: Stream, rows: list[dict[str, Any]]) -> None:
+def table(stream: Stream, rows: list[dict[str, Any]]) -> Table:
     title = f"{stream.name}: {len(stream.batches)} steps of {stream.micro_batches} x {stream.context:,} tokens"
     caption = (
         f"max_tokens {stream.max_tokens:,}. ms: planning of a step. x: over wlb's var_length. Imbalance: heaviest over "
         "mean micro-batch. Delay: iterations a token waits. Out: tokens not placed in their step. Pad: of bins filled "
         "up to the context. Memory: most over mean tokens. Without its dependencies: so installed, one file imported."
     )
-    table = Table(
+    result = Table(
         "package",
         "packer",
         "ms",
@@ -551,17 +577,17 @@ def print_table(console: Console, stream: Stream, rows: list[dict[str, Any]]) ->
         "",
         title=title,
     )
-    table.caption = caption
+    result.caption = caption
     fastest = float(np.mean(rows[0]["seconds_per_step"]))
     for row in rows:
         package = f"{row['package']} {row.get('version', '')}".strip()
         if "missing" in row:
-            table.add_row(package, row["packer"], *[""] * 10, row["missing"])
+            result.add_row(package, row["packer"], *[""] * 10, row["missing"])
             continue
         seconds = float(np.mean(row["seconds_per_step"]))
         over = row.get("steps_over_max_tokens", 0)
         notes = [f"{over} of {row['steps']} steps over max_tokens" if over else "", row["note"]]
-        table.add_row(
+        result.add_row(
             package,
             row["packer"],
             f"{seconds * 1e3:,.3f}",
@@ -574,7 +600,7 @@ def print_table(console: Console, stream: Stream, rows: list[dict[str, Any]]) ->
             f"{row['memory']:.3f}" if "memory" in row else "",
             "; ".join(filter(None, notes)),
         )
-    console.print(table)
+    return result
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from engine import CONTEXT, COST
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -25,11 +26,7 @@ from rich.table import Table
 import wlb
 from wlb.testing import schedule as naive
 
-CONTEXT = 131072
 STEPS = 20
-COST = wlb.CostModel.from_flops(
-    hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32, vocab_size=32000, attention_efficiency=0.55
-)
 LAYOUTS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "num_stages": 4},
     {"schedule": "interleaved_1f1b", "num_stages": 4, "num_virtual_stages": 2},

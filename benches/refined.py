@@ -151,15 +151,17 @@ def main() -> None:
         rows = [measure(*instance, arguments.solver_seconds) for instance in found]
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(json.dumps({"machine": machine(["highspy"]), "rows": rows}) + "\n")
+    report(Console(width=None if sys.stdout.isatty() else 150), rows, arguments.solver_seconds)
 
-    console = Console(width=None if sys.stdout.isatty() else 150)
+
+def report(console: Console, rows: list[dict[str, Any]], solver_seconds: float) -> None:
     kinds = dict.fromkeys(row["lengths"] for row in rows)
     title = f"Maximum cost above the best lower bound, {len(rows)} instances where max_tokens binds"
     table = Table("lengths", "packer", "solved", "mean", "p50", "p90", "p95", "worst", "within 0.5 %", title=title)
     for kind, packer in itertools.product([*kinds, "all"], ("var_length", "refined", "solver")):
         these = [row for row in rows if kind in (row["lengths"], "all")]
         above = np.array([row[packer] for row in these if packer in row])
-        name = f"HiGHS, {arguments.solver_seconds:g} s" if packer == "solver" else packer
+        name = f"HiGHS, {solver_seconds:g} s" if packer == "solver" else packer
         if len(above) > 0:
             numbers = [above.mean(), *np.quantile(above, [0.5, 0.9, 0.95, 1.0]), (above <= 0.005).mean()]
             table.add_row(kind, name, f"{len(above)} of {len(these)}", *(f"{number:.2%}" for number in numbers))

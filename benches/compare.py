@@ -1,0 +1,425 @@
+"""Every goal of wlb beside its peers, measured in one run.
+
+    make compare [LENGTHS="x.npy ..."]             # sets everything up, then:
+    python benches/compare.py [--lengths x.npy ...]
+
+Prints one line per goal: the peer or paper, wlb, the goal, met or missed; then every packer on the same inputs
+(`peers.py`). Writes docs/comparison.md and benches/records/comparison.json. What is not said to be *quoted* is measured
+here, by the functions of dynamic_cp.py, release.py, refined.py and peers.py, which tell more about each. A peer that
+cannot be imported is named as missing. Goals about real lengths are only decided on real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import dynamic_cp
+import numpy as np
+import peers
+import refined
+import release
+from engine import RECORDS, Lengths, machine, synthetic
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import wlb
+from wlb.testing.dynamic_cp import violations
+
+DOCS = RECORDS.parents[1] / "docs"
+NEEDS = "needs real lengths"
+SECTIONS = {
+    "dynamic": "Dynamic-CP: 64 ranks a stage, PP 8, 8,192 tokens a rank",
+    "release 1.5": "Release rule, 128K context, S_max 1.5x: imbalance mean / p95 at mean delay",
+    "release 2": "Release rule, 128K context, S_max 2x: imbalance mean / p95 at mean delay",
+    "search": "Planning a step with release adaptive, mean CPU time",
+    "wait": "Longest wait of any document",
+    "refined": "Refinement where max_tokens binds, up to 500 documents",
+    "fuzz": "Plans that break a limit, lose a document or misalign a group",
+}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One goal."""
+
+    section: str
+    what: str
+    peer: str
+    ours: str
+    goal: str
+    verdict: str
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+# --- Dynamic-CP ------------------------------------------------------------------------------------------------------
+
+
+def dynamic_lines(rows: list[Row]) -> Iterator[Line]:
+    planning, path = {2048: 5.0, 256: 1.0}, {2048: 1.04, 256: 1.25}
+    for (count, cost), group in itertools.groupby(rows, key=lambda row: (row["documents"], row["cost"])):
+        of_peer = {row["planner"]: row for row in group}
+        ours = of_peer.pop("wlb")
+        times, paths = [], []
+        for name, row in of_peer.items():
+            short = name.removeprefix("megatron ")
+            quoted_path, quoted_ms = dynamic_cp.QUOTED[count].get(name, (None, None))
+            if "missing" in row:
+                times.append(f"{short}: {row['missing']}" + (f", quoted {quoted_ms:,.0f} ms" if quoted_ms else ""))
+                paths.append(f"{short}: {row['missing']}" + (f", quoted {quoted_path:.3f}" if quoted_path else ""))
+            else:
+                score = mean_score(row)
+                times.append(f"{short}: {np.mean(row['ms']):,.0f} ms")
+                paths.append(f"{short}: {score['path']:.3f}, with {score['tokens']:,.0f} tokens on a rank")
+        what = f"{count:,} documents, cost {cost}"
+        ms = np.array(ours["ms"])
+        said = f"{ms.mean():.2f} ms; slowest batch {ms.max():.2f}"
+        limit = planning[count]
+        yield Line("dynamic", f"planning, {what}", "; ".join(times), said, f"< {limit:g} ms", verdict(ms.max() < limit))
+        score, bound = mean_score(ours), float(np.mean(ours["bounds"]))
+        above = float(np.mean(np.divide(ours["exact"], ours["bounds"]))) - 1
+        said = f"{score['path']:.3f}; lower bound {bound:.3f}, plans {above:.2%} above it"
+        goal = f"<= {path[count]}" + (", or the lower bound" if count == 256 else "")
+        met = score["path"] <= path[count] or (count == 256 and above <= 1e-6)
+        yield Line("dynamic", f"critical path, {what}", "; ".join(paths), said, goal, verdict(met))
+
+
+def mean_score(row: Row) -> Row:
+    return {
+        "path": float(np.mean([score["path"] for score in row["scores"]])),
+        "tokens": max(score["max_tokens_per_rank"] for score in row["scores"]),
+    }
+
+
+# --- the release rule ------------------------------------------------------------------------------------------------
+
+
+def release_rows(sources: dict[str, Lengths], steps: int, progress: Progress) -> list[Row]:
+    """The adaptive rule with `max_delay` 16 and 8, queues without one, as the paper has them."""
+    settings = list(itertools.product(release.COSTS, release.MICRO_BATCHES, release.ROOMS, release.MAX_DELAYS))
+    rows = []
+    for name, lengths in sources.items():
+        for efficiency, n, room, max_delay in progress.track(settings, description=f"release, {name}"):
+            options: Row = {"attention_efficiency": efficiency, "micro_batches": n, "room": room}
+            options |= {"max_delay": max_delay, "queues_up_to": 0, "prices": release.PRICES}
+            if max_delay is None:
+                options |= {"queues_up_to": 3, "prices": ()}
+            rows.append(release.measure(name, lengths, steps=release.steps_for(n, steps), **options))
+    return rows
+
+
+def release_lines(rows: list[Row], real: bool) -> Iterator[Line]:
+    setting = itemgetter("room", "attention_efficiency", "lengths", "micro_batches")
+    for _, group in itertools.groupby(sorted(rows, key=setting), key=setting):
+        by_delay = {row["max_delay"]: row for row in group}
+        row = by_delay[16]
+        best, met = release.towards(row)
+        at_8, _ = release.towards(by_delay[8])
+        delay, mean, p95 = release.GOALS[row["room"]]
+        peer = "; ".join(f"{point['queues']} queues {said(point)}" for point in by_delay[None]["fifo"][1:])
+        ours = (
+            f"{said(best)}, price {best['delay_price']:.3g}; default {said(row['default'])}; max_delay 8: {said(at_8)}"
+        )
+        what = f"{row['lengths']}, attention at {row['attention_efficiency']:g}, N = {row['micro_batches']}"
+        goal = f"<= {mean}" + (f" / {p95}" if p95 else "") + f" at {delay:.2f}"
+        decided = verdict(met) if real else NEEDS
+        yield Line(f"release {row['room']:g}", what, f"Algorithm 1, {peer}", ours, goal, decided)
+
+
+def said(point: Row) -> str:
+    return f"{point['imbalance_mean']:.3f} / {point['imbalance_p95']:.3f} at {point['delay_mean']:.2f}"
+
+
+def search_lines(rows: list[Row], real: bool) -> Iterator[Line]:
+    limits = {16: 0.1, 64: 4.0}
+    for row in rows:
+        if row["max_delay"] == 16 and row["room"] == 1.5 and row["micro_batches"] in limits:
+            t, limit = row["time"], limits[row["micro_batches"]]
+            what = f"{row['lengths']}, attention at {row['attention_efficiency']:g}, N = {row['micro_batches']}"
+            peer = f"one packing of the {t['documents_per_step']:,.0f} documents {t['pack_us_mean'] / 1e3:.3f} ms"
+            ms, p95, packings = t["push_us_mean"] / 1e3, t["push_us_p95"] / 1e3, t["ratio_of_means"]
+            ours = f"{ms:.3f} ms, p95 {p95:.3f}; {packings:.1f} packings"
+            met = ms <= limit and packings <= 10
+            decided = verdict(met) if real else NEEDS
+            yield Line("search", what, peer, ours, f"<= {limit:g} ms, <= 10 packings", decided)
+
+
+def wait_lines(rows: list[Row], real: bool) -> Iterator[Line]:
+    tuned = [point for row in rows if row["max_delay"] is None for point in row["fifo"] if point["queues"] > 1]
+    waits = [point["delay_max"] for point in tuned]
+    peer = f"Algorithm 1, 2 and 3 queues: {min(waits)} to {max(waits)} iterations; quoted 40 to 90"
+    for limit in (16, 8):
+        longest = max(
+            point["delay_max"]
+            for row in rows
+            if row["max_delay"] == limit
+            for point in [*row["adaptive"], row["default"]]
+        )
+        what = f"max_delay {limit}: all lengths, costs, N, S_max and prices above"
+        decided = verdict(longest <= limit) if real else NEEDS
+        yield Line("wait", what, peer, f"{longest} iterations", f"<= {limit}", decided)
+
+
+# --- refinement ------------------------------------------------------------------------------------------------------
+
+
+def refined_lines(rows: list[Row]) -> Iterator[Line]:
+    solved = [row for row in rows if "solver" in row]
+    seconds = [row["solver_seconds"] for row in solved]
+    above = np.array([row["refined"] for row in rows])
+    over = np.array([(1 + row["refined"]) / (1 + row["solver"]) - 1 for row in solved])
+    greedy = np.array([row["var_length"] for row in rows if "var_length" in row])
+    us = np.array([min(row["us"]["refined"]) for row in rows])
+    instances = f"{len(rows)} instances"
+    within = float(np.mean(above <= 0.005))  # of a bound, so of the optimum
+    yield Line(
+        "refined",
+        f"longest micro-batch over the optimum, {instances}",
+        f"Algorithm 1 {greedy.mean():.2%} above the best lower bound; HiGHS solves {len(solved)}, "
+        f"{np.mean(seconds):.1f} s each, {np.mean([row['solver'] for row in solved]):.2%} above",
+        f"{above.mean():.2%} above, worst {above.max():.2%}; {within:.0%} proved within 0.5 %; over HiGHS at worst "
+        f"{over.max():+.2%}",
+        "<= 0.5 %",
+        "met" if within == 1 else "missed" if over.max() > 0.005 else "open",
+    )
+    yield Line(
+        "refined",
+        f"planning time, {instances}",
+        f"Algorithm 1 {np.mean([min(row['us']['var_length']) for row in rows]) / 1e3:.3f} ms",
+        f"{us.mean() / 1e3:.3f} ms; slowest {us.max() / 1e3:.2f}",
+        "< 1 ms",
+        verdict(bool(us.max() < 1000)),
+    )
+    worse = sum(row["refined"] > row.get("var_length", np.inf) + 1e-12 for row in rows)
+    what = f"plans made worse than Algorithm 1's, {instances}"
+    yield Line("refined", what, "", f"{worse}", "0", verdict(worse == 0))
+
+
+# --- fuzzing ---------------------------------------------------------------------------------------------------------
+
+
+def fuzzed(plans: int, progress: Progress) -> tuple[int, list[str]]:
+    """Random plans of every kind; how many, and what is wrong with them."""
+    seed = time.time_ns()
+    rng = np.random.default_rng(seed)
+    found: list[str] = []
+    done = 0
+    task = progress.add_task("fuzz", total=plans)
+    while done < plans:
+        cost = wlb.CostModel(attention=float(rng.random()), linear=float(rng.random() * 10.0 ** rng.integers(0, 5)))
+        for kind in (one_packing, one_dynamic_plan, one_stream):
+            plans_made, wrong = kind(rng, cost)
+            found += [f"seed {seed}, after {done} plans, {kind.__name__}: {what}" for what in wrong]
+            done += plans_made
+        progress.update(task, completed=done)
+    return done, found
+
+
+def random_lengths(rng: np.random.Generator, longest: int) -> Lengths:
+    lengths = np.exp(rng.uniform(0, np.log(longest + 1), rng.integers(1, 60))).astype(np.int64)
+    return lengths.clip(1, longest)
+
+
+def one_packing(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int, list[str]]:
+    lengths = random_lengths(rng, 300)
+    method: Any = rng.choice(["var_length", "var_length_fast", "refined", "fixed_length", "original"])
+    room = max(int(lengths.max()), int(rng.uniform(0.5, 3) * lengths.mean() * 5))
+    plan = wlb.pack(
+        lengths, num_micro_batches=int(rng.integers(1, 12)), max_tokens=room, cost_model=cost, method=method
+    )
+    return 1, lost([plan], dict(enumerate(lengths.tolist())), plan.leftover, plan.leftover_lengths, room)
+
+
+def one_stream(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int, list[str]]:
+    n, longest = int(rng.integers(1, 9)), 200
+    adaptive = bool(rng.integers(2))
+    packer = wlb.Packer(
+        num_micro_batches=n,
+        max_tokens=int(rng.integers(longest, 3 * longest)),
+        cost_model=cost,
+        max_document_tokens=longest,
+        max_delay=int(rng.integers(1, 9)) if rng.integers(2) else None,
+        **({"release": "adaptive"} if adaptive else {"outlier_thresholds": (60, 120)[: rng.integers(0, 3)]}),
+    )
+    arrived: dict[int, int] = {}
+    plans = []
+    for _ in range(4):
+        lengths = random_lengths(rng, longest)
+        ids = np.arange(len(arrived), len(arrived) + len(lengths))
+        arrived |= dict(zip(ids.tolist(), lengths.tolist(), strict=True))
+        plans.append(packer.push(lengths, ids=ids))
+    plans += packer.flush()
+    none = np.zeros(0, np.int64)
+    return len(plans), lost(plans, arrived, none, none, packer.max_tokens)
+
+
+def lost(plans: list[wlb.Packing], arrived: dict[int, int], left: Any, left_lengths: Any, room: int) -> list[str]:
+    """Every token of every document once, and no micro-batch too long."""
+    tokens = dict.fromkeys(arrived, 0)
+    wrong = []
+    for plan in plans:
+        for batch in plan.micro_batches:
+            if batch.lengths.sum() > room:
+                wrong.append("too many tokens in a micro-batch")
+            for document, length in zip(batch.document_ids.tolist(), batch.lengths.tolist(), strict=True):
+                tokens[document] += length
+    for document, length in zip(left.tolist(), left_lengths.tolist(), strict=True):
+        tokens[document] += length
+    return wrong if tokens == arrived else [*wrong, "a document is lost or doubled"]
+
+
+def one_dynamic_plan(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int, list[str]]:
+    world, tokens = int(rng.integers(1, 25)), int(rng.integers(5, 200))
+    lengths = random_lengths(rng, tokens * 2 ** (world.bit_length() - 1))
+    plan = wlb.plan_dynamic_cp(
+        lengths,
+        world_size=world,
+        num_stages=int(rng.integers(1, 6)),
+        max_tokens_per_rank=tokens,
+        cost_model=cost,
+        cp_seconds_per_token=float(rng.random() * rng.integers(2)),
+        micro_batch_seconds=float(rng.random() * 1e4 * rng.integers(2)),
+    )
+    return 1, violations(plan, lengths.tolist())
+
+
+def fuzz_lines(plans: int, found: list[str]) -> Iterator[Line]:
+    what = "packings, streams (fifo and adaptive) and Dynamic-CP plans, in this run"
+    yield Line("fuzz", what, "", f"{len(found)} in {plans:,}", "0 in 10^6", verdict(not found))
+    yield Line("fuzz", "long runs", "", "benches/records/fuzz.md", "0 in 10^6", "recorded there")
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def print_lines(console: Console, lines: list[Line]) -> None:
+    for section, title in SECTIONS.items():
+        table = Table("what", "peer or paper", "wlb", "goal", "", title=title, show_lines=True)
+        for line in lines:
+            if line.section == section:
+                table.add_row(line.what, line.peer, line.ours, line.goal, line.verdict)
+        console.print(table)
+
+
+def tally(lines: list[Line]) -> str:
+    counts = {
+        name: sum(line.verdict == name for line in lines) for name in dict.fromkeys(line.verdict for line in lines)
+    }
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def page(lines: list[Line], peer_rows: list[Row], tables: list[Table], command: str, described: Row) -> str:
+    """docs/comparison.md."""
+    text = [
+        "# wlb beside its peers",
+        "",
+        f"Written by `{command}`; do not edit. {described['cpu']}, {described['cores']} cores, Python "
+        f"{described['python']}, wlb {described['wlb']} at {described['commit']}, {described['time'][:10]}. All "
+        "figures are measured in that run, except those said to be quoted: the papers' and Megatron-LM's, from other "
+        "machines. Timings on shared machines are noisy: read them beside their peer's.",
+        "",
+        "| goals about | |",
+        "| --- | --- |",
+    ]
+    for section, title in SECTIONS.items():
+        text.append(f"| {title} | {tally([line for line in lines if line.section == section])} |")
+    for section, title in SECTIONS.items():
+        rows = [line for line in lines if line.section == section]
+        text += ["", f"## {title}", "", "| what | peer or paper | wlb | goal | |", "| --- | --- | --- | --- | --- |"]
+        text += [f"| {row.what} | {row.peer} | {row.ours} | {row.goal} | {row.verdict} |" for row in rows]
+    text += ["", "## Packers on the same inputs"]
+    for table in tables:
+        text += ["", f"### {table.title}", "", *markdown(table), "", str(table.caption)]
+    text += ["", "Missing:", "", *(f"- {line}" for line in missing(peer_rows))]
+    return "\n".join(text) + "\n"
+
+
+def missing(peer_rows: list[Row]) -> list[str]:
+    """Peers that did not run, and why."""
+    found = {f"{row['package']}: {row['missing'].removeprefix('missing: ')}" for row in peer_rows if "missing" in row}
+    return [*peers.UNRELEASED, *sorted(found)]
+
+
+def markdown(table: Table) -> Iterator[str]:
+    yield "| " + " | ".join(str(column.header) for column in table.columns) + " |"
+    yield "| " + " | ".join("---" for _ in table.columns) + " |"
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        yield "| " + " | ".join(str(cell).replace("\n", " ").replace("|", "/") for cell in cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser.add_argument("--steps", type=int, default=120, help="global batches of a release stream; half of it for 64")
+    parser.add_argument("--seeds", type=int, default=10, help="global batches for Dynamic-CP")
+    parser.add_argument("--fuzz", type=int, default=100_000, help="plans to fuzz")
+    parser.add_argument("--solver-seconds", type=float, default=2.0, help="time limit of HiGHS, for one packing")
+    parser.add_argument("--record", type=Path, default=RECORDS / "comparison.json", help="where the record goes")
+    parser.add_argument("--page", type=Path, default=DOCS / "comparison.md", help="where the page goes")
+    arguments = parser.parse_args()
+    if wlb.BUILD_PROFILE != "release":
+        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")  # peers miss GPUs that they do not need here
+
+    real = bool(arguments.lengths)
+    sources = {path.stem: np.load(path).astype(np.int64) for path in arguments.lengths} or {
+        "synthetic": synthetic(60_000)
+    }
+    limits = ["--solver-seconds", str(arguments.solver_seconds), "--lengths", *map(str, arguments.lengths)]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        dynamic_rows = [row for count in (2048, 256) for row in dynamic_cp.measure(count, arguments.seeds, progress)]
+        released = release_rows(sources, arguments.steps, progress)
+        instances = list(refined.instances(arguments.lengths, seeds=1))
+        tracked = progress.track(instances, description="refined")
+        refined_rows = [refined.measure(*instance, arguments.solver_seconds) for instance in tracked]
+        plans, found = fuzzed(arguments.fuzz, progress)
+        streams, peer_rows = peers.compare(peers.options().parse_args(limits), progress)
+    lines = [
+        *dynamic_lines(dynamic_rows),
+        *release_lines(released, real),
+        *search_lines(released, real),
+        *wait_lines(released, real),
+        *refined_lines(refined_rows),
+        *fuzz_lines(plans, found),
+    ]
+    described = machine(peers.PACKAGES)
+    tables = [peers.table(stream, [row for row in peer_rows if row["lengths"] == stream.name]) for stream in streams]
+    names = " ".join(path.name for path in arguments.lengths)
+    command = "make compare" + (f' LENGTHS="{names}"' if names else "")
+    record = {
+        "machine": described,
+        "lines": [asdict(line) for line in lines],
+        "broken_plans": found,
+        "peers": peer_rows,
+    }
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    arguments.record.write_text(json.dumps(release.rounded(record), indent=1) + "\n")
+    arguments.page.write_text(page(lines, peer_rows, tables, command, described))
+
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    for table in tables:
+        console.print(table)
+    print_lines(console, lines)
+    for line in missing(peer_rows):
+        console.print(f"missing: {line}")
+    console.print(f"goals: {tally(lines)}; written to {arguments.page} and {arguments.record}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Which plan when: time of a step against delay and memory, for every plan that wlb makes.
+
+    python benches/tradeoff.py [--lengths x.npy]    # prints the table, writes the record and docs/tradeoff.png
+
+One pipeline of 4 stages with 16 GPUs each, 1F1B; global batches of 16 x 128K tokens; a 7B Llama, attention at 0.55 of
+the GEMMs' rate; exchange between the ranks of a group is hidden. A static plan has 16 micro-batches, each on all 16
+GPUs of a stage (CP 16); a dynamic one divides the GPUs anew in every micro-batch, and may have another number of them.
+Both may hold `max_tokens` for each micro-batch, a sixteenth of it on each rank. Time is that of all steps over even
+ones: 16 equal micro-batches of the same total work, filling and draining included (light ones at both ends are faster
+than that). Delay is of all tokens, those flushed at the end included; flushed steps are not timed. `original` cuts
+documents where a micro-batch ends, and does less work for the same tokens.
+
+Queues have the thresholds of the front that `tune_outlier_thresholds` finds on this very stream; the adaptive rule, and
+Dynamic-CP on what it lets go, run at a range of prices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engine import CONTEXT, COST, RECORDS, Lengths, machine, synthetic
+from release import PRICES, QUEUES, WLB, front, rounded, stream
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import wlb
+
+MICRO_BATCHES, GPUS, STAGES = 16, 16, 4
+ROOMS = (1.1, 1.5, 2.0)  # max_tokens in contexts
+LIMITED, MAX_DELAYS = 1.5, (None, 32, 16, 8, 4)
+MAX_DELAY = 16
+DEAR = (16.0, 8.0, 4.0, 2.0, 1.0)  # above those of release.py
+NEVER = "#8c959f"
+BOTH = "#2f7d4f"
+Row = dict[str, Any]
+Timer = Callable[[list[wlb.Packing]], float]
+
+
+def even(cost: float) -> float:
+    """Seconds of a step whose work is spread evenly over the micro-batches."""
+    return cost / GPUS / STAGES * (MICRO_BATCHES + STAGES - 1) / MICRO_BATCHES
+
+
+def static(plans: list[wlb.Packing]) -> float:
+    """Time over even of packings as they are."""
+    costs = np.stack([plan.costs[plan.deal(1)] for plan in plans])
+    steps = wlb.simulate_steps(costs / GPUS, schedule="1f1b", num_stages=STAGES)
+    return float(steps.seconds.sum()) / even(float(costs.sum()))
+
+
+def dynamic(room: float) -> Timer:
+    """Time over even of the same documents in the same steps, spread by Dynamic-CP."""
+
+    def timer(plans: list[wlb.Packing]) -> float:
+        seconds, work = 0.0, 0.0
+        for plan in plans:
+            lengths = np.concatenate([batch.lengths for batch in plan.micro_batches])
+            if len(lengths) > 0:
+                seconds += dynamic_plan(lengths, room).seconds
+                work += float(plan.costs.sum())
+        return seconds / even(work)
+
+    return timer
+
+
+def dynamic_plan(lengths: Lengths, room: float) -> wlb.DynamicCpPlan:
+    return wlb.plan_dynamic_cp(
+        lengths,
+        world_size=GPUS,
+        num_stages=STAGES,
+        max_tokens_per_rank=int(room * CONTEXT) // GPUS,
+        cost_model=COST,
+    )
+
+
+def streamed(batches: list[Lengths], sizes: Row, timers: dict[str, Timer], **options: Any) -> list[Row]:
+    """One stream under a packer, timed in several ways."""
+    packer = wlb.Packer(max_document_tokens=CONTEXT, **sizes, **options)
+    plans = [packer.push(batch) for batch in batches]
+    packer.flush()
+    metrics = packer.metrics()
+    delay = {"delay_mean": metrics.delay_mean, "delay_max": metrics.delay_max}
+    return [{"plan": name, **delay, "time": timer(plans)} for name, timer in timers.items()]
+
+
+def limited(batches: list[Lengths]) -> list[Row]:
+    """The default price under limits of the delay."""
+    sizes: Row = {"num_micro_batches": MICRO_BATCHES, "max_tokens": int(LIMITED * CONTEXT), "cost_model": COST}
+    timers = {"adaptive": static, "both": dynamic(LIMITED)}
+    found = [(limit, streamed(batches, sizes, timers, release="adaptive", max_delay=limit)) for limit in MAX_DELAYS]
+    return [{"room": LIMITED, "max_delay": limit, **row} for limit, rows in found for row in rows]
+
+
+def measure(batches: list[Lengths], room: float, progress: Progress) -> list[Row]:
+    sizes: Row = {"num_micro_batches": MICRO_BATCHES, "max_tokens": int(room * CONTEXT), "cost_model": COST}
+    at_once: Row = {"delay_mean": 0.0, "delay_max": 0}
+    rows = []
+    for method in ("original", "var_length"):
+        # Cut every context: it needs no more memory than that.
+        these = sizes | ({"max_tokens": CONTEXT} if method == "original" else {})
+        plans = [wlb.pack(batch, method=method, **these) for batch in batches]
+        rows.append({"plan": method, **at_once, "time": static(plans)})
+    work = sum(float(COST.cost(batch).sum()) for batch in batches)
+    seconds = sum(dynamic_plan(batch, room).seconds for batch in progress.track(batches, description="Dynamic-CP"))
+    rows.append({"plan": "dynamic_cp", **at_once, "time": seconds / even(work)})
+    tuned = wlb.tune_outlier_thresholds(
+        np.concatenate(batches),
+        num_queues=3,
+        max_mean_delay=0.9,
+        max_document_tokens=CONTEXT,
+        tokens_per_batch=MICRO_BATCHES * CONTEXT,
+        **sizes,
+    )
+    for point in progress.track(tuned.pareto, description="queues"):
+        found = streamed(batches, sizes, {"queues": static}, outlier_thresholds=point.thresholds)
+        rows += [row | {"thresholds": list(point.thresholds)} for row in found]
+    timers = {"adaptive": static, "both": dynamic(room)}
+    for price in progress.track((*DEAR, *PRICES), description="adaptive"):
+        found = streamed(batches, sizes, timers, release="adaptive", delay_price=price, max_delay=MAX_DELAY)
+        rows += [row | {"delay_price": price, "max_delay": MAX_DELAY} for row in found]
+    return [{"room": room, **row} for row in rows]
+
+
+def report(console: Console, rows: list[Row], limits_tried: list[Row]) -> None:
+    title = "Time of a step over an even one; least found up to a mean delay of"
+    limits = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+    table = Table("max_tokens", "plan", *(f"{limit:g}" for limit in limits), title=title)
+    for room in ROOMS:
+        for plan in dict.fromkeys(row["plan"] for row in rows):
+            these = [row for row in rows if row["room"] == room and row["plan"] == plan]
+            least = [
+                min((row["time"] for row in these if row["delay_mean"] <= limit), default=None) for limit in limits
+            ]
+            table.add_row(f"{room:g}", plan, *("" if time is None else f"{time:.3f}" for time in least))
+    console.print(table)
+    of_price = [row for row in rows if row["room"] == LIMITED and "delay_price" in row]
+    for knob, these in (("delay_price", of_price), ("max_delay", limits_tried)):
+        table = Table(knob, "mean delay", "longest", "static CP", "Dynamic-CP", title=f"{knob}, max_tokens {LIMITED:g}")
+        for value, at in itertools.groupby(these, key=itemgetter(knob)):
+            alone, both = at
+            times = f"{alone['time']:.3f}", f"{both['time']:.3f}"
+            table.add_row(str(value), f"{alone['delay_mean']:.3f}", str(alone["delay_max"]), *times)
+        console.print(table)
+
+
+def draw(path: Path, name: str, rows: list[Row]) -> None:
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import PercentFormatter
+
+    style: Any = {
+        "font.size": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#eaeef2",
+        "axes.edgecolor": "#8c959f",
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+    }
+    with plt.rc_context(style):
+        fig, axes = plt.subplots(1, len(ROOMS), figsize=(13.5, 5.6), layout="constrained", sharey=True)
+        for ax, room in zip(axes, ROOMS, strict=True):
+
+            def of(plan: str, room: float = room) -> list[Row]:
+                return [row for row in rows if row["room"] == room and row["plan"] == plan]
+
+            for plan, color, marker, label in (
+                ("original", NEVER, "X", "cut every context, no waiting"),
+                ("var_length", QUEUES, "s", "static CP, no waiting"),
+                ("dynamic_cp", BOTH, "D", "Dynamic-CP, no waiting"),
+            ):
+                (row,) = of(plan)
+                ax.plot([0], [row["time"] - 1], marker, color=color, ms=10, mec="white", label=label, clip_on=False)
+            for plan, color, label in (
+                ("queues", QUEUES, "static CP, tuned queues (Algorithm 1)"),
+                ("adaptive", WLB, 'static CP, release="adaptive"'),
+                ("both", BOTH, 'Dynamic-CP on what release="adaptive" lets go'),
+            ):
+                best = front(of(plan), "time")
+                ax.plot(*zip(*best, strict=True), "o-", color=color, ms=3.5, lw=2.2, label=label)
+            ax.axhline(0, color="#8c959f", lw=1)
+            ax.set_title(f"memory for {room:g} contexts a micro-batch", loc="left", weight="bold", fontsize=12)
+            ax.set(xlim=(-0.02, 0.9), xlabel="mean delay of a token, iterations")
+            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes[0].set_ylabel("step longer than an even one by")
+        handles, labels = axes[0].get_legend_handles_labels()
+        title = f"Balance, delay, memory: {name}, 16 x 128K tokens a step, 7B, one pipeline of 4 x 16 GPUs"
+        fig.legend(
+            handles,
+            labels,
+            loc="outside upper left",
+            ncols=3,
+            fontsize=10.5,
+            title=title,
+            alignment="left",
+            title_fontproperties={"weight": "bold", "size": 14},
+        )
+        fig.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, help=".npy file of document lengths; synthetic ones without")
+    parser.add_argument("--steps", type=int, default=120, help="global batches of the stream")
+    parser.add_argument("--record", type=Path, default=RECORDS / "tradeoff.json", help="where the record goes")
+    parser.add_argument("--picture", type=Path, default=RECORDS.parents[1] / "docs" / "tradeoff.png")
+    arguments = parser.parse_args()
+    if wlb.BUILD_PROFILE != "release":
+        sys.exit("wlb is a debug build. Build a wheel: pip install .")
+    name = arguments.lengths.stem if arguments.lengths else "synthetic"
+    lengths = np.load(arguments.lengths).astype(np.int64) if arguments.lengths else synthetic(60_000)
+    batches = stream(lengths, MICRO_BATCHES, arguments.steps)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        rows = [row for room in ROOMS for row in measure(batches, room, progress)]
+    limits_tried = limited(batches)
+    record: Row = {"machine": machine(), "lengths": name, "steps": len(batches)}
+    record |= {"rows": rounded(rows), "max_delay": rounded(limits_tried)}
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    arguments.record.write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    report(Console(width=None if sys.stdout.isatty() else 130), rows, limits_tried)
+    draw(arguments.picture, name, rows)
+
+
+if __name__ == "__main__":
+    main()
