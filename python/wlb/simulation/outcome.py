@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class Outcome(ABC):
         peak = self.scenario.hardware.peak_flops * self.scenario.layout.world_size
         return self.flops / (peak * self.total_seconds)
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """FLOPs of the documents as they are trained: fewer where they are cut."""
         return float(self.scenario.model.flops(self.plan.length).sum())
@@ -125,6 +126,10 @@ class Outcome(ABC):
 
     def summary(self) -> dict[str, Any]:
         """In a few numbers, as plain JSON values."""
+        return dict(self._summary)
+
+    @cached_property
+    def _summary(self) -> dict[str, Any]:
         plan, total = self.plan, self.total_seconds
         packing = plan.summary()
         imbalance = self.imbalance
