@@ -107,6 +107,7 @@ VARIANTS: dict[str, Variant] = {
     "finer": Variant(title="WLB, finer", **_WLB, fitted=True, packer=_ADAPTIVE, split=2),
     "dynamic_cp": Variant(title="Dynamic-CP", packing="dynamic_cp"),
     "wlb_dynamic_cp": Variant(title="WLB + Dynamic-CP", packing="dynamic_cp", packer=_ADAPTIVE),
+    "refined": Variant(title="WLB, refined", **_WLB, fitted=True, packer={"method": "refined"}),
     "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
     "placement": Variant(title="placement", placed=True),
     "wlb_placement": Variant(title="WLB, placed", **_WLB, placed=True),
@@ -114,9 +115,10 @@ VARIANTS: dict[str, Variant] = {
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
 all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
 as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
-data-parallel ranks by cost. The last three show what that alone gives, and placing micro-batches for the schedule."""
+data-parallel ranks by cost. The last four show what refining full micro-batches gives, what dealing alone gives, and
+placing micro-batches for the schedule."""
 
-DEFAULT = tuple(name for name in VARIANTS if name not in ("as_they_come", "placement", "wlb_placement"))
+DEFAULT = tuple(name for name in VARIANTS if name not in ("refined", "as_they_come", "placement", "wlb_placement"))
 """What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
 
 
