@@ -127,6 +127,21 @@ fn nothing_waits_longer_than_max_delay() {
     }
 }
 
+/// There is room for what these steps leave over, but only in plans with a heavier micro-batch: it is carried over.
+#[test]
+fn refined_steps_pay_for_nothing_with_a_heavier_micro_batch() {
+    let cost_model = CostModel::analytic(1.0, 0.0, Mask::Causal).unwrap();
+    for (num_micro_batches, max_tokens, lengths) in [
+        (2, 40, vec![5, 7, 4, 6, 7, 4, 9, 2, 4, 6, 9, 8, 9]),
+        (4, 24, vec![11, 6, 4, 5, 7, 9, 6, 9, 5, 4, 3, 12, 3, 12]),
+    ] {
+        let (max_document_tokens, method, cost_model) = (max_tokens, StreamMethod::Refined, cost_model.clone());
+        let simple = simple(num_micro_batches, Vec::new(), None);
+        let config = PackerConfig { max_tokens, max_document_tokens, method, cost_model, ..simple };
+        assert!(!run(&config, &[Event::Push(lengths)]).carried().is_empty());
+    }
+}
+
 fn adaptive(num_micro_batches: usize, delay_price: f64, max_delay: Option<u64>) -> PackerConfig {
     let config = simple(num_micro_batches, Vec::new(), max_delay);
     PackerConfig { release: Release::Adaptive, delay_price: Some(delay_price), ..config }
