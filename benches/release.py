@@ -265,7 +265,7 @@ def draw(path: Path, rows: list[Row]) -> None:
         for column, n in enumerate(MICRO_BATCHES):
             of_n = [row for row in rows if row["micro_batches"] == n]
             for ax, key, level, top in zip(
-                axes, ("imbalance_mean", "imbalance_p95"), levels, (0.10, 0.42), strict=False
+                axes[:, column], ("imbalance_mean", "imbalance_p95"), levels, (0.10, 0.42), strict=False
             ):
                 for max_delay, curve, color, dash, label in lines:
                     row = next(r for r in of_n if r["room"] == 1.5 and r["max_delay"] == max_delay)
