@@ -25,6 +25,7 @@ from wlb.cli.options import as_options
 from wlb.cli.report import Report
 from wlb.cli.sources import Documents, read_documents
 from wlb.cli.stream import build_stream
+from wlb.cli.tuning_report import _RELEASED
 from wlb.simulation import DEFAULT, KINDS
 from wlb.testing import kernel
 
@@ -327,6 +328,22 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     simulated = results["simulation"]["variants"][best["kind"]]
     assert simulated["digest"] == best["digest"]
     assert simulated["seconds"] == pytest.approx(best["seconds"], rel=1e-12)
+
+
+def test_the_loader_of_a_configuration_loses_nothing() -> None:
+    cost = wlb.CostModel(attention=1.0, linear=0.0)
+    made: dict[str, Any] = {
+        "packer": wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost, outlier_thresholds=(10,))
+    }
+    exec(_RELEASED, made)
+
+    class Dataset(list[str]):
+        lengths = (5, 50, 6, 5, 40, 60, 7)
+
+    dataset = Dataset("abcdefg")
+    read = [list(made["released"](dataset, [[0, 1, 2], [3, 4], [5, 6]], rank, 2)) for rank in range(2)]
+    assert len(read[0]) == len(read[1]) > 3, "a step more, of what waited"
+    assert sorted(itertools.chain(*read[0], *read[1])) == list(dataset)
 
 
 # --- simulate ---

@@ -391,6 +391,23 @@ def test_the_default_schedule_is_named_where_it_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"packing": "bogus"}, "packing"),
+        ({"strategies": ("adaptive", "nonsense")}, "strategies"),
+        ({"strategies": ()}, "strategies"),
+        ({"window": 0}, "window"),
+        ({"split": 0}, "split"),
+        ({"packer": {"max_delay": 3}}, "packer"),
+    ],
+)
+def test_variants_that_cannot_be(changes: dict[str, Any], argument: str) -> None:
+    with pytest.raises(wlb.WlbError) as raised:
+        Variant(title="mine", **changes)
+    assert raised.value.argument == argument
+
+
+@pytest.mark.parametrize(
     ("lengths", "variants", "argument", "index"),
     [
         ([10, 4097], ("plain",), "lengths", 1),

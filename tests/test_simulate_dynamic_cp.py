@@ -125,6 +125,7 @@ def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout)
         assert outcome.plan.group_tokens.max() <= options["max_tokens_per_rank"]
         assert outcome.memory.total.max() <= case.hardware.memory_bytes
         assert sum(outcome.cp_sizes.values()) == pytest.approx(1)
+        assert outcome.plan.micro_batches.min() >= layout.pp, "torch takes no fewer"
         assert set(outcome.cp_sizes) <= {1, 2, 4}
         np.testing.assert_array_equal(
             np.bincount(outcome.plan.group_step, weights=outcome.plan.cp_size),
@@ -178,6 +179,13 @@ def test_tuning_keeps_the_budget_and_uses_it() -> None:
         tuning = tune(lengths, scenario(max_tokens=None, max_mean_delay=budget, outlier_thresholds=None))
         within = [choice for choice in tuning.tried if choice.delay <= budget]
         assert tuning.best in within
+        assert not any(
+            choice.machinery == tuning.best.machinery
+            and choice.delay < tuning.best.delay
+            and choice.outcome.steady_seconds <= tuning.best.outcome.steady_seconds
+            for choice in within
+        )
+        assert tuning.best == dataclasses.replace(tuning.best, outcome=tuning.baseline), "settings make a choice"
         fastest = min(choice.outcome.steady_seconds for choice in within)
         assert tuning.best.outcome.steady_seconds <= 1.003 * fastest
         if not budget:
@@ -187,6 +195,13 @@ def test_tuning_keeps_the_budget_and_uses_it() -> None:
         speeds.append(tuning.best.outcome.tokens / tuning.best.outcome.steady_seconds)
     assert speeds[0] <= 1.003 * speeds[1] <= 1.003**2 * speeds[2]
     assert speeds[0] < speeds[2]
+
+
+def test_nothing_to_tune_on() -> None:
+    for tries in (tune, lambda lengths, case: planner_options(case, lengths)):
+        with pytest.raises(wlb.WlbError) as raised:
+            tries([], scenario())
+        assert raised.value.argument == "lengths"
 
 
 def test_recomputation_is_in_the_packers_costs() -> None:

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -22,6 +23,7 @@ from wlb.cli.tables import Table, tuning_table
 from wlb.hardware import GIB
 from wlb.models import presets
 from wlb.simulation import KINDS, Choice, Scenario, Tuning
+from wlb.simulation.plans import MOST_TOKENS
 
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
@@ -77,9 +79,8 @@ class TuningReport:
         """Everything the tables say, as plain JSON values; `best` and `pareto` as without a cluster, and `cluster`."""
         scenario, found = self.tuning.scenario, self.tuning.thresholds
         # Of the queues, as without a cluster; what was chosen is in "cluster".
-        best = next(
-            (point for point in found.pareto if point.thresholds == self.tuning.best.outlier_thresholds), found.best
-        )
+        chosen = self.tuning.best.outlier_thresholds
+        best = next((point for point in found.pareto if chosen and point.thresholds == chosen), found.best)
         return {
             "best": _point(best),
             "pareto": [_point(point) for point in found.pareto],
@@ -224,7 +225,7 @@ class TuningReport:
             f"model = wlb.ModelConfig.{model}\n"
             "packer = wlb.Packer(\n"
             f"    num_micro_batches={scenario.micro_batches * best.split},\n"
-            f"    max_tokens={best.max_tokens},\n"
+            f"    max_tokens={int(best.max_tokens)},\n"
             f"    cost_model=model.cost_model({cost}),\n"
             f"{_waiting(best)}"
             f"    max_delay={scenario.max_delay},\n"
@@ -241,16 +242,17 @@ class TuningReport:
         return (
             f"cost_model = wlb.CostModel(attention={attention!r}, linear={linear!r})  # seconds\n"
             "plan = functools.partial(\n    wlb.plan_dynamic_cp,\n    cost_model=cost_model,\n"
-            + "".join(f"    {name}={value!r},\n" for name, value in options.items())
+            + "".join(f"    {name}={_plain(value)!r},\n" for name, value in options.items())
             + ")\n"
         )
 
     def _packer_before(self) -> str:
         scenario, best = self.tuning.scenario, self.tuning.best
+        max_tokens = min(scenario.tokens_per_batch, MOST_TOKENS)
         return (
             "packer = wlb.Packer(  # what it lets go is planned\n"
             f"    num_micro_batches={_micro_batches(scenario, best)},\n"
-            f"    max_tokens={scenario.tokens_per_batch},  # a global batch; memory is the planner's concern\n"
+            f"    max_tokens={max_tokens},  # a global batch; memory is the planner's concern\n"
             "    cost_model=cost_model,\n"
             f"{_waiting(best)}"
             f"    max_delay={scenario.max_delay},\n"
@@ -294,10 +296,15 @@ _RELEASED = '''
 
 def released(dataset, global_batches, rank, ranks):
     """What one of the data x context ranks reads; all of them are given the same global batches of indices."""
+
+    def share(packing):
+        indices = sorted(int(index) for micro_batch in packing for index in micro_batch.document_ids)
+        return [dataset[index] for index in indices[rank::ranks]]
+
     for batch in global_batches:
-        micro_batches = packer.push([dataset.lengths[index] for index in batch], batch).micro_batches
-        indices = sorted(int(index) for micro_batch in micro_batches for index in micro_batch.document_ids)
-        yield [dataset[index] for index in indices[rank::ranks]]
+        yield share(packer.push([dataset.lengths[index] for index in batch], batch))
+    for packing in packer.flush():
+        yield share(packing)
 
 
 def loader(dataset, global_batches, ranks):
@@ -307,6 +314,11 @@ def loader(dataset, global_batches, ranks):
     batches = released(dataset, global_batches, ranks.get_local_rank(), ranks.size())
     return DynamicCpLoader(batches, plan=plan, group=ranks.get_group())
 '''
+
+
+def _plain(value: Any) -> Any:
+    """A number without numpy's type, whose name Python does not know."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _waiting(choice: Choice) -> str:

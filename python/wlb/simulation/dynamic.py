@@ -25,7 +25,7 @@ from wlb._core import (
 from wlb.memory import RankMemory, memory_per_rank
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
-from wlb.simulation.plans import GlobalBatches, Setup, Trained
+from wlb.simulation.plans import MOST_TOKENS, GlobalBatches, Setup, Trained
 from wlb.simulation.scenario import Scenario
 from wlb.step_time import data_parallel_seconds
 
@@ -107,7 +107,7 @@ def packer_before(setup: Setup, options: Mapping[str, Any], packer: Mapping[str,
     """
     return Packer(
         num_micro_batches=setup.packed // setup.dp_size,
-        max_tokens=setup.tokens_per_batch,
+        max_tokens=min(setup.tokens_per_batch, MOST_TOKENS),
         cost_model=options["cost_model"],
         max_delay=max_delay,
         max_document_tokens=setup.context,

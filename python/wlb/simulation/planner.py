@@ -15,6 +15,7 @@ from wlb.layout import ParallelLayout
 from wlb.simulation.scenario import Scenario
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
+_MOST_RANKS = 65_536  # of :func:`wlb.plan_dynamic_cp`
 
 
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
@@ -33,6 +34,8 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         WlbError: as :func:`check_planner`.
     """
     per_rank = check_planner(scenario)
+    if np.size(lengths) == 0:
+        raise error("lengths", "must not be empty", value=lengths)
     if scenario.selector is not None:
         scenario = dataclasses.replace(scenario, kernel_model=scenario.selector, profile=None)
     layout, world_size = scenario.layout, _world_size(scenario)
@@ -46,6 +49,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "world_size": world_size,
         "num_stages": layout.pp,
         "num_virtual_stages": layout.virtual_stages,
+        "min_micro_batches": layout.pp,  # schedules of torch take no fewer
         "max_tokens_per_rank": per_rank,
         "cost_model": CostModel(
             attention=scenario.attention_seconds(lengths) / float(np.sum(pairs(lengths), dtype=np.float64)),
@@ -68,6 +72,9 @@ def check_planner(scenario: Scenario) -> int:
     """
     if _world_size(scenario) == 1:
         raise error("layout", "has dp x cp = 1: Dynamic-CP needs ranks to form groups of", value=scenario.layout)
+    if _world_size(scenario) > _MOST_RANKS:
+        message = f"has dp x cp = {_world_size(scenario)}: Dynamic-CP plans for at most {_MOST_RANKS} ranks of a stage"
+        raise error("layout", message, value=scenario.layout)
     schedule = scenario.pipeline_schedule
     if schedule not in _SCHEDULES:
         raise error("schedule", f"= {schedule!r}: Dynamic-CP plans for {' and '.join(_SCHEDULES)}", value=schedule)

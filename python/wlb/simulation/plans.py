@@ -15,6 +15,9 @@ from wlb._core import CostModel, MicroBatch, Packer, Packing, TuneResult, pack, 
 
 Release = Literal["fifo", "adaptive"]
 
+MOST_TOKENS = 2**31 - 1
+"""The most `max_tokens` of a packer."""
+
 
 @dataclass(frozen=True)
 class GlobalBatches:

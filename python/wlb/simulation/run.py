@@ -88,7 +88,8 @@ def simulate(
             cannot plan for: one rank, a schedule other than 1F1B, a context that no group holds.
 
     Complexity:
-        Some tens of microseconds for each micro-batch and variant, and the tuning of thresholds unless they are given.
+        Some tens of microseconds for each micro-batch (of Dynamic-CP: each group of ranks) and variant, and the tuning
+        of thresholds unless they are given.
     """
     if variants is None:
         variants = defaults(scenario)

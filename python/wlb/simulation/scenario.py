@@ -275,7 +275,12 @@ class Scenario:
 
         Args:
             lengths: int[n] tokens of the documents.
+
+        Raises:
+            WlbError: there is no document.
         """
+        if np.size(lengths) == 0:
+            raise error("lengths", "must not be empty", value=lengths)
         attention = self.attention_seconds(lengths) / self.layout.cp
         per_rank = [-(-self.context // self.layout.cp)]
         without = self.stage_seconds(per_rank, attention_forward=[0.0], attention_backward=[0.0])

@@ -79,9 +79,9 @@ class Settings:
         return (list(KINDS).index(self.kind), STRATEGIES.index(self.strategy), self.split)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Choice(Settings):
-    """A plan, and the stream under it."""
+    """A plan, and the stream under it. Equal to others with the same settings."""
 
     outcome: Outcome
 
@@ -206,14 +206,16 @@ class _Search:
 
         by_delay = [self._queues(limit, point.thresholds) for point in _spread(found[limit].pareto, found[limit].best)]
         plans = [*by_delay, *self._static(limit)]
-        chosen = _least(self._allowed(plans), lambda choice: choice.machinery)
-        by_strategy = [self._choose(dataclasses.replace(_settings(chosen), strategy=name)) for name in STRATEGIES]
-        plans += by_strategy
+        chosen = _least(self._allowed(plans), _need)
+        by_strategy = [self._sharded(chosen, name) for name in STRATEGIES]
+        plans += (choice for choice in by_strategy if choice is not chosen)
         plans += self._planned()
-        best = _least(self._allowed(plans), lambda choice: choice.machinery)
+        best = _least(self._allowed(plans), _need)
         by_plan = self._by_kind(plans)
         self._report("done")
-        shown = {choice.kind: choice.outcome for choice in self._allowed(by_plan)} | {best.kind: best.outcome}
+        within = {choice.kind: choice for choice in self._allowed(by_plan)} | {best.kind: best}
+        shown = {kind: choice.outcome for kind, choice in within.items()}
+        queues = within.get("queues")
         return Tuning(
             scenario=self._scenario,
             attention_efficiency=self._efficiency,
@@ -224,7 +226,10 @@ class _Search:
             tried=tuple(plans),
             thresholds=found[limit],
             simulation=dataclasses.replace(
-                others, outcomes=others.outcomes | shown, thresholds=found[limit].thresholds
+                others,
+                scenario=dataclasses.replace(self._scenario, max_tokens=limit),
+                outcomes=others.outcomes | shown,
+                thresholds=found[limit].thresholds if queues is None else queues.outlier_thresholds,
             ),
             planner=planner_options(self._given, self._lengths) if self._dynamic else None,
             best=best,
@@ -258,7 +263,7 @@ class _Search:
             of_kind = [choice for choice in plans if choice.kind == kind]
             within = [choice for choice in of_kind if self._within(choice)]
             if within:
-                made.append(_least(within, lambda choice: choice.machinery))
+                made.append(_least(within, _need))
             if of_kind:
                 fastest = min(of_kind, key=lambda choice: choice.outcome.steady_seconds)
                 if not within or not self._within(fastest):
@@ -280,6 +285,11 @@ class _Search:
         outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
         return Choice(**vars(settings), outcome=outcome)
 
+    def _sharded(self, choice: Choice, strategy: Strategy) -> Choice:
+        if choice.strategy == strategy:
+            return choice
+        return self._choose(dataclasses.replace(_settings(choice), strategy=strategy))
+
     def _within(self, choice: Choice) -> bool:
         """Whether a choice keeps the limits. That of memory is the user's where they gave `max_tokens`."""
         memory = choice.outcome.memory.total.max()
@@ -293,6 +303,11 @@ class _Search:
     def _report(self, what: str) -> None:
         self._progress(what, min(self._done, self._jobs), self._jobs)
         self._done += 1
+
+
+def _need(choice: Choice) -> tuple[Any, ...]:
+    """What is wanted least, most important first; then time."""
+    return (choice.machinery, choice.delay, choice.outcome.steady_seconds)
 
 
 def _settings(choice: Choice) -> Settings:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from wlb._core import WlbError
 from wlb._errors import error
@@ -17,6 +17,8 @@ from wlb.simulation.scenario import Scenario
 
 Packing = Literal["original", "fixed_length", "var_length", "dynamic_cp"]
 Strategy = Literal["per_sequence", "per_document", "adaptive"]
+
+_OF_PACKER = ("release", "delay_price", "method")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,9 @@ class Variant:
         window: global batches that "fixed_length" packs at a time.
         dealt: the micro-batches of a step go to data-parallel ranks by their costs (:meth:`wlb.Packing.deal`), for
             "original": otherwise as they come.
-        packer: further arguments of :class:`wlb.Packer`, for "var_length". With a release rule of its own no thresholds
-            are given. For "dynamic_cp": of a packer whose releases are planned; with none, nothing waits.
+        packer: further arguments of :class:`wlb.Packer` (`release`, `delay_price`, `method`), for "var_length". With a
+            release rule of its own no thresholds are given. For "dynamic_cp": of a packer whose releases are planned;
+            with none, nothing waits.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
             `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
         split: so many times the micro-batches of a global batch, of the same documents, where they stay whole; of
@@ -54,6 +57,24 @@ class Variant:
     fitted: bool = False
     split: int = 1
     placed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.packing not in get_args(Packing):
+            raise error(
+                "packing", f"= {self.packing!r}: must be one of {', '.join(get_args(Packing))}", value=self.packing
+            )
+        for index, strategy in enumerate(self.strategies):
+            if strategy not in get_args(Strategy):
+                message = f"= {strategy!r}: must be one of {', '.join(get_args(Strategy))}"
+                raise error("strategies", message, index=index, value=strategy)
+        if not self.strategies:
+            raise error("strategies", "must not be empty", value=self.strategies)
+        for name in ("window", "split"):
+            if getattr(self, name) < 1:
+                raise error(name, f"= {getattr(self, name)}: must be at least 1", value=getattr(self, name))
+        for name in self.packer:
+            if name not in _OF_PACKER:
+                raise error("packer", f"has {name}: must be among {', '.join(_OF_PACKER)}", value=self.packer[name])
 
     def arriving(self, stream: GlobalBatches, setup: Setup) -> GlobalBatches:
         """The stream as this method receives it: full global batches where it cuts documents."""

@@ -185,7 +185,7 @@ impl DynamicCpPlan {
         self.0.seconds
     }
 
-    /// No plan takes less that has at most as many micro-batches as were tried and at least ``min_micro_batches`` (if ``num_micro_batches``
+    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried and at least ``min_micro_batches`` (if ``num_micro_batches``
     /// was given, exactly as many). Proved from the work, the filling and draining of the pipeline, and the paths around the longest documents.
     #[getter]
     fn lower_bound(&self) -> f64 {

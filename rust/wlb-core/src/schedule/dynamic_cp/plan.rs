@@ -49,7 +49,7 @@ pub struct DynamicCpPlan {
     pub group_offsets: Vec<usize>,
     /// Predicted time of the step.
     pub seconds: f64,
-    /// No plan takes less that has at most as many micro-batches as were tried; where their number (or the least) was given, none of that many (or more).
+    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried; where their number (or the least) was given, none of that many (or more).
     pub lower_bound: f64,
     /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
     pub balanced_seconds: f64,
