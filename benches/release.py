@@ -52,6 +52,18 @@ FIGURES = (
 )
 CURVE = ("delay_price", "imbalance_mean", "imbalance_p95", "imbalance_worst", "delay_mean", "delay_max")
 WLB, QUEUES = "#0a5c91", "#c9942f"
+STYLE: dict[str, Any] = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eaeef2",
+    "axes.edgecolor": "#8c959f",
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
 Row = dict[str, Any]
 
 
@@ -241,17 +253,6 @@ def draw(path: Path, rows: list[Row]) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import PercentFormatter
 
-    style: Any = {
-        "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#eaeef2",
-        "axes.edgecolor": "#8c959f",
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "legend.frameon": False,
-    }
     name = rows[0]["lengths"]
     rows = [row for row in rows if row["lengths"] == name and row["attention_efficiency"] == DRAWN]
     goal_delay, *levels = GOALS[1.5]
@@ -260,7 +261,7 @@ def draw(path: Path, rows: list[Row]) -> None:
         (8, "adaptive", "#7fb4d8", "-", 'release="adaptive", max_delay 8'),
         (16, "adaptive", WLB, "-", 'release="adaptive", max_delay 16'),
     )
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         fig, axes = plt.subplots(3, len(MICRO_BATCHES), figsize=(13.5, 11.5), layout="constrained", sharey="row")
         for column, n in enumerate(MICRO_BATCHES):
             of_n = [row for row in rows if row["micro_batches"] == n]

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from engine import CONTEXT, COST, RECORDS, Lengths, machine, synthetic
-from release import PRICES, QUEUES, WLB, front, rounded, stream
+from release import PRICES, QUEUES, STYLE, WLB, front, rounded, stream
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -156,17 +156,7 @@ def draw(path: Path, name: str, rows: list[Row]) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import PercentFormatter
 
-    style: Any = {
-        "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#eaeef2",
-        "axes.edgecolor": "#8c959f",
-        "axes.axisbelow": True,
-        "legend.frameon": False,
-    }
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         fig, axes = plt.subplots(1, len(ROOMS), figsize=(13.5, 5.6), layout="constrained", sharey=True)
         for ax, room in zip(axes, ROOMS, strict=True):
 
@@ -188,7 +178,7 @@ def draw(path: Path, name: str, rows: list[Row]) -> None:
                 best = front(of(plan), "time")
                 ax.plot(*zip(*best, strict=True), "o-", color=color, ms=3.5, lw=2.2, label=label)
             ax.axhline(0, color="#8c959f", lw=1)
-            ax.set_title(f"memory for {room:g} contexts a micro-batch", loc="left", weight="bold", fontsize=12)
+            ax.set_title(f"memory for {room:g} contexts a micro-batch", fontsize=12)
             ax.set(xlim=(-0.02, 0.9), xlabel="mean delay of a token, iterations")
             ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes[0].set_ylabel("step longer than an even one by")
