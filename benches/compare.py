@@ -253,6 +253,7 @@ def one_stream(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int, list
         max_tokens=int(rng.integers(longest, 3 * longest)),
         cost_model=cost,
         max_document_tokens=longest,
+        method="refined" if rng.integers(2) else "var_length",
         max_delay=int(rng.integers(1, 9)) if rng.integers(2) else None,
         **({"release": "adaptive"} if adaptive else {"outlier_thresholds": (60, 120)[: rng.integers(0, 3)]}),
     )
@@ -290,12 +291,19 @@ def one_dynamic_plan(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int
         lengths,
         world_size=world,
         num_stages=int(rng.integers(1, 6)),
+        num_virtual_stages=int(rng.integers(1, 3)),
+        min_micro_batches=int(rng.integers(1, 20)),
         max_tokens_per_rank=tokens,
         cost_model=cost,
+        p2p_seconds=float(rng.random() * 1e3 * rng.integers(2)),
         cp_seconds_per_token=float(rng.random() * rng.integers(2)),
+        cp_seconds_per_exchange=float(rng.random() * 1e3 * rng.integers(2)),
         micro_batch_seconds=float(rng.random() * 1e4 * rng.integers(2)),
     )
-    return 1, violations(plan, lengths.tolist())
+    wrong = violations(plan, lengths.tolist())
+    if plan.lower_bound > plan.seconds * (1 + 1e-9):
+        wrong.append("the bound is above the plan")
+    return 1, wrong
 
 
 def fuzz_lines(plans: int, found: list[str]) -> Iterator[Line]:
