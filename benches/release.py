@@ -290,16 +290,21 @@ def draw(path: Path, rows: list[Row]) -> None:
         title = (
             f"Balance against delay: {name}, {CONTEXT // 1024}K context, 7B, attention at {DRAWN} of the GEMMs' rate"
         )
-        fig.legend(
-            *axes[0, 0].get_legend_handles_labels(),
-            loc="outside upper left",
-            ncols=4,
-            fontsize=10.5,
-            title=title,
-            alignment="left",
-            title_fontproperties={"weight": "bold", "size": 14},
-        )
+        entitle(fig, axes[0, 0], title, ncols=4)
         fig.savefig(path, dpi=110)
+
+
+def entitle(fig: Any, ax: Any, title: str, *, ncols: int) -> None:
+    """A title, and below it the legend of one panel for all."""
+    fig.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside upper left",
+        ncols=ncols,
+        fontsize=10.5,
+        title=title,
+        alignment="left",
+        title_fontproperties={"weight": "bold", "size": 14},
+    )
 
 
 def front(points: list[Row], key: str) -> list[tuple[float, float]]:

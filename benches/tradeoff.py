@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from engine import CONTEXT, COST, RECORDS, Lengths, machine, synthetic
-from release import PRICES, QUEUES, STYLE, WLB, front, rounded, stream
+from release import PRICES, QUEUES, STYLE, WLB, entitle, front, rounded, stream
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -182,18 +182,8 @@ def draw(path: Path, name: str, rows: list[Row]) -> None:
             ax.set(xlim=(-0.02, 0.9), xlabel="mean delay of a token, iterations")
             ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes[0].set_ylabel("step longer than an even one by")
-        handles, labels = axes[0].get_legend_handles_labels()
         title = f"Balance, delay, memory: {name}, 16 x 128K tokens a step, 7B, one pipeline of 4 x 16 GPUs"
-        fig.legend(
-            handles,
-            labels,
-            loc="outside upper left",
-            ncols=3,
-            fontsize=10.5,
-            title=title,
-            alignment="left",
-            title_fontproperties={"weight": "bold", "size": 14},
-        )
+        entitle(fig, axes[0], title, ncols=3)
         fig.savefig(path, dpi=110)
 
 

@@ -190,6 +190,7 @@ class _Search:
         self._dynamic = _plans_dynamic_cp(scenario)
         of_split = len(PRICES) + self._dynamic * len(PRICES)
         plans = len(self._splits) * of_split + 2 * (len(self._splits) - 1) + self._dynamic
+        self._found: dict[Settings, Choice] = {}
         self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
 
     def run(self) -> Tuning:
@@ -207,7 +208,7 @@ class _Search:
         by_delay = [self._queues(limit, point.thresholds) for point in _spread(found[limit].pareto, found[limit].best)]
         plans = [*by_delay, *self._static(limit)]
         chosen = _least(self._allowed(plans), _need)
-        by_strategy = [self._sharded(chosen, name) for name in STRATEGIES]
+        by_strategy = [self._choose(dataclasses.replace(_settings(chosen), strategy=name)) for name in STRATEGIES]
         plans += (choice for choice in by_strategy if choice is not chosen)
         plans += self._planned()
         best = _least(self._allowed(plans), _need)
@@ -280,15 +281,12 @@ class _Search:
 
     def _choose(self, settings: Settings) -> Choice:
         self._report(KINDS[settings.kind])
+        if settings in self._found:
+            return self._found[settings]
         limit = self._given.max_tokens if settings.dynamic else settings.max_tokens
         scenario = dataclasses.replace(self._scenario, max_tokens=limit, outlier_thresholds=settings.outlier_thresholds)
         outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
-        return Choice(**vars(settings), outcome=outcome)
-
-    def _sharded(self, choice: Choice, strategy: Strategy) -> Choice:
-        if choice.strategy == strategy:
-            return choice
-        return self._choose(dataclasses.replace(_settings(choice), strategy=strategy))
+        return self._found.setdefault(settings, Choice(**vars(settings), outcome=outcome))
 
     def _within(self, choice: Choice) -> bool:
         """Whether a choice keeps the limits. That of memory is the user's where they gave `max_tokens`."""
