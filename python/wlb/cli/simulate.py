@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from wlb import WlbError
 from wlb.cli import cluster, options
 from wlb.cli.console import CliError, progress, results
 from wlb.cli.cost import model_config
@@ -15,7 +14,7 @@ from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
 from wlb.simulation import DEFAULT, VARIANTS, Scenario, defaults
 from wlb.simulation import simulate as run
-from wlb.simulation.planner import check_planner
+from wlb.simulation.planner import obstacle
 
 
 def simulate(
@@ -158,8 +157,5 @@ def _names(variants: str | None) -> tuple[str, ...] | None:
 
 def not_compared(scenario: Scenario) -> tuple[str, ...]:
     """Why there is no Dynamic-CP, if there is none."""
-    try:
-        check_planner(scenario)
-    except WlbError as reason:
-        return (f"Not compared: {options.as_options(str(reason))}.",)
-    return ()
+    reason = obstacle(scenario)
+    return () if reason is None else (f"Not compared: {options.as_options(str(reason))}.",)

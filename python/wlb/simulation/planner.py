@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import CostModel, pairs
+from wlb._core import CostModel, WlbError, pairs
 from wlb._errors import error
 from wlb.fit import max_tokens
 from wlb.layout import ParallelLayout
@@ -98,6 +98,15 @@ def check_planner(scenario: Scenario) -> int:
         at_least=scenario.context,
     )
     return fits // size
+
+
+def obstacle(scenario: Scenario) -> WlbError | None:
+    """Why a cluster cannot be planned for, if it cannot."""
+    try:
+        check_planner(scenario)
+    except WlbError as reason:
+        return reason
+    return None
 
 
 def of_size(layout: ParallelLayout, cp_size: int) -> ParallelLayout:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from wlb._core import TunedPoint, TuneResult, WlbError, simulate_pipeline
 from wlb.simulation.outcome import Outcome
-from wlb.simulation.planner import check_planner, planner_options
+from wlb.simulation.planner import check_planner, obstacle, planner_options
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.variants import Strategy, Variant
@@ -187,7 +187,7 @@ class _Search:
         limits = {*(int(factor * scenario.context) for factor in FACTORS), scenario.limit}
         self._limits = sorted(limit for limit in limits if limit <= scenario.limit)
         self._splits = [split for split in SPLITS if _possible(scenario, split)]
-        self._dynamic = _plans_dynamic_cp(scenario)
+        self._dynamic = obstacle(scenario) is None
         of_split = len(PRICES) + self._dynamic * len(PRICES)
         plans = len(self._splits) * of_split + 2 * (len(self._splits) - 1) + self._dynamic
         self._found: dict[Settings, Choice] = {}
@@ -323,14 +323,6 @@ def _possible(scenario: Scenario, split: int) -> bool:
             num_stages=layout.pp,
             num_virtual_stages=layout.virtual_stages,
         )
-    except WlbError:
-        return False
-    return True
-
-
-def _plans_dynamic_cp(scenario: Scenario) -> bool:
-    try:
-        check_planner(scenario)
     except WlbError:
         return False
     return True

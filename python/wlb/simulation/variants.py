@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from wlb._core import WlbError
 from wlb._errors import error
-from wlb.simulation.planner import check_planner
+from wlb.simulation.planner import obstacle
 from wlb.simulation.plans import GlobalBatches, Setup, Step, fixed_length, original, var_length
 from wlb.simulation.scenario import Scenario
 
@@ -145,11 +144,9 @@ DEFAULT = tuple(name for name in VARIANTS if name not in ("refined", "as_they_co
 
 def defaults(scenario: Scenario) -> tuple[str, ...]:
     """Names of :data:`DEFAULT`, without Dynamic-CP on a cluster that it cannot plan for."""
-    try:
-        check_planner(scenario)
-    except WlbError:
-        return tuple(name for name in DEFAULT if not VARIANTS[name].dynamic)
-    return DEFAULT
+    if obstacle(scenario) is None:
+        return DEFAULT
+    return tuple(name for name in DEFAULT if not VARIANTS[name].dynamic)
 
 
 def chosen(names: Mapping[str, Variant] | tuple[str, ...] | list[str]) -> dict[str, Variant]:
