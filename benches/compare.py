@@ -110,15 +110,13 @@ def mean_score(row: Row) -> Row:
 
 
 def release_rows(sources: dict[str, Lengths], steps: int, progress: Progress) -> list[Row]:
-    """The adaptive rule with `max_delay` 16 and 8, queues without one, as the paper has them."""
+    """The adaptive rule with `max_delay` 16, 8 and none; queues without one, as the paper has them."""
     settings = list(itertools.product(release.COSTS, release.MICRO_BATCHES, release.ROOMS, release.MAX_DELAYS))
     rows = []
     for name, lengths in sources.items():
         for efficiency, n, room, max_delay in progress.track(settings, description=f"release, {name}"):
             options: Row = {"attention_efficiency": efficiency, "micro_batches": n, "room": room}
-            options |= {"max_delay": max_delay, "queues_up_to": 0, "prices": release.PRICES}
-            if max_delay is None:
-                options |= {"queues_up_to": 3, "prices": ()}
+            options |= {"max_delay": max_delay, "queues_up_to": 3 if max_delay is None else 0}
             rows.append(release.measure(name, lengths, steps=release.steps_for(n, steps), **options))
     return rows
 
@@ -130,10 +128,12 @@ def release_lines(rows: list[Row], real: bool) -> Iterator[Line]:
         row = by_delay[16]
         best, met = release.towards(row)
         at_8, _ = release.towards(by_delay[8])
+        free, _ = release.towards(by_delay[None])
         delay, mean, p95 = release.GOALS[row["room"]]
         peer = "; ".join(f"{point['queues']} queues {said(point)}" for point in by_delay[None]["fifo"][1:])
         ours = (
-            f"{said(best)}, price {best['delay_price']:.3g}; default {said(row['default'])}; max_delay 8: {said(at_8)}"
+            f"{said(best)}, price {best['delay_price']:.3g}; default {said(row['default'])}; "
+            f"max_delay 8: {said(at_8)}; none: {said(free)}, longest wait {free['delay_max']}"
         )
         what = f"{row['lengths']}, attention at {row['attention_efficiency']:g}, N = {row['micro_batches']}"
         goal = f"<= {mean}" + (f" / {p95}" if p95 else "") + f" at {delay:.2f}"

@@ -39,6 +39,7 @@ ROOMS = (1.5, 2.0)  # max_tokens in contexts
 MORE_ROOMS = (1.1, 1.2, 1.3, 1.4, 1.6, 1.75, 2.5, 3.0)  # for the picture
 MAX_DELAYS = (None, 16, 8)
 PRICES = tuple(round(0.5 / 1.45**k, 5) for k in range(17))
+NEARER = 5  # more prices, ever nearer to where the delay passes the goal's
 GOALS = {1.5: (0.50, 1.012, 1.06), 2.0: (0.40, 1.005, None)}  # delay, mean and p95 of the imbalance
 QUEUES_DELAY = {1: 0.6, 2: 0.6, 3: 0.9}  # most mean delay of the tuned queues
 FIGURES = (
@@ -85,6 +86,21 @@ def adaptive(batches: list[Lengths], options: dict[str, Any], price: float) -> R
         packer.push(batch)
     packer.flush()
     return {"delay_price": price, **figures(packer)}
+
+
+def curve(batches: list[Lengths], options: dict[str, Any], prices: Sequence[float], delay: float | None) -> list[Row]:
+    """The stream at these prices, which fall, and at some between them, to spend as much delay as the goal allows."""
+    points = [adaptive(batches, options, price) for price in prices]
+    for _ in range(NEARER if delay else 0):
+        crossing = [
+            at for at, (a, b) in enumerate(itertools.pairwise(points)) if a["delay_mean"] <= delay < b["delay_mean"]
+        ]
+        if not crossing:
+            break
+        at = crossing[-1] + 1
+        price = float(np.sqrt(points[at - 1]["delay_price"] * points[at]["delay_price"]))
+        points.insert(at, adaptive(batches, options, price))
+    return points
 
 
 def figures(packer: wlb.Packer) -> Row:
@@ -164,7 +180,7 @@ def measure(
         "max_delay": max_delay,
         "steps": len(batches),
         "epochs": sum(int(batch.sum()) for batch in batches) / int(lengths.sum()),
-        "adaptive": [adaptive(batches, options, price) for price in prices],
+        "adaptive": curve(batches, options, prices, GOALS[room][0] if room in GOALS else None),
     }
     if room in ROOMS:
         row["default"] = adaptive(batches, options, wlb.Packer(release="adaptive", **options).delay_price or 0.0)
