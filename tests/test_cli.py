@@ -288,6 +288,10 @@ def test_tune_stays_within_the_delay(run: Any, npy: Path, tmp_path: Path) -> Non
     by_delay = sorted(results["pareto"], key=lambda point: point["delay_mean"])
     imbalances = [point["imbalance_mean"] for point in by_delay]
     assert imbalances == sorted(imbalances, reverse=True)
+    adaptive = results["adaptive"]["best"]
+    assert adaptive["delay_mean"] <= 0.8
+    assert adaptive["delay_price"] > 0
+    assert adaptive["imbalance_mean"] <= results["best"]["imbalance_mean"]
     assert (tmp_path / "wlb-tune/tune.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -28,6 +28,7 @@ TAKES_LENGTHS: dict[str, Callable[[Any], Any]] = {
     "batch_offsets": lambda lengths: wlb.batch_offsets(lengths, tokens_per_batch=50),
     "split_documents": lambda lengths: wlb.split_documents(lengths, max_document_tokens=50),
     "tune": lambda lengths: wlb.tune_outlier_thresholds(lengths, **SIZES),
+    "tune_price": lambda lengths: wlb.tune_delay_price(lengths, **SIZES),
     "from_assignment": lambda lengths: wlb.Packing.from_assignment(lengths, [0, 0, 0], **SIZES),
 }
 
@@ -193,6 +194,10 @@ def tune(**arguments: Any) -> wlb.TuneResult:
     return wlb.tune_outlier_thresholds(LENGTHS, **arguments)
 
 
+def tune_price(**arguments: Any) -> wlb.TuneResult:
+    return wlb.tune_delay_price(LENGTHS, **arguments)
+
+
 def tables(**arguments: Any) -> wlb.CostModel:
     return wlb.CostModel.from_tables(**({"lengths": [10, 20]} | TABLE | arguments))
 
@@ -261,6 +266,11 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (tune, SIZES, "max_delay", [-1, 1.5]),
     (tune, SIZES, "method", ["best", "fixed_length"]),
     (tune, SIZES, "max_document_tokens", [0, 1001]),
+    (tune_price, SIZES, "max_mean_delay", [-1.0, NAN]),
+    (tune_price, SIZES, "tokens_per_batch", NO_SIZE),
+    (tune_price, SIZES, "max_delay", [-1, 1.5]),
+    (tune_price, SIZES, "method", ["best", "fixed_length"]),
+    (tune_price, SIZES, "max_document_tokens", [0, 1001]),
 ]
 # What is not even of the right type may be a TypeError, as everywhere in Python; it names the argument too.
 WRONG_TYPES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] = [

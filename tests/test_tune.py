@@ -1,4 +1,4 @@
-"""Threshold tuning: every reported point is what the packer really does, and no other is better."""
+"""Tuning: every reported point is what the packer really does, and no other is better."""
 
 import itertools
 import pickle
@@ -23,9 +23,16 @@ POINT_FIELDS = [
 ]
 
 
-def measure(lengths: Any, thresholds: tuple[int, ...], tokens_per_batch: int, packing: dict[str, Any]) -> list[float]:
-    """What the packer does to the sample under these thresholds."""
-    packer = wlb.Packer(outlier_thresholds=thresholds, **packing)
+def measure(
+    lengths: Any,
+    thresholds: tuple[int, ...],
+    tokens_per_batch: int,
+    packing: dict[str, Any],
+    delay_price: float | None = None,
+) -> list[float]:
+    """What the packer does to the sample under these thresholds, or at this price."""
+    release = "fifo" if delay_price is None else "adaptive"
+    packer = wlb.Packer(outlier_thresholds=thresholds, release=release, delay_price=delay_price, **packing)
     offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
     for start, end in itertools.pairwise(offsets):
         packer.push(lengths[start:end])
@@ -36,10 +43,10 @@ def measure(lengths: Any, thresholds: tuple[int, ...], tokens_per_batch: int, pa
 def check(result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: dict[str, Any], limit: float) -> None:
     points = [result.best, *result.pareto]
     for point in points:
-        assert measure(lengths, point.thresholds, tokens_per_batch, packing) == [
+        assert measure(lengths, point.thresholds, tokens_per_batch, packing, point.delay_price) == [
             getattr(point, name) for name in POINT_FIELDS
         ]
-    assert result.thresholds == result.best.thresholds
+    assert (result.thresholds, result.delay_price) == (result.best.thresholds, result.best.delay_price)
     pareto = [(point.delay_mean, point.imbalance_mean) for point in result.pareto]
     assert pareto == sorted(pareto)
     assert all(later[1] < earlier[1] for earlier, later in itertools.pairwise(pareto)), "none dominates"
@@ -55,13 +62,13 @@ def check(result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: 
 @given(
     strategies.document_lengths(max_length=200, min_size=1, max_size=120),
     strategies.costs(),
-    st.integers(0, 2),
+    st.none() | st.integers(0, 2),
     st.sampled_from([0.0, 0.2, 1.0]),
     st.none() | st.integers(0, 5),
     st.sampled_from(["var_length", "refined"]),
 )
 def test_points_are_what_the_packer_does(
-    lengths: list[int], cost: AnalyticCost, num_queues: int, limit: float, max_delay: int | None, method: str
+    lengths: list[int], cost: AnalyticCost, num_queues: int | None, limit: float, max_delay: int | None, method: str
 ) -> None:
     packing: dict[str, Any] = {
         "num_micro_batches": 3,
@@ -70,11 +77,15 @@ def test_points_are_what_the_packer_does(
         "max_delay": max_delay,
         "method": method,
     }
-    arguments: dict[str, Any] = {"num_queues": num_queues, "max_mean_delay": limit, "tokens_per_batch": 400}
-    result = wlb.tune_outlier_thresholds(lengths, **packing, **arguments)
+    arguments: dict[str, Any] = {"max_mean_delay": limit, "tokens_per_batch": 400}
+    tune: Any = wlb.tune_delay_price
+    if num_queues is not None:
+        tune, arguments["num_queues"] = wlb.tune_outlier_thresholds, num_queues
+    result = tune(lengths, **packing, **arguments)
     check(result, lengths, 400, packing, limit)
-    assert all(len(point.thresholds) <= num_queues for point in result.pareto)
-    again = wlb.tune_outlier_thresholds(lengths, **packing, **arguments)
+    assert all(len(point.thresholds) <= (num_queues or 0) for point in result.pareto)
+    assert all((point.delay_price is None) == (num_queues is not None) for point in result.pareto)
+    again = tune(lengths, **packing, **arguments)
     for other in (again, pickle.loads(pickle.dumps(result))):
         assert other.evaluated == result.evaluated
         assert [fields(point) for point in other.pareto] == [fields(point) for point in result.pareto]
@@ -82,7 +93,7 @@ def test_points_are_what_the_packer_does(
 
 
 def fields(point: wlb.TunedPoint) -> list[Any]:
-    return [getattr(point, name) for name in ("thresholds", *POINT_FIELDS)]
+    return [getattr(point, name) for name in ("thresholds", "delay_price", *POINT_FIELDS)]
 
 
 def test_tuning_pays_on_a_corpus(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
@@ -100,7 +111,24 @@ def test_tuning_pays_on_a_corpus(corpus: NDArray[Any], llama_cost: wlb.CostModel
             assert result.best.imbalance_mean <= imbalance * 1.05, "near any threshold a person would try"
 
 
+def test_a_price_for_any_limit(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
+    """The limit is kept, and spent: less than any price of the first, coarse round leaves of it is left."""
+    packing: dict[str, Any] = {"num_micro_batches": 8, "max_tokens": 200_000, "cost_model": llama_cost}
+    arguments: dict[str, Any] = {"tokens_per_batch": 1_000_000, "max_document_tokens": 131_072}
+    lengths = corpus[:4000]
+    never = wlb.tune_delay_price(lengths, **packing, **arguments, max_mean_delay=0)
+    assert (never.best.delay_mean, never.best.delay_max) == (0, 0)
+    balance = never.best.imbalance_mean
+    for limit in (0.05, 0.2, 0.5):
+        result = wlb.tune_delay_price(lengths, **packing, **arguments, max_mean_delay=limit)
+        queued = wlb.tune_outlier_thresholds(lengths, **packing, **arguments, max_mean_delay=limit)
+        assert 0.5 * limit < result.best.delay_mean <= limit
+        assert result.best.imbalance_mean < min(balance, queued.best.imbalance_mean), "queues wait longer for less"
+        balance = result.best.imbalance_mean
+
+
 def test_nothing_to_tune_on(llama_cost: wlb.CostModel) -> None:
-    with pytest.raises(wlb.WlbError) as raised:
-        wlb.tune_outlier_thresholds([], num_micro_batches=2, max_tokens=10, cost_model=llama_cost)
-    assert raised.value.argument == "lengths"
+    for tune in (wlb.tune_outlier_thresholds, wlb.tune_delay_price):
+        with pytest.raises(wlb.WlbError) as raised:
+            tune([], num_micro_batches=2, max_tokens=10, cost_model=llama_cost)
+        assert raised.value.argument == "lengths"

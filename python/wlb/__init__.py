@@ -42,6 +42,7 @@ from wlb._core import (
     simulate_pipeline,
     simulate_steps,
     split_documents,
+    tune_delay_price,
     tune_outlier_thresholds,
 )
 from wlb.fit import max_tokens
@@ -94,5 +95,6 @@ __all__ = [
     "simulate_steps",
     "split_documents",
     "stage_seconds",
+    "tune_delay_price",
     "tune_outlier_thresholds",
 ]

@@ -39,6 +39,7 @@ __all__ = [
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
+    "tune_delay_price",
     "tune_outlier_thresholds",
 ]
 
@@ -261,6 +262,8 @@ class TunedPoint:
     @property
     def thresholds(self) -> tuple[int, ...]: ...
     @property
+    def delay_price(self) -> float | None: ...
+    @property
     def imbalance_mean(self) -> float: ...
     @property
     def imbalance_p95(self) -> float: ...
@@ -278,6 +281,8 @@ class TuneResult:
     @property
     def thresholds(self) -> tuple[int, ...]: ...
     @property
+    def delay_price(self) -> float | None: ...
+    @property
     def best(self) -> TunedPoint: ...
     @property
     def pareto(self) -> tuple[TunedPoint, ...]: ...
@@ -291,6 +296,18 @@ def tune_outlier_thresholds(
     max_tokens: int,
     cost_model: CostModel,
     num_queues: int = 2,
+    max_mean_delay: float = 0.6,
+    max_delay: int | None = None,
+    max_document_tokens: int | None = None,
+    tokens_per_batch: int | None = None,
+    method: Literal["var_length", "refined"] = "var_length",
+) -> TuneResult: ...
+def tune_delay_price(
+    lengths: ArrayLike,
+    *,
+    num_micro_batches: int,
+    max_tokens: int,
+    cost_model: CostModel,
     max_mean_delay: float = 0.6,
     max_delay: int | None = None,
     max_document_tokens: int | None = None,

@@ -42,9 +42,9 @@ def demo(
     """Compares the packing methods on real documents: balance, delay, memory and planning time.
 
     Documents arrive in random order. Every method gets the same global batches: the original order, the
-    fixed-length greedy over 1, 2, 4 and 8 global batches, WLB with 0 to 3 outlier queues, their
-    thresholds tuned on the first quarter of the stream, and WLB with the adaptive release. Then come the
-    two ways to shard a micro-batch over context-parallel ranks.
+    fixed-length greedy over 1, 2, 4 and 8 global batches, WLB with 0 to 3 outlier queues, and WLB with the
+    adaptive release; thresholds and the price of delay are tuned on the first quarter of the stream. Then
+    come the two ways to shard a micro-batch over context-parallel ranks.
     """
     setup = Setup(
         num_micro_batches=micro_batches,
@@ -79,7 +79,16 @@ def demo(
             plan = var_length(stream, setup, thresholds, max_delay)
             plans.append(collect(name, plan, stream, bars, thresholds))
         shown = plans[SHOWN_QUEUES - len(QUEUES)]
-        plan = var_length(stream, setup, (), max_delay, waiting(setup, "adaptive"))
+        price = tune(
+            stream,
+            setup,
+            batches=tuned_batches,
+            queues=None,
+            max_mean_delay=max_mean_delay,
+            max_delay=max_delay,
+            progress=bars,
+        ).delay_price
+        plan = var_length(stream, setup, (), max_delay, waiting(setup, "adaptive", price))
         plans.append(collect("WLB, adaptive", plan, stream, bars, release="adaptive"))
         report = Report(
             name="demo",
@@ -101,8 +110,9 @@ def demo(
             plans=tuple(plans),
             shown=shown,
             balances=cp_balances(shown, bars),
-            remark=f"Thresholds are tuned on the first {tuned_batches:,} global batches, for a mean delay of"
-            f" at most {counted(max_mean_delay, 'iteration')}, and then tried on all of them.",
+            remark=f"Thresholds and the price of delay ({price:g}) are tuned on the first {tuned_batches:,} global"
+            f" batches, for a mean delay of at most {counted(max_mean_delay, 'iteration')}, and then tried on all of"
+            " them.",
         )
         files = report.write(output_dir, context_.obj)
     if json:

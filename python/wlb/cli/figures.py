@@ -19,6 +19,7 @@ import wlb
 from wlb.cli.context_parallel import CP_SIZES, STRATEGIES, CpBalance
 from wlb.cli.plans import Plan
 from wlb.cli.stream import Stream
+from wlb.cli.tables import waiting_choice
 
 if TYPE_CHECKING:
     from wlb.cli.report import Report
@@ -27,7 +28,7 @@ INK, SOFT, BARS = "#24292f", "#57606a", "#c3d3e0"
 ORIGINAL, ORIGINAL_PALE = "#c2482e", "#e8b4a4"
 WLB, WLB_PALE = "#0a5c91", "#a9cbe2"
 BLUES = ("#7fb4d8", WLB, "#062f4c")  # more queues, darker
-ADAPTIVE = "#2f8f5b"
+ADAPTIVE, ADAPTIVE_PALE = "#2f8f5b", "#a8d5bc"
 SANDS = ("#e3bd6b", "#c9942f", "#8f641a")  # wider windows, darker
 
 _STYLE: Any = {  # matplotlib's own type for it changes from version to version
@@ -185,21 +186,26 @@ def _context_parallel(ax: Axes, balances: Sequence[CpBalance]) -> None:
     ax.legend(loc="upper left", title="bar: mean, whisker: worst", alignment="left")
 
 
-def draw_tuning(result: wlb.TuneResult, max_mean_delay: float) -> Figure:
-    """The Pareto front: mean imbalance against mean delay."""
+def draw_tuning(queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_delay: float) -> Figure:
+    """The Pareto fronts: imbalance against mean delay."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         ax = figure.subplots()
-        delay = [p.delay_mean for p in result.pareto]
-        ax.plot(delay, [p.imbalance_p95 for p in result.pareto], "o--", color=WLB_PALE, lw=1.5, label="p95")
-        ax.plot(delay, [p.imbalance_mean for p in result.pareto], "o-", color=WLB, lw=2, label="mean")
+        ring: Any = {"ls": "none", "marker": "o", "ms": 14, "mfc": "none", "mew": 2.2}
+        for name, found, color, pale in (
+            ("queues", queued, WLB, WLB_PALE),
+            ("adaptive release", adaptive, ADAPTIVE, ADAPTIVE_PALE),
+        ):
+            delay = [p.delay_mean for p in found.pareto]
+            ax.plot(delay, [p.imbalance_p95 for p in found.pareto], "o--", color=pale, lw=1.5, label=f"{name}, p95")
+            ax.plot(delay, [p.imbalance_mean for p in found.pareto], "o-", color=color, lw=2, label=f"{name}, mean")
+            best = found.best
+            kind = "price" if best.delay_price is not None else "thresholds"
+            chosen = f"chosen: {kind} {waiting_choice(best)}"
+            ax.plot(best.delay_mean, best.imbalance_mean, label=chosen, mec=color, **ring)
         ax.axvline(max_mean_delay, color=ORIGINAL, ls=(0, (4, 3)), lw=1.4, label="limit of the mean delay")
-        best = result.best
-        chosen = "chosen: " + (" and ".join(f"{t:,}" for t in best.thresholds) or "no queue")
-        ring: Any = {"ls": "none", "marker": "o", "ms": 14, "mfc": "none", "mec": ORIGINAL, "mew": 2.2}
-        ax.plot(best.delay_mean, best.imbalance_mean, label=chosen, **ring)
         ax.set(xlabel="mean delay of a token (iterations)", ylabel="imbalance", xlim=(0, None))
-        ax.set_title(f"What waiting buys: {result.evaluated:,} choices of thresholds tried")
+        ax.set_title(f"What waiting buys: {queued.evaluated + adaptive.evaluated:,} choices tried")
         ax.legend(fontsize=11.5)
         return figure
 

@@ -88,7 +88,7 @@ DelayPrice = Annotated[
     typer.Option(
         min=0.0,
         help="With adaptive release: the imbalance that the first iteration of waiting of a global batch is worth;"
-        " higher waits less. By default 0.03.",
+        " higher waits less. By default it is tuned.",
         show_default=False,
         rich_help_panel=_QUEUES,
     ),

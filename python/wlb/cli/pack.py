@@ -112,18 +112,22 @@ def pack(
             name = f"fixed-length, g={window}"
             plan = collect(name, fixed_length(stream, setup, window), stream, bars)
         else:
-            if levels is None and queues and release == "fifo":
-                levels = tune(
+            adaptive = release == "adaptive"
+            untuned = delay_price is None if adaptive else levels is None and queues > 0
+            if untuned:
+                tuned = tune(
                     stream,
                     setup,
                     batches=min(stream.batches, _TUNED_BATCHES),
-                    queues=queues,
+                    queues=None if adaptive else queues,
                     max_mean_delay=max_mean_delay,
                     max_delay=max_delay,
                     progress=bars,
-                ).thresholds
+                    method=method,
+                )
+                levels, delay_price = tuned.thresholds, tuned.delay_price
             levels = levels or ()
-            queued = "adaptive" if release == "adaptive" else counted(len(levels), "queue")
+            queued = f"adaptive, price {delay_price:g}" if adaptive else counted(len(levels), "queue")
             name = f"WLB{' refined' if method == 'refined' else ''}, {queued}"
             rule = waiting(setup, release, delay_price, method)
             plan = collect(name, var_length(stream, setup, levels, max_delay, rule), stream, bars, levels, release)

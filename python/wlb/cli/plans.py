@@ -13,6 +13,8 @@ from wlb.simulation.plans import Plan, Release, Setup, Step, fixed_length, origi
 
 __all__ = ["Plan", "Release", "Setup", "Step", "collect", "fixed_length", "original", "tune", "var_length", "waiting"]
 
+PackerMethod = Literal["var_length", "refined"]
+
 
 def collect(
     name: str,
@@ -31,7 +33,7 @@ def waiting(
     setup: Setup,
     release: Release,
     delay_price: float | None = None,
-    method: Literal["var_length", "refined"] = "var_length",
+    method: PackerMethod = "var_length",
 ) -> dict[str, Any]:
     """Options of a packer: what waits, and how the rest is placed. A global batch is what the price counts in."""
     return {
@@ -47,15 +49,17 @@ def tune(
     setup: Setup,
     *,
     batches: int,
-    queues: int,
+    queues: int | None,
     max_mean_delay: float,
     max_delay: int | None,
     progress: Progress,
+    method: PackerMethod = "var_length",
 ) -> wlb.TuneResult:
-    """The best thresholds for the first `batches` global batches of the stream."""
-    task = progress.add_task(f"Tuning {counted(queues, 'queue')}", total=None)
-    result = plans.tune_thresholds(
-        stream.head(batches), setup, queues=queues, max_mean_delay=max_mean_delay, max_delay=max_delay
+    """The best thresholds, or without `queues` the best price of delay, for the first `batches` global batches."""
+    what = "the price of delay" if queues is None else counted(queues, "queue")
+    task = progress.add_task(f"Tuning {what}", total=None)
+    result = plans.tune_waiting(
+        stream.head(batches), setup, queues=queues, max_mean_delay=max_mean_delay, max_delay=max_delay, method=method
     )
     progress.update(task, total=result.evaluated, completed=result.evaluated)
     return result

@@ -86,21 +86,38 @@ def cp_table(balances: Sequence[CpBalance], plan: Plan) -> Table:
     )
 
 
-def tuning_table(points: Sequence[wlb.TunedPoint], best: wlb.TunedPoint) -> Table:
-    """The Pareto front of thresholds: no other choice has both less delay and less imbalance."""
+def waiting_table(title: str, found: wlb.TuneResult) -> Table:
+    """The Pareto front of thresholds or prices: no other choice has both less delay and less imbalance."""
     return Table(
-        title="Thresholds: less delay or less imbalance",
+        title=f"{title}: less delay or less imbalance",
         groups=(("", 1), ("imbalance", 3), ("delay", 2), ("memory", 1)),
-        columns=("thresholds", "mean", "p95", "worst", "mean", "max", "skew"),
+        columns=(
+            "thresholds" if found.delay_price is None else "price of delay",
+            "mean",
+            "p95",
+            "worst",
+            "mean",
+            "max",
+            "skew",
+        ),
         rows=tuple(
             (
-                " ".join(f"{t:,}" for t in point.thresholds) or "none",
+                waiting_choice(point),
                 *(f"{x:.3f}" for x in (point.imbalance_mean, point.imbalance_p95, point.imbalance_worst)),
                 f"{point.delay_mean:.2f}",
                 f"{point.delay_max:,}",
                 f"{point.memory_skew_mean:.2f}",
             )
-            for point in points
+            for point in found.pareto
         ),
-        strong=frozenset(i for i, point in enumerate(points) if point.thresholds == best.thresholds),
+        strong=frozenset(
+            i for i, point in enumerate(found.pareto) if waiting_choice(point) == waiting_choice(found.best)
+        ),
     )
+
+
+def waiting_choice(point: wlb.TunedPoint) -> str:
+    """Thresholds, or a price."""
+    if point.delay_price is not None:
+        return f"{point.delay_price:,.0f}" if point.delay_price >= 100 else f"{point.delay_price:g}"
+    return " ".join(f"{threshold:,}" for threshold in point.thresholds) or "none"

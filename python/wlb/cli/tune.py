@@ -14,7 +14,7 @@ from wlb.cli.plans import tune as tune_stream
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
-from wlb.cli.tuning_report import ThresholdReport, TuningReport
+from wlb.cli.tuning_report import TuningReport, WaitingReport
 from wlb.simulation import tune as tune_cluster
 
 _MICRO_BATCHES = 16
@@ -84,7 +84,8 @@ def tune(
 ) -> None:
     """Finds settings within a limit of the mean delay: the best balance, or on a cluster the best speed.
 
-    Without a cluster: the thresholds of the outlier queues, and the Pareto front of imbalance against delay. With any
+    Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
+    the Pareto front of imbalance against delay. With any
     option of the panel "Cluster", or of memory, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the
     number of micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
     configuration to paste. Speed is predicted; the report says on what grounds. --max-mean-delay 0 trains every
@@ -112,18 +113,21 @@ def tune(
             oversize=oversize,
         )
         output_dir.mkdir(parents=True, exist_ok=True)  # before the long work, so that it fails early
-        report: ThresholdReport | TuningReport
+        report: WaitingReport | TuningReport
         if scenario is None:
-            found = tune_stream(
-                stream,
-                setup,
-                batches=stream.batches,
-                queues=queues,
-                max_mean_delay=max_mean_delay,
-                max_delay=max_delay,
-                progress=bars,
+            queued, adaptive = (
+                tune_stream(
+                    stream,
+                    setup,
+                    batches=stream.batches,
+                    queues=levels,
+                    max_mean_delay=max_mean_delay,
+                    max_delay=max_delay,
+                    progress=bars,
+                )
+                for levels in (queues, None)
             )
-            report = ThresholdReport(result=found, max_mean_delay=max_mean_delay)
+            report = WaitingReport(queued=queued, adaptive=adaptive, max_mean_delay=max_mean_delay)
         else:
             task = bars.add_task("Tuning", total=None)
             tuning = tune_cluster(

@@ -19,7 +19,7 @@ from wlb.cli.report import describe_documents
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
-from wlb.cli.tables import Table, tuning_table
+from wlb.cli.tables import Table, waiting_table
 from wlb.hardware import GIB
 from wlb.models import presets
 from wlb.simulation import KINDS, Choice, Scenario, Tuning
@@ -35,32 +35,36 @@ _NOTES = (
 
 
 @dataclass(frozen=True)
-class ThresholdReport:
-    """Thresholds alone: no cluster is known."""
+class WaitingReport:
+    """What may wait, and nothing else: no cluster is known."""
 
-    result: wlb.TuneResult
+    queued: wlb.TuneResult
+    adaptive: wlb.TuneResult
     max_mean_delay: float
 
     def as_json(self) -> dict[str, Any]:
-        """The best choice and the Pareto front, as plain JSON values."""
-        return {
-            "best": _point(self.result.best),
-            "pareto": [_point(point) for point in self.result.pareto],
-            "evaluated": self.result.evaluated,
-        }
+        """Best choice and Pareto front of the queues, and in `adaptive` of that release, as plain JSON values."""
+        return {**_found(self.queued), "adaptive": _found(self.adaptive)}
 
     def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
         """Writes the picture."""
         from wlb.cli.figures import draw_tuning, png
 
         picture = folder / "tune.png"
-        picture.write_bytes(png(draw_tuning(self.result, self.max_mean_delay)))
+        picture.write_bytes(png(draw_tuning(self.queued, self.adaptive, self.max_mean_delay)))
         return [picture]
 
     def print(self, console: Console, files: Sequence[Path]) -> None:
-        """The front, the choice, and the names of the `files` written."""
-        console.print(tuning_table(self.result.pareto, self.result.best).for_terminal())
-        console.print(f"outlier_thresholds={self.result.thresholds}", style="bold")
+        """The fronts, the choices, and the names of the `files` written."""
+        console.print(waiting_table("Queues", self.queued).for_terminal())
+        console.print(waiting_table("Adaptive release", self.adaptive).for_terminal())
+        for choice, found in (
+            (f"outlier_thresholds={self.queued.thresholds}", self.queued),
+            (f'release="adaptive", delay_price={self.adaptive.delay_price:g}', self.adaptive),
+        ):
+            best = found.best
+            gives = f"imbalance {best.imbalance_mean:.3f} at a mean delay of {best.delay_mean:.2f}"
+            console.print(f"{choice}  # {gives}", style="bold", soft_wrap=True)
         console.print(f"Wrote {', '.join(map(str, files))}")
 
 
@@ -82,9 +86,8 @@ class TuningReport:
         chosen = self.tuning.best.outlier_thresholds
         best = next((point for point in found.pareto if chosen and point.thresholds == chosen), found.best)
         return {
+            **_found(found),
             "best": _point(best),
-            "pareto": [_point(point) for point in found.pareto],
-            "evaluated": found.evaluated,
             "assumptions": assumptions(scenario),
             "documents": describe_documents(self.documents, self.stream, scenario.context),
             "cluster": self.tuning.as_json(),
@@ -337,10 +340,19 @@ def _thresholds(choice: Choice) -> str:
     return " ".join(f"{threshold:,}" for threshold in choice.outlier_thresholds) or "none"
 
 
-def _point(point: wlb.TunedPoint) -> dict[str, float | int | list[int]]:
-    """One choice of thresholds and what it gives, as plain JSON values."""
+def _found(result: wlb.TuneResult) -> dict[str, Any]:
+    """The best choice and the Pareto front, as plain JSON values."""
     return {
-        "thresholds": list(point.thresholds),
+        "best": _point(result.best),
+        "pareto": [_point(point) for point in result.pareto],
+        "evaluated": result.evaluated,
+    }
+
+
+def _point(point: wlb.TunedPoint) -> dict[str, Any]:
+    """One choice of thresholds, or of a price, and what it gives, as plain JSON values."""
+    return {
+        **({"thresholds": list(point.thresholds)} if point.delay_price is None else {"delay_price": point.delay_price}),
         "imbalance_mean": point.imbalance_mean,
         "imbalance_p95": point.imbalance_p95,
         "imbalance_worst": point.imbalance_worst,

@@ -11,7 +11,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import CostModel, MicroBatch, Packer, Packing, TuneResult, pack, tune_outlier_thresholds
+from wlb._core import (
+    CostModel,
+    MicroBatch,
+    Packer,
+    Packing,
+    TuneResult,
+    pack,
+    tune_delay_price,
+    tune_outlier_thresholds,
+)
 
 Release = Literal["fifo", "adaptive"]
 
@@ -268,21 +277,33 @@ def var_length(
         yield step(packing, i, None)
 
 
-def tune_thresholds(
-    lengths: ArrayLike, setup: Setup, *, queues: int, max_mean_delay: float, max_delay: int | None
+def tune_waiting(
+    lengths: ArrayLike,
+    setup: Setup,
+    *,
+    queues: int | None,
+    max_mean_delay: float,
+    max_delay: int | None,
+    method: Literal["var_length", "refined"] = "var_length",
 ) -> TuneResult:
-    """The best thresholds for these documents: :func:`wlb.tune_outlier_thresholds` with the setup's settings."""
-    return tune_outlier_thresholds(
-        lengths,
-        num_micro_batches=setup.packed,
-        max_tokens=setup.max_tokens,
-        cost_model=setup.cost_model,
-        num_queues=queues,
-        max_mean_delay=max_mean_delay,
-        max_delay=max_delay,
-        max_document_tokens=setup.context,
-        tokens_per_batch=setup.tokens_per_batch,
-    )
+    """The best of what may wait, for these documents and with the setup's settings.
+
+    With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
+    release, by :func:`wlb.tune_delay_price`.
+    """
+    options: dict[str, Any] = {
+        "num_micro_batches": setup.packed,
+        "max_tokens": setup.max_tokens,
+        "cost_model": setup.cost_model,
+        "max_mean_delay": max_mean_delay,
+        "max_delay": max_delay,
+        "max_document_tokens": setup.context,
+        "tokens_per_batch": setup.tokens_per_batch,
+        "method": method,
+    }
+    if queues is None:
+        return tune_delay_price(lengths, **options)
+    return tune_outlier_thresholds(lengths, num_queues=queues, **options)
 
 
 def _as_they_come(setup: Setup) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from wlb._errors import error
 from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import check_planner, planner_options
-from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, tune_thresholds
+from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, tune_waiting
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.score import Sharded, placed, score, shard_plan
 from wlb.simulation.variants import Variant, chosen, defaults
@@ -161,8 +161,8 @@ def _stream(lengths: ArrayLike, scenario: Scenario) -> GlobalBatches:
 
 
 def tune_scenario(lengths: ArrayLike, scenario: Scenario, setup: Setup | None = None) -> TuneResult:
-    """:func:`tune_thresholds` with the scenario's settings, and with its costs or those of a setup."""
-    return tune_thresholds(
+    """:func:`tune_waiting` with the scenario's settings, and with its costs or those of a setup."""
+    return tune_waiting(
         lengths,
         setup or scenario.setup(),
         queues=scenario.num_queues,

@@ -9,7 +9,7 @@ use common::{check, naive};
 use proptest::prelude::*;
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
-use wlb_core::packing::tune::{TuneOptions, tune_outlier_thresholds};
+use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Mask, Method, PackOptions, pack};
 
 fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Option<u64>) -> PackerConfig {
@@ -63,10 +63,11 @@ proptest! {
         prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
     }
 
-    /// The reported points are what a packer really does with those thresholds, and the best one is the best of them.
+    /// The reported points are what a packer really does with those thresholds, or at that price, and the best one is the best of them.
     #[test]
     fn tuning_reports_what_a_packer_does(
-        mut lengths in lengths(120, 20_000), last in 1..20_000, n in 1_usize..5, num_queues in 0_usize..3, tokens_per_batch in 1_i64..200_000,
+        mut lengths in lengths(120, 20_000), last in 1..20_000, n in 1_usize..5,
+        num_queues in prop_oneof![Just(None), (0_usize..3).prop_map(Some)], tokens_per_batch in 1_i64..200_000,
         max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)], method in method(),
     ) {
         if method == StreamMethod::Refined {
@@ -75,12 +76,21 @@ proptest! {
         lengths.push(last);
         let packer =
             PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, method, ..simple(n, Vec::new(), max_delay) };
-        let options = TuneOptions { packer: packer.clone(), num_queues, max_mean_delay, tokens_per_batch };
-        let tuned = tune_outlier_thresholds(&checked(&lengths), &options).unwrap();
+        let options = TuneOptions { packer: packer.clone(), max_mean_delay, tokens_per_batch };
+        let lengths = checked(&lengths);
+        let tuned = match num_queues {
+            Some(num_queues) => tune_outlier_thresholds(&lengths, num_queues, &options),
+            None => tune_delay_price(&lengths, &options),
+        }
+        .unwrap();
         let mut all = tuned.pareto.clone();
         all.push(tuned.best.clone());
         for point in &all {
-            let mut packer = Packer::new(PackerConfig { outlier_thresholds: point.thresholds.clone(), ..packer.clone() }).unwrap();
+            let release = if num_queues.is_some() { Release::Fifo } else { Release::Adaptive };
+            prop_assert_eq!(point.delay_price.is_some(), release == Release::Adaptive);
+            let (outlier_thresholds, delay_price) = (point.thresholds.clone(), point.delay_price);
+            let mut packer =
+                Packer::new(PackerConfig { release, outlier_thresholds, delay_price, ..packer.clone() }).unwrap();
             for span in naive::batch_offsets(&lengths, tokens_per_batch).windows(2) {
                 packer.push(&checked(&lengths[span[0]..span[1]]), None).unwrap();
             }
@@ -88,7 +98,7 @@ proptest! {
             let metrics = packer.metrics();
             prop_assert_eq!((metrics.imbalance_mean(), metrics.delay_mean()), (point.imbalance_mean, point.delay_mean));
             prop_assert_eq!((metrics.imbalance_worst(), metrics.delay_max()), (point.imbalance_worst, point.delay_max));
-            prop_assert!(point.thresholds.len() <= num_queues);
+            prop_assert!(point.thresholds.len() <= num_queues.unwrap_or(0));
         }
         for pair in tuned.pareto.windows(2) {
             prop_assert!(pair[0].delay_mean <= pair[1].delay_mean && pair[0].imbalance_mean > pair[1].imbalance_mean);

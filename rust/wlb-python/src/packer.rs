@@ -1,4 +1,4 @@
-//! `wlb.Packer` and `wlb.tune_outlier_thresholds`.
+//! `wlb.Packer`, `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +23,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PackerMetrics>()?;
     module.add_class::<TuneResult>()?;
     module.add_class::<TunedPoint>()?;
-    module.add_function(wrap_pyfunction!(tune_outlier_thresholds, module)?)
+    module.add_function(wrap_pyfunction!(tune_outlier_thresholds, module)?)?;
+    module.add_function(wrap_pyfunction!(tune_delay_price, module)?)
 }
 
 /// Packs a stream of global batches, holding outliers back until they can be balanced.
@@ -43,7 +44,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         longest documents back, new or waiting, as many as balance is worth at ``delay_price``, and light ones while
 ///         there is no room for them. It balances better and waits less; ``outlier_thresholds`` must be ().
 ///     delay_price: with "adaptive": imbalance that the first iteration of waiting of a global batch of tokens
-///         (``num_micro_batches * max_document_tokens``) costs, the second twice that...; default 0.03. Higher waits less.
+///         (``num_micro_batches * max_document_tokens``) costs, the second twice that...; default 0.03. Higher waits less;
+///         :func:`tune_delay_price` finds the one for a mean delay.
 ///     max_delay: iterations after which a waiting document joins whatever else waits; ``None``: no limit. "adaptive" keeps it
 ///         exactly if each push by itself fits into the micro-batches, placed longest first where the tokens are fewest.
 ///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
@@ -594,34 +596,89 @@ fn tune_outlier_thresholds(
     method: &str,
 ) -> PyResult<TuneResult> {
     let packer = config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
+    let num_queues = num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?;
+    let lengths = read_lengths("lengths", lengths)?;
+    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options));
+    tuned.map(TuneResult).map_err(raise)
+}
+
+/// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
+///
+/// Runs the packer over the sample at geometrically spaced prices, then at some where the mean delay passes the limit, then around
+/// the best. Deterministic. Documents over ``max_document_tokens`` are split.
+///
+/// Args:
+///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
+///     max_mean_delay: most mean token delay, in iterations.
+///     tokens_per_batch: tokens of a global batch; as for :func:`tune_outlier_thresholds`.
+///
+/// Returns:
+///     TuneResult: the price with the least mean imbalance within the delay limit (the one with the least delay if none keeps
+///     it), and the Pareto front of balance and delay.
+///
+/// Raises:
+///     WlbError: wrong lengths or options, or no documents.
+///
+/// One run of the packer for each of about 35 prices. Releases the GIL.
+#[pyfunction]
+#[pyo3(
+    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = 0.6,
+                 max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
+    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay=0.6, \
+                      max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
+)]
+#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
+fn tune_delay_price(
+    py: Python<'_>,
+    lengths: &Bound<'_, PyAny>,
+    num_micro_batches: &Bound<'_, PyAny>,
+    max_tokens: &Bound<'_, PyAny>,
+    cost_model: &Bound<'_, CostModel>,
+    max_mean_delay: f64,
+    max_delay: Option<&Bound<'_, PyAny>>,
+    max_document_tokens: Option<&Bound<'_, PyAny>>,
+    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+    method: &str,
+) -> PyResult<TuneResult> {
+    let packer = config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
+    let lengths = read_lengths("lengths", lengths)?;
+    run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options)).map(TuneResult).map_err(raise)
+}
+
+fn tune_options(
+    packer: PackerConfig,
+    max_mean_delay: f64,
+    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+) -> PyResult<tune::TuneOptions> {
     let tokens_per_batch = match tokens_per_batch {
         Some(tokens) => integer("tokens_per_batch", tokens)?,
         None => packer.num_micro_batches as i64 * i64::from(packer.max_document_tokens),
     };
-    let options = tune::TuneOptions {
-        packer,
-        num_queues: num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?,
-        max_mean_delay,
-        tokens_per_batch,
-    };
-    let lengths = read_lengths("lengths", lengths)?;
-    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, &options));
-    tuned.map(TuneResult).map_err(raise)
+    Ok(tune::TuneOptions { packer, max_mean_delay, tokens_per_batch })
 }
 
-/// Thresholds found on a sample, and what else could be had.
+/// What waits, chosen on a sample, and what else could be had.
 #[pyclass(frozen, module = "wlb", name = "TuneResult")]
 pub(crate) struct TuneResult(tune::Tuned);
 
 #[pymethods]
 impl TuneResult {
-    /// The best thresholds: tokens, ascending.
+    /// The best thresholds: tokens, ascending; () where a price was tuned.
     #[getter]
     fn thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.0.best.thresholds)
     }
 
-    /// What they give on the sample.
+    /// The best price of delay; None where thresholds were tuned.
+    #[getter]
+    fn delay_price(&self) -> Option<f64> {
+        self.0.best.delay_price
+    }
+
+    /// The best choice, and what it gives on the sample.
     #[getter]
     fn best(&self) -> TunedPoint {
         TunedPoint(self.0.best.clone())
@@ -653,16 +710,22 @@ impl TuneResult {
     }
 }
 
-/// One choice of thresholds and what it gives on the sample.
+/// One choice of thresholds, or of a price, and what it gives on the sample.
 #[pyclass(frozen, module = "wlb", name = "TunedPoint")]
 pub(crate) struct TunedPoint(tune::TunedPoint);
 
 #[pymethods]
 impl TunedPoint {
-    /// Tokens, ascending.
+    /// Tokens, ascending; () with a price.
     #[getter]
     fn thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.0.thresholds)
+    }
+
+    /// The price of delay; None with thresholds.
+    #[getter]
+    fn delay_price(&self) -> Option<f64> {
+        self.0.delay_price
     }
 
     /// Mean imbalance over steps.
@@ -716,8 +779,12 @@ impl TunedPoint {
 }
 
 fn describe(point: &tune::TunedPoint) -> String {
+    let choice = match point.delay_price {
+        Some(price) => format!("delay_price={price}"),
+        None => format!("thresholds={:?}", point.thresholds),
+    };
     format!(
-        "TunedPoint(thresholds={:?}, imbalance_mean={:.4}, delay_mean={:.3}, delay_max={})",
-        point.thresholds, point.imbalance_mean, point.delay_mean, point.delay_max
+        "TunedPoint({choice}, imbalance_mean={:.4}, delay_mean={:.3}, delay_max={})",
+        point.imbalance_mean, point.delay_mean, point.delay_max
     )
 }

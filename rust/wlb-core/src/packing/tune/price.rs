@@ -1,0 +1,65 @@
+//! The price of delay of the adaptive release.
+
+use crate::error::Result;
+use crate::lengths::Lengths;
+
+use super::{Search, TuneOptions, Tuned, TunedPoint};
+
+/// Highest and lowest price of the first, coarse search. Above it hardly anything waits; below, everything that could help.
+const COARSE: (f64, f64) = (8.0, 0.001);
+/// Ratio of neighbouring coarse prices.
+const COARSE_STEP: f64 = 1.5;
+/// Prices tried between the last that keeps the delay limit and the first that does not; each halves the way.
+const BISECTIONS: u32 = 6;
+/// Rounds of refinement around the best; each halves the step.
+const REFINEMENTS: u32 = 3;
+
+/// Runs the packer with [`Release::Adaptive`](crate::packing::outlier_queue::Release::Adaptive) over the sample at many prices of delay.
+///
+/// First geometrically spaced ones, then some where the delay passes the limit, then around the best. Deterministic. A price at which
+/// nothing waits that finds room is always among them, so that there is always an answer; it is the one with the least delay if
+/// none keeps the limit.
+///
+/// # Errors
+/// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds).
+///
+/// # Complexity
+/// One run of the packer per price: about 35.
+pub fn tune_delay_price(lengths: &Lengths, options: &TuneOptions) -> Result<Tuned> {
+    let mut search = Search::new(lengths, options)?;
+    let micro_batches = search.config.num_micro_batches as f64;
+    // An imbalance is at most `N`, and a token that waits costs the price over the tokens of a global batch.
+    search.try_price(micro_batches * micro_batches * f64::from(search.config.max_document_tokens))?;
+    let (highest, lowest) = COARSE;
+    for price in std::iter::successors(Some(highest), |price| Some(price / COARSE_STEP)).take_while(|&p| p > lowest) {
+        search.try_price(price)?;
+    }
+    for _ in 0..BISECTIONS {
+        let Some((kept, broken)) = search.crossing() else { break };
+        search.try_price((kept * broken).sqrt())?;
+    }
+    let mut step = COARSE_STEP;
+    for _ in 0..REFINEMENTS {
+        step = step.sqrt();
+        let Some(price) = search.best(|_| true).and_then(|best| best.delay_price) else { break };
+        search.try_price(price * step)?;
+        search.try_price(price / step)?;
+    }
+    Ok(search.finish())
+}
+
+impl Search {
+    fn try_price(&mut self, price: f64) -> Result<()> {
+        // Finer prices give hardly other plans, and nobody wants to write them.
+        self.evaluate(Vec::new(), Some((price * 1e5).round() / 1e5))
+    }
+
+    /// The lowest price that keeps the delay limit, and the next one below.
+    fn crossing(&self) -> Option<(f64, f64)> {
+        let kept = |point: &&TunedPoint| point.delay_mean <= self.max_mean_delay;
+        let price = |point: &TunedPoint| point.delay_price;
+        let last = self.points.iter().filter(kept).filter_map(price).min_by(f64::total_cmp)?;
+        let first = self.points.iter().filter_map(price).filter(|&price| price < last).max_by(f64::total_cmp)?;
+        Some((last, first))
+    }
+}

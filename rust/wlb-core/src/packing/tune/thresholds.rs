@@ -1,0 +1,90 @@
+//! Thresholds for the outlier queues.
+
+use crate::error::{Result, check_range};
+use crate::lengths::Lengths;
+
+use super::{Search, TuneOptions, Tuned};
+
+/// Candidate thresholds of the first, coarse search.
+const COARSE_CANDIDATES: usize = 12;
+/// Ratio of neighbouring coarse candidates: twelve of them reach down to a 23rd of the longest document.
+const COARSE_STEP: f64 = 1.3;
+/// Rounds of refinement; each halves the step between neighbouring candidates.
+const REFINEMENTS: u32 = 3;
+
+/// Runs the packer over the sample under many choices of thresholds.
+///
+/// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
+/// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there is always an answer; it is
+/// the one with the least delay if none keeps the limit.
+///
+/// # Errors
+/// Those of [`PackerConfig::check`](crate::packing::packer::PackerConfig::check),
+/// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
+/// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination) for a sample without documents.
+///
+/// # Complexity
+/// One run of the packer per choice: 79 coarse choices for two queues, 299 for three.
+pub fn tune_outlier_thresholds(lengths: &Lengths, num_queues: usize, options: &TuneOptions) -> Result<Tuned> {
+    check_range("num_queues", i64::try_from(num_queues).unwrap_or(i64::MAX), 0, 4)?;
+    let mut search = Search::new(lengths, options)?;
+    let longest = search.longest;
+    // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on
+    // every machine; a power does not.
+    let descending = std::iter::successors(Some(f64::from(longest)), |threshold| Some(threshold / COARSE_STEP));
+    let mut candidates: Vec<i32> =
+        descending.skip(1).take(COARSE_CANDIDATES).map(|threshold| threshold as i32).filter(|&t| t > 0).collect();
+    candidates.sort_unstable();
+    candidates.dedup();
+    for thresholds in combinations(&candidates, num_queues) {
+        search.evaluate(thresholds, None)?;
+    }
+    // Each number of levels by itself: the best of two may lie where no coarse choice of three does.
+    for levels in 1..=num_queues {
+        let mut step = COARSE_STEP;
+        for _ in 0..REFINEMENTS {
+            step = step.sqrt();
+            let Some(around) = search.best(|point| point.thresholds.len() == levels) else { break };
+            for thresholds in neighbours(&around.thresholds.clone(), step, longest) {
+                search.evaluate(thresholds, None)?;
+            }
+        }
+    }
+    Ok(search.finish())
+}
+
+/// Every ascending choice of up to `most` candidates, the empty one first.
+fn combinations(candidates: &[i32], most: usize) -> Vec<Vec<i32>> {
+    let mut all = vec![Vec::new()];
+    let mut grown_from = 0;
+    for _ in 0..most {
+        let grow_until = all.len();
+        for index in grown_from..grow_until {
+            let above = all[index].last().copied().unwrap_or(0);
+            for &candidate in candidates.iter().filter(|&&candidate| candidate > above) {
+                let mut longer: Vec<i32> = all[index].clone();
+                longer.push(candidate);
+                all.push(longer);
+            }
+        }
+        grown_from = grow_until;
+    }
+    all
+}
+
+/// Each threshold one step down, kept, or one step up, in every combination that still ascends.
+fn neighbours(thresholds: &[i32], step: f64, longest: i32) -> Vec<Vec<i32>> {
+    let mut all: Vec<Vec<i32>> = vec![Vec::new()];
+    for &threshold in thresholds {
+        let moves = [f64::from(threshold) / step, f64::from(threshold), f64::from(threshold) * step];
+        all = all
+            .iter()
+            .flat_map(|prefix| moves.map(|moved| [prefix.as_slice(), &[moved as i32]].concat()))
+            .filter(|choice| {
+                let last = choice.len() - 1;
+                choice[last] <= longest && choice[last] > choice[..last].last().copied().unwrap_or(0)
+            })
+            .collect();
+    }
+    all
+}
