@@ -59,7 +59,11 @@ def tune(
     what = "the price of delay" if queues is None else counted(queues, "queue")
     task = progress.add_task(f"Tuning {what}", total=None)
     result = plans.tune_waiting(
-        stream.head(batches), setup, queues=queues, max_mean_delay=max_mean_delay, max_delay=max_delay, method=method
+        stream.head(batches),
+        {**plans.packer_options(setup, max_delay), "method": method},
+        tokens_per_batch=setup.tokens_per_batch,
+        queues=queues,
+        max_mean_delay=max_mean_delay,
     )
     progress.update(task, total=result.evaluated, completed=result.evaluated)
     return result

@@ -98,21 +98,20 @@ def dynamic_steps(
             yield DynamicStep(plan_dynamic_cp(stream.lengths[ids], ids=ids, **options), i, None)
 
 
-def packer_before(setup: Setup, options: Mapping[str, Any], packer: Mapping[str, Any], max_delay: int | None) -> Packer:
-    """The packer whose releases are planned with these arguments of :func:`wlb.plan_dynamic_cp`.
+def packer_before(setup: Setup, options: Mapping[str, Any], max_delay: int | None) -> dict[str, Any]:
+    """Arguments of the packer whose releases are planned with these of :func:`wlb.plan_dynamic_cp`; not what waits.
 
     All ranks can share a document, so that one has to wait only where it is too much for all of them: the packer's
     micro-batches are as wide as the pipeline stage, and there are `dp` times fewer of them. Memory is the planner's
     concern, which makes more micro-batches where it binds.
     """
-    return Packer(
-        num_micro_batches=setup.packed // setup.dp_size,
-        max_tokens=min(setup.tokens_per_batch, MOST_TOKENS),
-        cost_model=options["cost_model"],
-        max_delay=max_delay,
-        max_document_tokens=setup.context,
-        **packer,
-    )
+    return {
+        "num_micro_batches": setup.packed // setup.dp_size,
+        "max_tokens": min(setup.tokens_per_batch, MOST_TOKENS),
+        "cost_model": options["cost_model"],
+        "max_delay": max_delay,
+        "max_document_tokens": setup.context,
+    }
 
 
 def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatches) -> DynamicPlan:

@@ -255,14 +255,7 @@ def var_length(
 
     `options` are further arguments of the packer.
     """
-    packer = Packer(
-        num_micro_batches=setup.packed,
-        max_tokens=setup.max_tokens,
-        cost_model=setup.cost_model,
-        outlier_thresholds=thresholds,
-        max_delay=max_delay,
-        **{"max_document_tokens": setup.context, **(options or {})},
-    )
+    packer = Packer(**{**packer_options(setup, max_delay), "outlier_thresholds": thresholds, **(options or {})})
 
     def step(packing: Packing, iteration: int, seconds: float | None) -> Step:
         order = packing.deal(setup.dp_size)
@@ -277,30 +270,31 @@ def var_length(
         yield step(packing, i, None)
 
 
+def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
+    """Arguments of :class:`wlb.Packer` for a setup; all but what waits, and how it is placed."""
+    return {
+        "num_micro_batches": setup.packed,
+        "max_tokens": setup.max_tokens,
+        "cost_model": setup.cost_model,
+        "max_delay": max_delay,
+        "max_document_tokens": setup.context,
+    }
+
+
 def tune_waiting(
     lengths: ArrayLike,
-    setup: Setup,
+    packer: Mapping[str, Any],
     *,
+    tokens_per_batch: int,
     queues: int | None,
     max_mean_delay: float,
-    max_delay: int | None,
-    method: Literal["var_length", "refined"] = "var_length",
 ) -> TuneResult:
-    """The best of what may wait, for these documents and with the setup's settings.
+    """The best of what may wait, for these documents and a packer with these arguments.
 
     With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
     release, by :func:`wlb.tune_delay_price`.
     """
-    options: dict[str, Any] = {
-        "num_micro_batches": setup.packed,
-        "max_tokens": setup.max_tokens,
-        "cost_model": setup.cost_model,
-        "max_mean_delay": max_mean_delay,
-        "max_delay": max_delay,
-        "max_document_tokens": setup.context,
-        "tokens_per_batch": setup.tokens_per_batch,
-        "method": method,
-    }
+    options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay}
     if queues is None:
         return tune_delay_price(lengths, **options)
     return tune_outlier_thresholds(lengths, num_queues=queues, **options)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import TuneResult, batch_offsets
+from wlb._core import Packer, TuneResult, batch_offsets
 from wlb._errors import error
 from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import check_planner, planner_options
-from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, tune_waiting
+from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, packer_options, tune_waiting
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.score import Sharded, placed, score, shard_plan
 from wlb.simulation.variants import Variant, chosen, defaults
@@ -138,11 +138,10 @@ def simulate(
 
 def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Outcome:
     options = planner_options(scenario, stream.lengths)
-    packer = (
-        packer_before(scenario.setup(split=variant.split), options, variant.packer, scenario.max_delay)
-        if variant.packer
-        else None
-    )
+    packer = None
+    if variant.packer:
+        before = packer_before(scenario.setup(split=variant.split), options, scenario.max_delay)
+        packer = Packer(**before, **variant.packer)
     plan = collect_dynamic(variant.title, dynamic_steps(stream, options, packer), stream)
     return score_dynamic(variant.title, plan, scenario)
 
@@ -161,11 +160,12 @@ def _stream(lengths: ArrayLike, scenario: Scenario) -> GlobalBatches:
 
 
 def tune_scenario(lengths: ArrayLike, scenario: Scenario, setup: Setup | None = None) -> TuneResult:
-    """:func:`tune_waiting` with the scenario's settings, and with its costs or those of a setup."""
+    """The best thresholds with the scenario's settings, and with its costs or those of a setup."""
+    setup = setup or scenario.setup()
     return tune_waiting(
         lengths,
-        setup or scenario.setup(),
+        packer_options(setup, scenario.max_delay),
+        tokens_per_batch=setup.tokens_per_batch,
         queues=scenario.num_queues,
         max_mean_delay=scenario.max_mean_delay,
-        max_delay=scenario.max_delay,
     )

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from wlb._core import TunedPoint, TuneResult, WlbError, simulate_pipeline
+from wlb.simulation.dynamic import packer_before
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import check_planner, obstacle, planner_options
+from wlb.simulation.plans import packer_options, tune_waiting
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.variants import Strategy, Variant
@@ -38,7 +40,8 @@ SPLITS = (1, 2, 4)
 """Times the scenario's micro-batches that are made of a global batch."""
 
 PRICES = (0.003, 0.03, 0.3)
-"""Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`."""
+"""Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`; and the one that balances best within
+the limit of the mean delay."""
 
 STRATEGIES: tuple[Strategy, ...] = ("per_sequence", "per_document", "adaptive")
 
@@ -168,7 +171,7 @@ def tune(lengths: ArrayLike, scenario: Scenario, *, progress: Callable[[str, int
         WlbError: see :func:`wlb.simulate`.
 
     Complexity:
-        About forty simulations of a variant, and eight searches for thresholds.
+        About fifty simulations of a variant, and as many as fourteen searches for thresholds or prices.
     """
     return _Search(lengths, scenario, progress or (lambda *_: None)).run()
 
@@ -188,7 +191,7 @@ class _Search:
         self._limits = sorted(limit for limit in limits if limit <= scenario.limit)
         self._splits = [split for split in SPLITS if _possible(scenario, split)]
         self._dynamic = obstacle(scenario) is None
-        of_split = len(PRICES) + self._dynamic * len(PRICES)
+        of_split = (1 + self._dynamic) * (len(PRICES) + 1)
         plans = len(self._splits) * of_split + 2 * (len(self._splits) - 1) + self._dynamic
         self._found: dict[Settings, Choice] = {}
         self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
@@ -242,7 +245,8 @@ class _Search:
             if split > 1:
                 yield self._choose(Settings(kind="no_waiting", max_tokens=limit, split=split))
                 yield self._queues(limit, self._thresholds(limit, split).thresholds, split)
-            for price in PRICES:
+            setup = dataclasses.replace(self._scenario, max_tokens=limit).setup(split=split)
+            for price in self._prices(packer_options(setup, self._given.max_delay)):
                 settings = Settings(kind="adaptive_release", max_tokens=limit, delay_price=price, split=split)
                 yield self._choose(settings)
 
@@ -252,10 +256,26 @@ class _Search:
             return
         limit = check_planner(self._given) * self._given.layout.cp
         yield self._choose(Settings(kind="dynamic_cp", max_tokens=limit, strategy="per_document"))
+        options = planner_options(self._given, self._lengths)
         for split in self._splits:
-            for price in PRICES:
+            packer = packer_before(self._scenario.setup(split=split), options, self._given.max_delay)
+            for price in self._prices(packer):
                 settings = Settings(kind="wlb_dynamic_cp", max_tokens=limit, delay_price=price, split=split)
                 yield self._choose(dataclasses.replace(settings, strategy="per_document"))
+
+    def _prices(self, packer: dict[str, Any]) -> tuple[float, ...]:
+        """Of the delay, for a packer with these arguments."""
+        if not self._given.max_mean_delay:
+            return PRICES
+        tuned = tune_waiting(
+            self._lengths,
+            packer,
+            tokens_per_batch=self._scenario.tokens_per_batch,
+            queues=None,
+            max_mean_delay=self._given.max_mean_delay,
+        )
+        assert tuned.delay_price is not None
+        return (*PRICES, tuned.delay_price)
 
     def _by_kind(self, plans: list[Choice]) -> list[Choice]:
         """Of each kind the best within the limits, then the fastest if that is another."""
