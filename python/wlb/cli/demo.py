@@ -16,7 +16,6 @@ from wlb.cli.stream import build_stream
 
 WINDOWS = (1, 2, 4, 8)
 QUEUES = (0, 1, 2, 3)
-SHOWN_QUEUES = 2
 _TUNED_SHARE = 4  # thresholds are tuned on the first 1/4 of the stream
 
 
@@ -78,7 +77,6 @@ def demo(
             name = f"WLB, {counted(queues, 'queue')}"
             plan = var_length(stream, setup, thresholds, max_delay)
             plans.append(collect(name, plan, stream, bars, thresholds))
-        shown = plans[SHOWN_QUEUES - len(QUEUES)]
         price = tune(
             stream,
             setup,
@@ -89,7 +87,8 @@ def demo(
             progress=bars,
         ).delay_price
         plan = var_length(stream, setup, (), max_delay, waiting(setup, "adaptive", price))
-        plans.append(collect("WLB, adaptive", plan, stream, bars, release="adaptive"))
+        shown = collect("WLB, adaptive", plan, stream, bars, release="adaptive")
+        plans.append(shown)
         report = Report(
             name="demo",
             documents=documents,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.console import CliError
+from wlb.cli.console import CliError, counted
 from wlb.cli.sources import Documents
 from wlb.simulation.plans import GlobalBatches
 
@@ -44,7 +44,7 @@ def build_stream(
     """
     if documents.tokens < tokens_per_batch:
         raise CliError(
-            f"{documents.source}: {documents.lengths.size:,} documents with {documents.tokens:,}"
+            f"{documents.source}: {counted(documents.lengths.size, 'document')} with {documents.tokens:,}"
             f" {documents.unit} do not fill a global batch of {tokens_per_batch:,};"
             " lower --context or --micro-batches"
         )
