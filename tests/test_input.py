@@ -226,6 +226,7 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (packer, {"release": "adaptive"}, "delay_price", [-0.01, NAN, INF, -INF]),
     (packer, {"release": "adaptive"}, "outlier_thresholds", [[10]]),
     (packer, {}, "delay_price", [0.03, -0.01, NAN, INF]),
+    (packer, {"release": "adaptive"}, "delay_price", [10**400, True]),
     (packer, {}, "max_delay", [-1, 2**63, 2**100, 1.5, "2"]),
     (packer, {}, "max_document_tokens", [*NO_INT32_SIZE, 1001]),
     (packer, {}, "oversize", ["drop", ""]),
@@ -239,15 +240,15 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (analytic, {"generation": "h100", "head_dim": 64}, "num_heads", [0, -1, 2**40, 2**100, 1.5, "2", None]),
     (analytic, {"generation": "h100", "num_heads": 4, "head_dim": 64}, "num_kv_heads", [0, 3, 2**40, 1.5]),
     (analytic, {"generation": "h100", "num_heads": 4}, "head_dim", [0, -1, 2**40, 1.5, None]),
-    (wlb.CostModel, RATES, "attention", [-1.0, NAN, INF, -INF]),
-    (wlb.CostModel, RATES, "linear", [-1.0, NAN, INF, -INF]),
+    (wlb.CostModel, RATES, "attention", [-1.0, NAN, INF, -INF, 10**400, True]),
+    (wlb.CostModel, RATES, "linear", [-1.0, NAN, INF, -INF, 10**400, True]),
     (wlb.CostModel, RATES | {"attention": 0.0}, "linear", [0.0]),
     *(
         (wlb.CostModel.from_flops, FLOPS, name, NO_SIZE)
         for name in (*FLOPS, "num_kv_heads", "head_dim", "experts_per_token")
     ),
-    (wlb.CostModel.from_flops, FLOPS, "attention_efficiency", [0.0, -1.0, NAN, INF]),
-    (wlb.CostModel.from_flops, FLOPS, "flops_per_second", [0.0, -1.0, NAN, INF]),
+    (wlb.CostModel.from_flops, FLOPS, "attention_efficiency", [0.0, -1.0, NAN, INF, 10**400, True]),
+    (wlb.CostModel.from_flops, FLOPS, "flops_per_second", [0.0, -1.0, NAN, INF, 10**400]),
     (wlb.CostModel.from_flops, FLOPS, "passes", ["sideways", ""]),
     *((tables, {}, name, [[2.0, 1.0], [-1.0, 2.0], [0.0, 1.0], [1.0, NAN], [1.0, INF]]) for name in TABLE),
     *((tables, {}, name, [[1.0], [1.0, 2.0, 3.0], [], [[1.0, 2.0]], 1.0]) for name in TABLE),
@@ -261,7 +262,7 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (lambda **kw: wlb.batch_offsets(LENGTHS, **kw), {}, "tokens_per_batch", NO_SIZE),
     (lambda **kw: wlb.split_documents(LENGTHS, **kw), {}, "max_document_tokens", NO_SIZE),
     (tune, SIZES, "num_queues", [-1, 2**63, 2**100, 1.5, "2"]),
-    (tune, SIZES, "max_mean_delay", [-1.0, NAN]),
+    (tune, SIZES, "max_mean_delay", [-1.0, NAN, 10**400, True]),
     (tune, SIZES, "tokens_per_batch", NO_SIZE),
     (tune, SIZES, "max_delay", [-1, 1.5]),
     (tune, SIZES, "method", ["best", "fixed_length"]),
@@ -316,7 +317,9 @@ def test_a_wrong_type_is_named(function: Callable[..., Any], arguments: dict[str
 
 
 @pytest.mark.parametrize(
-    ("thresholds", "index"), [([10, 20, 15], 2), ([10, 10], 1), ([0], 0), ([10, 2000], 1)], ids=repr
+    ("thresholds", "index"),
+    [([10, 20, 15], 2), ([10, 10], 1), ([0], 0), ([10, 2000], 1), ([10, 2**60 + 1], 1)],
+    ids=repr,
 )
 def test_the_bad_threshold_is_named(thresholds: list[int], index: int) -> None:
     with pytest.raises(wlb.WlbError) as raised:

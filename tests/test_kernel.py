@@ -143,6 +143,9 @@ def test_models_pickle_compare_and_hash(path: Path) -> None:
 def test_other_heads_scale_a_measured_profile(path: Path) -> None:
     measured, half = kernel_model(path, PROFILE), kernel_model(path, PROFILE, num_heads=16)
     assert half.num_heads == 16
+    groups = PROFILE["num_heads"] // PROFILE["num_kv_heads"]
+    assert half.num_kv_heads == 16 // groups
+    assert kernel_model(path, PROFILE, num_heads=1).num_kv_heads == 1
     np.testing.assert_allclose(
         half.segment_seconds([9, 900], [90, 5000]) * 2, measured.segment_seconds([9, 900], [90, 5000])
     )

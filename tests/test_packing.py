@@ -319,6 +319,14 @@ def test_split_documents(lengths: list[int], limit: int) -> None:
     assert [Piece(*x) for x in zip(index.tolist(), starts.tolist(), pieces.tolist(), strict=True)] == expected
 
 
+def test_rounding_balances_no_better_than_perfectly(llama_cost: wlb.CostModel) -> None:
+    """Sums of equal costs are rounded, so that a mean may come out above the largest."""
+    for length in range(1000, 1100):
+        packing = wlb.pack([length] * 14, num_micro_batches=7, max_tokens=5000, cost_model=llama_cost)
+        assert packing.imbalance >= 1.0
+        assert packing.lower_bound <= packing.costs.max()
+
+
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_no_documents(method: Any, llama_cost: wlb.CostModel) -> None:
     packing = wlb.pack([], num_micro_batches=4, max_tokens=10, cost_model=llama_cost, method=method)

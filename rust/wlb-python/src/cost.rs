@@ -6,7 +6,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Passes};
 
-use crate::convert::{array, floats, integer, positive, read_lengths};
+use crate::convert::{array, floats, integer, positive, read_lengths, real};
 use crate::error::raise;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -39,7 +39,10 @@ pub(crate) struct CostModel(pub(crate) Model);
 impl CostModel {
     #[new]
     #[pyo3(signature = (*, attention, linear, causal = true))]
-    fn new(attention: f64, linear: f64, causal: bool) -> PyResult<Self> {
+    fn new(attention: &Bound<'_, PyAny>, linear: &Bound<'_, PyAny>, causal: bool) -> PyResult<Self> {
+        let [attention, linear] =
+            [("attention", attention), ("linear", linear)].map(|(name, rate)| real(name, Some(rate), 0.0));
+        let (attention, linear) = (attention?, linear?);
         Model::analytic(attention, linear, mask(causal)).map(Self).map_err(raise)
     }
 
@@ -65,8 +68,8 @@ impl CostModel {
     #[staticmethod]
     #[pyo3(
         signature = (*, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads = None, vocab_size,
-                     head_dim = None, gated_ffn = true, experts_per_token = None, attention_efficiency = 1.0,
-                     flops_per_second = 1.0, passes = "forward_backward", recompute = false, causal = true),
+                     head_dim = None, gated_ffn = true, experts_per_token = None, attention_efficiency = None,
+                     flops_per_second = None, passes = "forward_backward", recompute = false, causal = true),
         text_signature = "(*, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads=None, vocab_size, \
                           head_dim=None, gated_ffn=True, experts_per_token=1, attention_efficiency=1.0, \
                           flops_per_second=1.0, passes='forward_backward', recompute=False, causal=True)"
@@ -82,8 +85,8 @@ impl CostModel {
         head_dim: Option<&Bound<'_, PyAny>>,
         gated_ffn: bool,
         experts_per_token: Option<&Bound<'_, PyAny>>,
-        attention_efficiency: f64,
-        flops_per_second: f64,
+        attention_efficiency: Option<&Bound<'_, PyAny>>,
+        flops_per_second: Option<&Bound<'_, PyAny>>,
         passes: &str,
         recompute: bool,
         causal: bool,
@@ -108,8 +111,8 @@ impl CostModel {
             vocab_size: integer("vocab_size", vocab_size)?,
             gated_ffn,
             experts_per_token: experts_per_token.map_or(Ok(1), |experts| integer("experts_per_token", experts))?,
-            attention_efficiency,
-            flops_per_second,
+            attention_efficiency: real("attention_efficiency", attention_efficiency, 1.0)?,
+            flops_per_second: real("flops_per_second", flops_per_second, 1.0)?,
             passes: passes.parse::<Passes>().map_err(raise)?,
             recompute,
             mask: mask(causal),

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use numpy::PyArray1;
+use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use wlb_core::packing::adaptive::DELAY_PRICE;
@@ -13,7 +14,7 @@ use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, StreamMethod};
 use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
 
-use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, run, size};
+use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, real, run, size};
 use crate::cost::CostModel;
 use crate::error::{StateError, raise, refuse};
 use crate::packing::Packing;
@@ -129,7 +130,7 @@ impl Packer {
         cost_model: &Bound<'_, CostModel>,
         outlier_thresholds: Option<&Bound<'_, PyAny>>,
         release: &str,
-        delay_price: Option<f64>,
+        delay_price: Option<&Bound<'_, PyAny>>,
         max_delay: Option<&Bound<'_, PyAny>>,
         max_document_tokens: Option<&Bound<'_, PyAny>>,
         oversize: &str,
@@ -140,7 +141,10 @@ impl Packer {
         let packer = Core::new(PackerConfig {
             outlier_thresholds: thresholds,
             release,
-            delay_price: delay_price.or((release == Release::Adaptive).then_some(DELAY_PRICE)),
+            delay_price: match delay_price {
+                Some(_) => Some(real("delay_price", delay_price, DELAY_PRICE)?),
+                None => (release == Release::Adaptive).then_some(DELAY_PRICE),
+            },
             oversize: oversize.parse().map_err(raise)?,
             ..config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
         });
@@ -361,9 +365,10 @@ fn thresholds(object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     let argument = "outlier_thresholds";
     let values = integers(argument, object)?;
     let narrow = |(index, value): (usize, i64)| {
-        let requirement = "thresholds are int32";
-        let out_of_range = wlb_core::Error::Entry { argument, index, value: value as f64, requirement };
-        i32::try_from(value).map_err(|_| raise(out_of_range))
+        i32::try_from(value).map_err(|_| {
+            let value = value.into_bound_py_any(object.py()).ok();
+            refuse(argument, Some(index), value.as_ref(), "thresholds are int32")
+        })
     };
     values.into_iter().enumerate().map(narrow).collect()
 }
@@ -576,7 +581,7 @@ impl PackerMetrics {
 /// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM, section 4.3.
 #[pyfunction]
 #[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = 0.6,
+    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = None,
                  max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
     text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, num_queues=2, max_mean_delay=0.6, \
                       max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
@@ -589,7 +594,7 @@ fn tune_outlier_thresholds(
     max_tokens: &Bound<'_, PyAny>,
     cost_model: &Bound<'_, CostModel>,
     num_queues: Option<&Bound<'_, PyAny>>,
-    max_mean_delay: f64,
+    max_mean_delay: Option<&Bound<'_, PyAny>>,
     max_delay: Option<&Bound<'_, PyAny>>,
     max_document_tokens: Option<&Bound<'_, PyAny>>,
     tokens_per_batch: Option<&Bound<'_, PyAny>>,
@@ -624,7 +629,7 @@ fn tune_outlier_thresholds(
 /// One run of the packer for each of about 35 prices. Releases the GIL.
 #[pyfunction]
 #[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = 0.6,
+    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = None,
                  max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
     text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay=0.6, \
                       max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
@@ -636,7 +641,7 @@ fn tune_delay_price(
     num_micro_batches: &Bound<'_, PyAny>,
     max_tokens: &Bound<'_, PyAny>,
     cost_model: &Bound<'_, CostModel>,
-    max_mean_delay: f64,
+    max_mean_delay: Option<&Bound<'_, PyAny>>,
     max_delay: Option<&Bound<'_, PyAny>>,
     max_document_tokens: Option<&Bound<'_, PyAny>>,
     tokens_per_batch: Option<&Bound<'_, PyAny>>,
@@ -650,13 +655,14 @@ fn tune_delay_price(
 
 fn tune_options(
     packer: PackerConfig,
-    max_mean_delay: f64,
+    max_mean_delay: Option<&Bound<'_, PyAny>>,
     tokens_per_batch: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<tune::TuneOptions> {
     let tokens_per_batch = match tokens_per_batch {
         Some(tokens) => integer("tokens_per_batch", tokens)?,
         None => packer.num_micro_batches as i64 * i64::from(packer.max_document_tokens),
     };
+    let max_mean_delay = real("max_mean_delay", max_mean_delay, 0.6)?;
     Ok(tune::TuneOptions { packer, max_mean_delay, tokens_per_batch })
 }
 

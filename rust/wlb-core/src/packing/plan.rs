@@ -97,12 +97,14 @@ impl Packing {
     /// `max cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
     pub fn imbalance(&self) -> f64 {
         let total = self.total_cost();
-        if total > 0.0 { self.max_cost() * self.num_micro_batches() as f64 / total } else { 1.0 }
+        // A mean that was rounded up may lie above the largest.
+        if total > 0.0 { (self.max_cost() * self.num_micro_batches() as f64 / total).max(1.0) } else { 1.0 }
     }
 
     /// No packing of the placed pieces into as many micro-batches has a smaller maximum cost.
     pub fn lower_bound(&self) -> f64 {
-        (self.total_cost() / self.num_micro_batches() as f64).max(self.largest_cost)
+        let mean = self.total_cost() / self.num_micro_batches() as f64;
+        mean.max(self.largest_cost).min(self.max_cost())
     }
 
     /// Memory skew: most tokens of a micro-batch over their mean. 1 if nothing is placed.

@@ -261,6 +261,9 @@ impl KernelModel {
         for table in [&mut description.forward, &mut description.backward] {
             table.median_seconds.iter_mut().flatten().flatten().for_each(|seconds| *seconds *= factor);
         }
+        // Groups as large as before; where the heads do not divide so, as when GPUs share a key head, one.
+        let group = (description.num_heads / description.num_kv_heads).max(1);
+        description.num_kv_heads = if num_heads % group == 0 { num_heads / group } else { 1 };
         description.num_heads = num_heads;
         Self::new(description)
     }
