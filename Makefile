@@ -14,7 +14,7 @@ demo: $(VENV)/.wlb-examples
 	$(BIN)/wlb demo $(DEMO_FLAGS)
 	$(BIN)/python examples/same_losses.py $(LOSSES_FLAGS)
 
-## Run all tests.
+## Run the tests, all but those that take minutes.
 test: $(VENV)/.wlb-test
 	cargo test --locked --package wlb-core
 	$(BIN)/python -m pytest
@@ -52,7 +52,7 @@ loss-curves: $(VENV)/.wlb-examples
 
 ## Fuzz each target for FUZZ_SECONDS; needs a nightly toolchain and `cargo install cargo-fuzz`.
 fuzz:
-	for target in pack packer_stream load_state shard dynamic_cp; do \
+	for target in pack packer_stream load_state shard profile dynamic_cp; do \
 	    cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
 	done
 
