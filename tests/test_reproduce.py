@@ -184,6 +184,16 @@ def test_a_solver_without_time_says_so(made: dict[str, Result]) -> None:
     assert all("gap" in note or "no packing" in note for note in notes)
 
 
+def test_table_2_of_one_global_batch_and_of_equal_documents() -> None:
+    """Nothing was timed where no global batch is full, and what attention would need is no number where all is even."""
+    study = dataclasses.replace(SMALL, steps=1, solver_seconds=0)
+    quantities = {row.quantity for row in RESULTS["table2"](study).rows}
+    assert "imbalance of attention work" in quantities
+    equal = RESULTS["table2"](dataclasses.replace(study, source=np.full(100, 131072)))
+    assert {row.ours for row in equal.rows if row.quantity == "imbalance of attention work"} == {1}
+    assert not any(note.startswith("Original packing") for note in equal.notes)
+
+
 def test_runs_are_deterministic_in_one_process_and_in_two(made: dict[str, Result]) -> None:
     again = RESULTS["fig14"](dataclasses.replace(SMALL, workers=2, _speedups={}))
     assert again == made["fig14"]

@@ -58,6 +58,7 @@ def table_2(study: Study) -> Result:
     rows += [
         _sampled(MILLISECONDS, name, "measured", TABLE_2[name].milliseconds, one.seconds * 1e3)
         for name, one in made[0].items()
+        if one.seconds.size
     ]
     rows += [
         row(DELAY, name, "measured", MEAN_DELAY if name == "WLB-LLM, 2 queues" else None, series)
@@ -67,8 +68,9 @@ def table_2(study: Study) -> Result:
         "Imbalance of forward latency is the paper's measure, greatest x PP / total, on predicted latencies. That of"
         " attention work is the same of (query, key) pairs, counted in the plans: it needs no model of a GPU.",
         f"Packing was timed on this machine, {study.steps} global batches of the central inputs: median, 5 % and 95 %.",
-        _share_note(made[0]["original"]),
     ]
+    if made[0]["original"].attention > 1:
+        notes.append(_share_note(made[0]["original"]))
     for name, window in _SOLVED.items() if study.solver_seconds > 0 else ():
         if find_spec("highspy") is None:
             notes.append('No solver: run pip install "wlb[exact]".')
