@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 
 from wlb.cli import cluster, main
 from wlb.cli.app import app
-from wlb.cli.console import progress
+from wlb.cli.console import CliError, progress
 from wlb.cli.options import as_options
 from wlb.cli.report import Report
 from wlb.cli.sources import Documents, read_documents
@@ -530,6 +530,15 @@ def test_stream_is_shuffled_anew_every_epoch_and_whole(npy: Path) -> None:
     assert seen[0].tolist() != np.arange(2000).tolist()
 
 
+def test_stream_counts_the_tokens_that_truncation_leaves(tmp_path: Path) -> None:
+    np.save(tmp_path / "long.npy", np.full(4, 100 * CONTEXT))
+    documents = read(tmp_path / "long.npy")
+    fit: dict[str, Any] = {"context": CONTEXT, "seed": 0, "oversize": "truncate"}
+    assert build_stream(documents, tokens_per_batch=2 * CONTEXT, steps=10, **fit).batches == 10
+    with pytest.raises(CliError, match="4 documents with 4,096 tokens do not fill"):
+        build_stream(documents, tokens_per_batch=8 * CONTEXT, steps=10, **fit)
+
+
 def test_sources_agree_on_lengths(tmp_path: Path) -> None:
     texts = ["plain", "", "zwölf Boxkämpfer", "日本語", "end"]
     lengths = [len(text.encode()) for text in texts]
@@ -596,6 +605,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "--max-tokens = 1000: must be at least the context, 1024",
         ("simulate", npy, *CLUSTER, "--max-tokens", 2000, "--memory-factor", 2): "give one of them",
         ("simulate", npy, *CLUSTER, "--model", "llama3-405b"): "GiB more than the",
+        ("simulate", npy, *CLUSTER, "--steps", 10**9): "--steps 1,000,000,000: ",
         ("simulate", npy, *CLUSTER, "--oversize", "error"): "more than --context 1,024",
         ("simulate", npy, *CLUSTER, "--thresholds", "a"): "--thresholds",
         ("simulate", npy, *CLUSTER, "--stage-layers", "20,13"): "--stage-layers add up to 33",

@@ -14,6 +14,8 @@ from wlb.simulation.plans import GlobalBatches
 
 Oversize = Literal["split", "truncate", "error"]
 
+_MOST_PIECES = 10**8  # of several epochs, at 75 bytes each
+
 
 @dataclass(frozen=True)
 class Stream(GlobalBatches):
@@ -42,26 +44,31 @@ def build_stream(
     follow one another until there are so many global batches; without, there is one epoch and the last batch
     may be small.
     """
-    if documents.tokens < tokens_per_batch:
+    lengths = np.minimum(documents.lengths, context) if oversize == "truncate" else documents.lengths
+    count, tokens = lengths.size, int(lengths.sum())
+    if tokens < tokens_per_batch:
         raise CliError(
-            f"{documents.source}: {counted(documents.lengths.size, 'document')} with {documents.tokens:,}"
+            f"{documents.source}: {counted(count, 'document')} with {tokens:,}"
             f" {documents.unit} do not fill a global batch of {tokens_per_batch:,};"
             " lower --context or --micro-batches"
         )
-    epochs = 1 if steps is None else math.ceil(steps * tokens_per_batch / documents.tokens)
+    epochs = 1 if steps is None else math.ceil(steps * tokens_per_batch / tokens)
+    most = epochs * (count + tokens // context)  # pieces, at most
+    if epochs > 1 and most > _MOST_PIECES:
+        raise CliError(
+            f"--steps {steps:,}: {epochs:,} epochs of {documents.source}, up to {most:,} documents; the most is"
+            f" {_MOST_PIECES:,}"
+        )
     generator = None if seed is None else np.random.default_rng(seed)
-    count = documents.lengths.size
     order = np.concatenate(
         [np.arange(count) if generator is None else generator.permutation(count) for _ in range(epochs)]
     )
-    lengths, ids = documents.lengths[order], documents.ids[order]
+    lengths, ids = lengths[order], documents.ids[order]
 
     starts = np.zeros_like(lengths)
     if oversize == "split":
         pieces, first, lengths = wlb.split_documents(lengths, max_document_tokens=context)
         ids, starts = ids[pieces], first.astype(np.int64)
-    elif oversize == "truncate":
-        lengths = np.minimum(lengths, context)
     elif lengths.max() > context:
         worst = int(lengths.argmax())
         raise CliError(
