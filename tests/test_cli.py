@@ -568,11 +568,20 @@ def test_tokenizer_counts_tokens(tmp_path: Path) -> None:
 # --- errors ---
 
 
+def npy_header(text: str) -> bytes:
+    """The beginning of a .npy file."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
 def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tmp_path / "other.jsonl").write_text('{"body": "fine"}\n')
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "broken.npy").write_text("not an array")
+    (tmp_path / "header.npy").write_bytes(npy_header("{(("))
+    (tmp_path / "huge.npy").write_bytes(
+        npy_header("{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000000,)}")
+    )
     np.save(tmp_path / "floats.npy", np.array([1.0, 2.5]))
     np.save(tmp_path / "matrix.npy", np.ones((2, 2), dtype=np.int64))
     np.save(tmp_path / "negative.npy", np.array([3, 4, -5]))
@@ -583,6 +592,8 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("demo", "other.jsonl"): "other.jsonl:1: no text in field 'text' (--field); its fields: body",
         ("demo", "empty.txt"): "empty.txt: no documents, or only empty ones",
         ("demo", "broken.npy"): "broken.npy: ",
+        ("demo", "header.npy"): "header.npy: ",
+        ("demo", "huge.npy"): "huge.npy: ",
         ("demo", "floats.npy"): "floats.npy: ",
         ("tune", "matrix.npy"): "matrix.npy: ",
         ("pack", "negative.npy"): "-5",

@@ -93,8 +93,11 @@ def read_documents(
 def _read_lengths(path: Path) -> Documents:
     try:
         lengths = np.load(path, allow_pickle=False)
+    except Exception as error:  # of a broken header's parser, or of more memory than there is
+        raise CliError(f"{path}: {error}") from None
+    try:
         wlb.split_documents(lengths, max_document_tokens=_MAX_LENGTH)
-    except (ValueError, EOFError) as error:
+    except wlb.WlbError as error:
         raise CliError(f"{path}: {error}") from None
     if not lengths.size:
         raise CliError(f"{path}: no lengths in it")
