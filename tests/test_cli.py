@@ -488,6 +488,9 @@ def test_advice_can_be_followed_on_the_command_line(run: Any, npy: Path) -> None
     assert as_options("it would fit with fused_loss=True and fsdp='zero3'") == (
         "it would fit with --fused-loss and --fsdp zero3"
     )
+    assert as_options("max_delay='a' of the GPU's tp=2, in 'pp=4/max_delay' and \"it's tp=2\"") == (
+        "--max-delay a of the GPU's --tp 2, in 'pp=4/max_delay' and \"it's tp=2\""
+    )
 
 
 def test_simulate_explains_itself(run: Any, npy: Path) -> None:
@@ -582,6 +585,9 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     (tmp_path / "huge.npy").write_bytes(
         npy_header("{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000000,)}")
     )
+    (tmp_path / "kernel_model.json").write_text("{")
+    (tmp_path / "pp=4").mkdir()
+    (tmp_path / "pp=4/config.json").write_text("[]")
     np.save(tmp_path / "floats.npy", np.array([1.0, 2.5]))
     np.save(tmp_path / "matrix.npy", np.ones((2, 2), dtype=np.int64))
     np.save(tmp_path / "negative.npy", np.array([3, 4, -5]))
@@ -613,9 +619,12 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
         ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): "schedule",
         ("simulate", npy, *CLUSTER, "--micro-batches", 3): "--micro-batches = 3",
-        ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "--max-tokens = 1000: must be at least the context, 1024",
+        ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "--max-tokens 1,000: below --context 1,024",
         ("simulate", npy, *CLUSTER, "--max-tokens", 2000, "--memory-factor", 2): "give one of them",
         ("simulate", npy, *CLUSTER, "--model", "llama3-405b"): "GiB more than the",
+        ("simulate", npy, *CLUSTER, "--model", "kernel_model.json"): "config 'kernel_model.json' cannot be read",
+        ("simulate", npy, *CLUSTER, "--reserved-gib", "inf"): "--reserved-gib inf: must be a finite number",
+        ("simulate", npy, *CLUSTER, "--reserved-gib", 1e308): "--reserved-gib 1e+308: must be a finite number",
         ("simulate", npy, *CLUSTER, "--steps", 10**9): "--steps 1,000,000,000: ",
         ("simulate", npy, *CLUSTER, "--oversize", "error"): "more than --context 1,024",
         ("simulate", npy, *CLUSTER, "--thresholds", "a"): "--thresholds",
@@ -625,6 +634,8 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("tune", npy, *CLUSTER, "--attention-efficiency", 0.1): "--attention-efficiency: tuning on a cluster",
         ("tune", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("tune", npy, *SMALL, "--oversize", "error"): "more than --context 1,024",
+        ("tune", npy, *SMALL, "--max-tokens", 1000): "--max-tokens 1,000: below --context 1,024",
+        ("tune", npy, *SMALL, "--model", "pp=4/config.json"): "config 'pp=4/config.json' is not a JSON object",
         ("tune", npy, "--tp", 3): "tp = 3: does not divide num_heads = 32",
         ("demo", npy, "--tokenizer", "t.json"): "--tokenizer has nothing to read",
         ("demo", "empty.txt", "--tokenizer", "t.json"): "t.json: no such tokenizer file",

@@ -9,7 +9,7 @@ import typer
 
 import wlb
 from wlb.cli.console import CliError
-from wlb.cli.options import parse_numbers
+from wlb.cli.options import parse_numbers, whole
 from wlb.hardware import GIB
 from wlb.hardware import presets as gpus
 from wlb.layout import Fsdp, Recompute
@@ -175,12 +175,14 @@ def profile(name: str | None) -> str | None:
 
 
 def token_limit(max_tokens: int | None, memory_factor: float | None, context: int) -> int | None:
-    """The limit that the options give, or None for what fits."""
-    if memory_factor is None:
-        return max_tokens
-    if max_tokens is not None:
+    """The limit that the options give, or None without them."""
+    if max_tokens is not None and memory_factor is not None:
         raise CliError("--max-tokens and --memory-factor: give one of them")
-    return int(memory_factor * context)
+    if max_tokens is not None and max_tokens < context:
+        raise CliError(
+            f"--max-tokens {max_tokens:,}: below --context {context:,}, so the longest documents fit nowhere"
+        )
+    return max_tokens if memory_factor is None else whole("--memory-factor", memory_factor, context)
 
 
 def kernel_sentence(scenario: Scenario) -> str:
@@ -255,7 +257,7 @@ def scenario(context: typer.Context, model: wlb.ModelConfig, **changes: Any) -> 
         num_queues=options["queues"],
         max_mean_delay=options["max_mean_delay"],
         max_delay=options["max_delay"],
-        reserved_bytes=int(options["reserved_gib"] * GIB),
+        reserved_bytes=whole("--reserved-gib", options["reserved_gib"], GIB),
         **{name: options[name] for name in _SCENARIO},
         **changes,
     )

@@ -48,7 +48,7 @@ def demo(
     setup = Setup(
         num_micro_batches=micro_batches,
         context=context,
-        max_tokens=int(memory_factor * context),
+        max_tokens=options.whole("--memory-factor", memory_factor, context),
         cost_model=cost_model(model, attention_efficiency=attention_efficiency),
     )
     with progress(quiet) as bars:

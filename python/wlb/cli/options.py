@@ -1,5 +1,6 @@
 """The options that commands share: a name, its type and its help text, written once."""
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -156,15 +157,31 @@ _NAMES = {
 }
 
 
+_QUOTED = r"""(?<![\w=])(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_ASSIGNED = r"\b(?P<name>[a-z][a-z_0-9]*)=(?P<value>True|'[^']*'|\d+)"
+_WORDS = re.compile(rf"{_QUOTED}|{_ASSIGNED}|\b[a-z_]+\b")
+
+
 def as_options(message: str) -> str:
-    """An error of the library in the words of the command line: `tp=16` is `--tp 16`, `fused_loss=True` a flag."""
-    message = re.sub(r"\b([a-z][a-z_0-9]*)=(True|'[^']*'|\d+)", _as_option, message)
-    return re.sub(r"\b[a-z_]+\b", lambda word: _NAMES.get(word[0], word[0]), message)
+    """An error of the library in the words of the command line: `tp=16` is `--tp 16`, `fused_loss=True` a flag.
+
+    What stands between quotation marks is the user's, such as a file's name, and stays.
+    """
+    return _WORDS.sub(_as_option, message)
 
 
-def _as_option(assignment: re.Match[str]) -> str:
-    name, value = assignment[1].replace("_", "-"), assignment[2].strip("'")
+def _as_option(found: re.Match[str]) -> str:
+    if found["name"] is None:
+        return _NAMES.get(found[0], found[0])
+    name, value = found["name"].replace("_", "-"), found["value"].strip("'")
     return f"--{name}" if value == "True" else f"--{name} {value}"
+
+
+def whole(option: str, value: float, unit: int) -> int:
+    """What an option says in contexts or GiB, in tokens or bytes."""
+    if not math.isfinite(value * unit):
+        raise CliError(f"{option} {value}: must be a finite number")
+    return int(value * unit)
 
 
 def parse_thresholds(text: str | None) -> tuple[int, ...] | None:

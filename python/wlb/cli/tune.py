@@ -85,11 +85,11 @@ def tune(
     """Finds settings within a limit of the mean delay: the best balance, or on a cluster the best speed.
 
     Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
-    the Pareto front of imbalance against delay. With any
-    option of the panel "Cluster", or of memory, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the
-    number of micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
-    configuration to paste. Speed is predicted; the report says on what grounds. --max-mean-delay 0 trains every
-    document in the step that it arrives for.
+    the Pareto front of imbalance against delay. With any option of the panels "Cluster" and "Memory" but --max-tokens
+    and --memory-factor, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of micro-batches,
+    the sharding strategy and the costs; what each choice costs in delay and memory, and the configuration to paste.
+    Speed is predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it
+    arrives for.
     """
     config = model_config(model)
     scenario = cluster.scenario(context_, config) if cluster.given(context_) else None
