@@ -22,6 +22,7 @@ from wlb.cli import cluster, main
 from wlb.cli.app import app
 from wlb.cli.console import CliError, progress
 from wlb.cli.options import as_options
+from wlb.cli.plan_files import write_names
 from wlb.cli.report import Report
 from wlb.cli.sources import Documents, read_documents
 from wlb.cli.stream import build_stream
@@ -276,6 +277,14 @@ def test_pack_names_the_files_of_a_directory(run: Any, tmp_path: Path) -> None:
     plan = np.load(tmp_path / "wlb-pack/plans.npz")
     packed = {names[i]: n for i, n in zip(plan["document_id"].tolist(), plan["length"].tolist(), strict=True)}
     assert packed == {"0.md": 700, "2.md": 300, "sub/3.md": 900, "4.md": 1000, "sub/5.md": 20}
+
+
+def test_any_path_is_one_line_of_the_names(tmp_path: Path) -> None:
+    paths = ["a.md", "zwölf/日本 語.md", "a\\n.md", "a\nb.md", "a\u2028b.md", '"quoted".md', "\udcff\udcfe.md"]
+    write_names(tmp_path / "documents.txt", paths)
+    lines = (tmp_path / "documents.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[:3] == paths[:3]
+    assert [json.loads(line) if line.startswith('"') else line for line in lines] == paths
 
 
 # --- tune ---
@@ -608,8 +617,17 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--dp-size", 3): "--dp-size",
         ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
         ("pack", npy, *SMALL, "--thresholds", "800,512"): "--thresholds",
-        ("pack", npy, *SMALL, "--release", "adaptive", "--thresholds", "512"): "--thresholds",
-        ("pack", npy, *SMALL, "--queues", 0, "--delay-price", 0.1): "--delay-price",
+        ("pack", npy, *SMALL, "--release", "adaptive", "--thresholds", "512"): "--thresholds: --release adaptive",
+        ("pack", npy, *SMALL, "--release", "adaptive", "--queues", 3): "--queues: --release adaptive",
+        ("pack", npy, *SMALL, "--queues", 0, "--delay-price", 0.1): "--delay-price: only --release adaptive",
+        ("pack", npy, *SMALL, "--window", 4): "--window: only --method fixed_length",
+        ("pack", npy, *SMALL, "--method", "original", "--delay-price", 0.1): "--delay-price: --method original",
+        ("pack", npy, *SMALL, "--method", "original", "--max-tokens", 9000): "--max-tokens: --method original",
+        ("pack", npy, *SMALL, "--method", "fixed_length", "--release", "fifo"): "--release: --method fixed_length",
+        ("pack", npy, *SMALL, "--method", "fixed_length", "--thresholds", 9): "--thresholds: --method fixed_length",
+        ("pack", npy, *SMALL, "--method", "fixed_length", "--max-delay", 3): "--max-delay: --method fixed_length",
+        ("pack", npy, *SMALL, "--thresholds", 512, "--queues", 1): "--queues: --thresholds",
+        ("pack", npy, *SMALL, "--thresholds", 512, "--max-mean-delay", 1): "--max-mean-delay: is for tuning",
         ("pack", npy, *SMALL, "--release", "adaptive", "--delay-price", "inf"): "--delay-price = inf",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",

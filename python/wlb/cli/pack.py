@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from wlb.cli import options
+from wlb.cli import cluster, options
 from wlb.cli.console import CliError, counted, progress, results
 from wlb.cli.context_parallel import cp_balances
 from wlb.cli.cost import cost_model
-from wlb.cli.plan_files import deal, write_jsonl, write_npz
+from wlb.cli.plan_files import deal, write_jsonl, write_names, write_npz
 from wlb.cli.plans import Plan, Release, Setup, collect, fixed_length, original, tune, var_length, waiting
 from wlb.cli.report import Report
 from wlb.cli.sources import read_documents
@@ -75,23 +75,19 @@ def pack(
     """Packs the documents of SOURCE, each exactly once, and writes the plans.
 
     plans.npz holds flat arrays, plans.jsonl a line per global batch; pack.html and pack.png compare the plan
-    with the original order. The last global batches empty the queues and may be small.
+    with the original order. The last global batches empty the queues and may be small. Of a directory, line i of
+    documents.txt is the path of document i; a path with unusual characters is a JSON string, in quotation marks.
     """
+    _refuse_useless(context_, method, release, tuned=thresholds is None and delay_price is None)
     setup = Setup(
         num_micro_batches=micro_batches,
         context=context,
-        max_tokens=context * 3 // 2 if max_tokens is None else max_tokens,
+        max_tokens=cluster.token_limit(max_tokens, None, context) or context * 3 // 2,
         cost_model=cost_model(model, attention_efficiency=attention_efficiency),
     )
-    if setup.max_tokens < context:
-        raise CliError(
-            f"--max-tokens {max_tokens:,}: below --context {context:,}, so the longest documents fit nowhere"
-        )
     if dp_size is not None and micro_batches % dp_size:
         raise CliError(f"--dp-size {dp_size}: does not divide --micro-batches {micro_batches}")
     levels = options.parse_thresholds(thresholds)
-    if levels is not None and release == "adaptive":
-        raise CliError("--thresholds: have no meaning with --release adaptive, which finds what has to wait")
 
     with progress(quiet) as bars:
         documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
@@ -166,10 +162,28 @@ def pack(
         write_jsonl(output_dir / "plans.jsonl", plan, stream, deals)
         files += [output_dir / "plans.npz", output_dir / "plans.jsonl"]
         if documents.names is not None:
-            names = output_dir / "documents.txt"
-            names.write_text("".join(f"{name}\n" for name in documents.names), encoding="utf-8")
-            files.append(names)
+            write_names(output_dir / "documents.txt", documents.names)
+            files.append(output_dir / "documents.txt")
     if json:
         print(jsonlib.dumps(report.as_json(), indent=2))
     elif not quiet:
         report.print(results(), files)
+
+
+_WAITING = ("release", "delay_price", "queues", "thresholds", "max_mean_delay", "max_delay")
+
+
+def _refuse_useless(context: typer.Context, method: Method, release: Release, *, tuned: bool) -> None:
+    """Refuses options that have nothing to do beside the others."""
+    fills = method in ("original", "fixed_length")
+    for useless, names, reason in (
+        (method != "fixed_length", ("window",), "only --method fixed_length plans several global batches at once"),
+        (fills, ("max_tokens",), f"--method {method} fills micro-batches up to --context"),
+        (fills, _WAITING, f"--method {method} holds nothing back"),
+        (release == "adaptive", ("thresholds", "queues"), "--release adaptive finds what has to wait without queues"),
+        (release == "fifo", ("delay_price",), "only --release adaptive has a price of delay"),
+        (not tuned, ("queues",), "--thresholds says how many there are"),
+        (not tuned, ("max_mean_delay",), "is for tuning, which --thresholds and --delay-price leave out"),
+    ):
+        for name in cluster.given(context, names) if useless else ():
+            raise CliError(f"--{name.replace('_', '-')}: {reason}")

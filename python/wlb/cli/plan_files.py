@@ -1,6 +1,7 @@
 """A plan as files: flat arrays for a program, a line per global batch for a reader."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def write_jsonl(path: Path, plan: Plan, stream: Stream, deals: Deals | None) -> 
             if deals is not None:
                 line["deal"] = deals[step]
             file.write(json.dumps(line) + "\n")
+
+
+def write_names(path: Path, names: Sequence[str]) -> None:
+    """A line per document id: its path, or in quotation marks, as JSON, what is more than one line of plain text.
+
+    Bytes that are not UTF-8 are the escapes that `os.fsencode` turns back into them.
+    """
+    lines = (name if name.isprintable() and not name.startswith('"') else json.dumps(name) for name in names)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _of_source(plan: Plan, stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
