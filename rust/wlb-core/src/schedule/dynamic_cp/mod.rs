@@ -314,7 +314,7 @@ impl Search<'_> {
         };
         let shape = |ends: f64| shape::shape(&layout, ends, problem.heaviest());
         let work = problem.total_work / problem.world_size as f64;
-        // It is exact about long documents, where exchange makes them no longer.
+        // Where exchange costs, documents take longer than it knows.
         let around = problem.cost.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
         let other = around.or_else(|| shape::heavier_first(&layout).map(shape));
         let mut relaxed = begin(shape(1.0));
