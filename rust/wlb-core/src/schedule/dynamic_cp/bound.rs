@@ -44,18 +44,24 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     bound = bound.max(fill_and_drain(sum, stages, most) + to_the_last);
     let balance = balance(stages, most);
     let mut together = constant;
+    let mut longer: Option<Least> = None;
     for document in problem.documents.iter().take(most) {
         together += document.load.work() / problem.world_size as f64 / stages;
         let others = (sum - together).max(0.0);
-        let around = |each: f64| around(together, each / stages, others, stages - 1.0, balance) + to_the_last;
-        let Least { mean, fewer, whole } = Least::of(problem, document);
+        let around = |longer: f64, shortest: f64| {
+            around(together, longer / stages, shortest / stages, others, stages - 1.0, balance) + to_the_last
+        };
+        let shortest = Least::of(problem, document);
+        let longer = longer.replace(shortest).unwrap_or(shortest);
         // Either all of them have all ranks, or one of them, no shorter than this one, goes all the way on fewer.
-        bound = bound.max(around(mean)).max(around(whole).min(fewer + whole_way));
+        let whole = around(longer.whole, shortest.whole).min(shortest.fewer + whole_way);
+        bound = bound.max(around(longer.mean, shortest.mean)).max(whole);
     }
     bound
 }
 
 /// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a longer document.
+#[derive(Clone, Copy)]
 struct Least {
     /// The mean over all ranks: its group takes no less than for it alone, other ranks no less than nothing takes.
     mean: f64,
@@ -109,23 +115,26 @@ fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
     sum + sum * part
 }
 
-/// Documents of together `t` (`together`), in micro-batches of at least `x` (`each`) wherever these stand; `others` is the rest of `S`.
+/// Documents of together `t` (`together`), wherever they are; micro-batches with the shortest of them take at least `y` (`shortest`), with
+/// others `x` (`longer`, no less); `others` is the rest of `S`.
 ///
 /// Of the rest, `q` is in the `n <= w` micro-batches right before the first of them, `e` in those before, `s` behind the last. What
-/// is in between counts as `t`, in full on both paths:
+/// is in between counts as `t`, in full on both paths. Say the first takes `x` and the last `y`: either both are one, with all of them,
+/// which takes more; or they have not both the shortest, and then these paths, with more of the last than of the first, are
+/// shortest so.
 ///
 /// - The first forward up, everything from the first to the last of them on the last stage, the last backward down. On
 ///   the first stage, all before that forward but the backwards of the last `n`, and all backwards behind:
-///   `A = e + q/3 + w/3 x + t + 2w/3 x + 2/3 s`.
-/// - The path of [`fill_and_drain`], from one of the `n` to the last of them: `B = e + q + F + t + 2w/3 x + 2/3 s`, where `F >= (q + e - e
+///   `A = e + q/3 + w/3 x + t + 2w/3 y + 2/3 s`.
+/// - The path of [`fill_and_drain`], from one of the `n` to the last of them: `B = e + q + F + t + 2w/3 y + 2/3 s`, where `F >= (q + e - e
 ///   g^n) / (1.5 (g^n - 1)) = q/u - 2/3 e` with `u = 1.5 (g^n - 1)`; less for fewer than `n`.
 ///
 /// No step takes less than `A` and `B` in any proportion `a : 1 - a`. With `a = (u + 3) / (2u + 3)` ([`balance`]), where a second in `q` and one in `s`
-/// count the same, 2/3, and one in `e` counts `1/3 + 2a/3`, no less, since `a >= 1/2`: so `t + 2/3 (e + q + s) + w x (2 + a) / 3`. With `a
-/// = 1`, what counts least is `q`: `t + w x + (e + q + s) / 3`. More in between than `t` is more in both.
-fn around(together: f64, each: f64, others: f64, way: f64, a: f64) -> f64 {
-    let through = together + way * each + others / 3.0;
-    through.max(together + others * 2.0 / 3.0 + way * each * (2.0 + a) / 3.0)
+/// count the same, 2/3, and one in `e` counts `1/3 + 2a/3`, no less, since `a >= 1/2`: so `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a
+/// = 1`, what counts least is `q`: `t + w/3 (x + 2y) + (e + q + s) / 3`. More in between than `t` is more in both.
+fn around(together: f64, longer: f64, shortest: f64, others: f64, way: f64, a: f64) -> f64 {
+    let ends = |a: f64| way / 3.0 * (a * longer + 2.0 * shortest);
+    (together + others / 3.0 + ends(1.0)).max(together + others * 2.0 / 3.0 + ends(a))
 }
 
 /// The proportion of the first path of [`around`]: at most `most - 1` micro-batches are before another.

@@ -50,7 +50,7 @@ const SWEEP: usize = 4;
 const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
-const PROMISE: f64 = 0.995;
+const PROMISE: f64 = 0.998;
 /// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
 const CLOSE: f64 = 1.1;
 /// Most ops that they simulate: fewer steps for larger pipelines.
@@ -306,13 +306,19 @@ impl Search<'_> {
     fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
         let layout = layout(self.options, num_micro_batches);
         let pipeline = Pipeline::new(&layout)?;
-        let mut begin = |ends: f64| {
-            let mut relaxed = Relaxed::new(self.problem, &shape::shape(&layout, ends, self.problem.heaviest()));
+        let problem = self.problem;
+        let mut begin = |shape: Vec<f64>| {
+            let mut relaxed = Relaxed::new(problem, &shape);
             self.descend(&mut relaxed, 1, &pipeline);
             relaxed
         };
-        let mut relaxed = begin(1.0);
-        if let Some(other) = shape::heavier_first(&layout).map(begin).filter(|other| other.seconds < relaxed.seconds) {
+        let shape = |ends: f64| shape::shape(&layout, ends, problem.heaviest());
+        let work = problem.total_work / problem.world_size as f64;
+        // Where exchange costs, documents take longer than it knows.
+        let around = problem.cost.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
+        let other = around.or_else(|| shape::heavier_first(&layout).map(shape));
+        let mut relaxed = begin(shape(1.0));
+        if let Some(other) = other.map(begin).filter(|other| other.seconds < relaxed.seconds) {
             relaxed = other;
         }
         self.descend(&mut relaxed, FIRST_STEPS, &pipeline);

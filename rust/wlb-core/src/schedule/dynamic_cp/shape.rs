@@ -8,6 +8,8 @@ const FIRST: f64 = 0.2;
 const LAST: f64 = 0.5;
 /// Ends may be this much lighter, so that the full micro-batches are as heavy as the heaviest documents.
 const LIGHTEST: f64 = 1.0 / 16.0;
+/// Of the longest document, what a micro-batch begins with at least: what has nothing never gets any.
+const LEAST: f64 = 1.0 / 64.0;
 
 /// Relative work of each micro-batch, 1 for the full ones: light at both ends.
 ///
@@ -36,6 +38,53 @@ pub(super) fn shape(layout: &Layout, mut ends: f64, heaviest: f64) -> Vec<f64> {
 /// How heavy to try the first ones, too: where a stage has few micro-batches, light ones leave too much to the others.
 pub(super) fn heavier_first(layout: &Layout) -> Option<f64> {
     (layout.num_stages > 1 && layout.num_micro_batches <= 4 * layout.num_stages).then_some(3.0)
+}
+
+/// Around documents so long that the pipeline fills and drains at their speed, in seconds. `None` if they are not.
+///
+/// The longest is in micro-batch `p`, and what is before it makes four kinds of paths take the same (`x` are the sizes, `w = p - 1`):
+///
+/// - forwards on the first stage up to one of the `w` micro-batches before `p`, this up to the last stage, everything there up to `p`.
+///   Each of these is then `g = 1 + 2/w` times the one before, `x_j = g^(j-1) x_1`;
+/// - the same with `p` itself, behind the backward of the first: `x_p = g^w x_1 - 2/w x_0`;
+/// - forwards on the first stage up to `w`; on the second this, the backward behind it, and `p`, up to the last stage:
+///   `x_p = x_w + 2 (x_1 - x_0)`. Both together: `x_0 = x_1 (w - g^(w-1)) / (w - 1)`.
+///
+/// In the bound of these documents, whatever is left counts the same wherever it is: so behind them sizes fall, at a rate that
+/// was found by search, until nothing is left.
+///
+/// # Arguments
+/// * `longest` - seconds of documents, longest first.
+/// * `work` - of all documents, spread evenly over the ranks.
+pub(super) fn around(layout: &Layout, mut longest: impl Iterator<Item = f64>, work: f64) -> Option<Vec<f64>> {
+    let &Layout { num_micro_batches, num_stages, num_virtual_stages, .. } = layout;
+    if num_virtual_stages > 1 || num_stages == 1 || num_micro_batches <= num_stages {
+        return None;
+    }
+    let full = longest.next().filter(|&seconds| seconds > 0.0)?;
+    let way = (num_stages - 1) as f64;
+    let growth = 1.0 + 2.0 / way;
+    let grown = (2..num_stages).fold(1.0, |size, _| size * growth);
+    // With two stages any first one will do.
+    let first = if num_stages == 2 { 0.0 } else { (way - grown) / (way - 1.0) };
+    let mut size = full / (grown * growth - 2.0 / way * first);
+    let mut shape = vec![size * first];
+    for _ in 1..num_stages {
+        shape.push(size);
+        size *= growth;
+    }
+    let mut left = work - shape.iter().sum::<f64>();
+    let mut documents = std::iter::once(full).chain(longest);
+    size = full;
+    for _ in num_stages..num_micro_batches {
+        let document = documents.next().unwrap_or(0.0);
+        let seconds = if document >= size { document } else { size.min(left.max(0.0)) };
+        shape.push(seconds);
+        left -= seconds;
+        size = size.max(document) / (1.0 + 1.0 / way);
+    }
+    shape.iter_mut().for_each(|size| *size = size.max(full * LEAST));
+    (left <= 0.0).then_some(shape)
 }
 
 fn with_ends(num_micro_batches: usize, num_stages: usize, num_virtual_stages: usize, ends: f64) -> Vec<f64> {

@@ -102,6 +102,12 @@ impl Problem {
         if work > 0.0 { work * self.world_size as f64 / (self.largest_group as f64 * self.total_work) } else { 0.0 }
     }
 
+    /// Seconds of documents on the largest group, longest first; of those that can be side by side, the longest.
+    pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
+        let side_by_side = self.world_size / self.largest_group;
+        self.documents.iter().step_by(side_by_side).map(|document| document.load.work() / self.largest_group as f64)
+    }
+
     /// Powers of two.
     pub(super) fn group_sizes(&self) -> impl Iterator<Item = usize> + use<> {
         let largest = self.largest_group;
@@ -143,9 +149,7 @@ impl Problem {
         fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
         let share = self.total_work / self.world_size as f64 / shape.len() as f64;
         let mut floors = vec![self.cost.micro_batch_seconds; shape.len()];
-        let side_by_side = self.world_size / self.largest_group;
-        for (document, &j) in self.documents.iter().step_by(side_by_side).zip(&fullest_first) {
-            let seconds = document.load.work() / self.largest_group as f64;
+        for (seconds, &j) in self.longest().zip(&fullest_first) {
             if seconds <= share {
                 break;
             }
