@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from wlb.simulation import ATTRIBUTION, VARIANTS, Scenario, Variant, defaults, simulate
+from wlb.cli.simulate import not_compared
+from wlb.simulation import ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
 
 MODEL = wlb.ModelConfig(hidden_size=512, ffn_hidden_size=1024, num_layers=8, num_heads=8, vocab_size=1000)
 LAYOUTS = [
@@ -275,6 +276,43 @@ def test_memory_is_that_of_the_memory_model() -> None:
     assert gpipe.limit < scenario(layout, max_tokens=None, num_micro_batches=8).limit
     held = gpipe.memory(gpipe.limit, np.full(4, 8.0 * gpipe.limit)).total.max()
     assert 0 <= gpipe.hardware.memory_bytes - held < 1e-4 * held
+
+
+def holding(mebibytes: int) -> Scenario:
+    """GPipe, which holds twice as much with twice as many micro-batches, on GPUs with that much to use."""
+    hardware = dataclasses.replace(wlb.Hardware.preset("h100"), memory_bytes=4 * 2**30 + mebibytes * 2**20)
+    layout = wlb.ParallelLayout(dp=2, pp=2, recompute="full")
+    return dataclasses.replace(scenario(layout, schedule="gpipe"), hardware=hardware, max_tokens=None)
+
+
+def test_more_micro_batches_fit_into_memory_too() -> None:
+    case, lengths = holding(400), documents(2000)
+    finer = VARIANTS["finer"]
+    variants = {str(split): dataclasses.replace(finer, split=split) for split in (1, 2, 4)}
+    fits = [case.setup(split=variant.split).max_tokens for variant in variants.values()]
+    assert case.limit == fits[0] > fits[1] > fits[2] > case.context
+    assert fits[1] == wlb.max_tokens(MODEL, case.layout, case.hardware, schedule="gpipe", num_micro_batches=4)
+    for most, outcome in zip(fits, simulate(lengths, case, variants=variants).outcomes.values(), strict=True):
+        assert outcome.plan.tokens.max() <= most
+        assert outcome.memory.total.max() <= case.hardware.memory_bytes
+    given = dataclasses.replace(case, max_tokens=7000)
+    assert given.setup(split=4).max_tokens == 7000, "is not checked"
+
+
+@pytest.mark.parametrize(
+    ("case", "argument"),
+    [
+        (holding(280), "layout"),
+        (scenario(LAYOUTS[2], num_micro_batches=7), "num_micro_batches"),  # 7 are one round, 14 no three
+    ],
+)
+def test_more_micro_batches_than_a_cluster_can_have(case: Scenario, argument: str) -> None:
+    assert [name for name in possible(case) if name not in defaults(case) and name in DEFAULT] == ["finer"]
+    assert "Not compared: WLB, finer, since " in not_compared(case)[0]
+    with pytest.raises(wlb.WlbError) as raised:
+        simulate(documents(), case, variants=("plain", "finer"), progress=lambda *_: pytest.fail("too late"))
+    assert raised.value.argument == argument
+    assert {choice.split for choice in tune(documents(100), case).tried} <= {1, 4}
 
 
 def test_own_variants_and_paper_choices() -> None:

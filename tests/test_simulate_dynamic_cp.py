@@ -135,6 +135,14 @@ def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout)
     assert 0 < outcomes["holding"].plan.delay.max() <= 4
 
 
+def test_the_packer_in_front_has_micro_batches_of_its_own() -> None:
+    """Interleaved schedules can have 7, one round, and not 14, three; the packer's are not those of the schedule."""
+    case = scenario(wlb.ParallelLayout(pp=4, cp=4, virtual_stages=2), num_micro_batches=7, max_tokens=None)
+    finer = Variant(title="", packing="dynamic_cp", packer={"release": "adaptive"}, split=2)
+    outcome = simulate(documents(), case, variants={"finer": finer}).baseline
+    assert (trained(outcome.plan, documents()) == 1).all()
+
+
 def test_a_given_limit_is_shared_out_over_ranks() -> None:
     case = scenario(wlb.ParallelLayout(dp=2, cp=2), max_tokens=6145)
     lengths = documents()

@@ -14,7 +14,7 @@ from wlb.cli.sources import read_documents
 from wlb.cli.stream import build_stream
 from wlb.simulation import DEFAULT, VARIANTS, Scenario, defaults
 from wlb.simulation import simulate as run
-from wlb.simulation.planner import obstacle
+from wlb.simulation.variants import obstacles
 
 
 def simulate(
@@ -156,6 +156,8 @@ def _names(variants: str | None) -> tuple[str, ...] | None:
 
 
 def not_compared(scenario: Scenario) -> tuple[str, ...]:
-    """Why there is no Dynamic-CP, if there is none."""
-    reason = obstacle(scenario)
-    return () if reason is None else (f"Not compared: {options.as_options(str(reason))}.",)
+    """What is not compared by default, and why."""
+    titles: dict[str, list[str]] = {}
+    for name, reason in obstacles(scenario).items():
+        titles.setdefault(options.as_options(str(reason)), []).append(VARIANTS[name].title)
+    return tuple(f"Not compared: {' and '.join(names)}, since {reason}." for reason, names in titles.items())

@@ -1,9 +1,10 @@
 """What training takes on a cluster, under each method: `wlb.simulate`, `wlb.simulation.tune`."""
 
+from wlb.memory import Schedule
 from wlb.simulation.outcome import ATTRIBUTION, Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.run import Simulation, simulate
-from wlb.simulation.scenario import Scenario, Schedule
+from wlb.simulation.scenario import Scenario
 from wlb.simulation.tuning import KINDS, Choice, Tuning, tune
 from wlb.simulation.variants import DEFAULT, VARIANTS, Variant, defaults
 

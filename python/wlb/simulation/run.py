@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from wlb._core import Packer, TuneResult, batch_offsets
 from wlb._errors import error
 from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
 from wlb.simulation.outcome import Outcome
-from wlb.simulation.planner import check_planner, planner_options
+from wlb.simulation.planner import planner_options
 from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, packer_options, tune_waiting
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.score import Sharded, placed, score, shard_plan
@@ -84,8 +85,9 @@ def simulate(
         Simulation.
 
     Raises:
-        WlbError: a length out of range, no document at all, an unknown variant, or Dynamic-CP on a cluster that it
-            cannot plan for: one rank, a schedule other than 1F1B, a context that no group holds.
+        WlbError: a length out of range, no document at all, an unknown variant, one whose micro-batches the schedule
+            cannot have or memory cannot hold, or Dynamic-CP on a cluster that it cannot plan for: one rank, a schedule
+            other than 1F1B, a context that no group holds.
 
     Complexity:
         Some tens of microseconds for each micro-batch (of Dynamic-CP: each group of ranks) and variant, and the tuning
@@ -94,8 +96,9 @@ def simulate(
     if variants is None:
         variants = defaults(scenario)
     wanted = chosen(variants if isinstance(variants, Mapping) else list(variants))
-    if any(variant.dynamic for variant in wanted.values()):
-        check_planner(scenario)  # before the long work
+    for variant in wanted.values():
+        if (reason := variant.obstacle(scenario)) is not None:
+            raise reason  # before the long work
     stream = _stream(lengths, scenario)
     report = progress or (lambda *_: None)
     sample = stream.head(max(1, stream.batches // TUNED_SHARE))
@@ -140,7 +143,8 @@ def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Out
     options = planner_options(scenario, stream.lengths)
     packer = None
     if variant.packer:
-        before = packer_before(scenario.setup(split=variant.split), options, scenario.max_delay)
+        setup = dataclasses.replace(scenario.setup(), split=variant.split)  # memory is the planner's concern
+        before = packer_before(setup, options, scenario.max_delay)
         packer = Packer(**before, **variant.packer)
     plan = collect_dynamic(variant.title, dynamic_steps(stream, options, packer), stream)
     return score_dynamic(variant.title, plan, scenario)

@@ -17,12 +17,10 @@ from wlb._errors import check_integer, check_share, error
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, kv_width, memory_per_rank
+from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, in_flight, kv_width, memory_per_rank
 from wlb.models import ModelConfig
 from wlb.simulation.plans import Setup
 from wlb.step_time import StageSeconds, stage_seconds
-
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 
 _GENERATIONS: dict[str, Literal["a100", "h100", "h200", "b200"]] = {
     "a100": "a100",
@@ -63,7 +61,8 @@ class Scenario:
         selector: the kernel model by which a sharding strategy is chosen, where it is not the one that predicts the
             times: a choice then pays for the errors of what it went by.
         max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
-            memory, see :func:`wlb.max_tokens`. Whether a given one fits is not checked; outcomes say what it takes.
+            memory, see :func:`wlb.max_tokens`; where a method makes more micro-batches, of which more are under way,
+            no more than fits of these. Whether a given one fits is not checked; outcomes say what it takes.
         num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
         schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
         cost_model: what the packer believes documents cost; default: the model's FLOPs, attention's at the hardware's
@@ -217,14 +216,19 @@ class Scenario:
     @cached_property
     def limit(self) -> int:
         """`S_max`: the most tokens of a micro-batch."""
+        return self._limit(split=1)
+
+    def _limit(self, *, split: int) -> int:
+        per_rank = self._per_rank * split
         if self.max_tokens is not None:
+            in_flight(self.layout, schedule=self.pipeline_schedule, num_micro_batches=per_rank)  # refuses the number
             return self.max_tokens
         return max_tokens(
             self.model,
             self.layout,
             self.hardware,
             schedule=self.pipeline_schedule,
-            num_micro_batches=self._per_rank,
+            num_micro_batches=per_rank,
             reserved_bytes=self.reserved_bytes,
             at_least=self.context,
         )
@@ -290,14 +294,18 @@ class Scenario:
         return ratio * rest / attention
 
     def setup(self, *, fitted_to: ArrayLike | None = None, split: int = 1) -> Setup:
-        """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`."""
+        """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`.
+
+        Raises:
+            WlbError: the schedule cannot have `split` times the micro-batches, or one context of each does not fit.
+        """
         cost_model = self.packer_cost
         if fitted_to is not None:
             cost_model = self.flops(attention_efficiency=self.fitted_efficiency(fitted_to))
         return Setup(
             num_micro_batches=self.micro_batches,
             context=self.context,
-            max_tokens=self.limit,
+            max_tokens=min(self.limit, self._limit(split=split)),
             cost_model=cost_model,
             dp_size=self.layout.dp,
             split=split,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -190,9 +191,10 @@ class _Search:
         limits = {*(int(factor * scenario.context) for factor in FACTORS), scenario.limit}
         self._limits = sorted(limit for limit in limits if limit <= scenario.limit)
         self._splits = [split for split in SPLITS if _possible(scenario, split)]
+        self._most = _most_tokens(scenario, self._splits)
         self._dynamic = obstacle(scenario) is None
-        of_split = (1 + self._dynamic) * (len(PRICES) + 1)
-        plans = len(self._splits) * of_split + 2 * (len(self._splits) - 1) + self._dynamic
+        packers = len(self._most) + self._dynamic * len(self._splits)
+        plans = packers * (len(PRICES) + 1) + 2 * (len(self._most) - 1) + self._dynamic
         self._found: dict[Settings, Choice] = {}
         self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
 
@@ -241,13 +243,14 @@ class _Search:
 
     def _static(self, limit: int) -> Iterator[Choice]:
         """Plans for the layout's ranks, other than those of the first front of thresholds."""
-        for split in self._splits:
+        for split, most in self._most.items():
+            fits = min(limit, most)
             if split > 1:
-                yield self._choose(Settings(kind="no_waiting", max_tokens=limit, split=split))
-                yield self._queues(limit, self._thresholds(limit, split).thresholds, split)
-            setup = dataclasses.replace(self._scenario, max_tokens=limit).setup(split=split)
+                yield self._choose(Settings(kind="no_waiting", max_tokens=fits, split=split))
+                yield self._queues(fits, self._thresholds(fits, split).thresholds, split)
+            setup = dataclasses.replace(self._scenario, max_tokens=fits).setup(split=split)
             for price in self._prices(packer_options(setup, self._given.max_delay)):
-                settings = Settings(kind="adaptive_release", max_tokens=limit, delay_price=price, split=split)
+                settings = Settings(kind="adaptive_release", max_tokens=fits, delay_price=price, split=split)
                 yield self._choose(settings)
 
     def _planned(self) -> Iterator[Choice]:
@@ -346,6 +349,15 @@ def _possible(scenario: Scenario, split: int) -> bool:
     except WlbError:
         return False
     return True
+
+
+def _most_tokens(scenario: Scenario, splits: Iterable[int]) -> dict[int, int]:
+    """The most that `S_max` can be with so many times the micro-batches, where one context of each fits."""
+    found = {}
+    for split in splits:
+        with contextlib.suppress(WlbError):
+            found[split] = scenario.setup(split=split).max_tokens
+    return found
 
 
 def _spread(points: Iterable[TunedPoint], best: TunedPoint) -> list[TunedPoint]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from wlb._core import WlbError
 from wlb._errors import error
 from wlb.simulation.planner import obstacle
 from wlb.simulation.plans import GlobalBatches, Setup, Step, fixed_length, original, var_length
@@ -41,8 +42,8 @@ class Variant:
             with none, nothing waits.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
             `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
-        split: so many times the micro-batches of a global batch, of the same documents, where they stay whole; of
-            "dynamic_cp": of the packer.
+        split: so many times the micro-batches of a global batch, of the same documents, where they stay whole, with a
+            smaller default of `S_max` where as large ones do not fit; of "dynamic_cp": of the packer.
         placed: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
     """
 
@@ -74,6 +75,20 @@ class Variant:
         for name in self.packer:
             if name not in _OF_PACKER:
                 raise error("packer", f"has {name}: must be among {', '.join(_OF_PACKER)}", value=self.packer[name])
+
+    def obstacle(self, scenario: Scenario) -> WlbError | None:
+        """Why a cluster cannot have this method, if it cannot.
+
+        Its schedule cannot have `split` times the micro-batches, or its memory not one context of each; or Dynamic-CP
+        cannot be planned.
+        """
+        if self.dynamic:
+            return obstacle(scenario)
+        try:
+            scenario.setup(split=self.split)
+        except WlbError as reason:
+            return reason
+        return None
 
     def arriving(self, stream: GlobalBatches, setup: Setup) -> GlobalBatches:
         """The stream as this method receives it: full global batches where it cuts documents."""
@@ -143,10 +158,15 @@ DEFAULT = tuple(name for name in VARIANTS if name not in ("refined", "as_they_co
 
 
 def defaults(scenario: Scenario) -> tuple[str, ...]:
-    """Names of :data:`DEFAULT`, without Dynamic-CP on a cluster that it cannot plan for."""
-    if obstacle(scenario) is None:
-        return DEFAULT
-    return tuple(name for name in DEFAULT if not VARIANTS[name].dynamic)
+    """Names of :data:`DEFAULT`, without those that the cluster cannot have."""
+    missing = obstacles(scenario)
+    return tuple(name for name in DEFAULT if name not in missing)
+
+
+def obstacles(scenario: Scenario) -> dict[str, WlbError]:
+    """Which of :data:`DEFAULT` the cluster cannot have, and why."""
+    found = {name: VARIANTS[name].obstacle(scenario) for name in DEFAULT}
+    return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def chosen(names: Mapping[str, Variant] | tuple[str, ...] | list[str]) -> dict[str, Variant]:
