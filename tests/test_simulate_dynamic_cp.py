@@ -220,23 +220,16 @@ def test_recomputation_is_in_the_packers_costs() -> None:
 
 def test_a_measured_linear_part_counts_where_it_is_of_this_layer(tmp_path: Path) -> None:
     profile = kernel.profile()
+    linear = profile["linear"]
     model = wlb.ModelConfig(
         hidden_size=4096, ffn_hidden_size=1024, num_layers=2, num_heads=64, num_kv_heads=16, head_dim=128, vocab_size=10
     )
-    layer = {
-        "hidden_size": 4096,
-        "ffn_hidden_size": 512,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "gated_ffn": True,
-        "tp": 2,
-    }
+    layer = linear["layer"] | {"ffn_hidden_size": 512, "tp": 2}
     path = tmp_path / "mine.json"
 
-    def case(**changes: Any) -> Scenario:
-        path.write_text(json.dumps(profile | {"linear": profile["linear"] | {"layer": layer | changes}}))
-        layout = wlb.ParallelLayout(tp=2, cp=2)
+    def case(linear: Any, tp: int = 2, model: wlb.ModelConfig = model) -> Scenario:
+        path.write_text(json.dumps(profile | {"linear": linear}))
+        layout = wlb.ParallelLayout(tp=tp, cp=2)
         return Scenario(
             model=model,
             layout=layout,
@@ -246,8 +239,11 @@ def test_a_measured_linear_part_counts_where_it_is_of_this_layer(tmp_path: Path)
             profile=path,
         )
 
-    assert case(tp=4).linear is None
-    measured = case()
+    for other in (None, *(linear | {"layer": shape} for shape in (layer | {"tp": 4}, {}, None, "llama"))):
+        assert case(other).linear is None
+    whole = dataclasses.replace(model, ffn_hidden_size=11008, num_heads=32, num_kv_heads=8)
+    assert case(linear, tp=1, model=whole).linear is not None, "the example is of that model"
+    measured = case(linear | {"layer": layer})
     assert measured.attention.source.startswith("measured")
     assert measured.linear is not None
     stages = measured.stage_seconds([2048, 0], attention_forward=[0.0, 0.0], attention_backward=[0.0, 0.0])

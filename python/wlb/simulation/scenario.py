@@ -184,7 +184,8 @@ class Scenario:
         """Measured forward and backward of everything but attention in a layer; None: by FLOPs."""
         if self.profile is None:
             return None
-        measured = json.loads(profiles.read(self.profile)).get("linear", {}).get("layer", {})
+        linear = json.loads(profiles.read(self.profile)).get("linear")
+        measured = linear.get("layer") if isinstance(linear, dict) else None
         model, tp = self.model, self.layout.tp
         mine = {
             "hidden_size": model.hidden_size,
@@ -195,7 +196,7 @@ class Scenario:
             "gated_ffn": model.gated_ffn,
             "tp": tp,
         }
-        if any(measured.get(key) != value for key, value in mine.items()):
+        if not isinstance(measured, dict) or any(measured.get(key) != value for key, value in mine.items()):
             return None
         forward, backward = (CostModel.from_profile(self.profile, passes=passes) for passes in ("forward", "backward"))
         return forward, backward

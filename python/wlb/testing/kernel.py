@@ -49,7 +49,15 @@ def profile(
     tokens = [1024, 4096, 16384]
     layer = {
         "tokens": tokens,
-        "layer": {"hidden_size": 4096, "ffn_hidden_size": 11008, "tensor_parallel_size": 1},
+        "layer": {
+            "hidden_size": 4096,
+            "ffn_hidden_size": 11008,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "gated_ffn": True,
+            "tp": 1,
+        },
         "forward": {"median_seconds": [1e-5 + 8e-7 * count for count in tokens]},
         "backward": {"median_seconds": [1e-5 + 16e-7 * count for count in tokens]},
     }
