@@ -1,12 +1,14 @@
 """`wlb reproduce`: the paper's numbers, the inputs, and small runs of everything."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import wlb
 from wlb.cli.reproduce import NAMES
@@ -137,6 +139,17 @@ def test_dynamic_cp_gives_long_documents_enough_ranks() -> None:
     only_long = throughputs(1, np.full(3, 100_000), Inputs(), Protocol())
     assert min(only_long[2]) == 8
     assert throughputs(1, source, Inputs(), Protocol()) == (packed, dynamic, sizes)
+
+
+def test_noise_of_dynamic_cp_is_new_in_every_step_and_the_same_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(throughputs.__module__)
+    made: list[NDArray[np.float64]] = []
+    factors = module._factors
+    monkeypatch.setattr(module, "_factors", lambda *arguments: made.append(factors(*arguments)) or made[-1])
+    throughputs(2, np.full(1, 2000), Inputs(), Protocol())
+    packed, dynamic = ([factor.ravel()[:500] for factor in made[first::2]] for first in (0, 1))
+    np.testing.assert_array_equal(packed, dynamic)
+    assert np.unique(packed).size == 2 * 500
 
 
 def test_rows_and_influence() -> None:

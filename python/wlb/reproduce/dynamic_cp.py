@@ -27,6 +27,7 @@ from wlb.reproduce.study import Source, Study
 from wlb.step_time import data_parallel_seconds, stage_seconds
 
 Floats = NDArray[np.float64]
+Seed = tuple[int, int]
 
 MODEL = "llama2-13b"
 DOCUMENTS = 2048  # of a global batch
@@ -165,12 +166,12 @@ def throughputs(
     reduction = float(data_parallel_seconds(model, layout, cluster.hardware).max())
     packed = dynamic = flops = 0.0
     sizes: Counter[int] = Counter()
-    for _ in range(min(steps, STEPS)):
+    for step in range(min(steps, STEPS)):
         if source is None:
             lengths = generated(DOCUMENTS, protocol.window, inputs, generator)
         else:
             lengths = np.minimum(generator.choice(source, DOCUMENTS), protocol.window)
-        noise = np.random.default_rng(inputs.seed)
+        noise = (inputs.seed, 1 + step)  # the same for both methods
         flops += float(model.flops(lengths).sum())
         packed += _packing_only(cluster, lengths, noise) + reduction
         dynamic += _dynamic(cluster, lengths, noise, sizes) + reduction
@@ -191,7 +192,7 @@ def _cluster(inputs: Inputs, protocol: Protocol) -> _Cluster:
     )
 
 
-def _packing_only(cluster: _Cluster, lengths: NDArray[np.int64], noise: np.random.Generator) -> float:
+def _packing_only(cluster: _Cluster, lengths: NDArray[np.int64], noise: Seed) -> float:
     """Seconds of a step: whole documents in arrival order, replicas in turn."""
     offsets = batch_offsets(lengths, tokens_per_batch=cluster.protocol.window)
     costs, p2p = cluster.seconds([(lengths[a:b], CP) for a, b in itertools.pairwise(offsets)])
@@ -203,7 +204,7 @@ def _packing_only(cluster: _Cluster, lengths: NDArray[np.int64], noise: np.rando
     return float(simulate_steps(costs[None], num_stages=PP, p2p_seconds=p2p[None]).seconds[0])
 
 
-def _dynamic(cluster: _Cluster, lengths: NDArray[np.int64], noise: np.random.Generator, sizes: Counter[int]) -> float:
+def _dynamic(cluster: _Cluster, lengths: NDArray[np.int64], noise: Seed, sizes: Counter[int]) -> float:
     """Seconds of a step at most: micro-batches as slow as their slowest group. Counts documents by size of group."""
     layout, protocol = cluster.layout, cluster.protocol
     per_token, per_exchange = _exchange(cluster)
@@ -258,6 +259,6 @@ def _exchange(cluster: _Cluster) -> tuple[float, float]:
     return per_token, layers * (gathers + scatters) * link.latency
 
 
-def _factors(cluster: _Cluster, shape: tuple[int, ...], noise: np.random.Generator) -> Floats:
+def _factors(cluster: _Cluster, shape: tuple[int, ...], noise: Seed) -> Floats:
     sigma = cluster.inputs.noise
-    return np.exp(noise.normal(-(sigma**2) / 2, sigma, shape))
+    return np.exp(np.random.default_rng(noise).normal(-(sigma**2) / 2, sigma, shape))
