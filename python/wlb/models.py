@@ -156,10 +156,6 @@ class ModelConfig:
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
         return embeddings + self.num_layers * self.layer_parameters(experts=experts) + self.hidden_size
 
-    def kv_bytes_per_token(self, *, bytes_per_value: int = 2) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
-
     def shape(self) -> dict[str, Any]:
         """Arguments of :meth:`wlb.CostModel.from_flops` and `wlb.torch.model_flops`."""
         names = ("hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "head_dim")
