@@ -67,9 +67,18 @@ def test_a_batch_of_forty(llama_cost: wlb.CostModel) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("num_micro_batches", 0), ("max_tokens", 0), ("time_limit", -1.0), ("time_limit", float("nan"))],
+    [
+        ("num_micro_batches", 0),
+        ("max_tokens", 0),
+        ("time_limit", -1.0),
+        ("time_limit", float("nan")),
+        ("time_limit", "5"),
+        ("relative_gap", -1.0),
+        ("relative_gap", float("nan")),
+        ("relative_gap", "0"),
+    ],
 )
-def test_bad_arguments_are_named(argument: str, value: float, llama_cost: wlb.CostModel) -> None:
+def test_bad_arguments_are_named(argument: str, value: float | str, llama_cost: wlb.CostModel) -> None:
     arguments: dict[str, Any] = {
         "num_micro_batches": 2,
         "max_tokens": 100,
@@ -79,6 +88,11 @@ def test_bad_arguments_are_named(argument: str, value: float, llama_cost: wlb.Co
     with pytest.raises(wlb.WlbError) as raised:
         wlb.exact.solve([10, 20], cost_model=llama_cost, **arguments)
     assert raised.value.argument == argument
+
+
+def test_no_time_limit(llama_cost: wlb.CostModel) -> None:
+    sizes: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 100}
+    assert wlb.exact.solve([10, 20, 30], **sizes, cost_model=llama_cost, time_limit=float("inf")).optimal
 
 
 def test_bad_lengths_are_named(llama_cost: wlb.CostModel) -> None:

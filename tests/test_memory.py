@@ -224,6 +224,8 @@ def test_bad_numbers_are_named() -> None:
     with pytest.raises(wlb.WlbError, match=r"tokens\[1\] = -5: must be finite and not negative") as caught:
         wlb.memory_per_rank(LLAMA, wlb.ParallelLayout(), [1, -5])
     assert (caught.value.index, caught.value.value) == (1, -5)
+    with pytest.raises(wlb.WlbError, match="tokens must be numbers in rows of the same length"):
+        wlb.memory_per_rank(LLAMA, wlb.ParallelLayout(), [[1], [1, 2]])  # type: ignore[list-item]
     with pytest.raises(wlb.WlbError, match="reserved_bytes = -1"):
         wlb.memory_per_rank(LLAMA, wlb.ParallelLayout(), 1, reserved_bytes=-1)
     with pytest.raises(wlb.WlbError, match="tp = 3: does not divide"):

@@ -294,8 +294,9 @@ def test_the_trace_conserves_time(tmp_path: Path) -> None:
     assert threads[1, 3] == "PP rank 3"
     assert len(threads) == 8
     assert chrome_trace(timelines[0])["traceEvents"] == [e for e in trace["traceEvents"] if e["pid"] == 0]
-    with pytest.raises(wlb.WlbError, match="timelines"):
+    with pytest.raises(wlb.WlbError, match="timelines must not be empty") as caught:
         chrome_trace([])
+    assert caught.value.argument == "timelines"
 
 
 def test_the_picture() -> None:

@@ -163,6 +163,8 @@ def test_data_parallel_seconds() -> None:
     [
         ({"tokens": [1, -1]}, r"tokens\[1\] = -1"),
         ({"tokens": [[1, 2]]}, "tokens has shape"),
+        ({"tokens": [[1], [1, 2]]}, "tokens must be numbers in rows of the same length"),
+        ({"linear_forward": [[1], [1, 2]], "linear_backward": [1, 1]}, "linear_forward must be numbers in rows"),
         ({"attention_forward": [0.1]}, r"attention_forward has shape \(1,\): must be \(2,\)"),
         ({"attention_backward": [0.1, np.nan]}, r"attention_backward\[1\] = nan"),
         ({"attention_forward": ["a", "b"]}, "attention_forward must be numbers"),

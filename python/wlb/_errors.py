@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import WlbError
 
@@ -41,6 +42,17 @@ def check_share(argument: str, value: object) -> None:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def numbers(argument: str, value: ArrayLike) -> NDArray[Any]:
+    """An array of integers or floats; refuses anything else, and rows of different lengths."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise error(argument, "must be numbers in rows of the same length", value=value) from None
+    if array.dtype.kind not in "iuf":
+        raise error(argument, f"must be numbers, not {array.dtype}", value=value)
+    return array
 
 
 def check_bool(argument: str, value: object) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import CostModel, Packing, WlbError, pack
+from wlb._core import CostModel, Packing, pack
+from wlb._errors import check_positive, check_share, error
 
 __all__ = ["ExactSolution", "solve"]
 
@@ -54,21 +55,22 @@ def solve(
         num_micro_batches: ``N``; for a window of ``g`` global batches pass ``g * N``.
         max_tokens: most tokens of a micro-batch.
         cost_model: what documents cost.
-        time_limit: seconds after which the best packing so far is taken.
-        relative_gap: the solver stops when the objective is proved to be this close to the optimum.
+        time_limit: seconds after which the best packing so far is taken; infinity: never.
+        relative_gap: the solver stops when the objective is proved to be this close to the optimum, from 0 to 1.
 
     Raises:
-        WlbError: wrong lengths or sizes; no packing fits, or none was found in time.
+        WlbError: wrong lengths, sizes or limits; no packing fits, or none was found in time.
         ImportError: HiGHS is not installed.
 
     Exponential in the worst case: minutes from some hundred documents on.
     """
     try:
         import highspy
-    except ImportError as error:
-        raise ImportError('wlb.exact needs the HiGHS solver: pip install "wlb[exact]"') from error
-    if not time_limit > 0:
-        raise _refusal("time_limit", time_limit, f"time_limit = {time_limit}: must be above 0")
+    except ImportError as missing:
+        raise ImportError('wlb.exact needs the HiGHS solver: pip install "wlb[exact]"') from missing
+    if time_limit != np.inf:
+        check_positive("time_limit", time_limit)
+    check_share("relative_gap", relative_gap)
 
     # Checks the arguments, and is the solution that the solver starts from.
     greedy = pack(lengths, num_micro_batches=num_micro_batches, max_tokens=max_tokens, cost_model=cost_model)
@@ -116,10 +118,10 @@ def solve(
     status = model.getModelStatus()
     info = model.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
-        raise _refusal("lengths", None, "lengths: these documents do not fit into num_micro_batches of max_tokens each")
+        raise error("lengths", "do not fit into num_micro_batches of max_tokens each")
     if info.primal_solution_status != 2:  # kSolutionStatusFeasible
-        problem = f"no packing found in time ({model.modelStatusToString(status)})"
-        raise _refusal("time_limit", time_limit, f"time_limit = {time_limit}: {problem}")
+        message = f"= {time_limit}: no packing found in time ({model.modelStatusToString(status)})"
+        raise error("time_limit", message, value=time_limit)
     values = np.asarray(model.getSolution().col_value)
     assignment = np.full(documents, -1, dtype=np.int64)
     for (document, j), x in placed.items():
@@ -142,12 +144,6 @@ def solve(
         optimal=bool(status == highspy.HighsModelStatus.kOptimal),
         seconds=float(model.getRunTime()),
     )
-
-
-def _refusal(argument: str, value: float | None, message: str) -> WlbError:
-    error = WlbError(message)
-    error.argument, error.value = argument, value
-    return error
 
 
 def _start_from(

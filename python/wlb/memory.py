@@ -47,7 +47,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import simulate_pipeline
-from wlb._errors import check_integer, error
+from wlb._errors import check_integer, error, numbers
 from wlb.hardware import GIB
 from wlb.layout import ParallelLayout
 from wlb.models import ModelConfig
@@ -217,9 +217,7 @@ def memory_per_rank(
 
 
 def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
-    values = np.asarray(tokens)
-    if values.dtype.kind not in "iuf":
-        raise error(name, f"must be numbers, not {values.dtype}", value=tokens)
+    values = numbers(name, tokens)
     wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)).ravel())
     if wrong.size:
         value = values.ravel()[wrong[0]]

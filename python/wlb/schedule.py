@@ -11,7 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from wlb._core import PipelineTimeline, WlbError
+from wlb._core import PipelineTimeline
+from wlb._errors import error
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 
@@ -41,7 +42,7 @@ def chrome_trace(
     """
     each = [timelines] if isinstance(timelines, PipelineTimeline) else list(timelines)
     if not each:
-        raise WlbError("timelines: there is none")
+        raise error("timelines", "must not be empty", value=timelines)
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(each):
         events.append(_named("process_name", f"{pipelines} {process}", process))

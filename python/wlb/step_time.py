@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel
-from wlb._errors import check_share, error
+from wlb._errors import check_share, error, numbers
 from wlb.collectives import Group
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
@@ -90,7 +90,7 @@ def stage_seconds(
         O(m * stages).
     """
     layout.check(model=model)
-    count = _entries("tokens", tokens, np.size(tokens))
+    count = _entries("tokens", tokens, numbers("tokens", tokens).size)
     forward_attention = _entries("attention_forward", attention_forward, count.size)
     backward_attention = _entries("attention_backward", attention_backward, count.size)
     for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap)):
@@ -173,11 +173,9 @@ def _flops_per_token(model: ModelConfig) -> tuple[float, float]:
 
 
 def _entries(name: str, given: ArrayLike, length: int) -> Floats:
-    values = np.asarray(given)
+    values = numbers(name, given)
     if values.shape != (length,):
         raise error(name, f"has shape {values.shape}: must be ({length},), one entry a micro-batch", value=values.shape)
-    if values.dtype.kind not in "iuf":
-        raise error(name, f"must be numbers, not {values.dtype}", value=given)
     wrong = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
     if wrong.size:
         index = int(wrong[0])
