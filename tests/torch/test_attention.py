@@ -407,6 +407,22 @@ def test_half_precision() -> None:
     processes.run(2, half_precision)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    def results(autocast: bool) -> list[Tensor]:
+        q, k, v, d_out = (x.to(dtype) for x in inputs(Case()))
+        for x in (q, k, v):
+            x.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = context_parallel_attention(q, k, v, shard_of(Case(), 1))
+            out.backward(d_out)
+        return [out, q.grad, k.grad, v.grad]  # type: ignore[list-item]
+
+    for plain, under_autocast in zip(results(False), results(True), strict=True):
+        assert plain.dtype == under_autocast.dtype == dtype
+        assert torch.equal(plain, under_autocast)
+
+
 def flash_2_forward(
     q: Any,
     k: Any,

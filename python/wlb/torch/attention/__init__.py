@@ -53,6 +53,9 @@ def context_parallel_attention(
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
     kept for all layers: by the first, or before it by `prepare_attention`.
 
+    Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
+    float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
+
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
