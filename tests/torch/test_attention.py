@@ -58,7 +58,7 @@ class Case:
         return replace(self, strategy="", transport="")
 
     def slopes(self) -> Tensor | None:
-        return torch.exp2(-torch.arange(1.0, HEADS[self.heads][0] + 1)) if self.alibi else None
+        return torch.exp2(-torch.arange(1, HEADS[self.heads][0] + 1, dtype=torch.float64)) if self.alibi else None
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -421,6 +421,16 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     for plain, under_autocast in zip(results(False), results(True), strict=True):
         assert plain.dtype == under_autocast.dtype == dtype
         assert torch.equal(plain, under_autocast)
+
+
+def test_slopes_are_as_exact_as_float64_queries() -> None:
+    q, k, v = torch.randn(3, 100, 2, HEAD_DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    slopes = torch.tensor([1 / 3, 1 / 7], dtype=torch.float64)
+    position = torch.arange(100)
+    bias = -slopes[:, None, None] * (position[:, None] - position).abs()
+    right = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=bias)
+    out = context_parallel_attention(q, k, v, wlb.shard([100], cp_size=1, causal=False), alibi_slopes=slopes)
+    assert (out - right.transpose(0, 1)).abs().max() < 1e-13
 
 
 def flash_2_forward(

@@ -84,7 +84,7 @@ def context_parallel_attention(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if alibi_slopes is not None:
         share = q.shape[1] // degree
-        alibi_slopes = alibi_slopes.float()[rank % degree * share :][:share]
+        alibi_slopes = alibi_slopes[rank % degree * share :][:share]
     aligned = size == degree or (transport == "all_gather" and shard.causal)
     chosen = kernels.choose(kernel, q, scale=scale, alibi_slopes=alibi_slopes, alibi_aligned=aligned)
 

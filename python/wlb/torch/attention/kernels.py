@@ -345,7 +345,7 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     has_2 = name != "varlen" and _flash_attn_2() is not None
     if alibi_slopes is not None:
         if has_2 and alibi_aligned:
-            return FlashAttention2(scale, alibi_slopes)
+            return FlashAttention2(scale, alibi_slopes.float())
         if name == "auto":
             return PlainKernel(scale, alibi_slopes)
         reason = "measures ALiBi distances wrongly on this transport" if has_2 else "has no ALiBi"
