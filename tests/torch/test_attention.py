@@ -673,6 +673,13 @@ def test_alibi_is_true_to_positions_whatever_is_installed(flash: FlashStandIn, c
     assert cp_size > 1 or bool(flash.calls) == (flash.version == 2)
 
 
+@pytest.mark.parametrize("name", ["flash", "SDPA", None])
+def test_an_unknown_kernel_is_refused_where_all_can_run(name: Any, flash_modules: dict[str, Any]) -> None:
+    with pytest.raises(wlb.WlbError, match="must be one of auto, flash_attn, varlen, sdpa") as refused:
+        kernels.choose(name, torch.zeros(4, 2, 8), scale=1.0, alibi_slopes=None, alibi_aligned=True)
+    assert refused.value.argument == "kernel"
+
+
 def test_flash_attn_by_name_refuses_alibi_that_it_has_not(flash: FlashStandIn) -> None:
     q, slopes = torch.zeros(4, 2, 8), torch.ones(2)
     reason = "distances wrongly" if flash.version == 2 else "has no ALiBi"

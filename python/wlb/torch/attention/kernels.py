@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -332,8 +332,10 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
 
     Raises:
-        WlbError: the named kernel is not installed, or has not what was asked for.
+        WlbError: there is no such kernel, it is not installed, or has not what was asked for.
     """
+    if name not in get_args(KernelName):
+        raise error("kernel", f"= {name!r}: must be one of {', '.join(get_args(KernelName))}", value=name)
     if name == "sdpa":
         return PlainKernel(scale, alibi_slopes)
     refusal = _flash_refusal(q)
