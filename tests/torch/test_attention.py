@@ -549,10 +549,53 @@ def flash_3_backward(
     """The parameters of `flash_attn_interface._flash_attn_backward`, flash-attn 3."""
 
 
+def torch_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    return_debug_mask: Any,
+    *,
+    scale: Any,
+    window_size_left: Any,
+    window_size_right: Any,
+) -> Any:
+    """The parameters of `torch.ops.aten._flash_attention_forward` that are used; the first by flash-attn's names."""
+
+
+def torch_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    softmax_lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    rng_state: Any,
+    unused: Any,
+    *,
+    scale: Any,
+    window_size_left: Any,
+    window_size_right: Any,
+) -> Any:
+    """The parameters of `torch.ops.aten._flash_attention_backward`, likewise."""
+
+
 # What the stand-in computes with; it refuses any other option that is not off.
 USED = {
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "alibi_slopes"),
     *("causal", "is_causal", "window_size_left", "window_size_right", "dout", "out", "softmax_lse", "dq", "dk", "dv"),
+    "scale",
 }
 OFF = {"rotary_interleaved": True, "num_splits": 1}
 
@@ -563,17 +606,21 @@ class FlashStandIn:
     It shows that the adapters pass everything where it belongs, and no more: upstream's kernels do not run here, and
     that they do what their interface says is not tested. It knows what they are told, lengths and a window aligned
     bottom-right, not the true positions: ALiBi where the last query does not stand at the last key comes out wrong, as
-    it would from them. It takes float32, so that the tolerances are those of the plain kernel.
+    it would from them; and so does a window that they would take for another. It takes float32, so that the tolerances
+    are those of the plain kernel.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int | str) -> None:
         self.version = version
         self.calls: Counter[str] = Counter()
-        self.module = ModuleType("flash_attn.flash_attn_interface" if version == 2 else "flash_attn_interface")
-        varlen = "varlen_" if version == 2 else ""
-        forward, backward = ((flash_2_forward, flash_2_backward), (flash_3_forward, flash_3_backward))[version - 2]
-        setattr(self.module, f"_flash_attn_{varlen}forward", self.bound(forward, self.forward))
-        setattr(self.module, f"_flash_attn_{varlen}backward", self.bound(backward, self.backward))
+        module, function, forward, backward = {
+            2: ("flash_attn.flash_attn_interface", "_flash_attn_varlen_", flash_2_forward, flash_2_backward),
+            3: ("flash_attn_interface", "_flash_attn_", flash_3_forward, flash_3_backward),
+            "torch": ("torch.ops.aten", "_flash_attention_", torch_forward, torch_backward),
+        }[version]
+        self.module = ModuleType(module)
+        setattr(self.module, f"{function}forward", self.bound(forward, self.forward))
+        setattr(self.module, f"{function}backward", self.bound(backward, self.backward))
 
     @staticmethod
     def bound(upstream: Callable[..., Any], compute: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -582,7 +629,7 @@ class FlashStandIn:
             arguments.apply_defaults()
             options = arguments.arguments
             for name in options.keys() - USED:
-                assert not options[name] or options[name] == OFF.get(name), name
+                assert not np.asarray(options[name]).any() or options[name] == OFF.get(name), name
             return compute(options)
 
         return function
@@ -593,11 +640,13 @@ class FlashStandIn:
         out, lse = kernel.forward(options["q"], options["k"], options["v"], call)
         return out, lse, torch.empty(0), torch.empty(0)
 
-    def backward(self, options: dict[str, Any]) -> Tensor:
+    def backward(self, options: dict[str, Any]) -> Any:
         self.calls["backward"] += 1
         kernel, call = self.as_told(options)
         names = ("dout", "q", "k", "v", "out", "softmax_lse")
         gradients = kernel.backward(*(options[name] for name in names), call)
+        if self.version == "torch":
+            return gradients
         for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert options[name].shape == gradient.shape
             options[name].copy_(gradient)
@@ -611,11 +660,13 @@ class FlashStandIn:
             assert cu_seqlens.is_contiguous()
             edges.append(cu_seqlens.numpy().astype(np.int64))
             assert edges[-1][-1] == len(options[side])
-            assert np.diff(edges[-1]).max() == options[f"max_seqlen_{side}"]
         (q, k) = edges
         assert q.size == k.size
-        causal = options["causal" if "causal" in options else "is_causal"]
-        window = options["window_size_left"], 0 if causal else options["window_size_right"]
+        longest_q, longest_k = np.diff(q).max(), np.diff(k).max()
+        assert options["max_seqlen_q"] == longest_q
+        assert options["max_seqlen_k"] in (longest_k, max(longest_q, longest_k))
+        slopes = options.get("alibi_slopes")
+        assert slopes is None or slopes.dtype == torch.float32
         call = Call(
             q_rows=None,
             k_rows=None,
@@ -623,12 +674,24 @@ class FlashStandIn:
             cu_seqlens_k=options["cu_seqlens_k"],
             max_seqlen_q=options["max_seqlen_q"],
             max_seqlen_k=options["max_seqlen_k"],
-            window=window,
+            window=self.window(options),
             spans=np.stack([q[:-1], q[1:], k[:-1], k[1:]], axis=1),
             shifts=np.zeros(q.size - 1, np.int64),
             fresh=True,
         )
-        return kernels.PlainKernel(options["softmax_scale"], options.get("alibi_slopes")), call
+        return kernels.PlainKernel(options.get("softmax_scale") or options["scale"], slopes), call
+
+    def window(self, options: dict[str, Any]) -> tuple[int, int]:
+        """What the kernels make of a window: they take a side that is as wide as a limit for open, and fill it in."""
+        q, k = options["max_seqlen_q"], options["max_seqlen_k"]
+        limits = (k - 1, q - 1) if self.version == 3 else (k, k)
+        sides = (options["window_size_left"], options["window_size_right"])
+        left, right = (-1 if side >= limit else side for side, limit in zip(sides, limits, strict=True))
+        if options["causal" if "causal" in options else "is_causal"]:
+            right = 0
+        if (left, right) in ((-1, -1), (-1, 0)):
+            return left, right
+        return limits[0] if left < 0 else left, limits[1] if right < 0 else right
 
 
 def forget_installed() -> None:
@@ -653,17 +716,23 @@ def flash(
     request: pytest.FixtureRequest, flash_modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> FlashStandIn:
     stand_in = FlashStandIn(request.param)
+    if request.param == "torch":
+        for name in ("_flash_attention_forward", "_flash_attention_backward"):
+            monkeypatch.setattr(torch.ops.aten, name, getattr(stand_in.module, name))
+        return stand_in
     flash_modules[stand_in.module.__name__] = stand_in.module
     if request.param == 3:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     return stand_in
 
 
+@pytest.mark.parametrize("flash", [2, 3, "torch"], indirect=True)
 @pytest.mark.parametrize("cp_size", [1, 4])
 def test_flash_adapters_pass_everything_where_it_belongs(flash: FlashStandIn, cp_size: int) -> None:
-    options = itertools.product(TRANSPORTS, ["MHA", "GQA"], [True, False], [None, 5])
-    check(cp_size, [Case(MIXED, "per_document", *rest) for rest in options])
-    assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 32
+    # 40: in a ring it is wider than some spans of keys, and these have more queries.
+    options = itertools.product(TRANSPORTS, [True, False], [("MHA", None), ("GQA", 5), ("GQA", 40)])
+    check(cp_size, [Case(MIXED, "per_document", t, heads, causal, window) for t, causal, (heads, window) in options])
+    assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 24
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
