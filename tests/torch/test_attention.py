@@ -58,7 +58,7 @@ class Case:
         return replace(self, strategy="", transport="")
 
     def slopes(self) -> Tensor | None:
-        return torch.exp2(-torch.arange(1.0, HEADS[self.heads][0] + 1)) if self.alibi else None
+        return torch.exp2(-torch.arange(1, HEADS[self.heads][0] + 1, dtype=torch.float64)) if self.alibi else None
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -407,6 +407,32 @@ def test_half_precision() -> None:
     processes.run(2, half_precision)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    def results(autocast: bool) -> list[Tensor]:
+        q, k, v, d_out = (x.to(dtype) for x in inputs(Case()))
+        for x in (q, k, v):
+            x.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = context_parallel_attention(q, k, v, shard_of(Case(), 1))
+            out.backward(d_out)
+        return [out, q.grad, k.grad, v.grad]  # type: ignore[list-item]
+
+    for plain, under_autocast in zip(results(False), results(True), strict=True):
+        assert plain.dtype == under_autocast.dtype == dtype
+        assert torch.equal(plain, under_autocast)
+
+
+def test_slopes_are_as_exact_as_float64_queries() -> None:
+    q, k, v = torch.randn(3, 100, 2, HEAD_DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    slopes = torch.tensor([1 / 3, 1 / 7], dtype=torch.float64)
+    position = torch.arange(100)
+    bias = -slopes[:, None, None] * (position[:, None] - position).abs()
+    right = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=bias)
+    out = context_parallel_attention(q, k, v, wlb.shard([100], cp_size=1, causal=False), alibi_slopes=slopes)
+    assert (out - right.transpose(0, 1)).abs().max() < 1e-13
+
+
 def flash_2_forward(
     q: Any,
     k: Any,
@@ -523,10 +549,53 @@ def flash_3_backward(
     """The parameters of `flash_attn_interface._flash_attn_backward`, flash-attn 3."""
 
 
+def torch_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    return_debug_mask: Any,
+    *,
+    scale: Any,
+    window_size_left: Any,
+    window_size_right: Any,
+) -> Any:
+    """The parameters of `torch.ops.aten._flash_attention_forward` that are used; the first by flash-attn's names."""
+
+
+def torch_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    softmax_lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    rng_state: Any,
+    unused: Any,
+    *,
+    scale: Any,
+    window_size_left: Any,
+    window_size_right: Any,
+) -> Any:
+    """The parameters of `torch.ops.aten._flash_attention_backward`, likewise."""
+
+
 # What the stand-in computes with; it refuses any other option that is not off.
 USED = {
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "alibi_slopes"),
     *("causal", "is_causal", "window_size_left", "window_size_right", "dout", "out", "softmax_lse", "dq", "dk", "dv"),
+    "scale",
 }
 OFF = {"rotary_interleaved": True, "num_splits": 1}
 
@@ -537,17 +606,21 @@ class FlashStandIn:
     It shows that the adapters pass everything where it belongs, and no more: upstream's kernels do not run here, and
     that they do what their interface says is not tested. It knows what they are told, lengths and a window aligned
     bottom-right, not the true positions: ALiBi where the last query does not stand at the last key comes out wrong, as
-    it would from them. It takes float32, so that the tolerances are those of the plain kernel.
+    it would from them; and so does a window that they would take for another. It takes float32, so that the tolerances
+    are those of the plain kernel.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int | str) -> None:
         self.version = version
         self.calls: Counter[str] = Counter()
-        self.module = ModuleType("flash_attn.flash_attn_interface" if version == 2 else "flash_attn_interface")
-        varlen = "varlen_" if version == 2 else ""
-        forward, backward = ((flash_2_forward, flash_2_backward), (flash_3_forward, flash_3_backward))[version - 2]
-        setattr(self.module, f"_flash_attn_{varlen}forward", self.bound(forward, self.forward))
-        setattr(self.module, f"_flash_attn_{varlen}backward", self.bound(backward, self.backward))
+        module, function, forward, backward = {
+            2: ("flash_attn.flash_attn_interface", "_flash_attn_varlen_", flash_2_forward, flash_2_backward),
+            3: ("flash_attn_interface", "_flash_attn_", flash_3_forward, flash_3_backward),
+            "torch": ("torch.ops.aten", "_flash_attention_", torch_forward, torch_backward),
+        }[version]
+        self.module = ModuleType(module)
+        setattr(self.module, f"{function}forward", self.bound(forward, self.forward))
+        setattr(self.module, f"{function}backward", self.bound(backward, self.backward))
 
     @staticmethod
     def bound(upstream: Callable[..., Any], compute: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -556,7 +629,7 @@ class FlashStandIn:
             arguments.apply_defaults()
             options = arguments.arguments
             for name in options.keys() - USED:
-                assert not options[name] or options[name] == OFF.get(name), name
+                assert not np.asarray(options[name]).any() or options[name] == OFF.get(name), name
             return compute(options)
 
         return function
@@ -567,11 +640,13 @@ class FlashStandIn:
         out, lse = kernel.forward(options["q"], options["k"], options["v"], call)
         return out, lse, torch.empty(0), torch.empty(0)
 
-    def backward(self, options: dict[str, Any]) -> Tensor:
+    def backward(self, options: dict[str, Any]) -> Any:
         self.calls["backward"] += 1
         kernel, call = self.as_told(options)
         names = ("dout", "q", "k", "v", "out", "softmax_lse")
         gradients = kernel.backward(*(options[name] for name in names), call)
+        if self.version == "torch":
+            return gradients
         for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert options[name].shape == gradient.shape
             options[name].copy_(gradient)
@@ -585,11 +660,13 @@ class FlashStandIn:
             assert cu_seqlens.is_contiguous()
             edges.append(cu_seqlens.numpy().astype(np.int64))
             assert edges[-1][-1] == len(options[side])
-            assert np.diff(edges[-1]).max() == options[f"max_seqlen_{side}"]
         (q, k) = edges
         assert q.size == k.size
-        causal = options["causal" if "causal" in options else "is_causal"]
-        window = options["window_size_left"], 0 if causal else options["window_size_right"]
+        longest_q, longest_k = np.diff(q).max(), np.diff(k).max()
+        assert options["max_seqlen_q"] == longest_q
+        assert options["max_seqlen_k"] in (longest_k, max(longest_q, longest_k))
+        slopes = options.get("alibi_slopes")
+        assert slopes is None or slopes.dtype == torch.float32
         call = Call(
             q_rows=None,
             k_rows=None,
@@ -597,12 +674,24 @@ class FlashStandIn:
             cu_seqlens_k=options["cu_seqlens_k"],
             max_seqlen_q=options["max_seqlen_q"],
             max_seqlen_k=options["max_seqlen_k"],
-            window=window,
+            window=self.window(options),
             spans=np.stack([q[:-1], q[1:], k[:-1], k[1:]], axis=1),
             shifts=np.zeros(q.size - 1, np.int64),
             fresh=True,
         )
-        return kernels.PlainKernel(options["softmax_scale"], options.get("alibi_slopes")), call
+        return kernels.PlainKernel(options.get("softmax_scale") or options["scale"], slopes), call
+
+    def window(self, options: dict[str, Any]) -> tuple[int, int]:
+        """What the kernels make of a window: they take a side that is as wide as a limit for open, and fill it in."""
+        q, k = options["max_seqlen_q"], options["max_seqlen_k"]
+        limits = (k - 1, q - 1) if self.version == 3 else (k, k)
+        sides = (options["window_size_left"], options["window_size_right"])
+        left, right = (-1 if side >= limit else side for side, limit in zip(sides, limits, strict=True))
+        if options["causal" if "causal" in options else "is_causal"]:
+            right = 0
+        if (left, right) in ((-1, -1), (-1, 0)):
+            return left, right
+        return limits[0] if left < 0 else left, limits[1] if right < 0 else right
 
 
 def forget_installed() -> None:
@@ -627,17 +716,23 @@ def flash(
     request: pytest.FixtureRequest, flash_modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> FlashStandIn:
     stand_in = FlashStandIn(request.param)
+    if request.param == "torch":
+        for name in ("_flash_attention_forward", "_flash_attention_backward"):
+            monkeypatch.setattr(torch.ops.aten, name, getattr(stand_in.module, name))
+        return stand_in
     flash_modules[stand_in.module.__name__] = stand_in.module
     if request.param == 3:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     return stand_in
 
 
+@pytest.mark.parametrize("flash", [2, 3, "torch"], indirect=True)
 @pytest.mark.parametrize("cp_size", [1, 4])
 def test_flash_adapters_pass_everything_where_it_belongs(flash: FlashStandIn, cp_size: int) -> None:
-    options = itertools.product(TRANSPORTS, ["MHA", "GQA"], [True, False], [None, 5])
-    check(cp_size, [Case(MIXED, "per_document", *rest) for rest in options])
-    assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 32
+    # 40: in a ring it is wider than some spans of keys, and these have more queries.
+    options = itertools.product(TRANSPORTS, [True, False], [("MHA", None), ("GQA", 5), ("GQA", 40)])
+    check(cp_size, [Case(MIXED, "per_document", t, heads, causal, window) for t, causal, (heads, window) in options])
+    assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 24
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
@@ -645,6 +740,13 @@ def test_alibi_is_true_to_positions_whatever_is_installed(flash: FlashStandIn, c
     options = itertools.product(TRANSPORTS, ["GQA"], [True, False], [None, 5], [True])
     check(cp_size, [Case(MIXED, "per_document", *rest) for rest in options])
     assert cp_size > 1 or bool(flash.calls) == (flash.version == 2)
+
+
+@pytest.mark.parametrize("name", ["flash", "SDPA", None])
+def test_an_unknown_kernel_is_refused_where_all_can_run(name: Any, flash_modules: dict[str, Any]) -> None:
+    with pytest.raises(wlb.WlbError, match="must be one of auto, flash_attn, varlen, sdpa") as refused:
+        kernels.choose(name, torch.zeros(4, 2, 8), scale=1.0, alibi_slopes=None, alibi_aligned=True)
+    assert refused.value.argument == "kernel"
 
 
 def test_flash_attn_by_name_refuses_alibi_that_it_has_not(flash: FlashStandIn) -> None:

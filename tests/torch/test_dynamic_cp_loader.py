@@ -359,6 +359,12 @@ def test_heads_limit_groups(heads: int, kv_heads: int, largest: int) -> None:
         max_cp_size("star", num_heads=heads)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("heads", [{"num_heads": 0}, {"num_heads": 8, "num_kv_heads": 0}, {"num_heads": -8}])
+def test_no_heads_are_refused(heads: dict[str, int]) -> None:
+    with pytest.raises(wlb.WlbError, match=r"heads = (0|-8): must be at least 1"):
+        max_cp_size("ulysses", **heads)
+
+
 def alone(batches: Any, **options: Any) -> DynamicCpLoader[PackedBatch]:
     plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000, num_stages=1)
     return DynamicCpLoader(batches, **{"plan": plan, **options})

@@ -53,6 +53,9 @@ def context_parallel_attention(
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
     kept for all layers: by the first, or before it by `prepare_attention`.
 
+    Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
+    float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
+
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
@@ -81,7 +84,7 @@ def context_parallel_attention(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if alibi_slopes is not None:
         share = q.shape[1] // degree
-        alibi_slopes = alibi_slopes.float()[rank % degree * share :][:share]
+        alibi_slopes = alibi_slopes[rank % degree * share :][:share]
     aligned = size == degree or (transport == "all_gather" and shard.causal)
     chosen = kernels.choose(kernel, q, scale=scale, alibi_slopes=alibi_slopes, alibi_aligned=aligned)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wlb
-from wlb._errors import error
+from wlb._errors import check_integer, error
 
 Transport = Literal["all_gather", "ring", "ulysses", "usp"]
 
@@ -101,14 +101,17 @@ def max_cp_size(transport: Transport, *, num_heads: int, num_kv_heads: int | Non
         None where any group can do it.
 
     Raises:
-        WlbError: no such transport.
+        WlbError: no such transport, or no heads.
     """
     if transport not in get_args(Transport):
         raise error("transport", f"= {transport!r}: one of {', '.join(get_args(Transport))}", value=transport)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        check_integer(name, value, minimum=1)
     if transport != "ulysses":
         return None
     size = 1
-    while _shared(2 * size, num_heads, num_heads if num_kv_heads is None else num_kv_heads):
+    while _shared(2 * size, num_heads, num_kv_heads):
         size *= 2
     return size
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -137,6 +137,17 @@ def _unstack(x: Tensor, shape: torch.Size) -> Tensor:
     return x.view(shape[1], shape[0], shape[2]).transpose(0, 1)
 
 
+def _max_seqlen_k(call: Call) -> int:
+    """The longest span of keys; with a window, of keys or queries. For FlashAttention-2, which is also what torch has.
+
+    It takes no side of a window to reach farther than this number. To the right one does where queries are more: the
+    last key stands `queries - 1` after the first query. Keys would be lost, or seen (Dao-AILab/flash-attention, #895).
+    """
+    if call.window in ((-1, -1), (-1, 0)):
+        return call.max_seqlen_k
+    return max(call.max_seqlen_q, call.max_seqlen_k)
+
+
 @dataclass(frozen=True)
 class VarlenKernel:
     """The flash kernels that torch ships, which `torch.nn.attention.varlen.varlen_attn` calls (CUDA, half precision).
@@ -156,7 +167,7 @@ class VarlenKernel:
             call.cu_seqlens_q,
             call.cu_seqlens_k,
             call.max_seqlen_q,
-            call.max_seqlen_k,
+            _max_seqlen_k(call),
             0.0,
             call.window == (-1, 0),
             return_debug_mask=False,
@@ -181,7 +192,7 @@ class VarlenKernel:
             call.cu_seqlens_q,
             call.cu_seqlens_k,
             call.max_seqlen_q,
-            call.max_seqlen_k,
+            _max_seqlen_k(call),
             0.0,
             call.window == (-1, 0),
             torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout that is not there
@@ -210,7 +221,7 @@ class FlashAttention2:
             call.cu_seqlens_q,
             call.cu_seqlens_k,
             call.max_seqlen_q,
-            call.max_seqlen_k,
+            _max_seqlen_k(call),
             0.0,
             self.scale,
             causal=call.window == (-1, 0),
@@ -239,7 +250,7 @@ class FlashAttention2:
             call.cu_seqlens_q,
             call.cu_seqlens_k,
             call.max_seqlen_q,
-            call.max_seqlen_k,
+            _max_seqlen_k(call),
             0.0,
             self.scale,
             call.window == (-1, 0),
@@ -332,8 +343,10 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
 
     Raises:
-        WlbError: the named kernel is not installed, or has not what was asked for.
+        WlbError: there is no such kernel, it is not installed, or has not what was asked for.
     """
+    if name not in get_args(KernelName):
+        raise error("kernel", f"= {name!r}: must be one of {', '.join(get_args(KernelName))}", value=name)
     if name == "sdpa":
         return PlainKernel(scale, alibi_slopes)
     refusal = _flash_refusal(q)
@@ -345,7 +358,7 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     has_2 = name != "varlen" and _flash_attn_2() is not None
     if alibi_slopes is not None:
         if has_2 and alibi_aligned:
-            return FlashAttention2(scale, alibi_slopes)
+            return FlashAttention2(scale, alibi_slopes.float())
         if name == "auto":
             return PlainKernel(scale, alibi_slopes)
         reason = "measures ALiBi distances wrongly on this transport" if has_2 else "has no ALiBi"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -98,8 +100,22 @@ class _Gradient:
         return self._sum
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast would round what the plain kernel multiplies in the forward, and is off where backwards are run."""
+
+    @functools.wraps(function)
+    def run(ctx: Any, x: Tensor, *args: Any) -> Any:
+        device = x.device.type
+        known = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
+            return function(ctx, x, *args)
+
+    return run
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
+    @_without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
         output = _Output(q)
 
@@ -115,6 +131,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @_without_autocast
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
