@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
@@ -25,6 +24,7 @@ from wlb.torch.data.documents import Document, as_document, token_array
 from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
+from wlb.torch.data.thread import beside
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 1
@@ -127,10 +127,7 @@ class DynamicCpLoader(Generic[T]):
         self._skip = 0  # of them, those that a restored state has read
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        # A thread begins with device 0, where pinned memory and what `prepare` makes would go from all ranks.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        use_device = None if device is None else functools.partial(torch.cuda.set_device, device)
-        self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp", use_device)
+        self._thread = beside("wlb-dynamic-cp")
         self._ahead: Future[_Made[T]] | None = None
         self._broken = False
         self._closed = False
