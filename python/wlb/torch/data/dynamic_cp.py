@@ -216,7 +216,7 @@ class DynamicCpLoader(Generic[T]):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended = None, 0, False
-                return self._finished(lambda: _Made(None, self._standing()))
+                return self._peers.finished(lambda: _Made(None, self._standing()))
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
@@ -226,20 +226,7 @@ class DynamicCpLoader(Generic[T]):
             self._number += 1
             return _Made(step, self._standing())
 
-        return self._finished(finish)
-
-    def _finished(self, finish: Callable[[], _Made[T]]) -> _Made[T]:
-        """What `finish` gives, once it did on all ranks: one that is not given a step would leave the rest in it."""
-        failure: Exception | None = None
-        made = None
-        try:
-            made = finish()
-        except Exception as cause:
-            failure = cause
-        parts = self._peers.gather({"failure": told(failure), "agreement": None})
-        self._peers.agree(parts, failure, argument="step", what="step")
-        assert made is not None
-        return made
+        return self._peers.finished(finish)
 
     def _read_share(self) -> list[Document]:
         """This rank's documents of the next step; none once it has ended."""
