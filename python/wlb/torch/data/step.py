@@ -114,6 +114,11 @@ class StepLoader(Generic[T]):
         planner.next_epoch()
         self._sampler.consumed(planner)
 
+    @property
+    def num_micro_batches_per_rank(self) -> int:
+        """Of every step."""
+        return self._sampler.num_micro_batches_per_rank
+
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay of the consumed steps."""
         return self._sampler.planner.metrics()
