@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ import wlb
 from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
-from wlb.torch.data.documents import Document, as_document, token_array
+from wlb.torch.data.documents import Document, as_document, token_array, whole_number
 from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
@@ -370,13 +369,7 @@ def _checked(document: Document | Any, index: int) -> Document:
         numbers = {"id": named.id, "start": named.start}
         if named.next_token is not None:
             numbers["next_token"] = named.next_token
-    for name, value in numbers.items():
-        try:
-            numbers[name] = operator.index(value)
-        except TypeError:
-            raise error("batches", f"has {name} = {value!r}: must be an integer", index=index, value=value) from None
-        if not 0 <= numbers[name] < 2**63:
-            raise error("batches", f"has {name} = {value}: must be from 0 to 2**63 - 1", index=index, value=value)
+    numbers = {name: whole_number(value, "batches", name, index) for name, value in numbers.items()}
     return replace(named, tokens=token_array(named.tokens, "batches", index), **numbers)
 
 
