@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --cp 2 --steps 20 --checkpoint-dir run
     python examples/train.py --steps 20                       # the same on one process, with the same losses
 
-Killed? The same command again goes on from the last checkpoint, on the same documents; `--dp` and `--cp` may change.
+Killed? The same command again goes on from the last checkpoint, on the same documents. The layout may be another:
+dp is what `--pp`, `--cp` and `--tp` leave of the world.
 
 Read from `train` downwards. Everything that wlb does is in the few lines that mention it: a packer plans every global
 batch, a sampler hands each data-parallel rank its micro-batches, `collate` keeps what this context-parallel rank
@@ -345,6 +346,8 @@ def build_model(
     """This rank's stages, with an optimizer each."""
     pipeline, dtype = mesh["pp"], getattr(torch, settings.dtype)
     num_stages = pipeline.size() * settings.virtual_stages
+    if num_stages > config.num_layers:
+        raise SystemExit(f"{config.num_layers} layers are too few for {num_stages} pipeline stages")
     mine = stages_of_rank(
         pipeline.get_local_rank(), pp_size=pipeline.size(), num_stages=num_stages, schedule=settings.schedule
     )
@@ -502,9 +505,9 @@ def main(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; data-parallel ranks are what remains.")] = 1,
     virtual_stages: Annotated[int, typer.Option(help="Pipeline stages on each rank.")] = 1,
     schedule: Annotated[
-        str, typer.Option(help="1f1b, gpipe, interleaved_1f1b, interleaved_zero_bubble, zbv.")
+        str, typer.Option(help="1f1b, gpipe, interleaved_1f1b, interleaved_zero_bubble, zbv, dualpipev.")
     ] = "1f1b",
-    transport: Annotated[str, typer.Option(help="all_gather, ring, ulysses.")] = "all_gather",
+    transport: Annotated[str, typer.Option(help="all_gather, ring, ulysses, usp.")] = "all_gather",
     ulysses_size: Annotated[int | None, typer.Option(help="Ranks that exchange heads, with usp.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="Folder of documents; default: Python's own library.")] = None,
     pattern: Annotated[str, typer.Option(help="Names of files that are documents.")] = "*.py",

@@ -155,6 +155,15 @@ def test_as_collate_fn_in_workers(start_method: str) -> None:
         ([["a"]], {}, "documents", 0),
         ([[1]], {"cp_rank": 2, "cp_size": 2}, "cp_rank", None),
         ([[1]], {"cp_rank": -1, "cp_size": 2}, "cp_rank", None),
+        ([[1]], {"cp_rank": None}, "cp_rank", None),
+        ([[1], np.array([2**63 + 5], np.uint64)], {}, "documents", 1),
+        ([[1], Document([1, 2], "a")], {}, "documents", 1),  # type: ignore[arg-type]
+        ([[1], Document([1, 2], -1)], {}, "documents", 1),
+        ([[1], Document([1, 2], 0, next_token="x")], {}, "documents", 1),  # type: ignore[arg-type]
+        ([[1], Document([1, 2], 0, next_token=1.5)], {}, "documents", 1),  # type: ignore[arg-type]
+        ([[1], [2]], {"document_ids": [3, 2**63]}, "document_ids", 1),
+        ([[1], [2]], {"document_ids": [3, 1.7]}, "document_ids", 1),
+        ([[1]], {"document_ids": ["q"]}, "document_ids", 0),
         ([[1]], {"cp_size": 0}, "cp_size", None),
         ([[1]], {"document_ids": [1, 2]}, "document_ids", None),
         ([[1]], {"strategy": "best"}, "strategy", None),

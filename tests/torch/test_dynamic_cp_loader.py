@@ -432,6 +432,15 @@ def test_the_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(chosen, "device", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(chosen, "device", device))
-    seen = []
-    next(alone([DATA[:2]], prepare=lambda batch: seen.append(torch.cuda.current_device())))
-    assert set(seen) == {3}
+    seen: list[int] = []
+
+    def prepare(_batch: object) -> None:
+        seen.append(torch.cuda.current_device())
+
+    next(alone([DATA[:2]], prepare=prepare))
+    packer = wlb.Packer(num_micro_batches=1, max_tokens=1000, cost_model=COST)
+    sampler = BalancedBatchSampler(LENGTHS[:2], packer=packer, dp_rank=0, dp_size=1)
+    documents: Any = Documents(DATA[:2])
+    ahead: Any = DataLoader(documents, batch_sampler=sampler, collate_fn=list, num_workers=1)
+    list(StepLoader(ahead, prepare=prepare))
+    assert seen == [3, 3]

@@ -1,7 +1,7 @@
 """Packed micro-batches in real Hugging Face models and the real `Trainer`, against one document at a time."""
 
+import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,20 @@ import processes
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 import wlb
-from wlb.integrations.huggingface import MicroBatchLoader, PackedCollator
+from wlb.integrations.huggingface import MicroBatchCallback, MicroBatchLoader, PackedCollator
+from wlb.torch.data import BalancedBatchSampler, StepLoader
 
 VOCABULARY = 64
 
@@ -116,73 +126,82 @@ def test_bad_documents_are_named(feature: dict[str, Any]) -> None:
     assert (refused.value.argument, refused.value.index) == ("features", 1)
 
 
-LENGTHS = [30, 1, 7, 12, 3, 25, 9, 1, 40, 2, 16, 5]
-GLOBAL_BATCH = 6  # documents
+LENGTHS = [30, 1, 7, 12, 3, 25, 9, 1, 40, 2, 16, 5, 8, 11, 38]
 MICRO_BATCHES = 4
 
 
-class PlannedSampler:
-    """Each global batch packed by wlb, this rank's micro-batches of it; from another document in every epoch."""
+def sampler(dp_rank: int = 0, dp_size: int = 1) -> BalancedBatchSampler:
+    """4 steps in epoch 0 and 5 in the next. Documents wait, also from one to the other: in the step between them all.
 
-    def __init__(self, dp_rank: int, dp_size: int) -> None:
-        self.dp_rank, self.dp_size, self.epoch = dp_rank, dp_size, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(LENGTHS) // GLOBAL_BATCH * MICRO_BATCHES // self.dp_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        cost = wlb.CostModel(attention=1.0, linear=10.0)
-        methods = ("original", "var_length")  # all documents in one micro-batch and three empty; none empty
-        batches = np.roll(np.arange(len(LENGTHS)), self.epoch).reshape(-1, GLOBAL_BATCH)
-        for ids, method in zip(batches, methods, strict=True):
-            options = {"num_micro_batches": MICRO_BATCHES, "max_tokens": 128, "cost_model": cost, "method": method}
-            plan = wlb.pack(np.array(LENGTHS)[ids], **options)
-            for index in plan.deal(self.dp_size)[self.dp_rank]:
-                yield ids[plan[index].document_ids].tolist()
+    Other micro-batches are empty too.
+    """
+    packer = wlb.Packer(
+        num_micro_batches=MICRO_BATCHES,
+        max_tokens=64,
+        max_document_tokens=40,
+        outlier_thresholds=(30,),
+        cost_model=wlb.CostModel(attention=1.0, linear=10.0),
+    )
+    return BalancedBatchSampler(
+        LENGTHS, packer=packer, dp_rank=dp_rank, dp_size=dp_size, tokens_per_batch=80, num_epochs=2
+    )
 
 
 class PackedTrainer(Trainer):
     def get_train_dataloader(self) -> MicroBatchLoader:
-        sampler = PlannedSampler(self.args.process_index, self.args.world_size)
-        return MicroBatchLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+        batches = sampler(self.args.process_index, self.args.world_size)
+        documents = DataLoader(
+            self.train_dataset,
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+        )
+        return MicroBatchLoader(StepLoader(documents))
 
 
-def train(rank: int, folder: Path, dp_size: int, stops: list[int]) -> tuple[list[float], np.ndarray]:
-    """Trains up to each of these steps in turn, resuming from the checkpoint of the one before."""
+def train(rank: int, folder: Path, dp_size: int, stop: int) -> tuple[list[float], np.ndarray]:
+    """Trains up to a step, from the checkpoint that there is, or else from the beginning."""
     # accelerate asks for an address though it uses the group there is, and for more threads unless told otherwise:
     # matrix products hang in a forked process whose parent had several.
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    for stop in stops:
-        model = llama()
-        arguments = TrainingArguments(
-            str(folder),
-            use_cpu=True,
-            max_steps=stop,
-            gradient_accumulation_steps=MICRO_BATCHES // dp_size,
-            optim="sgd",
-            learning_rate=0.5,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            logging_steps=1,
-            save_steps=stop,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        trainer = PackedTrainer(model, arguments, train_dataset=documents(LENGTHS), data_collator=PackedCollator())
-        trainer.train(resume_from_checkpoint=stop != stops[0])
+    model = llama()
+    arguments = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        max_steps=stop,
+        gradient_accumulation_steps=MICRO_BATCHES // dp_size,
+        ignore_data_skip=True,
+        dataloader_num_workers=2 - dp_size,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_steps=stop,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = PackedTrainer(
+        model,
+        arguments,
+        train_dataset=documents(LENGTHS),
+        data_collator=PackedCollator(),
+        callbacks=[MicroBatchCallback()],
+    )
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
-def reference(epochs: int) -> tuple[list[float], np.ndarray]:
-    """The same steps with a plain loop, one document at a time."""
+def reference() -> tuple[list[float], np.ndarray]:
+    """The same steps with a plain loop, one document at a time, but for the one without documents."""
     model, features, losses = llama(), documents(LENGTHS), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for epoch in range(epochs):
-        for ids in np.roll(np.arange(len(LENGTHS)), epoch).reshape(-1, GLOBAL_BATCH):
+    batches = sampler()
+    micro_batches = [*batches, *batches]  # two epochs
+    for first in range(0, len(micro_batches), MICRO_BATCHES):
+        ids = list(itertools.chain(*micro_batches[first : first + MICRO_BATCHES]))
+        if ids:
             _, loss = one_by_one(model, [features[index] for index in ids])
             optimizer.zero_grad()
             loss.backward()
@@ -191,12 +210,53 @@ def reference(epochs: int) -> tuple[list[float], np.ndarray]:
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
-@pytest.mark.parametrize(("dp_size", "stops"), [(2, [4]), (1, [3, 4])])
-def test_trainer_takes_the_steps_of_one_document_at_a_time(dp_size: int, stops: list[int], tmp_path: Path) -> None:
-    losses, parameters = reference(epochs=2)
-    for rank_losses, rank_parameters in processes.run(dp_size, train, tmp_path, dp_size, stops):
-        np.testing.assert_allclose(rank_losses, losses, rtol=1e-5)
-        np.testing.assert_allclose(rank_parameters, parameters, rtol=0, atol=1e-6 * np.abs(parameters).max())
+def test_trainer_takes_the_steps_of_one_document_at_a_time(tmp_path: Path) -> None:
+    """From epoch 0 into the next on two ranks; there interrupted, while documents wait, and resumed on one."""
+    losses, parameters = reference()
+    assert len(losses) == 8
+    processes.run(2, train, tmp_path, 2, 5)
+    ((found, found_parameters),) = processes.run(1, train, tmp_path, 1, 8)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(found_parameters, parameters, rtol=0, atol=1e-6 * np.abs(parameters).max())
+
+
+def micro_batch_loader() -> MicroBatchLoader:
+    numbers: Any = range(len(LENGTHS))
+    return MicroBatchLoader(StepLoader(DataLoader(numbers, batch_sampler=sampler(), collate_fn=list)))
+
+
+def test_an_iteration_after_any_step_gives_documents() -> None:
+    """Where the rest of an epoch has none too: the Trainer would take the end of an iteration for that of all data."""
+    whole = micro_batch_loader()
+    expected = [*whole, *whole]
+    found, state = [], micro_batch_loader().steps.state_dict()
+    for _ in range(8):
+        loader = micro_batch_loader()
+        loader.steps.load_state_dict(state)
+        found += itertools.islice(loader, MICRO_BATCHES)
+        state = loader.steps.state_dict()
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"ignore_data_skip": False}, "ignore_data_skip"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+        ({"loader": DataLoader([1])}, "train_dataloader"),
+        ({"saved": {}}, "state"),
+    ],
+)
+def test_a_trainer_that_would_train_other_documents_is_refused(
+    change: dict[str, Any], argument: str, tmp_path: Path
+) -> None:
+    loader = change.pop("loader", micro_batch_loader())
+    state = TrainerState(global_step=3, stateful_callbacks=change.pop("saved", None))
+    options = {"gradient_accumulation_steps": MICRO_BATCHES, "ignore_data_skip": True} | change
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, **options)
+    with pytest.raises(wlb.WlbError) as refused:
+        MicroBatchCallback().on_train_begin(arguments, state, TrainerControl(), train_dataloader=loader)
+    assert refused.value.argument == argument
 
 
 def test_an_empty_micro_batch_counts_nothing() -> None:

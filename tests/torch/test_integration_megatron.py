@@ -39,19 +39,23 @@ def test_max_tokens_holds_after_padding_and_no_token_is_lost() -> None:
         max_document_tokens=1024,
         oversize="split",
     )
-    lengths: list[int] = []
-    plans = []
-    for _ in range(8):
-        batch = rng.integers(1, 1500, 15)
-        lengths.extend(batch)
-        plans.append(packer.push(megatron.padded_lengths(batch, pad_multiple=multiple)))
+    lengths = rng.integers(1, 1500, 8 * 15)
+    batches = rng.permutation(len(lengths)).reshape(8, 15)
+    plans = [packer.push(megatron.padded_lengths(lengths[ids], pad_multiple=multiple), ids=ids) for ids in batches]
+    assert any(
+        not set(mine.document_ids) <= set(ids) for plan, ids in zip(plans, batches, strict=True) for mine in plan
+    )
     seen = np.zeros(len(lengths), np.int64)
     for micro_batch in (micro_batch for plan in [*plans, *packer.flush()] for micro_batch in plan):
-        documents = np.array(lengths)[micro_batch.document_ids]
-        real = megatron.real_lengths(micro_batch, documents, pad_multiple=multiple)
+        shard = wlb.shard(micro_batch.lengths, cp_size=4)
+        real = megatron.real_lengths(micro_batch, lengths[micro_batch.document_ids], pad_multiple=multiple)
         np.add.at(seen, micro_batch.document_ids, real)
-        padded = megatron.padded_lengths(real, pad_multiple=multiple)
-        assert padded.sum() == micro_batch.tokens <= 4096
+        batch = {"tokens": megatron.pad(torch.ones(int(real.sum())), shard, lengths=real, fill=0)[None]}
+        slices = [megatron.slice_for_rank(batch, shard, cp_rank=rank)["tokens"] for rank in range(4)]
+        assert sum(int(part.sum()) for part in slices) == real.sum()
+        params = megatron.packed_seq_params(shard, lengths=real)
+        assert params.cu_seqlens_q[-1] == real.sum()
+        assert params.cu_seqlens_q_padded[-1] == micro_batch.tokens <= 4096
     np.testing.assert_array_equal(seen, lengths)
 
 

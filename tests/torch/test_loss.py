@@ -74,6 +74,9 @@ def test_nothing_to_predict_is_a_loss_of_zero() -> None:
     loss.backward()
     assert loss.item() == 0
     assert not logits.grad.any()
+    for count in (0, -1, 1.5):
+        with pytest.raises(wlb.WlbError, match="num_valid_tokens"):
+            token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=count)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

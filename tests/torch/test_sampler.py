@@ -175,6 +175,9 @@ def test_epochs_differ_and_hand_over_what_waits() -> None:
 
 def test_set_epoch() -> None:
     of = sampler(0, 1)
+    for epoch in (-1, 0.5):
+        with pytest.raises(wlb.WlbError, match="epoch"):
+            of.set_epoch(epoch)  # type: ignore[arg-type]
     of.set_epoch(5)
     steps = list(step_loader(of))
     assert {step.epoch for step in steps} == {5}
@@ -419,6 +422,11 @@ def test_a_changed_packer_is_accepted_on_request() -> None:
     [
         ({"dp_size": 3}, "dp_size"),
         ({"dp_size": 0}, "dp_size"),
+        ({"dp_size": 2.0}, "dp_size"),
+        ({"dp_rank": 0.0}, "dp_rank"),
+        ({"num_epochs": 1.5}, "num_epochs"),
+        ({"tokens_per_batch": 10.5}, "tokens_per_batch"),
+        ({"seed": 0.5}, "seed"),
         ({"dp_rank": 2}, "dp_rank"),
         ({"dp_rank": -1}, "dp_rank"),
         ({"tokens_per_batch": 0}, "tokens_per_batch"),

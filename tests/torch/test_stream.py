@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import wlb
-from wlb.torch.data import BalancedStream, PackedBatch, Step, collate
+from wlb.torch.data import BalancedStream, Document, PackedBatch, Step, collate
 
 COST = wlb.CostModel(attention=1e-3, linear=1e-2)
 Micro = dict[tuple[int, int], list[Any]]  # (step, micro-batch) -> ids, tokens, labels
@@ -75,7 +75,7 @@ def stream(texts: Any = TEXTS, *, group: Any = None, **options: Any) -> Balanced
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     of = options.pop("packer_", None) or packer()
-    return BalancedStream(texts, packer=of, collate_fn=collate, group=group, **options)
+    return BalancedStream(texts, **{"packer": of, "collate_fn": collate, "group": group, **options})
 
 
 def contents(step: Step[PackedBatch]) -> Micro:
@@ -293,6 +293,18 @@ def test_a_document_that_is_too_long_fails_all_ranks() -> None:
     answers = processes.run(2, failure, TEXTS, {"packer_": packer(oversize="error")})
     assert answers[0] == answers[1]
     assert "max_document_tokens" in answers[0][0]
+
+
+def bad_collate(documents: list[Document]) -> PackedBatch:
+    if dist.get_rank() == 1:
+        raise KeyError("x")
+    return collate(documents)
+
+
+def test_a_collate_fn_that_fails_on_one_rank_fails_all() -> None:
+    answers = processes.run(2, failure, TEXTS, {"collate_fn": bad_collate})
+    assert answers[0] == answers[1]
+    assert answers[0][0] == "step failed on rank 1: KeyError: 'x'"
 
 
 def disagree(rank: int) -> str:

@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,12 @@ def run(rank: int, settings: example.Settings, dies: tuple[str, int] | None = No
 
 def rows(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    mesh: Any = {"pp": SimpleNamespace(size=lambda: 3)}
+    with pytest.raises(SystemExit, match="8 layers are too few for 9 pipeline stages"):
+        example.build_model(replace(SETTINGS, virtual_stages=3), CONFIG, mesh, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("killed_in", ["clip_gradients", "state_of"])

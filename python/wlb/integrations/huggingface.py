@@ -1,19 +1,38 @@
 """Micro-batches for Hugging Face models and their `Trainer`: documents side by side in one row, without padding.
 
-:class:`PackedCollator` works with any sampler; with a batch sampler whose elements are the documents of one micro-batch
-of this data-parallel rank, `Trainer` trains on wlb's plan::
+:class:`PackedCollator` works with any sampler. `Trainer` trains on wlb's plan with a `BalancedBatchSampler`::
 
     class PackedTrainer(Trainer):
         def get_train_dataloader(self):
-            return MicroBatchLoader(self.train_dataset, batch_sampler=batch_sampler, collate_fn=self.data_collator)
+            sampler = BalancedBatchSampler(
+                lengths, packer=packer, dp_rank=self.args.process_index, dp_size=self.args.world_size, num_epochs=3
+            )
+            documents = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+            return MicroBatchLoader(StepLoader(documents))
 
-    PackedTrainer(model, TrainingArguments(gradient_accumulation_steps=micro_batches_per_rank, ...),
-                  train_dataset=documents, data_collator=PackedCollator())
+    arguments = TrainingArguments(
+        max_steps=steps,
+        gradient_accumulation_steps=packer.num_micro_batches // data_parallel_ranks,
+        ignore_data_skip=True,
+        ...,
+    )
+    trainer = PackedTrainer(
+        model, arguments, train_dataset=documents, data_collator=PackedCollator(), callbacks=[MicroBatchCallback()]
+    )
+    trainer.train(resume_from_checkpoint=...)
+
+`max_steps` is needed, since nobody knows beforehand how many steps the packer makes of an epoch; the Trainer takes it
+for the length of an epoch, so its own count of epochs means nothing. It goes on, epoch after epoch, until then.
+`gradient_accumulation_steps` is the number of micro-batches of a rank in a global batch; then the Trainer divides the
+loss by the tokens of the whole global batch, over all ranks (`average_tokens_across_devices=True`, its default).
+
+The Trainer resumes by skipping as many micro-batches as it has trained, within one epoch, and knows of no queues.
+:class:`MicroBatchCallback` puts the state of the `StepLoader` into the checkpoint instead; for that to count,
+`ignore_data_skip=True`. A resumed run trains the documents of one that was not interrupted, on another number of ranks
+or workers too.
 
 The loader is not given to `accelerator.prepare`: the sampler yields this rank's part alone, and `accelerate` would
-share it out a second time. `gradient_accumulation_steps` is the number of micro-batches of a rank in a global batch;
-then the Trainer divides the loss by the tokens of the whole global batch, over all ranks
-(`average_tokens_across_devices=True`, its default).
+share it out a second time.
 
 What keeps documents apart is the model's attention, by `attn_implementation`:
 
@@ -29,16 +48,19 @@ Layers that are no attention (convolutions, state-space layers) mix documents un
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from wlb._errors import error
+from wlb.torch.data import StepLoader
+from wlb.torch.data.state import field
 
-__all__ = ["MicroBatchLoader", "PackedCollator"]
+__all__ = ["MicroBatchCallback", "MicroBatchLoader", "PackedCollator"]
 
 IGNORE = -100  # the label that Hugging Face losses skip
 
@@ -99,10 +121,66 @@ class PackedCollator:
         return batch
 
 
-class MicroBatchLoader(DataLoader[Any]):
-    """A `DataLoader` that tells its batch sampler of new epochs: the Trainer calls `set_epoch` on the loader."""
+class MicroBatchLoader:
+    """Gives the Trainer one micro-batch at a time of the steps that a `StepLoader` reads.
 
-    def set_epoch(self, epoch: int) -> None:
-        """Calls `batch_sampler.set_epoch(epoch)`."""
-        sampler: Any = self.batch_sampler
-        sampler.set_epoch(epoch)
+    No `DataLoader`, and without a length or `set_epoch`: the sampler goes from epoch to epoch by itself, and goes on
+    where it stood after a resume, which the Trainer's epochs know nothing of.
+
+    Attributes:
+        steps: Where the micro-batches come from; its state is that of the last step of which one was given.
+    """
+
+    def __init__(self, steps: StepLoader[Any]) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of the rest of the epoch; of the next one if it has none: the Trainer would stop there.
+
+        A step in which all documents wait, or no token has another to predict, is passed over: the Trainer would divide
+        by its labels, of which there are none.
+        """
+        given = False
+        while not given:
+            for step in self.steps:
+                if any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
+                    given = True
+                    yield from step.micro_batches
+
+
+class MicroBatchCallback(TrainerCallback, ExportableState):
+    """Keeps in the Trainer's checkpoints where a :class:`MicroBatchLoader` stands, and goes on there."""
+
+    def __init__(self) -> None:
+        self._steps: StepLoader[Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restores the loader if training resumes.
+
+        Raises:
+            wlb.WlbError: The Trainer has another loader, or arguments with which it would train other documents, or
+                the checkpoint was saved without this callback or is of other documents.
+        """
+        loader = kwargs["train_dataloader"]
+        if not isinstance(loader, MicroBatchLoader):
+            found = type(loader).__name__
+            raise error("train_dataloader", f"is a {found}, not a MicroBatchLoader", value=found)
+        if not args.ignore_data_skip:
+            message = "= False: must be True, or the Trainer skips micro-batches after a resume"
+            raise error("ignore_data_skip", message, value=False)
+        own, planned = args.gradient_accumulation_steps, loader.steps.num_micro_batches_per_rank
+        if own != planned:
+            message = f"= {own}: a rank has {planned} micro-batches in every global batch"
+            raise error("gradient_accumulation_steps", message, value=own)
+        if state.global_step:
+            callbacks: Any = state.stateful_callbacks  # in a checkpoint a dict
+            saved = field(callbacks, type(self).__name__, dict)
+            loader.steps.load_state_dict(field(saved, "steps", dict))
+        self._steps = loader.steps
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank."""
+        steps = None if self._steps is None else self._steps.state_dict()
+        return {"args": {}, "attributes": {}, "steps": steps}

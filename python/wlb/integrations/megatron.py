@@ -1,11 +1,12 @@
 """Micro-batches for Megatron-Core over Transformer Engine: `PackedSeqParams`, and each context-parallel rank's slice.
 
 Transformer Engine cuts every document of a packed (thd) sequence into ``2 * cp_size`` equal chunks, so each needs
-padding. Pad the lengths *before* packing: then ``max_tokens`` counts the padding, and no micro-batch overflows::
+padding. Pad the lengths *before* packing: then ``max_tokens`` counts the padding, and no micro-batch overflows. With
+``lengths`` of all documents of the run, int64[documents], and of every global batch their indices ``ids``::
 
     multiple = required_multiple(cp_size=cp_size)
-    packing = packer.push(padded_lengths(lengths, pad_multiple=multiple))
-    micro_batch = packing[i]
+    packing = packer.push(padded_lengths(lengths[ids], pad_multiple=multiple), ids=ids)
+    micro_batch = packing[i]                                             # may hold documents of earlier pushes
     shard = wlb.shard(micro_batch.lengths, cp_size=cp_size)              # per document: the cut of Transformer Engine
     real = real_lengths(micro_batch, lengths[micro_batch.document_ids], pad_multiple=multiple)
 

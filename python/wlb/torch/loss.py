@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.torch.data.batch import IGNORE
 
 
@@ -26,14 +26,15 @@ def token_normalized_loss(
     Args:
         logits: float[tokens, vocabulary]; may have 0 tokens. Computed in fp32.
         labels: int64[tokens], `ignore_index` where there is nothing to predict.
-        num_valid_tokens: labels that count in the whole global batch (:func:`count_valid_tokens`).
+        num_valid_tokens: labels that count in the whole global batch, at least 1 (:func:`count_valid_tokens`). A tensor
+            is not looked at, for that would wait for the device.
         ignore_index: as in :func:`torch.nn.functional.cross_entropy`.
 
     Returns:
         A scalar, float32.
 
     Raises:
-        WlbError: for shapes that do not fit.
+        WlbError: for shapes that do not fit, or an int below 1.
     """
     if logits.ndim != 2:
         raise error(
@@ -42,6 +43,8 @@ def token_normalized_loss(
     if labels.shape != logits.shape[:1]:
         shape = tuple(labels.shape)
         raise error("labels", f"has shape {shape}: must be [{logits.shape[0]}], the tokens of logits", value=shape)
+    if not isinstance(num_valid_tokens, Tensor):
+        check_integer("num_valid_tokens", num_valid_tokens, minimum=1)
     total = F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
     return total / num_valid_tokens
 

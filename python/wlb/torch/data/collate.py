@@ -10,9 +10,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 import wlb
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.torch.data.batch import IGNORE, PackedBatch
-from wlb.torch.data.documents import Document, as_document, token_array
+from wlb.torch.data.documents import Document, as_document, token_array, whole_numbers
 
 
 def collate(
@@ -55,14 +55,18 @@ def collate(
     named = [as_document(document, number) for number, document in enumerate(documents)]
     arrays = [token_array(document.tokens, "documents", number) for number, document in enumerate(named)]
     if document_ids is None:
-        ids = np.array([document.id for document in named], np.int64)
+        ids = whole_numbers([document.id for document in named], "documents", "id")
     else:
-        ids = np.array(document_ids, np.int64)
-        if ids.shape != (len(named),):
-            raise error("document_ids", f"has shape {ids.shape}, not [{len(named)}]", value=ids.shape)
+        given = np.array(document_ids, object)  # every number as it is
+        if given.shape != (len(named),):
+            raise error("document_ids", f"has shape {given.shape}, not [{len(named)}]", value=given.shape)
+        ids = whole_numbers(given.tolist(), "document_ids", "id")
+    followers = [0 if document.next_token is None else document.next_token for document in named]
+    whole_numbers(followers, "documents", "next_token")
     lengths = np.array([array.size for array in arrays], np.int64)
     shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy, causal=causal, **sharding)  # type: ignore[arg-type]
-    if not 0 <= cp_rank < cp_size:
+    check_integer("cp_rank", cp_rank, minimum=0)
+    if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
     tokens, labels = packed(arrays, named)

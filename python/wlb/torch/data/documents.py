@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,7 +83,7 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
     """One-dimensional integers, not copied where that can be.
 
     Raises:
-        wlb.WlbError: `tokens` is something else, or empty.
+        wlb.WlbError: `tokens` is something else, or empty, or has a token beyond int64.
     """
     if isinstance(tokens, Tensor):
         tokens = tokens.detach().cpu().numpy()
@@ -97,7 +99,35 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
         raise error(argument, "has no tokens", index=index, value=0)
     if array.dtype.kind not in "iu":
         raise error(argument, f"holds {array.dtype}, not integers", index=index, value=str(array.dtype))
+    if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+        raise error(argument, f"has token {array.max()}: must be below 2**63", index=index, value=int(array.max()))
     return array
+
+
+def whole_number(value: Any, argument: str, name: str, index: int) -> int:
+    """A number that says something of the document at `index`, as an int.
+
+    Raises:
+        wlb.WlbError: It is no integer, below 0, or beyond int64.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise error(argument, f"has {name} = {value!r}: must be an integer", index=index, value=value) from None
+    if not 0 <= number < 2**63:
+        raise error(argument, f"has {name} = {value}: must be from 0 to 2**63 - 1", index=index, value=value)
+    return number
+
+
+def whole_numbers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int64]:
+    """Of each document the `whole_number`: int64 [documents]; one that is none raises."""
+    try:
+        numbers = np.fromiter(map(operator.index, values), np.int64, len(values))
+    except (TypeError, OverflowError):
+        numbers = None
+    if numbers is None or numbers.min(initial=0) < 0:  # some number is bad: which?
+        numbers = np.array([whole_number(value, argument, name, at) for at, value in enumerate(values)], np.int64)
+    return numbers
 
 
 def as_document(document: Document | Any, number: int) -> Document:

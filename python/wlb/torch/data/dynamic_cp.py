@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
@@ -21,10 +19,11 @@ import wlb
 from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
-from wlb.torch.data.documents import Document, as_document, token_array
+from wlb.torch.data.documents import Document, as_document, token_array, whole_number
 from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
+from wlb.torch.data.thread import beside
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 1
@@ -127,10 +126,7 @@ class DynamicCpLoader(Generic[T]):
         self._skip = 0  # of them, those that a restored state has read
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        # A thread begins with device 0, where pinned memory and what `prepare` makes would go from all ranks.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        use_device = None if device is None else functools.partial(torch.cuda.set_device, device)
-        self._thread = ThreadPoolExecutor(1, "wlb-dynamic-cp", use_device)
+        self._thread = beside("wlb-dynamic-cp")
         self._ahead: Future[_Made[T]] | None = None
         self._broken = False
         self._closed = False
@@ -219,7 +215,7 @@ class DynamicCpLoader(Generic[T]):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended = None, 0, False
-                return self._finished(lambda: _Made(None, self._standing()))
+                return self._peers.finished(lambda: _Made(None, self._standing()))
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
@@ -229,20 +225,7 @@ class DynamicCpLoader(Generic[T]):
             self._number += 1
             return _Made(step, self._standing())
 
-        return self._finished(finish)
-
-    def _finished(self, finish: Callable[[], _Made[T]]) -> _Made[T]:
-        """What `finish` gives, once it did on all ranks: one that is not given a step would leave the rest in it."""
-        failure: Exception | None = None
-        made = None
-        try:
-            made = finish()
-        except Exception as cause:
-            failure = cause
-        parts = self._peers.gather({"failure": told(failure), "agreement": None})
-        self._peers.agree(parts, failure, argument="step", what="step")
-        assert made is not None
-        return made
+        return self._peers.finished(finish)
 
     def _read_share(self) -> list[Document]:
         """This rank's documents of the next step; none once it has ended."""
@@ -386,13 +369,7 @@ def _checked(document: Document | Any, index: int) -> Document:
         numbers = {"id": named.id, "start": named.start}
         if named.next_token is not None:
             numbers["next_token"] = named.next_token
-    for name, value in numbers.items():
-        try:
-            numbers[name] = operator.index(value)
-        except TypeError:
-            raise error("batches", f"has {name} = {value!r}: must be an integer", index=index, value=value) from None
-        if not 0 <= numbers[name] < 2**63:
-            raise error("batches", f"has {name} = {value}: must be from 0 to 2**63 - 1", index=index, value=value)
+    numbers = {name: whole_number(value, "batches", name, index) for name, value in numbers.items()}
     return replace(named, tokens=token_array(named.tokens, "batches", index), **numbers)
 
 

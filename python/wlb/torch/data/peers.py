@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 import wlb
 from wlb._errors import error
+
+T = TypeVar("T")
 
 
 class Peers:
@@ -53,6 +55,22 @@ class Peers:
         others = [rank for rank, part in enumerate(parts) if part["agreement"] != parts[0]["agreement"]]
         if others:
             raise error("group", f"has ranks {others} with another {what} than rank 0", value=others)
+
+    def finished(self, work: Callable[[], T]) -> T:
+        """What `work` gives, once it did on all ranks: one that is not given a step would leave the rest in it.
+
+        Raises:
+            wlb.WlbError: It failed on some; on every rank.
+        """
+        failure: Exception | None = None
+        result: list[T] = []
+        try:
+            result = [work()]
+        except Exception as cause:
+            failure = cause
+        parts = self.gather({"failure": told(failure), "agreement": None})
+        self.agree(parts, failure, argument="step", what="step")
+        return result[0]
 
     def all_to_all(
         self, outgoing: list[list[NDArray[Any]]], incoming: list[list[int]]

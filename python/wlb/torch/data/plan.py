@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import wlb
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import field, same
@@ -177,7 +177,8 @@ class Planner:
         """
         if epoch == self.epoch:
             return
-        if epoch < 0 or (epoch < self.epoch and self.pending):
+        check_integer("epoch", epoch, minimum=0)
+        if epoch < self.epoch and self.pending:
             message = f"= {epoch}: epoch {self.epoch} is reached, {self.pending} documents of it or before still wait"
             raise error("epoch", message, value=epoch)
         self.epoch, self._position = epoch, 0

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 import wlb
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.plan import Corpus, Order, Planner
 from wlb.torch.data.state import field
@@ -62,12 +62,14 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         num_epochs: int = 1,
     ) -> None:
         micro_batches = packer.num_micro_batches
-        if dp_size < 1 or micro_batches % dp_size:
+        check_integer("dp_size", dp_size, minimum=1)
+        check_integer("dp_rank", dp_rank, minimum=0)
+        check_integer("num_epochs", num_epochs, minimum=1)
+        check_integer("seed", seed, minimum=-(2**63))
+        if micro_batches % dp_size:
             raise error("dp_size", f"= {dp_size} does not divide {micro_batches} micro-batches", value=dp_size)
-        if not 0 <= dp_rank < dp_size:
+        if dp_rank >= dp_size:
             raise error("dp_rank", f"= {dp_rank}: the group has ranks 0 to {dp_size - 1}", value=dp_rank)
-        if num_epochs < 1:
-            raise error("num_epochs", f"= {num_epochs}: at least 1", value=num_epochs)
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         tokens_per_batch = batch_tokens(packer, tokens_per_batch)
@@ -200,12 +202,13 @@ def batch_tokens(packer: wlb.Packer, tokens_per_batch: int | None) -> int:
     """Checks `tokens_per_batch`, or gives what it is by default: full context windows.
 
     Raises:
-        wlb.WlbError: It is not positive, or more than a step can train: the backlog would grow without end.
+        wlb.WlbError: It is no integer from 1 on, or more than a step can train: the backlog would grow without end.
     """
     if tokens_per_batch is None:
         return packer.num_micro_batches * packer.max_document_tokens
+    check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
     most = packer.num_micro_batches * packer.max_tokens
-    if not 1 <= tokens_per_batch <= most:
+    if tokens_per_batch > most:
         message = f"= {tokens_per_batch}: from 1 to num_micro_batches * max_tokens = {most}"
         raise error("tokens_per_batch", message, value=tokens_per_batch)
     return tokens_per_batch

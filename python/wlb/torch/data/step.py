@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,6 +18,7 @@ from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.plan import Planner
 from wlb.torch.data.sampler import BalancedBatchSampler
+from wlb.torch.data.thread import beside
 
 T = TypeVar("T")
 
@@ -63,7 +63,8 @@ class StepLoader(Generic[T]):
         loader: A `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
             the order of its batches. A `StatefulDataLoader` keeps its own state; both agree.
         prepare: Gets every micro-batch before its step is given, and gives what the step will hold: for instance a
-            function that calls `prepare_attention`. With workers it runs beside the step before, in a thread.
+            function that calls `prepare_attention`. With workers it runs beside the step before, in a thread, on the
+            CUDA device that was in use when the iteration began, if CUDA was.
     """
 
     def __init__(self, loader: DataLoader[Any], *, prepare: Callable[[Any], T] | None = None) -> None:
@@ -101,7 +102,7 @@ class StepLoader(Generic[T]):
             return Step(planner.step, planner.epoch, packing, indices, micro_batches, seconds), following
 
         # What workers send must still be fetched from them, which takes time that a step would wait.
-        with ThreadPoolExecutor(1, "wlb-step-loader") if self._read_ahead else nullcontext() as reader:
+        with beside("wlb-step-loader") if self._read_ahead else nullcontext() as reader:
             ahead = reader and reader.submit(next_step, planner)
             while not planner.ended:
                 step, planner = ahead.result() if ahead else next_step(planner)
@@ -112,6 +113,11 @@ class StepLoader(Generic[T]):
         planner = planner.copy()
         planner.next_epoch()
         self._sampler.consumed(planner)
+
+    @property
+    def num_micro_batches_per_rank(self) -> int:
+        """Of every step."""
+        return self._sampler.num_micro_batches_per_rank
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay of the consumed steps."""

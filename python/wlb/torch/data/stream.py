@@ -98,8 +98,8 @@ class BalancedStream(Generic[T]):
         """The next step. A collective: all ranks of the group call it, and all have the same number of steps.
 
         Raises:
-            wlb.WlbError: A stream failed on some rank (all ranks say which, and why), ranks have different
-                configurations, or the packer refuses a document.
+            wlb.WlbError: A stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
+                different configurations, or the packer refuses a document.
         """
         if self._broken:
             raise error("streams", "failed in an earlier step; load a state saved before into a new stream")
@@ -110,7 +110,8 @@ class BalancedStream(Generic[T]):
             raise StopIteration
         deal = packing.deal(self._size)
         documents = self._exchange(packing, deal)
-        step = Step(self._step, 0, packing, deal[self._rank], [self._collate(part) for part in documents])
+        micro_batches = self._peers.finished(lambda: [self._collate(part) for part in documents])
+        step = Step(self._step, 0, packing, deal[self._rank], micro_batches)
         self._step += 1
         self._broken = False
         return step
