@@ -130,7 +130,7 @@ LENGTHS = [30, 1, 7, 12, 3, 25, 9, 1, 40, 2, 16, 5, 8, 11, 38]
 MICRO_BATCHES = 4
 
 
-def sampler(dp_rank: int = 0, dp_size: int = 1) -> BalancedBatchSampler:
+def sampler(dp_rank: int = 0, dp_size: int = 1, lengths: list[int] = LENGTHS) -> BalancedBatchSampler:
     """4 steps in epoch 0 and 5 in the next. Documents wait, also from one to the other: in the step between them all.
 
     Other micro-batches are empty too.
@@ -143,7 +143,7 @@ def sampler(dp_rank: int = 0, dp_size: int = 1) -> BalancedBatchSampler:
         cost_model=wlb.CostModel(attention=1.0, linear=10.0),
     )
     return BalancedBatchSampler(
-        LENGTHS, packer=packer, dp_rank=dp_rank, dp_size=dp_size, tokens_per_batch=80, num_epochs=2
+        lengths, packer=packer, dp_rank=dp_rank, dp_size=dp_size, tokens_per_batch=80, num_epochs=2
     )
 
 
@@ -236,6 +236,13 @@ def test_an_iteration_after_any_step_gives_documents() -> None:
         found += itertools.islice(loader, MICRO_BATCHES)
         state = loader.steps.state_dict()
     assert found == expected
+
+
+def test_documents_of_one_token_have_nothing_to_predict() -> None:
+    numbers: Any = range(9)
+    documents = DataLoader(numbers, batch_sampler=sampler(lengths=[1] * 9), collate_fn=list)
+    with pytest.raises(wlb.WlbError, match="nothing to predict"):
+        next(iter(MicroBatchLoader(StepLoader(documents))))
 
 
 @pytest.mark.parametrize(

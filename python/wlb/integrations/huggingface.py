@@ -139,13 +139,21 @@ class MicroBatchLoader:
 
         A step in which all documents wait, or no token has another to predict, is passed over: the Trainer would divide
         by its labels, of which there are none.
+
+        Raises:
+            wlb.WlbError: In two epochs all documents that were not waiting had one token.
         """
-        given = False
+        given, barren = False, 0
         while not given:
+            if barren > 1:
+                raise error("steps", "have documents of one token only: there is nothing to predict")
+            trained = False
             for step in self.steps:
+                trained |= any(map(len, step.packing))
                 if any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
                     given = True
                     yield from step.micro_batches
+            barren += trained
 
 
 class MicroBatchCallback(TrainerCallback, ExportableState):
