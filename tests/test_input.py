@@ -240,7 +240,7 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (analytic, {"generation": "h100", "head_dim": 64}, "num_heads", [0, -1, 2**40, 2**100, 1.5, "2", None]),
     (analytic, {"generation": "h100", "num_heads": 4, "head_dim": 64}, "num_kv_heads", [0, 3, 2**40, 1.5]),
     (analytic, {"generation": "h100", "num_heads": 4}, "head_dim", [0, -1, 2**40, 1.5, None]),
-    (wlb.CostModel, RATES, "attention", [-1.0, NAN, INF, -INF, 10**400, True]),
+    (wlb.CostModel, RATES, "attention", [-1.0, NAN, INF, -INF, 10**400, True, np.True_, np.complex128(1 + 2j)]),
     (wlb.CostModel, RATES, "linear", [-1.0, NAN, INF, -INF, 10**400, True]),
     (wlb.CostModel, RATES | {"attention": 0.0}, "linear", [0.0]),
     *(

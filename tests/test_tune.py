@@ -127,6 +127,22 @@ def test_a_price_for_any_limit(corpus: NDArray[Any], llama_cost: wlb.CostModel) 
         balance = result.best.imbalance_mean
 
 
+def test_at_no_delay_nothing_waits_that_finds_room() -> None:
+    """Where a shorter step would be dearer than any wait: light documents usually make way for long ones."""
+    packing: dict[str, Any] = {
+        "num_micro_batches": 2,
+        "max_tokens": 51,
+        "max_document_tokens": 47,
+        "cost_model": wlb.CostModel(attention=1.0, linear=0.0),
+    }
+    push = [42, 43, 8, 7]
+    for price, placed in ((0.1, [1, 0, 1, -1]), (1e6, [1, 0, 1, 0])):
+        packer = wlb.Packer(release="adaptive", delay_price=price, **packing)
+        assert packer.push(push).assignment.tolist() == placed
+    result = wlb.tune_delay_price(push * 40, **packing, tokens_per_batch=100, max_mean_delay=0.0)
+    assert (result.best.delay_mean, result.best.delay_max) == (0, 0)
+
+
 def test_nothing_to_tune_on(llama_cost: wlb.CostModel) -> None:
     for tune in (wlb.tune_outlier_thresholds, wlb.tune_delay_price):
         with pytest.raises(wlb.WlbError) as raised:

@@ -166,9 +166,12 @@ def adaptive(
     def debt(entries: list[Waiting]) -> int:
         return sum(entry.piece.length * (packer.iteration - entry.arrived + 1) for entry in entries)
 
+    def price(waiting: int) -> float:
+        return delay_price * float(waiting) / (float(n) * float(packer.limit))
+
     def loss(heaviest: float, total: float, waiting: int) -> float:
         imbalance = heaviest * n / total if total > 0 else 1.0
-        return max(imbalance - 1.0, 0.0) + delay_price * float(waiting) / (float(n) * float(packer.limit))
+        return max(imbalance - 1.0, 0.0) + price(waiting)
 
     # What must leave: as Algorithm 1 puts it; if not all fits, by tokens alone.
     first = [entry.piece for entry in urgent]
@@ -206,12 +209,14 @@ def adaptive(
         tokens = [sum(piece.length for piece in pieces) for pieces in batches]
         costs = list(urgent_costs)
         waiting, elsewhere = others[:held], fallbacks
+        everything = sum_in_order(costs) + sum_in_order(cost(entry.piece.length) for entry in reversed(others[held:]))
         for entry in others[held:]:
             added, length = cost(entry.piece.length), entry.piece.length
             cheapest = costs.index(min(costs))
             with_room = [batch for batch in range(n) if tokens[batch] + length <= max_tokens]
             place = min(with_room, key=lambda batch: costs[batch], default=None)
-            if place is None or (place != cheapest and costs[place] + added > max(costs)):
+            tolerated = max(costs) + price(debt([entry])) * (everything / n)
+            if place is None or (place != cheapest and costs[place] + added > tolerated):
                 waiting = [*waiting, entry]
                 continue
             elsewhere += place != cheapest

@@ -81,11 +81,13 @@ pub(crate) fn integer(argument: &'static str, object: &Bound<'_, PyAny>) -> PyRe
     Err(refuse(argument, None, Some(object), problem))
 }
 
-/// One real number, if given; a bool is none.
+/// One real number, if given; a bool is none, nor is a complex number.
 pub(crate) fn real(argument: &'static str, object: Option<&Bound<'_, PyAny>>, default: f64) -> PyResult<f64> {
     let Some(object) = object else { return Ok(default) };
+    let of_numpy = object.getattr("dtype").and_then(|dtype| dtype.getattr("kind")?.extract::<String>());
+    let is_real = !object.is_instance_of::<PyBool>() && of_numpy.map_or(true, |kind| "iuf".contains(&kind));
     match object.extract() {
-        Ok(value) if !object.is_instance_of::<PyBool>() => Ok(value),
+        Ok(value) if is_real => Ok(value),
         _ => Err(refuse(argument, None, Some(object), "must be a real number")),
     }
 }

@@ -77,6 +77,9 @@ pub(crate) fn refuse_entry(argument: &str, place: &[usize], value: f64, problem:
     })
 }
 
+/// 2^53: up to here every integer is a float64.
+const MOST_EXACT: f64 = 9_007_199_254_740_992.0;
+
 fn shorten(text: &str) -> String {
     if text.chars().count() <= 80 { text.to_owned() } else { text.chars().take(77).chain("...".chars()).collect() }
 }
@@ -108,7 +111,8 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::InfiniteCost { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),
         Error::Mismatch { found, .. } => whole(*found as i64),
-        Error::Entry { value, .. } if value.fract() == 0.0 => whole(*value as i64),
+        // Beyond, an integer may have been another one.
+        Error::Entry { value, .. } if value.fract() == 0.0 && value.abs() <= MOST_EXACT => whole(*value as i64),
         Error::Number { value, .. } | Error::Entry { value, .. } => {
             value.into_pyobject(py).map(|value| value.into_any().unbind())
         }

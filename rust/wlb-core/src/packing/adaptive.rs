@@ -12,8 +12,8 @@
 //! split, and what exceeds the tokens of all micro-batches has to wait.
 //!
 //! What leaves is placed longest first where the cost is least. A document that could only go where it makes a micro-batch the
-//! heaviest, because the lighter ones are full, waits as well ([`Level`]): light documents make way in the step that trains many
-//! long ones.
+//! heaviest, because the lighter ones are full, waits as well ([`Level`]), unless the step would grow by less than its waiting costs:
+//! light documents make way in the step that trains many long ones.
 
 use std::cmp::Ordering;
 
@@ -171,8 +171,12 @@ impl<'a> Search<'a> {
         let mut level = Level::new(self.urgent.clone(), self.config.max_tokens);
         let mut debt: u128 = self.documents[..held].iter().map(|document| document.debt).sum();
         let mut placed: f64 = self.urgent.costs.iter().sum();
+        let mean = (placed + self.documents.get(held).map_or(0.0, |first| first.cost_from_here))
+            / self.config.num_micro_batches as f64;
         for (at, document) in self.documents.iter().enumerate().skip(held) {
-            if level.place(document.index, document.length, document.cost) {
+            // No longer a step than what waiting would cost.
+            let tolerated = || self.price(document.debt) * mean;
+            if level.place(document.index, document.length, document.cost, tolerated) {
                 placed += document.cost;
                 continue;
             }

@@ -34,12 +34,13 @@ impl Level {
     }
 
     /// Puts a document, not longer than the one before, where the cost is least among the micro-batches with room for it. Unless
-    /// that is not where the cost is least of all, and would make it the heaviest. Gives whether the document was put.
+    /// that is not where the cost is least of all, and would make it heavier than the heaviest by more than `tolerated`. Gives whether
+    /// the document was put.
     ///
     /// # Complexity
     /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most.
     #[inline]
-    pub(super) fn place(&mut self, index: usize, length: i32, cost: f64) -> bool {
+    pub(super) fn place(&mut self, index: usize, length: i32, cost: f64, tolerated: impl FnOnce() -> f64) -> bool {
         while let Some(&(room, Reverse(micro_batch))) = self.full.peek()
             && room >= i64::from(length)
         {
@@ -60,7 +61,7 @@ impl Level {
             self.full.push((self.room(lightest), Reverse(lightest)));
         };
         if self.by_cost.as_ref().is_some_and(|by_cost| by_cost.lightest() != micro_batch) {
-            if self.placement.costs[micro_batch] + cost > self.heaviest {
+            if self.placement.costs[micro_batch] + cost > self.heaviest + tolerated() {
                 return false;
             }
             self.placement.length_fallbacks += 1;

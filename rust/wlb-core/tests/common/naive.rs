@@ -383,13 +383,16 @@ fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: 
     for &(_, held) in cuts.iter().take(8) {
         let mut plan = alone.clone();
         let mut waiting: u128 = others[..held].iter().map(|&i| debt(i)).sum();
+        let everything =
+            plan.costs.iter().sum::<f64>() + others[held..].iter().rev().fold(0.0, |sum, &i| sum + cost(i));
         for &i in &others[held..] {
             let length = i64::from(listing[i].piece.length);
             let least_of_all = first_least(plan.costs.iter().copied().enumerate());
             let with_room = (0..n).filter(|&j| plan.tokens[j] + length <= i64::from(config.max_tokens));
             let least = first_least(with_room.map(|j| (j, plan.costs[j])));
-            let makes_heaviest = |j: usize| Some(j) != least_of_all && plan.costs[j] + cost(i) > heaviest(&plan.costs);
-            match least.filter(|&j| !makes_heaviest(j)) {
+            let tolerated = heaviest(&plan.costs) + price(debt(i)) * (everything / n as f64);
+            let too_heavy = |j: usize| Some(j) != least_of_all && plan.costs[j] + cost(i) > tolerated;
+            match least.filter(|&j| !too_heavy(j)) {
                 Some(j) => {
                     plan.length_fallbacks += usize::from(Some(j) != least_of_all);
                     plan.put(j, listing[i].piece, cost(i));
