@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -182,8 +183,28 @@ def forward_only(rank: int, schedule: str, num_stages: int) -> None:
     step = micro_batches(DOCUMENTS[:6])
     expected_outputs, expected_losses = one_process(reference, step)
     outputs = pipeline_step(stages, step, schedule=schedule)
+    made: list[weakref.ref[Tensor]] = []
+
+    def alive() -> int:
+        return sum(output() is not None for output in made)
+
+    def watched(output: Tensor, target: Tensor) -> Tensor:
+        made.append(weakref.ref(output))
+        assert alive() == 1, "evaluation holds one micro-batch at a time"
+        return loss_fn(output, target)
+
+    def watch(stage: VarlenPipelineStage) -> Any:
+        return stage.submod.register_forward_hook(lambda *_: kept.append(len(stage._forwarded)))
+
+    kept: list[int] = []
+    hooks = [watch(stage) for stage in stages]
     with torch.no_grad():
-        losses = pipeline_step(stages, step, schedule=schedule, loss_fn=loss_fn)
+        losses = pipeline_step(stages, step, schedule=schedule, loss_fn=watched)
+    assert alive() == 0
+    assert max(kept) <= 1  # one that is yet to be sent
+    assert not any(stage._forwarded or stage._activations for stage in stages)
+    for hook in hooks:
+        hook.remove()
     assert all(parameter.grad is None for part in parts for parameter in part.parameters())
     trained = pipeline_step(stages, step, schedule=schedule, loss_fn=loss_fn)
     if stages[-1].is_last:

@@ -111,10 +111,16 @@ class VarlenPipelineStage(PipelineStage):
             self.unusable = "messages are still under way in its process group"
         elif failed and self.has_backward and self._fsdp_modules():
             self.unusable = "its FSDP modules still hold a part of the gradients"
-        forward = vars(self)["fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"]  # 2.15
-        for held in (forward, self.backward_state, self.dw_runner, self.bwd_cache, self._activations, self._gradients):
+        for held in (self.backward_state, self.dw_runner, self.bwd_cache, self._activations, self._gradients):
             held.clear()
+        self._forwarded.clear()
         self.output_chunks.clear()
+
+    @property
+    def _forwarded(self) -> dict[int, Any]:
+        """The inputs and outputs of each micro-batch, which torch lets go of in its backward pass."""
+        states: dict[int, Any] = vars(self)["fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"]
+        return states  # the latter name in 2.15
 
     # What a stage computes. Keyword arguments bypass torch, whose zero-bubble schedules in 2.11 only take tensors.
 
@@ -128,7 +134,10 @@ class VarlenPipelineStage(PipelineStage):
     ) -> Any:
         self._running = fwd_chunk_id
         with computing():
-            return super().forward_one_chunk(fwd_chunk_id, args, {}, save_forward_output)
+            output = super().forward_one_chunk(fwd_chunk_id, args, {}, save_forward_output)
+        if not self.has_backward and not self._sends:
+            del self._forwarded[fwd_chunk_id]
+        return output
 
     @override
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,9 +208,19 @@ class VarlenPipelineStage(PipelineStage):
             return []
         return self._receive(self._gradients, bwd_chunk_id, self.stage_index + 1)
 
+    @property
+    def _sends(self) -> bool:
+        """Whether outputs go to another rank: not those of the last stage, nor in V schedules those of the bottom."""
+        return not self.is_last and self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank
+
     @override
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [op for op in super().get_fwd_send_ops(fwd_chunk_id) if op.tensor.numel()]
+        if not self._sends:
+            return []
+        operations = [op for op in super().get_fwd_send_ops(fwd_chunk_id) if op.tensor.numel()]
+        if not self.has_backward:
+            del self._forwarded[fwd_chunk_id]  # the operations hold what they send
+        return operations
 
     @override
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
