@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -316,6 +318,66 @@ def test_repetitions_follow_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -
     timed = Device.open("cpu").time({"a": lambda: time.sleep(0.001), "b": lambda: None}, seconds=0.0)
     assert {name: len(samples) for name, samples in timed.items()} == {"a": 5, "b": 5}
     assert min(timed["a"]) >= 0.001 > min(timed["b"])
+
+
+class PlayedStream:
+    """A second GPU's stream and the host that enqueues, on one clock; stands in for `torch.cuda`."""
+
+    def __init__(self) -> None:
+        self.now = self.idle_from = 0.0
+        self.current = 0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.idle_from = max(self.now, self.idle_from) + seconds
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def synchronize(self, device: torch.device) -> None:
+        self.now = max(self.now, self.idle_from)
+
+    def _sleep(self, cycles: int) -> None:
+        self.work(cycles / 1.8e9)
+
+    def zero_(self) -> None:
+        self.work(35e-6)
+
+    def Event(self, *, enable_timing: bool) -> Any:
+        return PlayedEvent(self)
+
+
+class PlayedEvent:
+    def __init__(self, stream: PlayedStream) -> None:
+        self.stream = stream
+
+    def record(self) -> None:
+        assert self.stream.current == 1
+        self.time = max(self.stream.now, self.stream.idle_from)
+
+    def elapsed_time(self, end: "PlayedEvent") -> float:
+        return 1e3 * (end.time - self.time)
+
+
+def test_what_the_host_takes_to_enqueue_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = PlayedStream()
+    for name in ("device", "synchronize", "Event", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, getattr(stream, name))
+    monkeypatch.setattr(device_module.time, "perf_counter", stream.perf_counter)
+
+    def call(host: float, gpu: float) -> None:
+        stream.now += host
+        stream.work(gpu)
+
+    gpu = Device(torch.device("cuda", 1), 1, stream)  # type: ignore[arg-type]
+    timed = gpu.time({"a": lambda: call(2e-4, 1e-5), "b": lambda: call(1e-5, 1e-3)}, seconds=0.0)
+    assert timed["a"] == pytest.approx([1e-5, 1e-5])
+    assert timed["b"] == pytest.approx([1e-3, 1e-3])
 
 
 def test_a_budget_that_is_used_up_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

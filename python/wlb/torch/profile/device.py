@@ -21,6 +21,9 @@ _WARM_UPS = 2
 LEAST_CALLS = _WARM_UPS + REPEATS[0]
 """How often :meth:`Device.time` makes a call, at least."""
 
+_SLEEP = 2.0  # times what the host took to enqueue the call when warming up
+_CYCLES_PER_SECOND = 3e9  # above the clock of today's GPUs: a slower one sleeps longer, which does no harm
+
 _CPU_BYTES = 2 * 2**30
 _FREE_SHARE = 0.8
 
@@ -105,29 +108,32 @@ class Device:
     def time(self, calls: dict[str, Callable[[], object]], *, seconds: float) -> dict[str, list[float]]:
         """Seconds of each of these calls, made in turn, as often as `seconds` allow within `REPEATS`.
 
-        Two rounds warm up and the second tells how often. Before each call the L2 cache is overwritten, which also
-        keeps the GPU busy while the host enqueues the call, so that only the GPU's work is timed.
+        Two rounds warm up and the second tells how often. Before each call the L2 cache is overwritten and the GPU put
+        to sleep for longer than the host takes to enqueue the call, so that only the GPU's work is timed.
         """
-        for _ in range(_WARM_UPS):
-            start = time.perf_counter()
-            for call in calls.values():
-                call()
+        gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if gpu else contextlib.nullcontext():  # events are recorded on its stream
+            for _ in range(_WARM_UPS):
+                start = time.perf_counter()
+                enqueued = [_host_seconds(call) for call in calls.values()]
+                self._synchronize()
+                round_seconds = time.perf_counter() - start
+            sleeps = [_SLEEP * host if gpu else 0.0 for host in enqueued]
+            repeats = repetitions(seconds, round_seconds=round_seconds + sum(sleeps))
+            samples = [
+                [self._timed(*each) for each in zip(calls.values(), sleeps, strict=True)] for _ in range(repeats)
+            ]
             self._synchronize()
-            round_seconds = time.perf_counter() - start
-        repeats = repetitions(seconds, round_seconds=round_seconds)
-        samples = [[self._timed(call) for call in calls.values()] for _ in range(repeats)]
-        self._synchronize()
-        return {name: [sample[i]() for sample in samples] for i, name in enumerate(calls)}
+            return {name: [sample[i]() for sample in samples] for i, name in enumerate(calls)}
 
-    def _timed(self, call: Callable[[], object]) -> Callable[[], float]:
+    def _timed(self, call: Callable[[], object], sleep: float) -> Callable[[], float]:
         """Makes the call; what is returned gives its seconds once the device is done."""
         if self._flushed is None:
-            start = time.perf_counter()
-            call()
-            elapsed = time.perf_counter() - start
+            elapsed = _host_seconds(call)
             return lambda: elapsed
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._flushed.zero_()
+        torch.cuda._sleep(int(sleep * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
         before.record()
         call()
         after.record()
@@ -136,6 +142,12 @@ class Device:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _host_seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def repetitions(seconds: float, *, round_seconds: float) -> int:
