@@ -1,5 +1,6 @@
 """Meshes and context-parallel groups in real process groups."""
 
+from datetime import timedelta
 from typing import Any
 
 import processes
@@ -35,6 +36,8 @@ def groups_of_six(rank: int) -> dict[str, Any]:
     sums = {}
     for size in groups.sizes:
         if any(rank in run for run in groups.ranks(size)):
+            options = groups.group(size)._get_backend(torch.device("cpu")).options
+            assert options._timeout == timedelta(seconds=processes.TIMEOUT)  # as the world was given
             total = torch.tensor([rank])
             dist.all_reduce(total, group=groups.group(size))
             sums[size] = total.item()

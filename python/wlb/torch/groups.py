@@ -65,7 +65,7 @@ class ContextParallelGroups:
 
     Args:
         mesh: from :func:`build_mesh`.
-        timeout: of their collectives; default that of the world.
+        timeout: of their collectives; default that of the world, or of the backend where it does not tell (MPI).
 
     Complexity:
         Collective: every rank calls it once, at the same point. At most 2 * world size groups; NCCL connects one at its
@@ -75,6 +75,7 @@ class ContextParallelGroups:
     def __init__(self, mesh: DeviceMesh, *, timeout: timedelta | None = None) -> None:
         if mesh.mesh_dim_names != MESH_DIMS:
             raise error("mesh", f"has dimensions {mesh.mesh_dim_names}: must have {MESH_DIMS}", value=mesh)
+        timeout = timeout or _timeout_of_world(mesh.device_type)
         pp, dp, cp, tp = mesh.mesh.shape
         # [pp, tp, dp * cp]: the order in which every rank creates every group.
         positions = mesh.mesh.permute(0, 3, 1, 2).reshape(pp * tp, dp * cp).tolist()
@@ -140,3 +141,12 @@ class ContextParallelGroups:
             message = f"is for rank {batch.cp_rank} of {batch.cp_size} from {batch.cp_first_rank} on"
             raise error("batch", f"{message}; this is rank {me} of those from {first} on", value=batch.cp_rank)
         return self.group(batch.cp_size) if batch.cp_size > 1 else None
+
+
+def _timeout_of_world(device_type: str) -> timedelta | None:
+    """What a new group would not inherit; None where the backend has no options."""
+    world = dist.distributed_c10d._get_default_group()
+    try:
+        return world._get_backend(torch.device(device_type)).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
