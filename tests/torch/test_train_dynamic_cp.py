@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,20 @@ def test_eight_ranks_learn_what_one_learns(layout: str, reference: list[dict[str
                 assert np.abs(gradient - wanted).max() <= 1e-5 * np.abs(wanted).max(), name
             seen |= set(result[number]["gradients"])
         assert seen == set(expected["gradients"])
+
+
+def micro_batches_of_one_document(rank: int, settings: example.Settings) -> int:
+    loader = example.build_loader(
+        settings, SimpleNamespace(lengths=[9]), CONFIG, mesh_of(settings), torch.device("cpu")
+    )
+    plan: wlb.DynamicCpPlan = loader._plan([9])
+    loader.close()
+    return len(plan.cp_sizes)
+
+
+def test_a_plan_has_as_many_micro_batches_as_its_schedule_needs() -> None:
+    settings = replace(DYNAMIC, pp=2, virtual_stages=2, schedule="dualpipev")
+    assert processes.run(2, micro_batches_of_one_document, settings) == [4, 4]
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
