@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import wlb
-from wlb.torch.flops import model_flops, model_flops_utilization
+from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.groups import build_mesh
 from wlb.torch.loss import IGNORE, count_valid_tokens, sum_gradients, token_normalized_loss
 
@@ -74,6 +74,7 @@ def test_nothing_to_predict_is_a_loss_of_zero() -> None:
     loss.backward()
     assert loss.item() == 0
     assert not logits.grad.any()
+    assert count_valid_tokens(np.int64(3)) == count_valid_tokens([1, 2]) == 3  # type: ignore[arg-type]
     for count in (0, -1, 1.5):
         with pytest.raises(wlb.WlbError, match="num_valid_tokens"):
             token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=count)  # type: ignore[arg-type]
@@ -101,7 +102,40 @@ def test_flops_are_those_of_the_documents() -> None:
     assert model_flops([1011], **SHAPE) > model_flops(lengths, **SHAPE)
 
 
+@pytest.mark.parametrize("argument", ["attention_efficiency", "flops_per_second", "recompute", "passes"])
+def test_flops_take_a_shape_only(argument: str) -> None:
+    with pytest.raises(wlb.WlbError, match="is no shape") as raised:
+        model_flops([10], **SHAPE, **{argument: 1})
+    assert raised.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peaks_by_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops() == peak
+
+
 def test_utilization() -> None:
     assert model_flops_utilization(8e12, seconds=2.0, num_devices=4, peak=2e12) == pytest.approx(0.5)
     with pytest.raises(wlb.WlbError):
         model_flops_utilization(1.0, seconds=0.0, num_devices=4, peak=2e12)
+    with pytest.raises(wlb.WlbError, match="peak = None"):
+        model_flops_utilization(1.0, seconds=1.0, num_devices=4, peak=None)

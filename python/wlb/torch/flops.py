@@ -9,12 +9,19 @@ import wlb
 from wlb._errors import error
 from wlb.hardware import Hardware, presets
 
-# Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets; the longest name that matches counts.
+# Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. Of the entries whose words are all among
+# those of the driver's name, the longest counts.
 PEAK_BF16 = {
     **{name.upper(): Hardware.preset(name).peak_flops for name in presets()},
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
 }
+
+
+# What `CostModel.from_flops` takes beside the shape: it would no longer count model FLOPs.
+_NO_SHAPE = ("attention_efficiency", "flops_per_second", "recompute", "passes")
 
 
 def model_flops(lengths: ArrayLike, **shape: int | bool | None) -> float:
@@ -29,8 +36,11 @@ def model_flops(lengths: ArrayLike, **shape: int | bool | None) -> float:
             `num_heads`, `num_kv_heads`, `vocab_size`, ...
 
     Raises:
-        WlbError: as :meth:`wlb.CostModel.from_flops`.
+        WlbError: as :meth:`wlb.CostModel.from_flops`; and for its arguments that are no shape.
     """
+    for name in _NO_SHAPE:
+        if name in shape:
+            raise error(name, f"= {shape[name]!r}: is no shape of a model", value=shape[name])
     return 3 * float(wlb.CostModel.from_flops(**shape, passes="forward").cost(lengths).sum())  # type: ignore[arg-type]
 
 
@@ -38,23 +48,25 @@ def peak_flops(device: torch.device | str | None = None) -> float | None:
     """Peak dense bf16 FLOP/s of a CUDA device by its name; None if it is not known."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name(device)
-    known = [model for model in PEAK_BF16 if all(word in name for word in model.split())]
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    known = [model for model in PEAK_BF16 if set(model.split()) <= set(words)]
     return PEAK_BF16[max(known, key=len)] if known else None
 
 
-def model_flops_utilization(flops: float, *, seconds: float, num_devices: int, peak: float) -> float:
+def model_flops_utilization(flops: float, *, seconds: float, num_devices: int, peak: float | None) -> float:
     """MFU: model FLOPs of a step over what its devices could have done meanwhile.
 
     Args:
         flops: of the whole step, over all ranks (:func:`model_flops`).
         seconds: wall time of the step.
         num_devices: all ranks.
-        peak: FLOP/s of one device (:func:`peak_flops`).
+        peak: FLOP/s of one device (:func:`peak_flops`, which may give None).
 
     Raises:
-        WlbError: for a time, number or peak that is not positive.
+        WlbError: for a time, number or peak that is not positive, or a peak that is not known.
     """
+    if peak is None:
+        raise error("peak", "= None: is not known for this device", value=peak)
     for name, value in (("seconds", seconds), ("num_devices", num_devices), ("peak", peak)):
         if not value > 0:
             raise error(name, f"= {value}: must be positive", value=value)

@@ -62,7 +62,7 @@ def count_valid_tokens(
     Returns:
         At least 1, so that a global batch without labels gives a loss of 0 and not NaN.
     """
-    total = counts if isinstance(counts, int) else sum(counts)
+    total = sum(counts) if isinstance(counts, Iterable) else int(counts)
     if group is not None:
         tensor = torch.tensor(total, dtype=torch.int64, device=device)
         dist.all_reduce(tensor, group=group)
