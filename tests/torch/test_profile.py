@@ -108,6 +108,9 @@ def test_errors_are_those_of_the_model(tmp_path: Path) -> None:
     assert errors.p95 == pytest.approx(0.95)
     path.write_text(json.dumps(profile | {"held_out": []}))
     assert held_out_errors(path) is None
+    del profile["held_out"]
+    path.write_text(json.dumps(profile))
+    assert held_out_errors(path) is None
 
 
 def test_what_a_call_computes() -> None:

@@ -113,7 +113,7 @@ def held_out_errors(profile: str | os.PathLike[str]) -> HeldOutErrors | None:
         WlbError: as :meth:`wlb.KernelModel.from_profile`.
     """
     model = wlb.KernelModel.from_profile(os.fspath(profile))
-    held_out = json.loads(profiles.read(profile))["held_out"]
+    held_out = json.loads(profiles.read(profile)).get("held_out")
     if not held_out:
         return None
     queries, keys = ([segment[f"{name}_length"] for segment in held_out] for name in ("query", "key"))
