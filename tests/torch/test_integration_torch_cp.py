@@ -141,6 +141,11 @@ def test_padding_fills_up_to_whole_blocks_and_no_more() -> None:
     assert padded_lengths(LENGTHS, cp_size=2).tolist() == [*LENGTHS, 148]
     assert padded_lengths([100, 156], cp_size=2).tolist() == [100, 156]
     assert padded_lengths([3], cp_size=2, block_size=2).tolist() == [3, 1]
-    for arguments in ({"cp_size": 0}, {"cp_size": 2, "block_size": 0}):
+    for arguments in ({"cp_size": 0}, {"cp_size": 2, "block_size": 0}, {"cp_size": 2.5}):
         with pytest.raises(wlb.WlbError):
             padded_lengths([1], **arguments)
+    assert padded_lengths([], cp_size=2).tolist() == []
+    for lengths, index in (([1.7, 2.2], None), ([-5, 3], 0), ([[1, 2]], None), ([[1], [1, 2]], None), (["1"], None)):
+        with pytest.raises(wlb.WlbError) as raised:
+            padded_lengths(lengths, cp_size=2)
+        assert (raised.value.argument, raised.value.index) == ("lengths", index)

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._attention import _LoadBalancer
 
 import wlb
-from wlb._errors import error
+from wlb._errors import check_integer, error, numbers
 
 __all__ = ["ShardLoadBalancer", "document_mask", "padded_lengths"]
 
@@ -106,10 +106,21 @@ def padded_lengths(lengths: ArrayLike, *, cp_size: int, block_size: int = 128) -
 
     Returns:
         int64[n] or int64[n + 1].
+
+    Raises:
+        wlb.WlbError: lengths that are not integers [n], or negative; another number that is not an integer from 1.
     """
     for argument, value in (("cp_size", cp_size), ("block_size", block_size)):
-        if value < 1:
-            raise error(argument, f"must be at least 1, not {value}", value=value)
-    documents = np.asarray(lengths, dtype=np.int64)
+        check_integer(argument, value, minimum=1)
+    documents = numbers("lengths", lengths)
+    if documents.ndim != 1 or (documents.size and documents.dtype.kind == "f"):
+        message = f"are {documents.dtype} of shape {documents.shape}: must be integers [documents]"
+        raise error("lengths", message, value=documents.shape)
+    negative = np.flatnonzero(documents < 0)
+    if len(negative):
+        index = int(negative[0])
+        value = int(documents[index])
+        raise error("lengths", f"= {value}: must not be negative", index=index, value=value)
+    documents = documents.astype(np.int64)
     padding = -int(documents.sum()) % (cp_size * block_size)
     return np.append(documents, padding) if padding else documents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections import defaultdict
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from wlb._errors import error
 
 
 class Plan(Protocol):
-    """A `wlb.Packing` or a `wlb.Shard`."""
+    """A `wlb.Packing`, a `wlb.Shard` or a `wlb.DynamicCpPlan`."""
 
     def digest(self) -> str:
         """Equal iff plans are equal."""
@@ -42,7 +43,8 @@ def check_agreement(
         One all-gather of 40 bytes a rank.
     """
     digest = plan if isinstance(plan, str) else plan.digest()
-    fingerprint = hashlib.blake2b(digest.encode(), digest_size=32).digest() + step.to_bytes(8, "little", signed=True)
+    number = operator.index(step).to_bytes(8, "little", signed=True)
+    fingerprint = hashlib.blake2b(digest.encode(), digest_size=32).digest() + number
     mine = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
     ranks_in_group = dist.get_world_size(group)
     everyone = torch.empty(ranks_in_group * mine.numel(), dtype=torch.uint8, device=device)
