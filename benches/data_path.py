@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 import torch
-from engine import CONTEXT, COST, RECORDS
+from engine import CONTEXT, COST, RECORDS, synthetic
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -49,14 +49,6 @@ class Tokens:
     def __getitem__(self, number: int) -> NDArray[np.uint16]:
         first = number % 4096
         return self.tokens[first : first + self.lengths[number]]
-
-
-def synthetic(documents: int) -> NDArray[np.int64]:
-    """Lengths close to the paper's histogram: 97.25 % uniform up to 6,250 tokens, the rest log-uniform to 125,000."""
-    rng = np.random.default_rng(0)
-    short = rng.integers(1, 6251, documents)
-    long = np.exp(rng.uniform(np.log(6250), np.log(125000), documents)).astype(np.int64)
-    return np.where(rng.random(documents) < 0.9725, short, long)
 
 
 def sampler(lengths: NDArray[np.int64]) -> BalancedBatchSampler:

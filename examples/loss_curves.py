@@ -157,6 +157,8 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="Where the picture and the record go.")] = Path("wlb-losses"),
 ) -> None:
     """Trains the same small model on documents packed in three ways; shows the loss on held-out ones."""
+    if not 1 <= every <= steps:
+        raise SystemExit(f"--every {every}: must be from 1 to --steps {steps}, or no run is evaluated")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     corpus = read_corpus(None)
     paths = [path for path, length in zip(corpus.paths, corpus.lengths, strict=True) if length <= longest]
