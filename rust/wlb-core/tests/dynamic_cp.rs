@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::dynamic_cp::{is_legal, optimum, planned};
+use common::dynamic_cp::{in_equal_rounds, is_legal, optimum, planned};
 use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -251,11 +251,11 @@ fn errors_name_the_culprit() {
     fails(|options| options.max_micro_batches = Some(0), "max_micro_batches");
     fails(|options| (options.num_micro_batches, options.min_micro_batches) = (Some(4), Some(4)), "min_micro_batches");
     fails(|options| (options.min_micro_batches, options.max_micro_batches) = (Some(5), Some(4)), "min_micro_batches");
-    // No multiple of 4 among them.
+    // Three rounds, which divide neither.
     fails(
         |options| {
             options.num_virtual_stages = 2;
-            (options.min_micro_batches, options.max_micro_batches) = (Some(5), Some(7));
+            (options.min_micro_batches, options.max_micro_batches) = (Some(13), Some(14));
         },
         "min_micro_batches",
     );
@@ -306,7 +306,7 @@ fn few_micro_batches_are_tried_where_each_costs() {
 /// As a schedule may want, even without documents for all of them.
 #[test]
 fn no_fewer_micro_batches_than_wanted() {
-    for (num_virtual_stages, wanted, expected) in [(1, 9, 9), (2, 9, 12), (2, 3, 3)] {
+    for (num_virtual_stages, wanted, expected) in [(1, 9, 9), (2, 9, 10), (2, 5, 5), (2, 3, 3)] {
         for micro_batch_seconds in [0.0, 1e3] {
             let options = DynamicCpOptions {
                 num_virtual_stages,
@@ -317,6 +317,31 @@ fn no_fewer_micro_batches_than_wanted() {
             let plan = planned(&[100, 7], &options, &llama_7b(), true).unwrap();
             assert!(plan.num_micro_batches() >= expected);
             assert!(plan.sweep[0].0 >= expected, "{:?}", plan.sweep);
+        }
+    }
+}
+
+/// Where the pipeline is interleaved, whatever number it takes: no plan of any is below the bound, nor far below the best that was found.
+#[test]
+fn interleaved_pipelines_take_any_number_in_equal_rounds() {
+    let cost = CostModel::analytic(0.0, 1e-6, Mask::Causal).unwrap();
+    for (num_stages, documents, least) in [(4, 20, Some(5)), (4, 10, None), (3, 12, Some(7)), (5, 14, Some(19))] {
+        let options = DynamicCpOptions {
+            num_virtual_stages: 2,
+            min_micro_batches: least,
+            micro_batch_seconds: 1.0,
+            ..plain(2, num_stages, 1000)
+        };
+        let lengths = vec![1000; documents];
+        let plan = planned(&lengths, &options, &cost, true).unwrap();
+        let most = plan.sweep.iter().map(|&(m, _)| m).max().unwrap();
+        for m in (least.unwrap_or(1)..=most).filter(|&m| in_equal_rounds(m, &options)) {
+            let options = DynamicCpOptions { num_micro_batches: Some(m), min_micro_batches: None, ..options.clone() };
+            // Fewer may be too few for the memory.
+            if let Some(fixed) = planned(&lengths, &options, &cost, true) {
+                assert!(plan.lower_bound <= fixed.seconds, "{m}: {} is above {}", plan.lower_bound, fixed.seconds);
+                assert!(plan.seconds <= fixed.seconds, "{m}: {} is above {}", plan.seconds, fixed.seconds);
+            }
         }
     }
 }

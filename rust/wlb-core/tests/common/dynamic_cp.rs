@@ -39,17 +39,15 @@ pub(crate) fn planned(
         Err(Error::Combination { argument: "num_micro_batches" | "max_micro_batches", .. }) => {
             // Whatever the documents, one micro-batch each is enough.
             let most = options.num_micro_batches.or(options.max_micro_batches.map(|most| {
-                // In whole rounds, where the pipeline is interleaved.
-                let round =
-                    if options.num_virtual_stages > 1 && most > options.num_stages { options.num_stages } else { 1 };
-                most - most % round
+                // In equal rounds, where the pipeline is interleaved.
+                (1..=most).rfind(|&m| in_equal_rounds(m, options)).unwrap()
             }));
             assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
             None
         }
         Err(Error::Combination { argument: "min_micro_batches", .. }) => {
-            // No whole rounds between the limits.
-            assert!(options.num_virtual_stages > 1 && options.max_micro_batches.is_some());
+            let (least, most) = (options.min_micro_batches.unwrap(), options.max_micro_batches.unwrap());
+            assert!((least..=most).all(|m| !in_equal_rounds(m, options)));
             None
         }
         Err(Error::Layout { argument: "num_micro_batches", .. }) => {
@@ -58,6 +56,11 @@ pub(crate) fn planned(
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// Whether the pipeline takes that many micro-batches.
+pub(crate) fn in_equal_rounds(m: usize, options: &DynamicCpOptions) -> bool {
+    options.num_virtual_stages == 1 || m.is_multiple_of((m / options.num_stages).max(1))
 }
 
 /// Every document once, every rank in one aligned group of every micro-batch, no rank over its memory.
@@ -69,10 +72,7 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
     }
     assert!(options.min_micro_batches.is_none_or(|least| m >= least));
     assert!(options.max_micro_batches.is_none_or(|most| m <= most));
-    if options.num_virtual_stages > 1 && options.num_micro_batches.is_none() {
-        let whole = m.is_multiple_of(options.num_stages);
-        assert!(whole || m < options.num_stages, "an interleaved pipeline takes whole rounds");
-    }
+    assert!(in_equal_rounds(m, options), "an interleaved pipeline takes equal rounds");
     let mut seen = vec![0; lengths.len()];
     let mut next_group = 0;
     for j in 0..m {

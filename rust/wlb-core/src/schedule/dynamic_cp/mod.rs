@@ -186,7 +186,7 @@ fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, 
         && whole(options, least, options.max_micro_batches.unwrap_or(most)).is_none()
     {
         let requirement =
-            "must be at most max_micro_batches; with virtual stages, with whole rounds of num_stages between them";
+            "must be at most max_micro_batches; with virtual stages, with a number between them that its rounds divide";
         return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
     cost.check()?;
@@ -239,15 +239,15 @@ impl Counts {
             let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
             check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
         }
+        let forced = memory.max(options.min_micro_batches.unwrap_or(1));
         let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
-        let forced = memory.max(wanted);
-        let start = forced.max(num_stages.min(most.unwrap_or(limit)));
+        let start = memory.max(wanted).max(num_stages.min(most.unwrap_or(limit)));
         let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
 }
 
-/// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes whole rounds only.
+/// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes equal rounds only.
 fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usize> {
     let mut counts: Vec<usize> = Vec::new();
     let mut count = least;
@@ -262,16 +262,19 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
     counts
 }
 
-/// The number of micro-batches, in whole rounds if the pipeline is interleaved: rounded down, or up if there is a least number. `None` if that is
+/// The number of micro-batches, in equal rounds if the pipeline is interleaved: rounded down, or up if there is a least number. `None` if that is
 /// more than `most`.
 fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
-    let round = options.num_stages;
-    if options.num_virtual_stages == 1 || count <= round {
-        return Some(count).filter(|&count| count <= most);
+    let mut whole = count;
+    if options.num_virtual_stages > 1 {
+        // Up to `(rounds + 1) * num_stages` there are as many rounds, and there is one more, of `num_stages` each.
+        let rounds = (count / options.num_stages).max(1);
+        whole -= count % rounds;
+        if whole < options.min_micro_batches.unwrap_or(1) {
+            whole = count.next_multiple_of(rounds).min((rounds + 1) * options.num_stages);
+        }
     }
-    let down = count - count % round;
-    let least = options.min_micro_batches.unwrap_or(1);
-    Some(if down < least { count.next_multiple_of(round) } else { down }).filter(|&count| count <= most)
+    Some(whole).filter(|&whole| whole <= most)
 }
 
 /// A number of micro-batches, and what each of them should take.
