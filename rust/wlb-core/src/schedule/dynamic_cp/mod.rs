@@ -53,6 +53,9 @@ const STEPS: usize = 32;
 const PROMISE: f64 = 0.998;
 /// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
 const CLOSE: f64 = 1.1;
+/// So many documents at most, where exchange or hops cost, are also planned with fewer micro-batches than there are stages: with more of them,
+/// that takes up to twice the time for nothing.
+const FEW: usize = 256;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
 
@@ -217,7 +220,8 @@ fn limit(options: &DynamicCpOptions) -> usize {
 
 /// Numbers of micro-batches to try.
 struct Counts {
-    /// No plan has fewer. The same as `start` where fewer than there are stages are never faster: without a constant part.
+    /// None with fewer is tried. The same as `start` where only documents take time, so that some may as well be empty, and where
+    /// there are so many that fewer than there are stages are hardly ever faster.
     least: usize,
     /// Enough for the memory, and for every stage to have one.
     start: usize,
@@ -242,7 +246,9 @@ impl Counts {
         let forced = memory.max(options.min_micro_batches.unwrap_or(1));
         let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
         let start = memory.max(wanted).max(num_stages.min(most.unwrap_or(limit)));
-        let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
+        let costly = options.p2p_seconds > 0.0 || !options.communication.is_free();
+        let fewer = options.micro_batch_seconds > 0.0 || costly && lengths.len() <= FEW;
+        let least = if fewer { forced } else { start };
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
 }
@@ -318,7 +324,7 @@ impl Search<'_> {
         let shape = |ends: f64| shape::shape(&layout, ends, problem.heaviest());
         let work = problem.total_work / problem.world_size as f64;
         // Where exchange costs, documents take longer than it knows.
-        let around = problem.cost.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
+        let around = problem.cost.communication.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
         let other = around.or_else(|| shape::heavier_first(&layout).map(shape));
         let mut relaxed = begin(shape(1.0));
         if let Some(other) = other.map(begin).filter(|other| other.seconds < relaxed.seconds) {
@@ -363,7 +369,7 @@ impl Search<'_> {
             least = least.min(self.solve(candidate, &relaxed.start, base, &pipeline)?);
         }
         let longer = seconds / relaxed.seconds;
-        if !self.problem.cost.is_free() && longer.is_finite() {
+        if !self.problem.cost.communication.is_free() && longer.is_finite() {
             let targets: Vec<f64> = relaxed.targets.iter().map(|target| target * longer).collect();
             least = least.min(self.solve(candidate, &targets, base, &pipeline)?);
         }
@@ -411,7 +417,7 @@ impl Search<'_> {
     /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for those that
     /// were close to it.
     fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
-        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else { return Ok(()) };
+        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.communication.is_free()) else { return Ok(()) };
         let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
         let others: Vec<usize> = self
             .sweep

@@ -306,7 +306,7 @@ impl<'a> Blocks<'a> {
                     let all = found.map(|block| (block, with(&blocks[block]))).filter(|(_, after)| fits(after));
                     all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)).then(a.0.cmp(&b.0)))
                 };
-                (chosen, after) = if problem.cost.is_free() {
+                (chosen, after) = if problem.cost.communication.is_free() {
                     // It takes the same time more on every block of a size.
                     best(&mut by_time.lightest(|block| fits(&with(&blocks[block]))))?
                 } else {
