@@ -61,8 +61,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents.
 ///
 /// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where exchange costs), and
-/// O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that is no power of two, up to O(n *
-/// micro-batches) for each. Releases the GIL from 1,024 documents on.
+/// O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that is no power of two, up to
+/// O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) where memory binds. Releases the GIL from
+/// 1,024 documents on.
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = None, max_cp_size = None,

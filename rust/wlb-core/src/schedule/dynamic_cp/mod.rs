@@ -99,7 +99,7 @@ pub struct DynamicCpOptions {
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a dozen numbers of
 /// micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for the simulation of the best.
-/// In a world that is no power of two, up to O(n m) instead.
+/// In a world that is no power of two, up to O(n m log world_size) instead, and O(n m world_size) where memory binds.
 pub fn plan_dynamic_cp(
     lengths: &Lengths,
     ids: Option<&[i64]>,
@@ -324,7 +324,8 @@ impl Search<'_> {
         let shape = |ends: f64| shape::shape(&layout, ends, problem.heaviest());
         let work = problem.total_work / problem.world_size as f64;
         // Where exchange costs, documents take longer than it knows.
-        let around = problem.cost.communication.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
+        let around =
+            problem.cost.communication.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
         let other = around.or_else(|| shape::heavier_first(&layout).map(shape));
         let mut relaxed = begin(shape(1.0));
         if let Some(other) = other.map(begin).filter(|other| other.seconds < relaxed.seconds) {
@@ -417,7 +418,9 @@ impl Search<'_> {
     /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for those that
     /// were close to it.
     fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
-        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.communication.is_free()) else { return Ok(()) };
+        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.communication.is_free()) else {
+            return Ok(());
+        };
         let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
         let others: Vec<usize> = self
             .sweep

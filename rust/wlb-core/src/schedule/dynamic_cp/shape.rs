@@ -42,7 +42,7 @@ pub(super) fn heavier_first(layout: &Layout) -> Option<f64> {
 
 /// Around documents so long that the pipeline fills and drains at their speed, in seconds. `None` if they are not.
 ///
-/// The longest is in micro-batch `p`, and what is before it makes four kinds of paths take the same (`x` are the sizes, `w = p - 1`):
+/// The longest is in micro-batch `p`, and what is before it makes three kinds of paths take the same (`x` are the sizes, `w = p - 1`):
 ///
 /// - forwards on the first stage up to one of the `w` micro-batches before `p`, this up to the last stage, everything there up to `p`.
 ///   Each of these is then `g = 1 + 2/w` times the one before, `x_j = g^(j-1) x_1`;
