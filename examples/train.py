@@ -319,7 +319,8 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         num_stages=settings.pp,
         num_virtual_stages=settings.virtual_stages,
         max_tokens_per_rank=math.ceil(settings.context * settings.memory_factor / settings.cp),
-        min_micro_batches=2 * settings.pp if settings.schedule == "dualpipev" else None,
+        # What the schedules of torch take at least.
+        min_micro_batches=settings.pp * (2 if settings.schedule == "dualpipev" else 1),
         max_cp_size=max_cp_size(
             settings.transport,
             num_heads=config.num_heads // settings.tp,
