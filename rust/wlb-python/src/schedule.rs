@@ -288,7 +288,8 @@ fn simulate_steps<'py>(
 /// Raises:
 ///     WlbError: ``dp_size`` does not divide M; and see :func:`simulate_pipeline`.
 ///
-/// Simulates at most a million ops (milliseconds).
+/// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops and one order.
+/// Ranks beyond that keep the order of :meth:`Packing.deal`.
 #[pyfunction]
 #[pyo3(
     signature = (costs, *, dp_size = None, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None),
