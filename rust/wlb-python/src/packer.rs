@@ -171,8 +171,8 @@ impl Packer {
     ///     ``leftover`` is what is carried over to the next iteration.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths or ids, or a document over ``max_document_tokens`` under oversize="error". The packer is
-    ///         unchanged.
+    ///     WlbError: wrong lengths or ids, a document over ``max_document_tokens`` under oversize="error", or more than 2^23
+    ///         cuts under oversize="split". The packer is unchanged.
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 new ones on.
     #[pyo3(signature = (lengths, ids = None))]

@@ -405,7 +405,7 @@ fn batch_offsets<'py>(
 ///     ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece begins, tokens.
 ///
 /// Raises:
-///     WlbError: a length or ``max_document_tokens`` out of range.
+///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
 #[pyfunction]
 #[pyo3(signature = (lengths, *, max_document_tokens))]
 #[allow(clippy::type_complexity, reason = "three arrays")]
