@@ -247,6 +247,9 @@ def test_bad_steps() -> None:
     activation[1, 0, 2] = np.nan
     with pytest.raises(wlb.WlbError, match=r"activation\[1, 0, 2\]"):
         wlb.simulate_steps(np.ones((3, 2, 4)), activation=activation, num_stages=2)
+    with pytest.raises(wlb.WlbError, match="replica") as caught:
+        wlb.simulate_steps(np.zeros((3, 0, 4)), num_stages=2)
+    assert caught.value.argument == "costs"
     for dp_size in (0, 3, -1):
         with pytest.raises(wlb.WlbError, match="dp_size"):
             wlb.order_micro_batches(np.ones(4), dp_size=dp_size, num_stages=2)
