@@ -355,7 +355,10 @@ def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.C
     for packing, plan in plans:
         assert plain(packing) == plan.plain()
     check_metrics(packer.metrics(), naive.log)
-    check_metrics(pickle.loads(pickle.dumps(packer.metrics())), naive.log)
+    copy = pickle.loads(pickle.dumps(packer.metrics()))
+    check_metrics(copy, naive.log)
+    assert copy == packer.metrics()
+    assert copy != wlb.Packer(cost_model=llama_cost, **settings).metrics()
     assert min(naive.log.length_fallbacks, naive.log.delay_p99) > 0
     if naive.release == "fifo":
         assert naive.log.carried_over > 0

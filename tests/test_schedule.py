@@ -247,25 +247,47 @@ def test_bad_steps() -> None:
     activation[1, 0, 2] = np.nan
     with pytest.raises(wlb.WlbError, match=r"activation\[1, 0, 2\]"):
         wlb.simulate_steps(np.ones((3, 2, 4)), activation=activation, num_stages=2)
+    with pytest.raises(wlb.WlbError, match="replica") as caught:
+        wlb.simulate_steps(np.zeros((3, 0, 4)), num_stages=2)
+    assert caught.value.argument == "costs"
     for dp_size in (0, 3, -1):
         with pytest.raises(wlb.WlbError, match="dp_size"):
             wlb.order_micro_batches(np.ones(4), dp_size=dp_size, num_stages=2)
 
 
+def least_seconds(work: Callable[[], object]) -> float:
+    durations = []
+    for _ in range(3):
+        start = time.perf_counter()
+        work()
+        durations.append(time.perf_counter() - start)
+    return min(durations)
+
+
 def test_many_micro_batches_are_ordered_in_linear_time() -> None:
     """The search ends with its budget, not with the last of quadratically many swaps. In one run, least of three."""
-
-    def seconds(work: Callable[[], object]) -> float:
-        durations = []
-        for _ in range(3):
-            start = time.perf_counter()
-            work()
-            durations.append(time.perf_counter() - start)
-        return min(durations)
-
     costs = np.ones(40_000)
-    once = seconds(lambda: wlb.simulate_steps(costs[None, None], num_stages=16))
-    assert seconds(lambda: wlb.order_micro_batches(costs, num_stages=16)) < 10 * once
+    once = least_seconds(lambda: wlb.simulate_steps(costs[None, None], num_stages=16))
+    assert least_seconds(lambda: wlb.order_micro_batches(costs, num_stages=16)) < 10 * once
+
+
+def test_many_ranks_are_ordered_in_linear_time() -> None:
+    """The deal does not pass over the ranks that have their share. As above."""
+    costs = np.random.default_rng(0).random(2**18)
+    steps = costs.reshape(1, 2**16, 4)
+    once = least_seconds(lambda: wlb.simulate_steps(steps, num_stages=1))
+    assert least_seconds(lambda: wlb.order_micro_batches(costs, dp_size=2**16, num_stages=1)) < 15 * once
+
+
+def test_ranks_beyond_the_budget_keep_the_order_of_deal(llama_cost: wlb.CostModel) -> None:
+    count, dp_size = 2**15, 2**11
+    lengths = np.random.default_rng(0).integers(1, 100_000, count)
+    sizes: dict[str, Any] = {"num_micro_batches": count, "max_tokens": 100_000, "cost_model": llama_cost}
+    plan = wlb.Packing.from_assignment(lengths, np.arange(count), **sizes)
+    layout: dict[str, Any] = {"schedule": "interleaved_1f1b", "num_stages": 128, "num_virtual_stages": 2}
+    same = (wlb.order_micro_batches(plan.costs, dp_size=dp_size, **layout) == plan.deal(dp_size)).all(axis=1)
+    assert not same[: dp_size // 8].any()
+    assert same[-dp_size // 8 :].all()
 
 
 def test_the_trace_conserves_time(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def test_points_are_what_the_packer_does(
     assert all((point.delay_price is None) == (num_queues is not None) for point in result.pareto)
     again = tune(lengths, **packing, **arguments)
     for other in (again, pickle.loads(pickle.dumps(result))):
+        assert other == result
+        assert other.best == result.best
         assert other.evaluated == result.evaluated
         assert [fields(point) for point in other.pareto] == [fields(point) for point in result.pareto]
         assert fields(other.best) == fields(result.best)

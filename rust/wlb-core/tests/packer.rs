@@ -7,6 +7,7 @@ use common::strategies::{checked, config, cost_model, lengths, method, packer_co
 use common::stream::{Event, run};
 use common::{check, naive};
 use proptest::prelude::*;
+use wlb_core::packing::metrics::Metrics;
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
@@ -269,4 +270,15 @@ fn a_bad_configuration_is_named() {
     assert_eq!(argument(thresholds).argument(), "outlier_thresholds");
     let infinite = CostModel::analytic(1e300, 0.0, Mask::Causal).unwrap();
     assert_eq!(argument(PackerConfig { cost_model: infinite, ..good }).argument(), "cost_model");
+}
+
+/// Numbers that do not agree with each other are no metrics.
+#[test]
+fn forged_metrics_are_refused() {
+    let text = Metrics::default().to_json();
+    assert_eq!(Metrics::from_json(&text), Ok(Metrics::default()));
+    for delays in [r#"{"5":1}"#, r#"{"5":0}"#] {
+        let forged = text.replace(r#""delay_tokens":{}"#, &format!(r#""delay_tokens":{delays}"#));
+        assert!(matches!(Metrics::from_json(&forged), Err(Error::State { .. })), "{forged}");
+    }
 }

@@ -102,7 +102,14 @@ proptest! {
         let at = at.index(bytes.len());
         bytes[at] = byte;
         if let Ok(changed) = Packing::from_json(&String::from_utf8(bytes).unwrap()) {
-            prop_assert_eq!(changed.offsets.len(), changed.num_micro_batches() + 1);
+            let mut dealt = changed.deal(1).unwrap();
+            dealt.sort_unstable();
+            prop_assert_eq!(dealt, (0..changed.num_micro_batches()).collect::<Vec<_>>());
+            prop_assert!(changed.imbalance() >= 1.0 && changed.digest().len() == 64);
+            for j in 0..changed.num_micro_batches() {
+                let tokens = changed.micro_batch(j).iter().try_fold(0_i32, |sum, piece| sum.checked_add(piece.length));
+                prop_assert_eq!(tokens.map(i64::from), Some(changed.tokens[j]));
+            }
         }
     }
 
@@ -158,6 +165,33 @@ proptest! {
         let documents = lengths.iter().enumerate().map(|(id, &length)| Piece { id: id as i64, start: 0, length });
         let expected: Vec<Piece> = documents.flat_map(|document| naive::split(document, limit)).collect();
         prop_assert_eq!(split_documents(&checked(&lengths), i64::from(limit)).unwrap(), expected);
+    }
+}
+
+/// What no packing is, though each of its numbers can be read.
+#[test]
+fn a_forged_plan_is_refused() {
+    let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
+    let plan = pack_var_length(&[5, 7, 4, 6], 2, 11, &cost);
+    let changes: [fn(&mut Packing); 8] = [
+        // No micro-batches at all.
+        |plan| {
+            *plan = Packing { pieces: vec![], offsets: vec![0], tokens: vec![], costs: vec![], ..plan.clone() };
+            plan.assignment.clear();
+        },
+        |plan| plan.tokens[1] += 1,
+        |plan| plan.max_tokens = 10,
+        |plan| plan.assignment[0] = 2,
+        |plan| plan.assignment[0] = -2,
+        |plan| plan.pieces[0].start = -1,
+        |plan| plan.pieces[0].start = i32::MAX,
+        |plan| plan.leftover.push(Piece { id: 4, start: 0, length: 0 }),
+    ];
+    assert!(Packing::from_json(&plan.to_json()).is_ok());
+    for change in changes {
+        let mut forged = plan.clone();
+        change(&mut forged);
+        assert!(matches!(Packing::from_json(&forged.to_json()), Err(Error::State { .. })), "{forged:?}");
     }
 }
 

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
-use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
 use wlb_core::packing::MAX_MICRO_BATCHES;
@@ -14,6 +13,7 @@ use wlb_core::sharding::MAX_CP_SIZE;
 use crate::convert::{array, integers, positive, read_lengths, real, run, size};
 use crate::cost::CostModel;
 use crate::error::raise;
+use crate::packing::item;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<DynamicCpPlan>()?;
@@ -480,14 +480,5 @@ impl CpGroup {
     fn _of(plan: &Bound<'_, DynamicCpPlan>, group: usize) -> PyResult<Self> {
         let plan = Arc::clone(&plan.get().0);
         item(group as isize, plan.groups.len(), "group").map(|group| Self { plan, group })
-    }
-}
-
-/// A Python index as one from the front.
-fn item(index: isize, count: usize, what: &str) -> PyResult<usize> {
-    let wrapped = if index < 0 { index + count as isize } else { index };
-    match usize::try_from(wrapped) {
-        Ok(index) if index < count => Ok(index),
-        _ => Err(PyIndexError::new_err(format!("{what} {index} of {count}"))),
     }
 }

@@ -171,8 +171,8 @@ impl Packer {
     ///     ``leftover`` is what is carried over to the next iteration.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths or ids, or a document over ``max_document_tokens`` under oversize="error". The packer is
-    ///         unchanged.
+    ///     WlbError: wrong lengths or ids, a document over ``max_document_tokens`` under oversize="error", or more than 2^23
+    ///         cuts under oversize="split". The packer is unchanged.
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 new ones on.
     #[pyo3(signature = (lengths, ids = None))]
@@ -533,6 +533,10 @@ impl PackerMetrics {
         Ok(dict)
     }
 
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
+    }
+
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
         Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
     }
@@ -702,6 +706,10 @@ impl TuneResult {
         self.0.evaluated
     }
 
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
+    }
+
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
         Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
     }
@@ -768,6 +776,10 @@ impl TunedPoint {
     #[getter]
     fn memory_skew_mean(&self) -> f64 {
         self.0.memory_skew_mean
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use numpy::{PyArray1, PyArrayMethods};
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
 use wlb_core::packing::{self as core, MAX_MICRO_BATCHES, Method, Piece, stream};
@@ -233,12 +234,7 @@ impl Packing {
     }
 
     fn __getitem__(&self, index: isize) -> PyResult<MicroBatch> {
-        let count = self.0.num_micro_batches();
-        let wrapped = if index < 0 { index + count as isize } else { index };
-        match usize::try_from(wrapped) {
-            Ok(index) if index < count => Ok(self.micro_batch(index)),
-            _ => Err(pyo3::exceptions::PyIndexError::new_err(format!("micro-batch {index} of {count}"))),
-        }
+        item(index, self.0.num_micro_batches(), "micro-batch").map(|index| self.micro_batch(index))
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
@@ -405,7 +401,7 @@ fn batch_offsets<'py>(
 ///     ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece begins, tokens.
 ///
 /// Raises:
-///     WlbError: a length or ``max_document_tokens`` out of range.
+///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
 #[pyfunction]
 #[pyo3(signature = (lengths, *, max_document_tokens))]
 #[allow(clippy::type_complexity, reason = "three arrays")]
@@ -419,6 +415,15 @@ fn split_documents<'py>(
     let pieces = stream::split_documents(&lengths, limit).map_err(raise)?;
     let piece_lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
     Ok((array(py, ids(&pieces)), array(py, starts(&pieces)), array(py, piece_lengths)))
+}
+
+/// A Python index as one from the front.
+pub(crate) fn item(index: isize, count: usize, what: &str) -> PyResult<usize> {
+    let wrapped = if index < 0 { index + count as isize } else { index };
+    match usize::try_from(wrapped) {
+        Ok(index) if index < count => Ok(index),
+        _ => Err(PyIndexError::new_err(format!("{what} {index} of {count}"))),
+    }
 }
 
 fn ids(pieces: &[Piece]) -> Vec<i64> {

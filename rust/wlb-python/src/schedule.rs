@@ -229,7 +229,7 @@ fn simulate_pipeline<'py>(
 ///     PipelineSteps.
 ///
 /// Raises:
-///     WlbError: see :func:`simulate_pipeline`.
+///     WlbError: no replicas; and see :func:`simulate_pipeline`.
 ///
 /// O(ops), that is O(steps dp m p v).
 #[pyfunction]
@@ -252,6 +252,11 @@ fn simulate_steps<'py>(
 ) -> PyResult<PipelineSteps> {
     let arguments = Arguments { costs, schedule, num_stages, num_virtual_stages, p2p_seconds, activation, exposed };
     let question = Question::read(&arguments, 2)?;
+    let dp_size = question.shape[1];
+    if dp_size == 0 {
+        let problem = format!("has shape {:?}, but a step needs at least one replica", question.shape);
+        return Err(refuse("costs", None, None, problem));
+    }
     let simulate = || {
         let pipeline = Pipeline::new(&question.layout).map_err(|error| (error, 0))?;
         let mut buffers = Buffers::default();
@@ -262,7 +267,7 @@ fn simulate_steps<'py>(
         (0..question.pipelines()).map(|index| one(index).map_err(|error| (error, index))).collect::<Result<Vec<_>, _>>()
     };
     let replicas = run(py, question.cells(), simulate).map_err(|(error, part)| question.raise(error, part))?;
-    let totals = replicas.chunks(question.shape[1].max(1)).map(StepTotals::new).collect();
+    let totals = replicas.chunks(dp_size).map(StepTotals::new).collect();
     Ok(PipelineSteps { question, replicas, totals })
 }
 
@@ -288,7 +293,8 @@ fn simulate_steps<'py>(
 /// Raises:
 ///     WlbError: ``dp_size`` does not divide M; and see :func:`simulate_pipeline`.
 ///
-/// Simulates at most a million ops (milliseconds).
+/// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops and one order.
+/// Ranks beyond that keep the order of :meth:`Packing.deal`.
 #[pyfunction]
 #[pyo3(
     signature = (costs, *, dp_size = None, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None),

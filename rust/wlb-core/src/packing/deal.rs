@@ -44,7 +44,11 @@ pub(crate) fn deal(costs: &[f64], dp_size: usize) -> Vec<usize> {
         let (cost, dealt) = &mut ranks[rank];
         *cost += costs[micro_batch];
         dealt.push(micro_batch);
-        open.set(rank, if dealt.len() < per_rank { *cost } else { f64::INFINITY });
+        if dealt.len() < per_rank {
+            open.set(rank, *cost);
+        } else {
+            open.remove(rank);
+        }
     }
     ranks.into_iter().flat_map(|(_, dealt)| light_ends(&dealt)).collect()
 }

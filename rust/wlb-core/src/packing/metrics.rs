@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result, from_json};
+
 use super::plan::Packing;
 
 /// Steps of the imbalance histogram in one unit: percentiles are good to 0.001.
@@ -33,9 +35,24 @@ pub struct Metrics {
     delay_tokens: BTreeMap<u64, u64>,
 }
 
-crate::error::pickled_as_json!(Metrics);
-
 impl Metrics {
+    /// As JSON, for pickles.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// What [`Metrics::to_json`] wrote.
+    ///
+    /// # Errors
+    /// [`Error::State`] for anything else.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let metrics: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
+        match metrics.problem() {
+            None => Ok(metrics),
+            Some(problem) => Err(Error::State { path: "metrics".to_owned(), problem: problem.to_owned() }),
+        }
+    }
+
     /// Counts one global batch; `delays` gives the tokens of each emitted piece and the iterations it waited.
     pub(super) fn record(&mut self, packing: &Packing, flushed: bool, delays: impl Iterator<Item = (i32, u64)>) {
         // Almost all wait as long as the one before, most often not at all: one look-up for all of them.
@@ -159,9 +176,9 @@ impl Metrics {
     }
 }
 
-/// Weight of a whole histogram; `None` if it overflows.
+/// Weight of a whole histogram; `None` if it overflows, or has a bin of nothing: none is ever opened for that.
 fn total<K>(histogram: &BTreeMap<K, u64>) -> Option<u64> {
-    histogram.values().try_fold(0_u64, |sum, &weight| sum.checked_add(weight))
+    histogram.values().try_fold(0_u64, |sum, &weight| sum.checked_add(weight).filter(|_| weight > 0))
 }
 
 /// The smallest key with at least `fraction` of the weight at or below it.

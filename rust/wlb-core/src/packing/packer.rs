@@ -15,7 +15,7 @@ use super::outlier_queue::{OutlierQueue, Release, Waiting};
 use super::placement::Placement;
 use super::plan::{Packing, Piece};
 use super::refined::refine;
-use super::stream::{check_pieces, split};
+use super::stream::{check_cuts, split};
 use super::var_length::Bins;
 use super::{Method, check_micro_batches};
 
@@ -365,7 +365,7 @@ impl Packer {
             });
         }
         if config.oversize == Oversize::Split {
-            check_pieces(lengths, limit)?;
+            check_cuts(lengths, limit)?;
         }
         check_range("iteration", self.iteration as i64, 0, MAX_ITERATION as i64 - 1)?;
         let exhausted =

@@ -144,13 +144,24 @@ impl Packing {
     pub fn from_json(json: &str) -> Result<Self> {
         let packing: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
         let micro_batches = packing.tokens.len();
-        let fits = packing.costs.len() == micro_batches
+        let is_part =
+            |piece: &Piece| piece.start >= 0 && piece.length > 0 && piece.start.checked_add(piece.length).is_some();
+        let counted = |j: usize| {
+            let tokens: i64 = packing.micro_batch(j).iter().map(|piece| i64::from(piece.length)).sum();
+            packing.tokens[j] == tokens && tokens <= i64::from(packing.max_tokens)
+        };
+        let exists = |&j: &i32| j == -1 || usize::try_from(j).is_ok_and(|j| j < micro_batches);
+        let fits = micro_batches > 0
+            && packing.costs.len() == micro_batches
             && packing.offsets.len() == micro_batches + 1
             && packing.offsets.first() == Some(&0)
             && packing.offsets.last() == Some(&packing.pieces.len())
             && packing.offsets.is_sorted()
             && packing.window > 0
-            && micro_batches.is_multiple_of(packing.window);
+            && micro_batches.is_multiple_of(packing.window)
+            && packing.pieces.iter().chain(&packing.leftover).all(is_part)
+            && (0..micro_batches).all(counted)
+            && packing.assignment.iter().all(exists);
         let problem = "its arrays do not belong together".to_owned();
         if fits { Ok(packing) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }
     }

@@ -1,14 +1,14 @@
 //! Algorithm 1's plan, made better where tokens run out before work does.
 
 use crate::cost::CostModel;
-use crate::longest_first::{longest_first, longest_first_of};
+use crate::longest_first::longest_first_of;
 
 use super::Method;
 use super::exchange::exchange;
 use super::ladder::Ladder;
 use super::placement::{Placement, whole};
 use super::plan::Packing;
-use super::var_length::Bins;
+use super::var_length;
 
 /// A plan is left as it is once its maximum is this close to the lower bound.
 pub(super) const CLOSE: f64 = 1.0001;
@@ -22,17 +22,9 @@ const NEAR: f64 = 1.001;
 /// # Complexity
 /// As [`refine`].
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
-    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
-    let costs = cost_model.costs(lengths);
-    for (length, index) in longest_first(lengths) {
-        bins.place(index, length, costs[index]);
-    }
-    refine(bins.placement, lengths, &costs, max_tokens).into_packing(
-        Some(Method::Refined),
-        max_tokens,
-        cost_model,
-        |index| whole(index, lengths[index]),
-    )
+    let (start, costs) = var_length::place(lengths, num_micro_batches, max_tokens, cost_model);
+    refine(start, lengths, &costs, max_tokens)
+        .into_packing(Some(Method::Refined), max_tokens, cost_model, |index| whole(index, lengths[index]))
 }
 
 /// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was left over

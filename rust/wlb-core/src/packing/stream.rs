@@ -35,13 +35,13 @@ pub fn batch_offsets(lengths: &Lengths, tokens_per_batch: i64) -> Result<Vec<usi
 /// Cuts documents into pieces of at most `max_document_tokens`; a piece's id is its document's index.
 ///
 /// # Errors
-/// [`crate::Error::OutOfRange`] for `max_document_tokens`, also where it makes more than [`MAX_PIECES`] of them.
+/// [`crate::Error::OutOfRange`] for `max_document_tokens`; [`crate::Error::Number`] where it takes more than [`MAX_CUTS`].
 ///
 /// # Complexity
 /// O(pieces).
 pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Vec<Piece>> {
     check_range("max_document_tokens", max_document_tokens, 1, MAX_TOKENS)?;
-    check_pieces(lengths, max_document_tokens as i32)?;
+    check_cuts(lengths, max_document_tokens as i32)?;
     let mut pieces = Vec::with_capacity(lengths.len());
     for (index, &length) in lengths.iter().enumerate() {
         pieces.extend(split(Piece { id: index as i64, start: 0, length }, max_document_tokens as i32));
@@ -49,16 +49,17 @@ pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Ve
     Ok(pieces)
 }
 
-/// Most pieces that a push or a split makes: a mistyped limit is an error, not an exhausted memory.
-pub const MAX_PIECES: i64 = 1 << 27;
+/// Most cuts that a push or a split makes, and so pieces more than documents: a mistyped limit is an error, not an
+/// exhausted memory.
+pub const MAX_CUTS: i64 = 1 << 23;
 
-/// Checks that cutting at `limit` makes no more than [`MAX_PIECES`].
-pub(super) fn check_pieces(lengths: &[i32], limit: i32) -> Result<()> {
-    let pieces: i64 = lengths.iter().map(|&length| i64::from((length - 1) / limit) + 1).sum();
-    if pieces <= MAX_PIECES {
+/// Checks that cutting at `limit` takes no more than [`MAX_CUTS`].
+pub(super) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
+    let cuts: i64 = lengths.iter().map(|&length| i64::from((length - 1) / limit)).sum();
+    if cuts <= MAX_CUTS {
         return Ok(());
     }
-    let requirement = "would cut these documents into more than 2^27 pieces";
+    let requirement = "would take more than 2^23 cuts for these documents";
     Err(Error::Number { argument: "max_document_tokens", value: f64::from(limit), requirement })
 }
 

@@ -13,12 +13,23 @@ use super::plan::Packing;
 /// # Complexity
 /// O(n) for the sort, and a few steps for each document (see [`Ladder`]); O(n N) at worst.
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+    let (placement, _) = place(lengths, num_micro_batches, max_tokens, cost_model);
+    placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| whole(index, lengths[index]))
+}
+
+/// Where [`pack`] puts documents, and what each of them costs.
+pub(super) fn place(
+    lengths: &[i32],
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+) -> (Placement, Vec<f64>) {
     let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
     let costs = cost_model.costs(lengths);
     for (length, index) in longest_first(lengths) {
         bins.place(index, length, costs[index]);
     }
-    bins.placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| whole(index, lengths[index]))
+    (bins.placement, costs)
 }
 
 /// Micro-batches being filled by Algorithm 1's rule.

@@ -16,6 +16,9 @@ use super::times::Times;
 /// Ops that a search may simulate: a few milliseconds.
 const MAX_OPS: usize = 1 << 20;
 
+/// Ops up to which the sorted orders of all ranks may go past that: a fraction of a second.
+const MAX_SORTED_OPS: usize = 1 << 24;
+
 /// What is less of a gain than this is none.
 const WORTHWHILE: f64 = 1.0 - 1e-6;
 
@@ -30,13 +33,14 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 ///
 /// Deals by cost as [`crate::Packing::deal`] does, and orders each row: of the order of arrival, heaviest first, lightest first,
 /// and light ends, the fastest. Then, for the slowest rank of each time, swaps of two micro-batches and moves of one
-/// while they help, and swaps with other ranks while those do. So it is never slower than `deal`.
+/// while they help, and swaps with other ranks while those do. So it is never slower than `deal`. Ranks for whose sorted orders
+/// too many ops were simulated already keep that of `deal`.
 ///
 /// # Errors
 /// Those of [`Layout::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`] for `dp_size`.
 ///
 /// # Complexity
-/// At most about a million ops are simulated, or four orders of each rank if those are more.
+/// About a million ops are simulated, or four orders of each rank if those are more: at most 2^24 ops and one order.
 pub fn order_micro_batches(layout: &Layout, times: &Times<'_>, dp_size: usize) -> Result<Vec<usize>> {
     let pipeline = Pipeline::new(layout)?;
     let per_rank = layout.num_micro_batches;
@@ -46,8 +50,9 @@ pub fn order_micro_batches(layout: &Layout, times: &Times<'_>, dp_size: usize) -
     };
     times.check_shape(total, layout.total_stages())?;
     let costs: Vec<f64> = times.costs.chunks(times.costs.len() / total).map(|costs| costs.iter().sum()).collect();
-    let mut search = Search { pipeline, times, left: MAX_OPS, buffers: Buffers::default() };
+    let mut search = Search { pipeline, times, left: MAX_SORTED_OPS, buffers: Buffers::default() };
     let mut rows: Vec<Row> = deal(&costs, dp_size).chunks(per_rank).map(|row| search.start(row, &costs)).collect();
+    search.left = MAX_OPS.saturating_sub(MAX_SORTED_OPS - search.left);
     while search.improve_slowest(&mut rows) {}
     Ok(rows.into_iter().flat_map(|row| row.order).collect())
 }
@@ -74,16 +79,19 @@ impl Search<'_> {
         self.pipeline.makespan_in_order(self.times, order, &mut self.buffers)
     }
 
-    /// The best of a few sorted orders.
+    /// The best of a few sorted orders, as far as they may be simulated.
     fn start(&mut self, dealt: &[usize], costs: &[f64]) -> Row {
-        let mut best = Row { order: dealt.to_vec(), seconds: self.seconds(dealt), settled: false };
+        let mut best = Row { order: dealt.to_vec(), seconds: f64::INFINITY, settled: false };
         let mut arrival = dealt.to_vec();
         arrival.sort_unstable();
         let mut heaviest_first = arrival.clone();
         heaviest_first.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
         let mut lightest_first = heaviest_first.clone();
         lightest_first.reverse();
-        for order in [arrival, heaviest_first, lightest_first] {
+        for order in [dealt.to_vec(), arrival, heaviest_first, lightest_first] {
+            if self.left == 0 {
+                break;
+            }
             let seconds = self.seconds(&order);
             if seconds < best.seconds {
                 best = Row { order, seconds, settled: false };
