@@ -303,21 +303,6 @@ fn few_micro_batches_are_tried_where_each_costs() {
     assert_eq!(counts(&options).1, 4);
 }
 
-/// The same where exchange or hops cost, and there are few documents.
-#[test]
-fn few_micro_batches_are_tried_where_exchange_or_hops_cost() {
-    let exchange = Communication { seconds_per_exchange: 100.0, seconds_per_token: 30.0, overlap: 0.0 };
-    let one = |lengths: &[i32], options: &DynamicCpOptions| {
-        let cost = CostModel::analytic(0.0, 10.0, Mask::Causal).unwrap();
-        let plan = planned(lengths, options, &cost, true).unwrap();
-        let options = DynamicCpOptions { num_micro_batches: Some(1), ..options.clone() };
-        assert!(plan.seconds <= planned(lengths, &options, &cost, true).unwrap().seconds);
-        plan.sweep[0].0
-    };
-    assert_eq!(one(&[53, 54], &DynamicCpOptions { communication: exchange, ..plain(3, 2, 100) }), 1);
-    assert_eq!(one(&[2], &DynamicCpOptions { p2p_seconds: 50.0, ..plain(8, 5, 100) }), 1);
-}
-
 /// As a schedule may want, even without documents for all of them.
 #[test]
 fn no_fewer_micro_batches_than_wanted() {

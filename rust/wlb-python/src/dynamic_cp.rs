@@ -45,8 +45,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each stage, its DualPipeV
 ///         two.
 ///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are wanted, and ends by default at 4
-///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, and for up to 256 documents with ``p2p_seconds`` or
-///         where exchange costs, it begins with what memory forces.
+///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
 ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
 ///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.

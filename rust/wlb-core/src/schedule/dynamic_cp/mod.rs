@@ -53,9 +53,6 @@ const STEPS: usize = 32;
 const PROMISE: f64 = 0.998;
 /// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
 const CLOSE: f64 = 1.1;
-/// So many documents at most, where exchange or hops cost, are also planned with fewer micro-batches than there are stages: with more of them,
-/// that takes up to twice the time for nothing.
-const FEW: usize = 256;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
 
@@ -220,8 +217,8 @@ fn limit(options: &DynamicCpOptions) -> usize {
 
 /// Numbers of micro-batches to try.
 struct Counts {
-    /// None with fewer is tried. The same as `start` where only documents take time, so that some may as well be empty, and where
-    /// there are so many that fewer than there are stages are hardly ever faster.
+    /// None with fewer is tried. The same as `start` without a constant part: fewer than there are stages are then faster only for a
+    /// handful of documents that exchange or hops cost much, and the schedules of torch take none.
     least: usize,
     /// Enough for the memory, and for every stage to have one.
     start: usize,
@@ -246,9 +243,7 @@ impl Counts {
         let forced = memory.max(options.min_micro_batches.unwrap_or(1));
         let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
         let start = memory.max(wanted).max(num_stages.min(most.unwrap_or(limit)));
-        let costly = options.p2p_seconds > 0.0 || !options.communication.is_free();
-        let fewer = options.micro_batch_seconds > 0.0 || costly && lengths.len() <= FEW;
-        let least = if fewer { forced } else { start };
+        let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
 }
