@@ -344,12 +344,12 @@ def test_a_long_stream_equals_the_oracle(corpus: NDArray[Any], llama_cost: wlb.C
     }
     packer = wlb.Packer(cost_model=llama_cost, **settings)
     naive = NaivePacker(cost=ModelCost(llama_cost), **settings)
-    offsets = wlb.batch_offsets(corpus[:6000], tokens_per_batch=8 * 50_000)
+    offsets = wlb.batch_offsets(corpus[:3000], tokens_per_batch=8 * 50_000)
     plans: list[tuple[wlb.Packing, Plan]] = []
     for step, (start, end) in enumerate(itertools.pairwise(offsets)):
         batch = corpus[start:end]
         plans.append((packer.push(batch), naive.push(batch.tolist())))
-        if step == 30:
+        if step == 15:
             packer = WAYS_TO_RESUME["state"](packer)
     plans += zip(packer.flush(), naive.flush(), strict=True)
     for packing, plan in plans:
