@@ -25,7 +25,7 @@ from wlb._core import (
 from wlb.memory import RankMemory, memory_per_rank
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
-from wlb.simulation.plans import MOST_TOKENS, GlobalBatches, Setup, Trained
+from wlb.simulation.plans import MOST_TOKENS, GlobalBatches, Trained
 from wlb.simulation.scenario import Scenario
 from wlb.step_time import data_parallel_seconds
 
@@ -98,7 +98,7 @@ def dynamic_steps(
             yield DynamicStep(plan_dynamic_cp(stream.lengths[ids], ids=ids, **options), i, None)
 
 
-def packer_before(setup: Setup, options: Mapping[str, Any], max_delay: int | None) -> dict[str, Any]:
+def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int) -> dict[str, Any]:
     """Arguments of the packer whose releases are planned with these of :func:`wlb.plan_dynamic_cp`; not what waits.
 
     All ranks can share a document, so that one has to wait only where it is too much for all of them: the packer's
@@ -106,11 +106,11 @@ def packer_before(setup: Setup, options: Mapping[str, Any], max_delay: int | Non
     concern, which makes more micro-batches where it binds.
     """
     return {
-        "num_micro_batches": setup.packed // setup.dp_size,
-        "max_tokens": min(setup.tokens_per_batch, MOST_TOKENS),
+        "num_micro_batches": scenario.micro_batches * split // scenario.layout.dp,
+        "max_tokens": min(scenario.tokens_per_batch, MOST_TOKENS),
         "cost_model": options["cost_model"],
-        "max_delay": max_delay,
-        "max_document_tokens": setup.context,
+        "max_delay": scenario.max_delay,
+        "max_document_tokens": scenario.context,
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,9 +142,7 @@ def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Out
     options = planner_options(scenario, stream.lengths)
     packer = None
     if variant.packer:
-        setup = dataclasses.replace(scenario.setup(), split=variant.split)  # memory is the planner's concern
-        before = packer_before(setup, options, scenario.max_delay)
-        packer = Packer(**before, **variant.packer)
+        packer = Packer(**packer_before(scenario, options, split=variant.split), **variant.packer)
     plan = collect_dynamic(variant.title, dynamic_steps(stream, options, packer), stream)
     return score_dynamic(variant.title, plan, scenario)
 

@@ -192,9 +192,10 @@ class _Search:
         self._limits = sorted(limit for limit in limits if limit <= scenario.limit)
         self._splits = [split for split in SPLITS if _possible(scenario, split)]
         self._most = _most_tokens(scenario, self._splits)
-        self._dynamic = obstacle(scenario) is None
-        packers = len(self._most) + self._dynamic * len(self._splits)
-        plans = packers * (len(PRICES) + 1) + 2 * (len(self._most) - 1) + self._dynamic
+        dynamic = obstacle(scenario) is None
+        self._planner = planner_options(scenario, lengths) if dynamic else None
+        packers = len(self._most) + dynamic * len(self._splits)
+        plans = packers * (len(PRICES) + 1) + 2 * (len(self._most) - 1) + dynamic
         self._found: dict[Settings, Choice] = {}
         self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
 
@@ -237,7 +238,7 @@ class _Search:
                 outcomes=others.outcomes | shown,
                 thresholds=found[limit].thresholds if queues is None else queues.outlier_thresholds,
             ),
-            planner=planner_options(self._given, self._lengths) if self._dynamic else None,
+            planner=self._planner,
             best=best,
         )
 
@@ -255,14 +256,12 @@ class _Search:
 
     def _planned(self) -> Iterator[Choice]:
         """Plans with groups of their own."""
-        if not self._dynamic:
+        if self._planner is None:
             return
         limit = check_planner(self._given) * self._given.layout.cp
         yield self._choose(Settings(kind="dynamic_cp", max_tokens=limit, strategy="per_document"))
-        options = planner_options(self._given, self._lengths)
         for split in self._splits:
-            packer = packer_before(self._scenario.setup(split=split), options, self._given.max_delay)
-            for price in self._prices(packer):
+            for price in self._prices(packer_before(self._given, self._planner, split=split)):
                 settings = Settings(kind="wlb_dynamic_cp", max_tokens=limit, delay_price=price, split=split)
                 yield self._choose(dataclasses.replace(settings, strategy="per_document"))
 

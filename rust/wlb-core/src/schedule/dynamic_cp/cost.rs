@@ -26,13 +26,6 @@ pub struct Communication {
     pub overlap: f64,
 }
 
-impl Communication {
-    /// Whether larger groups cost nothing.
-    pub(super) fn is_free(&self) -> bool {
-        self.seconds_per_exchange == 0.0 && self.seconds_per_token == 0.0
-    }
-}
-
 /// The work of some documents together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Load {
@@ -88,6 +81,11 @@ impl GroupCost {
             return Err(Error::Number { argument: "cp_overlap", value: overlap, requirement: "must be from 0 to 1" });
         }
         Ok(())
+    }
+
+    /// Whether larger groups cost nothing.
+    pub(super) fn is_free(&self) -> bool {
+        self.communication.seconds_per_exchange == 0.0 && self.communication.seconds_per_token == 0.0
     }
 
     /// Through the whole model, forward and backward, on each of `cp_size` ranks. Never decreases with the load.

@@ -319,8 +319,7 @@ impl Search<'_> {
         let shape = |ends: f64| shape::shape(&layout, ends, problem.heaviest());
         let work = problem.total_work / problem.world_size as f64;
         // Where exchange costs, documents take longer than it knows.
-        let around =
-            problem.cost.communication.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
+        let around = problem.cost.is_free().then(|| shape::around(&layout, problem.longest(), work)).flatten();
         let other = around.or_else(|| shape::heavier_first(&layout).map(shape));
         let mut relaxed = begin(shape(1.0));
         if let Some(other) = other.map(begin).filter(|other| other.seconds < relaxed.seconds) {
@@ -365,7 +364,7 @@ impl Search<'_> {
             least = least.min(self.solve(candidate, &relaxed.start, base, &pipeline)?);
         }
         let longer = seconds / relaxed.seconds;
-        if !self.problem.cost.communication.is_free() && longer.is_finite() {
+        if !self.problem.cost.is_free() && longer.is_finite() {
             let targets: Vec<f64> = relaxed.targets.iter().map(|target| target * longer).collect();
             least = least.min(self.solve(candidate, &targets, base, &pipeline)?);
         }
@@ -413,7 +412,7 @@ impl Search<'_> {
     /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for those that
     /// were close to it.
     fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
-        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.communication.is_free()) else {
+        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else {
             return Ok(());
         };
         let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);

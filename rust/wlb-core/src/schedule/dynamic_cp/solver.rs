@@ -292,7 +292,7 @@ impl<'a> Blocks<'a> {
         let mut by_room: Option<Ladder> = None;
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about the same. 12, 24 or 48
         // ranks have no more blocks of a size than this.
-        let many = if problem.cost.communication.is_free() { 1 } else { targets.len() };
+        let many = if problem.cost.is_free() { 1 } else { targets.len() };
         for document in &problem.documents[opened..] {
             let with = |block: &Block| {
                 let load = block.load + document.load;
