@@ -110,9 +110,7 @@ def waiting_table(title: str, found: wlb.TuneResult) -> Table:
             )
             for point in found.pareto
         ),
-        strong=frozenset(
-            i for i, point in enumerate(found.pareto) if waiting_choice(point) == waiting_choice(found.best)
-        ),
+        strong=frozenset(i for i, point in enumerate(found.pareto) if point == found.best),
     )
 
 
@@ -120,4 +118,9 @@ def waiting_choice(point: wlb.TunedPoint) -> str:
     """Thresholds, or a price."""
     if point.delay_price is not None:
         return f"{point.delay_price:,.0f}" if point.delay_price >= 100 else f"{point.delay_price:g}"
-    return " ".join(f"{threshold:,}" for threshold in point.thresholds) or "none"
+    return thresholds_choice(point.thresholds)
+
+
+def thresholds_choice(thresholds: Sequence[int]) -> str:
+    """Thresholds in a cell."""
+    return " ".join(f"{threshold:,}" for threshold in thresholds) or "none"

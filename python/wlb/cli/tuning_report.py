@@ -19,7 +19,7 @@ from wlb.cli.report import describe_documents
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
-from wlb.cli.tables import Table, waiting_table
+from wlb.cli.tables import Table, thresholds_choice, waiting_table
 from wlb.hardware import GIB
 from wlb.models import presets
 from wlb.simulation import KINDS, Choice, Scenario, Tuning
@@ -152,7 +152,7 @@ class TuningReport:
             self._table(
                 "Thresholds: waiting for balance, with queues",
                 "thresholds",
-                [(_thresholds(choice), choice) for choice in tuning.by_delay],
+                [(thresholds_choice(choice.outlier_thresholds), choice) for choice in tuning.by_delay],
                 lambda choice: choice.outlier_thresholds == tuning.thresholds.thresholds,
             ),
             self._table(
@@ -166,7 +166,7 @@ class TuningReport:
     def _plan(self, choice: Choice) -> str:
         """A kind of plan, with its settings."""
         if choice.outlier_thresholds:
-            return f"{KINDS[choice.kind]} ({_thresholds(choice)})"
+            return f"{KINDS[choice.kind]} ({thresholds_choice(choice.outlier_thresholds)})"
         if choice.delay_price is None:
             return KINDS[choice.kind]
         return f"{KINDS[choice.kind]} ({choice.delay_price:g}, {_micro_batches(self.tuning.scenario, choice)})"
@@ -334,10 +334,6 @@ def _waiting(choice: Choice) -> str:
 def _micro_batches(scenario: Scenario, choice: Choice) -> int:
     """Of the packer: in front of Dynamic-CP each is as wide as the pipeline stage."""
     return scenario.micro_batches * choice.split // (scenario.layout.dp if choice.dynamic else 1)
-
-
-def _thresholds(choice: Choice) -> str:
-    return " ".join(f"{threshold:,}" for threshold in choice.outlier_thresholds) or "none"
 
 
 def _found(result: wlb.TuneResult) -> dict[str, Any]:
