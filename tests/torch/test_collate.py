@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,16 +84,43 @@ def test_cutting_documents_drops_no_prediction(lengths: list[int], longest: int,
     assert batches[0].document_ids.tolist() == [piece.document for piece in pieces]
 
 
+@settings(max_examples=40)
+@given(
+    LENGTHS.filter(bool), st.integers(1, 15), st.sampled_from([1, 4]), st.sampled_from([np.asarray, np.ndarray.tolist])
+)
+def test_only_what_has_a_label_is_learnt(lengths: list[int], longest: int, cp_size: int, kind: Any) -> None:
+    """Labels are those given, not shifted; tokens without are seen all the same, and cuts change neither."""
+    documents = make(lengths)
+    labels = [np.where(document % 3, document + 1, IGNORE) for document in documents]
+    rows: list[Any] = [
+        {"input_ids": document, "labels": kind(label)} if number % 3 else document
+        for number, (document, label) in enumerate(zip(documents, labels, strict=True))
+    ]
+    pieces = [Piece(*row) for row in np.stack(wlb.split_documents(lengths, max_document_tokens=longest), 1).tolist()]
+    batches = [
+        collate([Documents(rows)[piece] for piece in pieces], cp_rank=r, cp_size=cp_size) for r in range(cp_size)
+    ]
+    expected = []
+    for number, (document, label) in enumerate(zip(documents, labels, strict=True)):
+        expected += [*(label if number % 3 else document)[1:].tolist(), IGNORE]
+    assert unshard(batches, "tokens") == [token for document in documents for token in document.tolist()]
+    assert unshard(batches, "labels") == expected
+    assert batches[0].num_valid_tokens == sum(label != IGNORE for label in expected)
+
+
 @pytest.mark.parametrize(
     "document",
     [
         [1, 2, 3],
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
+        {"input_ids": [1, 2, 3], "labels": torch.tensor([IGNORE, 2, 3])},
         (1, 2, 3),
         bytes([1, 2, 3]),
         np.array([1, 2, 3], np.uint16),
         torch.tensor([1, 2, 3]),
         torch.tensor([1, 2, 3], dtype=torch.int32),
         Document([1, 2, 3], id=7),
+        Document([1, 2, 3], id=7, labels=(IGNORE, 2, 3)),
     ],
 )
 def test_tokens_of_any_kind(document: object) -> None:
@@ -153,6 +181,10 @@ def test_as_collate_fn_in_workers(start_method: str) -> None:
         ([[1], []], {}, "documents", 1),
         ([[1], [1.5]], {}, "documents", 1),
         ([["a"]], {}, "documents", 0),
+        ([[1], {"text": "a"}], {}, "documents", 1),
+        ([[1], {"input_ids": [1, 2], "labels": [1]}], {}, "documents", 1),
+        ([[1], {"input_ids": [1, 2], "labels": [-1, 1]}], {}, "documents", 1),
+        ([[1], {"input_ids": [1, 2], "labels": [0.5, 1]}], {}, "documents.labels", 1),
         ([[1]], {"cp_rank": 2, "cp_size": 2}, "cp_rank", None),
         ([[1]], {"cp_rank": -1, "cp_size": 2}, "cp_rank", None),
         ([[1]], {"cp_rank": None}, "cp_rank", None),
@@ -178,3 +210,7 @@ def test_bad_input_is_named(documents: list[object], options: dict[str, object],
 def test_a_data_set_that_is_shorter_than_its_lengths_is_named() -> None:
     with pytest.raises(wlb.WlbError, match=r"dataset\[1\] has 3 tokens, but the plan wants those from 2 to 6"):
         Documents([[1], [1, 2, 3]])[Piece(1, 2, 4)]
+    with pytest.raises(wlb.WlbError, match=r"dataset\[1\] has 2 labels for 3 tokens"):
+        Documents([[1], {"input_ids": [1, 2, 3], "labels": [1, 2]}])[Piece(1, 0, 2)]
+    with pytest.raises(wlb.WlbError, match=r"dataset\[0\] has no 'input_ids', but 'text'"):
+        Documents([{"text": "a"}])[0]

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import wlb
 from wlb.torch.attention import max_cp_size
 from wlb.torch.data import (
+    IGNORE,
     BalancedBatchSampler,
     Document,
     Documents,
@@ -53,7 +54,9 @@ PLAN = functools.partial(
 )
 LENGTHS = np.random.default_rng(3).lognormal(2.2, 1.1, 60).astype(np.int64).clip(1, 150)
 LENGTHS[7], LENGTHS[31] = 150, 120
-DATA = [np.random.default_rng(number).integers(0, 257, length) for number, length in enumerate(LENGTHS)]
+DATA: list[Any] = [np.random.default_rng(number).integers(0, 257, length) for number, length in enumerate(LENGTHS)]
+for number in range(0, 60, 4):  # some have tokens that are not to be learnt
+    DATA[number] = {"input_ids": DATA[number], "labels": np.where(DATA[number] % 3, DATA[number], IGNORE)}
 WORLD = 6  # groups of 4 and 2: no power of two
 
 
@@ -98,7 +101,7 @@ def check_step(ranks: list[dict[str, Any]]) -> list[int]:
             assert found["valid"] == expected.num_valid_tokens
             seen += found["ids"] if found["rank"] == 0 else []
     assert len(set(seen)) == len(seen), "a document twice"
-    assert ranks[0]["valid"] == LENGTHS[seen].sum() - len(seen)
+    assert ranks[0]["valid"] == collate([DATA[id] for id in seen]).num_valid_tokens
     return sorted(seen)
 
 
@@ -110,7 +113,7 @@ def shares(rank: int, size: int) -> list[list[Document]]:
             reader for reader in range(size) if (reader != 1 or batch[0] == 0) and (reader != 2 or batch[0] == 40)
         ]
         mine = batch[readers.index(rank) :: len(readers)] if rank in readers else []
-        result.append([Document(DATA[number], int(number)) for number in mine])
+        result.append([Documents(DATA)[int(number)] for number in mine])
     return result[:1] if rank == 1 else result
 
 
@@ -279,7 +282,7 @@ def resolve(rank: int) -> tuple[list[str], str]:
     groups = ContextParallelGroups(build_mesh(dp=2, cp=2, device_type="cpu"))
     plans = []
     for reads in (range(rank, 60, 4), range(15 * rank, 15 * rank + 15)):
-        loader = make([[Document(DATA[number], number) for number in reads]], 4)
+        loader = make([[Documents(DATA)[number] for number in reads]], 4)
         (step,) = loader
         loader.close()
         plans.append(step.plan.digest())
@@ -305,7 +308,7 @@ def beside(rank: int) -> list[list[int]]:
     ContextParallelGroups(mesh)
     both = data_and_context(mesh)
     loader = DynamicCpLoader(
-        [[Document(DATA[number], number) for number in range(both.get_local_rank(), 20, 3)]],
+        [[Documents(DATA)[number] for number in range(both.get_local_rank(), 20, 3)]],
         plan=functools.partial(PLAN, world_size=3, max_tokens_per_rank=150),
         group=both.get_group(),
         timeout=timedelta(seconds=60),

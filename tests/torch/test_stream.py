@@ -15,23 +15,25 @@ import pytest
 import torch.distributed as dist
 
 import wlb
-from wlb.torch.data import BalancedStream, Document, PackedBatch, Step, collate
+from wlb.torch.data import IGNORE, BalancedStream, Document, PackedBatch, Step, collate
 
 COST = wlb.CostModel(attention=1e-3, linear=1e-2)
 Micro = dict[tuple[int, int], list[Any]]  # (step, micro-batch) -> ids, tokens, labels
 
 
 class Text:
-    """Documents of one file: lazily made, the same every time."""
+    """Documents of one file: lazily made, the same every time. Every third one has tokens that are not to be learnt."""
 
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
 
     def __iter__(self) -> Iterator[Any]:
         rng = np.random.default_rng(self.number)
-        for _ in range(self.count):
+        for number in range(self.count):
             length = rng.integers(1, 20) if rng.random() < 0.85 else rng.integers(30, 90)
-            yield rng.integers(0, 1000, length).astype(np.uint16)
+            tokens = rng.integers(0, 1000, length).astype(np.uint16)
+            labels = np.where(tokens % 3, tokens.astype(np.int64), IGNORE)
+            yield {"input_ids": tokens, "labels": labels} if number % 3 == 2 else tokens
 
 
 class StatefulText(Text):
@@ -116,16 +118,26 @@ def tokens_of(micro: Micro) -> Counter[int]:
     return Counter(token for _, tokens, _ in micro.values() for token in tokens)
 
 
+def rows(texts: Any = TEXTS) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels, not shifted, of all documents."""
+    documents = [document for text in texts for document in text]
+    columns = [
+        (document["input_ids"], document["labels"]) if isinstance(document, dict) else (document,) * 2
+        for document in documents
+    ]
+    return [(tokens.tolist(), labels.tolist()) for tokens, labels in columns]
+
+
 def all_tokens(texts: Any = TEXTS) -> Counter[int]:
-    return Counter(token for text in texts for document in text for token in document.tolist())
+    return Counter(token for tokens, _ in rows(texts) for token in tokens)
 
 
 def test_one_process_reads_everything_once() -> None:
     micro = alone()
     assert tokens_of(micro) == all_tokens()
-    # The tokens are where the labels say: a document's labels are its tokens, one further on.
+    # Every token but the first of its document is predicted, if it is to be.
     labels = Counter(label for _, _, labels in micro.values() for label in labels if label >= 0)
-    assert labels == Counter(token for text in TEXTS for document in text for token in document[1:].tolist())
+    assert labels == Counter(label for _, labels in rows() for label in labels[1:] if label >= 0)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -157,7 +169,7 @@ def test_only_documents_that_change_rank_move() -> None:
     (_, _, to_reader), (micro, _, to_other) = processes.run(2, read, texts, {})
     assert to_reader == 0
     trained = sum(len(tokens) for _, tokens, _ in micro.values())
-    after_cuts = sum(labels[end] >= 0 for (_, tokens, labels) in micro.values() for end in [len(tokens) - 1] if tokens)
+    after_cuts = sum(labels[-1] >= 0 for (_, _, labels) in micro.values() if labels)
     assert trained + after_cuts <= to_other <= trained + sum(len(ids) for ids, _, _ in micro.values())
     # Without cuts, exactly.
     options = {"packer_": packer(max_document_tokens=96)}
@@ -167,7 +179,7 @@ def test_only_documents_that_change_rank_move() -> None:
 
 def test_truncated_documents_are_done_with() -> None:
     options = {"packer_": packer(oversize="truncate")}
-    expected = Counter(token for text in TEXTS for document in text for token in document[:64].tolist())
+    expected = Counter(token for tokens, _ in rows() for token in tokens[:64])
     micro = together(2, **options)
     assert tokens_of(micro) == expected
     of = stream(**options)
@@ -246,8 +258,8 @@ def test_killed_and_resumed(size: int, tmp_path: Path) -> None:
     resumed_at = json.loads(checkpoint.read_text())["step"] if checkpoint.exists() else 0
     found: Micro = {}
     for path in tmp_path.glob("*-*.json"):
-        rows = {tuple(key): value for key, value in json.loads(path.read_text())}
-        found |= {key: value for key, value in rows.items() if key[0] < resumed_at}
+        written = {tuple(key): value for key, value in json.loads(path.read_text())}
+        found |= {key: value for key, value in written.items() if key[0] < resumed_at}
     for micro in processes.run(size, train, tmp_path, (-1, -1, False)):
         assert found.keys().isdisjoint(micro)
         found |= micro
@@ -281,6 +293,7 @@ def test_a_failing_stream_fails_all_ranks_with_its_reason() -> None:
     [
         ([1.5], "rank 1: WlbError: streams[1][0] holds float64, not integers"),
         ([], "rank 1: WlbError: streams[1][0] has no tokens"),
+        (Document([1], 0), "rank 1: WlbError: streams[1][0] is a Document"),
     ],
 )
 def test_a_bad_document_fails_all_ranks(document: Any, message: str) -> None:

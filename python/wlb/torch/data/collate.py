@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb.torch.data.batch import IGNORE, PackedBatch
-from wlb.torch.data.documents import Document, as_document, token_array, whole_numbers
+from wlb.torch.data.documents import Document, as_arrays, whole_numbers
 
 
 def collate(
@@ -29,13 +29,14 @@ def collate(
 
     Labels are shifted in the whole sequence, before it is sharded: every token predicts the one that follows it in its
     document, wherever that lies, and the last one predicts nothing. The last token of a *piece* predicts the first of
-    the next piece (`Document.next_token`): a cut shortens what a token sees and drops no prediction.
+    the next piece (`Document.next_token`): a cut shortens what a token sees and drops no prediction. Tokens that are
+    not to be learnt (`Document.labels`) are seen, and weigh in the plan, like all others.
 
     As the `collate_fn` of a `DataLoader`: `functools.partial(collate, cp_rank=..., cp_size=...)`.
 
     Args:
-        documents: Each a `Document`, or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1. None
-            at all is legal: the batch is empty.
+        documents: Each a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1; or a
+            mapping with `"input_ids"` and maybe `"labels"`. None at all is legal: the batch is empty.
         cp_rank: This rank in the context-parallel group.
         cp_size: Ranks of that group.
         strategy: As in `wlb.shard`.
@@ -52,8 +53,7 @@ def collate(
     Complexity:
         O(tokens), a few copies of the tokens.
     """
-    named = [as_document(document, number) for number, document in enumerate(documents)]
-    arrays = [token_array(document.tokens, "documents", number) for number, document in enumerate(named)]
+    named = [as_arrays(document, number, "documents") for number, document in enumerate(documents)]
     if document_ids is None:
         ids = whole_numbers([document.id for document in named], "documents", "id")
     else:
@@ -63,13 +63,14 @@ def collate(
         ids = whole_numbers(given.tolist(), "document_ids", "id")
     followers = [0 if document.next_token is None else document.next_token for document in named]
     whole_numbers(followers, "documents", "next_token")
-    lengths = np.array([array.size for array in arrays], np.int64)
+    lengths = np.array([document.tokens.size for document in named], np.int64)
     shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy, causal=causal, **sharding)  # type: ignore[arg-type]
     check_integer("cp_rank", cp_rank, minimum=0)
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
-    tokens, labels = packed(arrays, named)
+    tokens, labels = packed(named)
+    num_valid_tokens = int(np.count_nonzero(labels != IGNORE))
     if cp_size > 1:  # one rank alone holds the packed sequence as it is
         indices = shard.rank(cp_rank).token_indices
         tokens, labels = tokens[indices], labels[indices]
@@ -79,19 +80,21 @@ def collate(
         document_ids=ids,
         shard=shard,
         cp_rank=cp_rank,
-        num_valid_tokens=shard.num_tokens - sum(document.next_token is None for document in named),
+        num_valid_tokens=num_valid_tokens,
     )
 
 
-def packed(
-    arrays: Sequence[NDArray[Any]], documents: Sequence[Document]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of documents one after the other, and their labels: int64 [tokens] each. `arrays` are their tokens."""
+def packed(documents: Sequence[Document]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of documents of arrays one after the other, and what each predicts: int64 [tokens] both."""
+    arrays = [document.tokens for document in documents]
     ends = np.cumsum([array.size for array in arrays], dtype=np.int64)
     # One more than the tokens: labels are the same array, one further on.
     sequence = np.empty((int(ends[-1]) if arrays else 0) + 1, np.int64)
     if arrays:
         np.concatenate(arrays, out=sequence[:-1], casting="unsafe")
     tokens, labels = sequence[:-1], sequence[1:].copy()
+    for document, end in zip(documents, ends.tolist(), strict=True):
+        if document.labels is not None:
+            labels[end - document.labels.size : end - 1] = document.labels[1:]
     labels[ends - 1] = [IGNORE if document.next_token is None else document.next_token for document in documents]
     return tokens, labels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import wlb
 from wlb._errors import error
+from wlb.torch.data.batch import IGNORE
 
 
 class Piece(NamedTuple):
@@ -34,21 +36,26 @@ class Document:
         tokens: int[n], anything `collate` takes.
         id: The document in its data set.
         start: Where `tokens` begins inside the document, in tokens.
-        next_token: The token that follows in the document, None at its end. It is predicted by the last of `tokens`, so
-            that cutting a document changes what a token sees, but not which tokens are learnt.
+        next_token: The token that follows in the document, None at its end or where it is not to be learnt. It is
+            predicted by the last of `tokens`, so that cutting a document changes what a token sees, but not which
+            tokens are learnt.
+        labels: int[n], not shifted, as Hugging Face has them: what is to be predicted in each token's place, IGNORE
+            where nothing is: in a prompt, say. None: all tokens are.
     """
 
     tokens: Any
     id: int
     start: int = 0
     next_token: int | None = None
+    labels: Any = None
 
 
 class Documents(Dataset[Document]):
     """A map-style data set of token sequences that understands what `BalancedBatchSampler` yields.
 
     Args:
-        dataset: `dataset[i]` gives document `i`: a one-dimensional array, tensor or sequence of token ids.
+        dataset: `dataset[i]` gives document `i`: a one-dimensional array, tensor or sequence of token ids; or a mapping
+            with these as `"input_ids"` and maybe `"labels"` (see `Document`), such as a row of Hugging Face's datasets.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -61,22 +68,38 @@ class Documents(Dataset[Document]):
         """The document, or the piece of it.
 
         Raises:
-            wlb.WlbError: The document ends before the piece does: its length in the plan is not the data set's.
+            wlb.WlbError: The document ends before the piece does: its length in the plan is not the data set's. Or it
+                has not as many labels as tokens, or is a mapping without `"input_ids"`.
         """
         if not isinstance(index, Piece):
-            return Document(self.dataset[index], index)
+            return as_document(self.dataset[index], index, "dataset")
         number, start, length = index
-        tokens = self.dataset[number]
-        if len(tokens) < start + length:
-            message = f"has {len(tokens)} tokens, but the plan wants those from {start} to {start + length}"
-            raise error("dataset", message, index=number, value=len(tokens))
-        return cut(tokens, number, start, length)
+        document = as_document(self.dataset[number], number, "dataset")
+        found = len(document.tokens)
+        if found < start + length:
+            message = f"has {found} tokens, but the plan wants those from {start} to {start + length}"
+            raise error("dataset", message, index=number, value=found)
+        if document.labels is not None and len(document.labels) != found:
+            raise _not_as_many(len(document.labels), found, "dataset", number)
+        return cut(document, start, length)
 
 
-def cut(tokens: Any, number: int, start: int, length: int) -> Document:
-    """The piece of `length` tokens from `start` on, with the token that follows."""
-    end = start + length
-    return Document(tokens[start:end], number, start, int(tokens[end]) if end < len(tokens) else None)
+def cut(document: Document, start: int, length: int) -> Document:
+    """The piece of `length` tokens from `start` on, with what follows."""
+    end, labels = start + length, document.labels
+    predicted = document.tokens if labels is None else labels
+    next_token = int(predicted[end]) if end < len(predicted) else document.next_token
+    if labels is not None:
+        labels = labels[start:end]
+        if next_token == IGNORE:
+            next_token = None
+    return Document(document.tokens[start:end], document.id, document.start + start, next_token, labels)
+
+
+def num_labels(document: Document) -> int:
+    """Predictions of a document of arrays that count in the loss."""
+    of_others = document.tokens.size if document.labels is None else np.count_nonzero(document.labels[1:] != IGNORE) + 1
+    return int(of_others) - (document.next_token is None)
 
 
 def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
@@ -102,6 +125,25 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
     if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
         raise error(argument, f"has token {array.max()}: must be below 2**63", index=index, value=int(array.max()))
     return array
+
+
+def label_array(labels: Any, num_tokens: int, argument: str, index: int) -> NDArray[Any]:
+    """The labels of a document, not copied where that can be.
+
+    Raises:
+        wlb.WlbError: They are no integers, not as many as tokens, or negative without being IGNORE.
+    """
+    array = token_array(labels, f"{argument}.labels", index)
+    if array.size != num_tokens:
+        raise _not_as_many(array.size, num_tokens, argument, index)
+    if (bad := array[(array < 0) & (array != IGNORE)]).size:
+        message = f"has label {bad[0]}: must be a token, or {IGNORE} where there is nothing to predict"
+        raise error(argument, message, index=index, value=int(bad[0]))
+    return array
+
+
+def _not_as_many(labels: int, tokens: int, argument: str, index: int) -> wlb.WlbError:
+    return error(argument, f"has {labels} labels for {tokens} tokens", index=index, value=labels)
 
 
 def whole_number(value: Any, argument: str, name: str, index: int) -> int:
@@ -130,6 +172,30 @@ def whole_numbers(values: Sequence[Any], argument: str, name: str) -> NDArray[np
     return numbers
 
 
-def as_document(document: Document | Any, number: int) -> Document:
-    """`document` itself, or bare tokens under the name `number`."""
-    return document if isinstance(document, Document) else Document(document, number)
+def as_document(document: Document | Any, number: int, argument: str) -> Document:
+    """`document` itself; bare tokens, or a mapping with labels, under the name `number`.
+
+    Raises:
+        wlb.WlbError: It is a mapping without `"input_ids"`.
+    """
+    if isinstance(document, Document):
+        return document
+    if not isinstance(document, Mapping):
+        return Document(document, number)
+    if "input_ids" not in document:
+        message = f"has no 'input_ids', but {', '.join(map(repr, document)) or 'nothing'}"
+        raise error(argument, message, index=number, value=list(document))
+    return Document(document["input_ids"], number, labels=document.get("labels"))
+
+
+def as_arrays(document: Document | Any, number: int, argument: str) -> Document:
+    """What `as_document` gives, its tokens and labels as arrays.
+
+    Raises:
+        wlb.WlbError: As `as_document`, `token_array` and `label_array`.
+    """
+    named = as_document(document, number, argument)
+    tokens, labels = token_array(named.tokens, argument, number), named.labels
+    if labels is not None:
+        labels = label_array(labels, tokens.size, argument, number)
+    return Document(tokens, named.id, named.start, named.next_token, labels)

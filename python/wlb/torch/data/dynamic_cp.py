@@ -19,7 +19,7 @@ import wlb
 from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
-from wlb.torch.data.documents import Document, as_document, token_array, whole_number
+from wlb.torch.data.documents import Document, as_arrays, num_labels, whole_number
 from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
@@ -253,7 +253,7 @@ class DynamicCpLoader(Generic[T]):
         except Exception as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         # All fit: `_checked` looked.
-        rows = np.array([(d.tokens.size, d.id, d.start, d.next_token is not None) for d in documents], np.int64)
+        rows = np.array([(d.tokens.size, d.id, d.start, num_labels(d)) for d in documents], np.int64)
         part = {
             "failure": told(failure),
             "agreement": self._number,
@@ -304,7 +304,7 @@ class DynamicCpLoader(Generic[T]):
                 source = np.repeat(read_by, group.lengths)  # of every token
                 if me in read_by:
                     mine = [documents[at] for at in table.positions[rows[read_by == me]]]
-                    tokens_and_labels = np.stack(packed([document.tokens for document in mine], mine), axis=1)
+                    tokens_and_labels = np.stack(packed(mine), axis=1)
                     here = source == me
                     place = np.cumsum(here) - 1  # of a token among those read here
                     for cp_rank, destination in enumerate(group.ranks):
@@ -361,16 +361,16 @@ def _checked(document: Document | Any, index: int) -> Document:
     Bare tokens get the id -1.
 
     Raises:
-        wlb.WlbError: It has no tokens, or a number that is none, below 0, or beyond int64.
+        wlb.WlbError: It has no tokens, labels that do not fit, or a number that is none, below 0, or beyond int64.
     """
-    named = as_document(document, -1)
-    numbers: dict[str, Any] = {}
-    if named is document:
+    named = as_arrays(document, index, "batches")
+    numbers: dict[str, Any] = {"id": -1}
+    if isinstance(document, Document):
         numbers = {"id": named.id, "start": named.start}
         if named.next_token is not None:
             numbers["next_token"] = named.next_token
-    numbers = {name: whole_number(value, "batches", name, index) for name, value in numbers.items()}
-    return replace(named, tokens=token_array(named.tokens, "batches", index), **numbers)
+        numbers = {name: whole_number(value, "batches", name, index) for name, value in numbers.items()}
+    return replace(named, **numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,7 +405,7 @@ class _Table:
     Attributes:
         lengths: int64 [documents], tokens of each.
         ids: int64 [documents]; of bare tokens, their place among all that were read for the step.
-        labels: int64 [documents]: how many of its tokens have a label.
+        labels: int64 [documents]: how many of its tokens predict what counts.
         ranks: int64 [documents]: who read it.
         positions: int64 [documents]: its place among what that rank read.
         ended: Whether all ranks have come to their end.
@@ -420,14 +420,13 @@ class _Table:
 
     @classmethod
     def of(cls, parts: list[NDArray[np.int64]], *, ended: bool) -> _Table:
-        """From what each rank tells: length, id, start, whether a token follows; int64 [documents of the rank, 4]."""
+        """From what each rank tells: length, id, start, labels; int64 [documents of the rank, 4]."""
         counts = [len(part) for part in parts]
-        lengths, ids, starts, continued = np.concatenate(parts).T
+        lengths, ids, starts, labels = np.concatenate(parts).T
         ids = np.where(ids < 0, np.arange(ids.size), ids)
         order = np.lexsort((starts, ids))
         ranks = np.repeat(np.arange(len(parts)), counts)
         positions = np.concatenate([np.arange(count) for count in counts])
-        labels = lengths - 1 + continued
         return cls(lengths[order], ids[order], labels[order], ranks[order], positions[order], ended)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
-from wlb.torch.data.documents import Document, cut, token_array
+from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.peers import Peers, told
 from wlb.torch.data.sampler import batch_tokens
@@ -133,14 +133,14 @@ class BalancedStream(Generic[T]):
         mine = {
             "streams": {number: stream.state_dict() for number, stream in self._own_streams()},
             "waiting": {
-                id: base64.b64encode(waiting.tokens.astype("<i8").tobytes()).decode()
+                id: {"tokens": _text(waiting.document.tokens), "labels": _text(waiting.document.labels)}
                 for id, waiting in self._waiting.items()
-                if waiting.tokens is not None
+                if waiting.document is not None
             },
         }
         parts = self._peers.gather(mine)
         streams = {number: state for part in parts for number, state in part["streams"].items()}
-        tokens = {id: text for part in parts for id, text in part["waiting"].items()}
+        texts = {id: saved for part in parts for id, saved in part["waiting"].items()}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -149,7 +149,7 @@ class BalancedStream(Generic[T]):
             "next_id": self._next_id,
             "streams": [streams[number] for number in range(len(self._streams))],
             "waiting": [
-                {"id": id, "stream": waiting.stream, "left": waiting.left, "tokens": tokens[id]}
+                {"id": id, "stream": waiting.stream, "left": waiting.left, **texts[id]}
                 for id, waiting in self._waiting.items()
             ],
             **self._packer.state_dict(),
@@ -173,9 +173,11 @@ class BalancedStream(Generic[T]):
         waiting = {}
         for saved in field(state, "waiting", list):
             number = field(saved, "stream", int)
-            tokens = np.frombuffer(base64.b64decode(field(saved, "tokens", str)), "<i8").astype(np.int64)
-            kept = tokens if number % self._size == self._rank else None
-            waiting[field(saved, "id", int)] = _Waiting(number, tokens.size, field(saved, "left", int), kept)
+            id, tokens, labels = field(saved, "id", int), _tokens(field(saved, "tokens", str)), None
+            if field(saved, "labels", object) is not None:
+                labels = _tokens(field(saved, "labels", str))
+            kept = Document(tokens, id, labels=labels) if number % self._size == self._rank else None
+            waiting[id] = _Waiting(number, tokens.size, labels is not None, field(saved, "left", int), kept)
         self._step, self._next_id = field(state, "step", int), field(state, "next_id", int)
         self._packer, self._streams, self._waiting = packer, streams, waiting
 
@@ -200,7 +202,7 @@ class BalancedStream(Generic[T]):
         """New documents of all streams, with the tokens of those read here."""
         live = sum(not stream.ended for stream in self._streams)
         share = max(1, self._tokens_per_batch // live)
-        read: dict[int, list[NDArray[Any]]] = {}
+        read: dict[int, list[Document]] = {}
         failure: Exception | None = None
         try:
             for number, stream in self._own_streams():
@@ -217,7 +219,10 @@ class BalancedStream(Generic[T]):
                     len(self._streams),
                     self._step,
                 ),
-                "lengths": {number: [tokens.size for tokens in documents] for number, documents in read.items()},
+                "documents": {
+                    number: [(document.tokens.size, document.labels is not None) for document in documents]
+                    for number, documents in read.items()
+                },
                 "ended": {number: stream.ended for number, stream in self._own_streams()},
             }
         )
@@ -228,43 +233,46 @@ class BalancedStream(Generic[T]):
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
             stream.ended = part["ended"][number]
-            for at, length in enumerate(part["lengths"][number]):
+            for at, (length, labelled) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
-                new.append(_Waiting(number, length, left, read[number][at] if number in read else None))
+                new.append(_Waiting(number, length, labelled, left, read[number][at] if number in read else None))
         return new
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
         """The documents of this rank's micro-batches, fetched from where they were read."""
         incoming: list[list[int]] = [[] for _ in range(self._size)]  # sizes, by source
-        outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # tokens, by destination
-        # Of each piece of this rank: the document, or the rank that sends it.
-        expected: list[list[Document | tuple[int, int, int, bool]]] = []
+        outgoing: list[list[NDArray[Any]]] = [
+            [] for _ in range(self._size)
+        ]  # tokens, then labels if any, by destination
+        expected: list[list[Document | _Coming]] = []
         for destination, index in ((rank, index) for rank, row in enumerate(deal.tolist()) for index in row):
             part = packing[index]
             rows = zip(part.document_ids.tolist(), part.starts.tolist(), part.lengths.tolist(), strict=True)
-            here: list[Document | tuple[int, int, int, bool]] = []
+            here: list[Document | _Coming] = []
             for id, start, length in rows:
                 waiting = self._waiting[id]
                 waiting.left -= length
                 if not waiting.left:
                     del self._waiting[id]
                 source = waiting.stream % self._size
-                continued = start + length < waiting.length
-                if source == self._rank:
-                    assert waiting.tokens is not None
+                # What follows goes with a piece: its last token predicts that.
+                size = min(length + 1, waiting.length - start)
+                if (document := waiting.document) is not None:
                     if destination == self._rank:
-                        here.append(cut(waiting.tokens, id, start, length))
+                        here.append(cut(replace(document, id=id), start, length))
                     else:
-                        outgoing[destination].append(waiting.tokens[start : start + length + continued])
+                        for row in (document.tokens, document.labels):
+                            if row is not None:
+                                outgoing[destination].append(row[start : start + size])
                 elif destination == self._rank:
-                    incoming[source].append(length + continued)
-                    here.append((source, id, start, continued))
+                    incoming[source] += [size] * (1 + waiting.labelled)
+                    self.tokens_moved += size
+                    here.append(_Coming(source, id, start, length, waiting.labelled))
             if destination == self._rank:
                 expected.append(here)
         arrived = self._peers.all_to_all(outgoing, incoming)
-        self.tokens_moved += sum(map(sum, incoming))
         return [
-            [row if isinstance(row, Document) else _received(next(arrived[row[0]]), *row[1:]) for row in here]
+            [row if isinstance(row, Document) else row.received(arrived[row.source]) for row in here]
             for here in expected
         ]
 
@@ -276,14 +284,32 @@ class _Waiting:
     Attributes:
         stream: Where it was read.
         length: All its tokens.
+        labelled: Whether it brings labels.
         left: Tokens that the plan has not yet given out.
-        tokens: int[length], on the rank that reads the stream.
+        document: Of arrays, under any name; on the rank that reads the stream.
     """
 
     stream: int
     length: int
+    labelled: bool
     left: int
-    tokens: NDArray[Any] | None
+    document: Document | None
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A piece that another rank sends."""
+
+    source: int
+    id: int
+    start: int
+    length: int
+    labelled: bool
+
+    def received(self, arrived: Iterator[NDArray[np.int64]]) -> Document:
+        tokens = next(arrived)
+        sent = Document(tokens, self.id, self.start, labels=next(arrived) if self.labelled else None)
+        return cut(sent, 0, self.length)
 
 
 class _Stream:
@@ -297,7 +323,7 @@ class _Stream:
         self._saved: Any = None
         self.ended = False
 
-    def read(self, tokens: int, number: int) -> list[NDArray[Any]]:
+    def read(self, tokens: int, number: int) -> list[Document]:
         """Documents until its share is used up; a long one is paid for in the steps after."""
         if self.ended:
             return []
@@ -310,9 +336,11 @@ class _Stream:
             if document is _END:
                 self.ended = True
                 break
-            documents.append(token_array(document, f"streams[{number}]", self._read))
+            if isinstance(document, Document):
+                raise error(f"streams[{number}]", "is a Document: give what it is made of", index=self._read)
+            documents.append(as_arrays(document, self._read, f"streams[{number}]"))
             self._read += 1
-            self._credit -= documents[-1].size
+            self._credit -= documents[-1].tokens.size
         return documents
 
     def state_dict(self) -> dict[str, Any]:
@@ -340,6 +368,9 @@ class _Stream:
         return iterator
 
 
-def _received(tokens: NDArray[np.int64], id: int, start: int, continued: bool) -> Document:
-    """A piece that came with the token that follows it, if there is one."""
-    return Document(tokens[:-1], id, start, int(tokens[-1])) if continued else Document(tokens, id, start)
+def _text(numbers: NDArray[Any] | None) -> str | None:
+    return None if numbers is None else base64.b64encode(numbers.astype("<i8").tobytes()).decode()
+
+
+def _tokens(text: str) -> NDArray[np.int64]:
+    return np.frombuffer(base64.b64decode(text), "<i8").astype(np.int64)
