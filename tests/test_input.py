@@ -275,7 +275,8 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
 ]
 # What is not even of the right type may be a TypeError, as everywhere in Python; it names the argument too.
 WRONG_TYPES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] = [
-    (pack, SIZES, "num_micro_batches", [None, [2]]),
+    (pack, SIZES, "num_micro_batches", [[2]]),
+    (packer, {}, "num_micro_batches", [None, [2]]),
     (pack, SIZES, "method", [None, 3]),
     (pack, SIZES, "cost_model", [None, 1.0, "llama"]),
     (packer, {}, "cost_model", [None, 1.0]),

@@ -104,6 +104,34 @@ def test_every_token_once(batch: Batch, cost: AnalyticCost, method: Any) -> None
     check_is_a_partition(wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method), lengths)
 
 
+@given(batches(), strategies.costs(), st.sampled_from(EVERY_METHOD), st.integers(1, 4))
+def test_a_whole_batch_is_dealt_to_all_ranks(batch: Batch, cost: AnalyticCost, method: Any, dp_size: int) -> None:
+    """`num_micro_batches=None`: nothing left over, equal counts, and one micro-batch less a rank would not do."""
+    lengths, sizes = batch
+    arguments = {"max_tokens": sizes["max_tokens"], "cost_model": cost.model(), "method": method}
+    packing = wlb.pack(lengths, num_micro_batches=None, multiple_of=dp_size, **arguments)
+    check_is_a_partition(packing, lengths)
+    assert packing.leftover.size == 0
+    assert packing.deal(dp_size).shape == (dp_size, len(packing) // dp_size)
+    if len(packing) > dp_size:
+        assert wlb.pack(lengths, num_micro_batches=len(packing) - dp_size, **arguments).leftover.size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_micro_batches": 4, "multiple_of": 2}, "multiple_of: a multiple other than 1 needs"),
+        ({"num_micro_batches": None, "multiple_of": 0}, "multiple_of = 0: must be from 1"),
+        ({"num_micro_batches": None, "window": 2}, "window: a window other than 1 needs num_micro_batches"),
+        ({"num_micro_batches": None, "multiple_of": 1 << 20, "max_tokens": 3}, "num_micro_batches = 2097152"),
+    ],
+)
+def test_a_whole_batch_names_what_is_wrong(options: Any, message: str) -> None:
+    options = {"max_tokens": 1 << 20, "cost_model": wlb.CostModel(attention=1.0, linear=1.0)} | options
+    with pytest.raises(wlb.WlbError, match=message):
+        wlb.pack(np.full((1 << 20) + 1, 3), method="fixed_length" if "window" in options else "var_length", **options)
+
+
 @given(batches())
 def test_equal_to_the_oracle_with_measured_tables(batch: Batch) -> None:
     lengths, sizes = batch

@@ -161,11 +161,12 @@ class Packing:
 def pack(
     lengths: ArrayLike,
     *,
-    num_micro_batches: int,
+    num_micro_batches: int | None,
     max_tokens: int,
     cost_model: CostModel,
     method: _Method = "var_length",
     window: int = 1,
+    multiple_of: int = 1,
 ) -> Packing: ...
 
 @final

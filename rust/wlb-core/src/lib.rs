@@ -35,6 +35,6 @@ pub mod sharding;
 pub use cost::{CostModel, Mask};
 pub use error::{Error, Result};
 pub use lengths::Lengths;
-pub use packing::{Method, PackOptions, Packing, pack};
+pub use packing::{Method, PackOptions, Packing, pack, pack_whole};
 pub use schedule::{Pipeline, Schedule};
 pub use sharding::{Shard, ShardOptions, Strategy, shard};

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use wlb_core::packing::stream::{batch_offsets, split_documents};
 use wlb_core::packing::{MAX_MICRO_BATCHES, Piece};
-use wlb_core::{CostModel, Error, Mask, Method, PackOptions, Packing, pack};
+use wlb_core::{CostModel, Error, Mask, Method, PackOptions, Packing, pack, pack_whole};
 
 const METHODS: [Method; 5] =
     [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast, Method::Refined];
@@ -60,6 +60,25 @@ proptest! {
     ) {
         let longest = lengths.iter().copied().max().unwrap_or(1);
         check::pack_every_way(&lengths, n, 1, memory.max_tokens(&lengths, n, longest), &cost);
+    }
+
+    /// The plan of a number that suffices where the next lower one does not.
+    #[test]
+    fn a_whole_batch_takes_no_more_micro_batches_than_it_needs(
+        lengths in lengths(80, 1000), multiple_of in 1_usize..9, method in 0_usize..5, room in 0_i32..1500,
+        cost in cost_model(),
+    ) {
+        let max_tokens = lengths.iter().copied().max().unwrap_or(1) + room;
+        let options = |num_micro_batches| PackOptions { num_micro_batches, max_tokens, method: METHODS[method], window: 1 };
+        let lengths = checked(&lengths);
+        let whole = pack_whole(&lengths, multiple_of, &options(0), &cost).unwrap();
+        let n = whole.num_micro_batches();
+        prop_assert!(n > 0 && n.is_multiple_of(multiple_of) && whole.leftover.is_empty());
+        prop_assert_eq!(&whole, &pack(&lengths, &options(n), &cost).unwrap());
+        if n > multiple_of {
+            let fewer = pack(&lengths, &options(n - multiple_of), &cost).unwrap();
+            prop_assert!(!fewer.leftover.is_empty());
+        }
     }
 
     #[test]

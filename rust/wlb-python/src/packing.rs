@@ -24,7 +24,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// Args:
 ///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
-///     num_micro_batches: micro-batches of a global batch, ``N``.
+///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch that is
+///         trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave documents over.
 ///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
 ///     cost_model: what documents cost.
 ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
@@ -34,41 +35,60 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         has room; cuts what fits nowhere), "original" (arrival order, cut every ``max_tokens``).
 ///     window: with "fixed_length", the number of global batches in ``lengths``. They are packed together
 ///         into ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
+///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks, so that
+///         :meth:`Packing.deal` gives all of them as many.
 ///
 /// Returns:
 ///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
 ///
 /// Raises:
 ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents whole),
-///         an unknown method, a window without "fixed_length".
+///         an unknown method, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``.
 ///
 /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for "fixed_length".
+/// ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need do.
 /// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents on.
 #[pyfunction]
 #[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, method = "var_length", window = None),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, method='var_length', window=1)"
+    signature = (
+        lengths, *, num_micro_batches, max_tokens, cost_model, method = "var_length", window = None, multiple_of = None
+    ),
+    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, method='var_length', window=1, multiple_of=1)"
 )]
+#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn pack(
     py: Python<'_>,
     lengths: &Bound<'_, PyAny>,
-    num_micro_batches: &Bound<'_, PyAny>,
+    num_micro_batches: Option<&Bound<'_, PyAny>>,
     max_tokens: &Bound<'_, PyAny>,
     cost_model: &Bound<'_, CostModel>,
     method: &str,
     window: Option<&Bound<'_, PyAny>>,
+    multiple_of: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Packing> {
     let most = MAX_MICRO_BATCHES as i64;
+    let whole = num_micro_batches.is_none();
+    let multiple_of = multiple_of.map_or(Ok(1), |multiple| size("multiple_of", multiple, 1, most))?;
+    if !whole && multiple_of != 1 {
+        let requirement = "a multiple other than 1 needs num_micro_batches=None";
+        return Err(raise(wlb_core::Error::Combination { argument: "multiple_of", requirement }));
+    }
     let options = core::PackOptions {
-        num_micro_batches: size("num_micro_batches", num_micro_batches, 1, most)?,
+        num_micro_batches: num_micro_batches.map_or(Ok(1), |number| size("num_micro_batches", number, 1, most))?,
         max_tokens: positive("max_tokens", max_tokens)?,
         method: method.parse().map_err(raise)?,
         window: window.map_or(Ok(1), |window| size("window", window, 1, most))?,
     };
     let lengths = read_lengths("lengths", lengths)?;
     let cost_model = &cost_model.get().0;
-    let plan = run(py, lengths.len(), || core::pack(&lengths, &options, cost_model)).map_err(raise)?;
-    Ok(Packing(Arc::new(plan)))
+    let plan = run(py, lengths.len(), || {
+        if whole {
+            core::pack_whole(&lengths, multiple_of, &options, cost_model)
+        } else {
+            core::pack(&lengths, &options, cost_model)
+        }
+    });
+    Ok(Packing(Arc::new(plan.map_err(raise)?)))
 }
 
 /// The micro-batches of one global batch: plain data that can be printed, compared, pickled and sent.

@@ -1,7 +1,7 @@
 //! Which documents go together in a micro-batch.
 //!
-//! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`]; a
-//! [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
+//! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`], [`pack_whole`] one that leaves nothing
+//! over; a [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
 
 pub mod adaptive;
 pub(crate) mod deal;
@@ -21,8 +21,10 @@ pub mod stream;
 pub mod tune;
 mod var_length;
 mod var_length_fast;
+mod whole;
 
 pub use plan::{Packing, Piece};
+pub use whole::pack_whole;
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, named_choices};

@@ -1,0 +1,66 @@
+//! A global batch that is trained whole in one step, in as few micro-batches as hold it.
+//!
+//! Fine-tuning and reinforcement learning have no stream to hold documents back in, and no given number of
+//! micro-batches: memory decides it, and data-parallel ranks must agree on it.
+
+use super::{MAX_MICRO_BATCHES, PackOptions, Packing, pack, saturating_i64};
+use crate::cost::CostModel;
+use crate::error::{Error, Result, check_range};
+use crate::lengths::{Lengths, MAX_TOKENS};
+
+/// [`pack`] into as many micro-batches as leave nothing over.
+///
+/// # Arguments
+/// * `multiple_of` - the number of micro-batches is a multiple of it: that of the data-parallel ranks.
+/// * `options` - its `num_micro_batches` counts for nothing; its `window` must be 1.
+///
+/// # Returns
+/// What [`pack`] gives for that number; it leaves documents over with `multiple_of` fewer, or they are more tokens than
+/// these may hold. Without documents, `multiple_of` empty micro-batches.
+///
+/// # Errors
+/// As [`pack`]; [`Error::OutOfRange`] also where more than [`MAX_MICRO_BATCHES`] would be
+/// needed.
+///
+/// # Complexity
+/// O(log n) times that of [`pack`], and once where as many as the tokens need do.
+pub fn pack_whole(
+    lengths: &Lengths,
+    multiple_of: usize,
+    options: &PackOptions,
+    cost_model: &CostModel,
+) -> Result<Packing> {
+    check_range("multiple_of", saturating_i64(multiple_of), 1, MAX_MICRO_BATCHES as i64)?;
+    check_range("max_tokens", i64::from(options.max_tokens), 1, MAX_TOKENS)?;
+    if options.window != 1 {
+        let requirement = "a window other than 1 needs num_micro_batches";
+        return Err(Error::Combination { argument: "window", requirement });
+    }
+    let pack_into = |multiples: usize| {
+        // Too many are refused by `pack`.
+        let num_micro_batches = multiples.saturating_mul(multiple_of);
+        pack(lengths, &PackOptions { num_micro_batches, ..options.clone() }, cost_model)
+    };
+    let held = options.max_tokens as usize * multiple_of;
+    let least = (lengths.total() as usize).div_ceil(held).max(1);
+
+    // `too_few` multiples leave something over. Steps double, so that documents of which no two fit together take no
+    // attempt each.
+    let (mut too_few, mut step) = (least - 1, 1);
+    let (mut enough, mut best) = loop {
+        let multiples = too_few + step;
+        let packing = pack_into(multiples)?;
+        if packing.leftover.is_empty() {
+            break (multiples, packing);
+        }
+        // The last step is as long as there is room for.
+        step = (2 * step).min((MAX_MICRO_BATCHES / multiple_of).saturating_sub(multiples)).max(1);
+        too_few = multiples;
+    };
+    while enough - too_few > 1 {
+        let middle = too_few + (enough - too_few) / 2;
+        let packing = pack_into(middle)?;
+        if packing.leftover.is_empty() { (enough, best) = (middle, packing) } else { too_few = middle }
+    }
+    Ok(best)
+}
