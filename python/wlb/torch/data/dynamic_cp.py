@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
@@ -23,7 +22,7 @@ from wlb.torch.data.documents import Document, as_arrays, num_labels, whole_numb
 from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
-from wlb.torch.data.thread import beside
+from wlb.torch.data.thread import Made, StepsAhead
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 1
@@ -126,11 +125,7 @@ class DynamicCpLoader(Generic[T]):
         self._skip = 0  # of them, those that a restored state has read
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        self._thread = beside("wlb-dynamic-cp")
-        self._ahead: Future[_Made[T]] | None = None
-        self._broken = False
-        self._closed = False
-        self._given = self._standing()
+        self._steps = StepsAhead(self._make, self._standing(), name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
 
     def __iter__(self) -> Iterator[DynamicCpStep[T]]:
@@ -144,30 +139,22 @@ class DynamicCpLoader(Generic[T]):
             wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every
                 rank. Or the loader is closed.
         """
-        if self._closed:
-            raise error("loader", "is closed; load its state into a new one")
-        if self._broken:
-            raise error("batches", "failed in an earlier step; load a state saved before into a new loader")
-        self._broken = True
         started = time.perf_counter()
-        made = (self._ahead or self._thread.submit(self._make)).result()
-        stall = time.perf_counter() - started
-        ahead = None if made.step is None else self._thread.submit(self._make)
-        self._ahead, self._given, self._broken = ahead, made.standing, False
-        if made.step is None:
+        step = self._steps.take()
+        if step is None:
             raise StopIteration
-        return replace(made.step, stall_seconds=stall)
+        return replace(step, stall_seconds=time.perf_counter() - started)
 
     def metrics(self) -> wlb.PackerMetrics:
         """Where `batches` is a `StepLoader`: delay of documents in its packer's queues, up to the last step given."""
-        if self._given.metrics is None:
+        metrics = self._steps.standing.metrics
+        if metrics is None:
             raise error("batches", "has no metrics", value=self._batches)
-        metrics: wlb.PackerMetrics = self._given.metrics
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step begins. Plain JSON values, if those of `batches` are."""
-        standing = self._given
+        standing = self._steps.standing
         source = {"step": standing.number, "read": standing.read, "batches": standing.batches}
         return {"format": FORMAT, "version": VERSION, **source, **self._reader()}
 
@@ -178,7 +165,7 @@ class DynamicCpLoader(Generic[T]):
             wlb.WlbError: The state was not saved here, or for a `batches` without state on another rank or number of
                 ranks, or `batches` refuses its part.
         """
-        if self._number or self._ahead:
+        if self._steps.begun:
             raise error("state", "is loaded after a step; load it into a new loader", value=self._number)
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
         number, read, batches = field(state, "step", int), field(state, "read", int), field(state, "batches", object)
@@ -188,14 +175,12 @@ class DynamicCpLoader(Generic[T]):
         if self._stateful:
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
-        self._given = self._standing()
+        self._steps.standing = self._standing()
 
     def close(self) -> None:
         """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
-        self._thread.shutdown()
-        if not self._closed and self._peers.group is not None:
+        if self._steps.close() and self._peers.group is not None:
             dist.destroy_process_group(self._peers.group)
-        self._closed = True
 
     def _reader(self) -> dict[str, int]:
         """Whose count of items a state holds: of no other rank, for that reads other documents."""
@@ -208,22 +193,22 @@ class DynamicCpLoader(Generic[T]):
         metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
         return _Standing(self._number, self._read, batches, metrics)
 
-    def _make(self) -> _Made[T]:
+    def _make(self) -> Made[DynamicCpStep[T], _Standing]:
         while True:
             documents, table = self._gather()
             if len(table.lengths):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended = None, 0, False
-                return self._peers.finished(lambda: _Made(None, self._standing()))
+                return self._peers.finished(lambda: Made(None, self._standing()))
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
-        def finish() -> _Made[T]:
+        def finish() -> Made[DynamicCpStep[T], _Standing]:
             micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
             step = DynamicCpStep(self._number, plan, micro_batches, max(1, table.num_valid_tokens), seconds)
             self._number += 1
-            return _Made(step, self._standing())
+            return Made(step, self._standing())
 
         return self._peers.finished(finish)
 
@@ -387,15 +372,7 @@ class _Standing:
     number: int
     read: int
     batches: Any
-    metrics: Any
-
-
-@dataclass(frozen=True, eq=False)
-class _Made(Generic[T]):
-    """A step, None where the iteration ends, and where the loader stands after it."""
-
-    step: DynamicCpStep[T] | None
-    standing: _Standing
+    metrics: wlb.PackerMetrics | None
 
 
 @dataclass(frozen=True, eq=False)

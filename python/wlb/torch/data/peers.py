@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 import wlb
 from wlb._errors import error
@@ -87,11 +86,10 @@ class Peers:
         if self.group is None:
             arrived = joined
         else:
-            device = torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
-            received: Tensor = torch.empty(sum(counts), dtype=torch.int64, device=device)
+            received = torch.empty(sum(counts), dtype=torch.int64)
             given = [sum(array.size for array in arrays) for arrays in outgoing]
-            dist.all_to_all_single(received, torch.from_numpy(joined).to(device), counts, given, group=self.group)
-            arrived = received.cpu().numpy()
+            dist.all_to_all_single(received, torch.from_numpy(joined), counts, given, group=self.group)
+            arrived = received.numpy()
         by_source = np.split(arrived, np.cumsum(counts)[:-1])
         return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -15,10 +17,11 @@ import wlb
 from wlb._errors import error
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.packer import StepPacker
-from wlb.torch.data.peers import Peers, told
+from wlb.torch.data.peers import Peers, on_host, told
 from wlb.torch.data.sampler import batch_tokens
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
+from wlb.torch.data.thread import Made, StepsAhead
 
 FORMAT: Final = "wlb.balanced_stream"
 VERSION: Final = 1
@@ -37,8 +40,8 @@ class BalancedStream(Generic[T]):
     What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
     micro-batches. For that take more streams than ranks (files, say).
 
-    Runs collectives: it belongs in the main process, not in a loader's workers. A stream may itself be a loader that
-    reads ahead.
+    A thread reads, plans, moves and collates a step while the one before is trained, over a process group of its own.
+    It belongs in the main process, not in a loader's workers. A stream may itself be a loader with workers.
 
     Args:
         streams: Iterables of documents (as `collate` takes them, without `Document`), the same number of them in the
@@ -47,16 +50,19 @@ class BalancedStream(Generic[T]):
         packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
         collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
             numbers in the order read.
-        group: The data-parallel group; its size divides `packer.num_micro_batches`. None: one process. Over gloo
-            the tokens do not touch the GPU.
+        group: The data-parallel group; its size divides `packer.num_micro_batches`. None: one process.
         tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default
             `num_micro_batches * max_document_tokens`.
+        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
 
     Raises:
         wlb.WlbError: An argument makes no sense.
+
+    With a group, making one is a collective of the whole world: every rank makes its own at the same point. Close it
+    before the process groups are destroyed.
     """
 
     def __init__(
@@ -67,8 +73,11 @@ class BalancedStream(Generic[T]):
         collate_fn: Callable[[list[Document]], T],
         group: dist.ProcessGroup | None = None,
         tokens_per_batch: int | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
-        self._peers = Peers(group)
+        # Of its own, for the thread must not come between collectives of training; and on the host, for no kernel is to
+        # wait for documents.
+        self._peers = Peers(None if group is None else on_host(group, timeout=timeout, description="balanced_stream"))
         self._rank, self._size = self._peers.rank, self._peers.size
         if packer.num_micro_batches % self._size:
             message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
@@ -86,8 +95,8 @@ class BalancedStream(Generic[T]):
         self._packer = StepPacker(packer)
         self._waiting: dict[int, _Waiting] = {}
         self._next_id = 0
-        self._step = 0
-        self._broken = False
+        self._number = 0  # of the step that is made next
+        self._steps = StepsAhead(self._make, self._standing(), name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
 
     def __iter__(self) -> Iterator[Step[T]]:
@@ -95,64 +104,54 @@ class BalancedStream(Generic[T]):
         return self
 
     def __next__(self) -> Step[T]:
-        """The next step. A collective: all ranks of the group call it, and all have the same number of steps.
+        """The next step. A collective, but it only waits for what the ranks' threads do; all have as many.
 
         Raises:
             wlb.WlbError: A stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
-                different configurations, or the packer refuses a document.
+                different configurations, or the packer refuses a document. Or it is closed.
         """
-        if self._broken:
-            raise error("streams", "failed in an earlier step; load a state saved before into a new stream")
-        self._broken = True
-        packing = self._plan()
-        if packing is None:
-            self._broken = False
+        step = self._steps.take()
+        if step is None:
             raise StopIteration
-        deal = packing.deal(self._size)
-        documents = self._exchange(packing, deal)
-        micro_batches = self._peers.finished(lambda: [self._collate(part) for part in documents])
-        step = Step(self._step, 0, packing, deal[self._rank], micro_batches)
-        self._step += 1
-        self._broken = False
         return step
 
     def metrics(self) -> wlb.PackerMetrics:
-        """Balance and delay so far."""
-        return self._packer.metrics()
+        """Balance and delay, up to the last step given."""
+        return self._steps.standing.metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step begins, with the tokens of documents that wait; the same on every rank.
 
-        A collective: all ranks of the group call it. Plain JSON values, but for what streams save of themselves.
+        It stands after the last step given, whatever was read ahead, also where what follows has failed. A collective:
+        all ranks of the group call it, after as many steps. Plain JSON values, but for what streams save of themselves.
 
         Raises:
-            wlb.WlbError: The last step failed: documents that were read for it are lost. An earlier state has them.
+            wlb.WlbError: It is closed.
         """
-        if self._broken:
-            raise error("streams", "failed in the last step: there is nothing whole to save")
+        standing = self._steps.standing
         mine = {
-            "streams": {number: stream.state_dict() for number, stream in self._own_streams()},
+            "streams": standing.streams,
             "waiting": {
                 id: {"tokens": _text(waiting.document.tokens), "labels": _text(waiting.document.labels)}
-                for id, waiting in self._waiting.items()
+                for id, waiting in standing.waiting.items()
                 if waiting.document is not None
             },
         }
-        parts = self._peers.gather(mine)
+        parts = self._steps.after(lambda: self._peers.gather(mine))
         streams = {number: state for part in parts for number, state in part["streams"].items()}
         texts = {id: saved for part in parts for id, saved in part["waiting"].items()}
         return {
             "format": FORMAT,
             "version": VERSION,
             "num_streams": len(self._streams),
-            "step": self._step,
-            "next_id": self._next_id,
+            "step": standing.number,
+            "next_id": standing.next_id,
             "streams": [streams[number] for number in range(len(self._streams))],
             "waiting": [
                 {"id": id, "stream": waiting.stream, "left": waiting.left, **texts[id]}
-                for id, waiting in self._waiting.items()
+                for id, waiting in standing.waiting.items()
             ],
-            **self._packer.state_dict(),
+            **standing.packer,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
@@ -162,8 +161,9 @@ class BalancedStream(Generic[T]):
             wlb.WlbError: The state is of another number of streams or another packer configuration, or was not saved
                 here.
         """
-        if self._step:
-            raise error("state", f"is loaded after {self._step} steps; load it into a new stream", value=self._step)
+        if self._steps.begun:
+            number = self._steps.standing.number
+            raise error("state", f"is loaded after {number} steps; load it into a new stream", value=number)
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
         same(state, {"num_streams": len(self._streams)}, "this one")
         packer = StepPacker(self._config)
@@ -178,8 +178,36 @@ class BalancedStream(Generic[T]):
                 labels = _tokens(field(saved, "labels", str))
             kept = Document(tokens, id, labels=labels) if number % self._size == self._rank else None
             waiting[id] = _Waiting(number, tokens.size, labels is not None, field(saved, "left", int), kept)
-        self._step, self._next_id = field(state, "step", int), field(state, "next_id", int)
+        self._number, self._next_id = field(state, "step", int), field(state, "next_id", int)
         self._packer, self._streams, self._waiting = packer, streams, waiting
+        self._steps.standing = self._standing()
+
+    def close(self) -> None:
+        """Waits for what the thread does with the other ranks, and destroys its process group."""
+        if self._steps.close() and self._peers.group is not None:
+            dist.destroy_process_group(self._peers.group)
+
+    # In the thread.
+
+    def _standing(self) -> _Standing:
+        streams = {number: stream.state_dict() for number, stream in self._own_streams()}
+        packer, metrics = self._packer.state_dict(), self._packer.metrics()
+        return _Standing(self._number, self._next_id, streams, dict(self._waiting), packer, metrics)
+
+    def _make(self) -> Made[Step[T], _Standing]:
+        packing = self._plan()
+        if packing is None:
+            return Made(None, self._standing())
+        deal = packing.deal(self._size)
+        documents = self._exchange(packing, deal)
+
+        def finish() -> Made[Step[T], _Standing]:
+            micro_batches = [self._collate(part) for part in documents]
+            step = Step(self._number, 0, packing, deal[self._rank], micro_batches)
+            self._number += 1
+            return Made(step, self._standing())
+
+        return self._peers.finished(finish)
 
     def _own_streams(self) -> list[tuple[int, _Stream]]:
         return list(enumerate(self._streams))[self._rank :: self._size]
@@ -217,7 +245,7 @@ class BalancedStream(Generic[T]):
                     self._config.num_micro_batches,
                     self._tokens_per_batch,
                     len(self._streams),
-                    self._step,
+                    self._number,
                 ),
                 "documents": {
                     number: [(document.tokens.size, document.labels is not None) for document in documents]
@@ -250,10 +278,9 @@ class BalancedStream(Generic[T]):
             rows = zip(part.document_ids.tolist(), part.starts.tolist(), part.lengths.tolist(), strict=True)
             here: list[Document | _Coming] = []
             for id, start, length in rows:
-                waiting = self._waiting[id]
-                waiting.left -= length
-                if not waiting.left:
-                    del self._waiting[id]
+                waiting = self._waiting.pop(id)
+                if waiting.left > length:
+                    self._waiting[id] = replace(waiting, left=waiting.left - length)
                 source = waiting.stream % self._size
                 # What follows goes with a piece: its last token predicts that.
                 size = min(length + 1, waiting.length - start)
@@ -277,7 +304,28 @@ class BalancedStream(Generic[T]):
         ]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
+class _Standing:
+    """Where the stream stands: what a state holds.
+
+    Attributes:
+        number: Steps so far.
+        next_id: Documents read so far, on all ranks.
+        streams: The states of those that this rank reads.
+        waiting: Documents that wait, by id.
+        packer: The packer's state.
+        metrics: The packer's.
+    """
+
+    number: int
+    next_id: int
+    streams: dict[int, dict[str, Any]]
+    waiting: dict[int, _Waiting]
+    packer: dict[str, Any]
+    metrics: wlb.PackerMetrics
+
+
+@dataclass(frozen=True, eq=False)
 class _Waiting:
     """A document that was read and not yet trained, or not all of it.
 
@@ -346,7 +394,7 @@ class _Stream:
     def state_dict(self) -> dict[str, Any]:
         own = self._saved
         if self._iterator is not None and all(hasattr(self._documents, f"{verb}state_dict") for verb in ("", "load_")):
-            own = self._documents.state_dict()
+            own = copy.deepcopy(self._documents.state_dict())
         return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": own}
 
     def restored(self, state: Mapping[str, Any]) -> _Stream:

@@ -1,11 +1,20 @@
-"""A thread that works beside training."""
+"""Threads that work beside training."""
 
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
+
+from wlb._errors import error
+
+S = TypeVar("S")
+P = TypeVar("P")
+T = TypeVar("T")
 
 
 def beside(name: str) -> ThreadPoolExecutor:
@@ -16,3 +25,71 @@ def beside(name: str) -> ThreadPoolExecutor:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     use_device = None if device is None else functools.partial(torch.cuda.set_device, device)
     return ThreadPoolExecutor(1, name, use_device)
+
+
+@dataclass(frozen=True, eq=False)
+class Made(Generic[S, P]):
+    """A step, None where the iteration ends, and where its maker stands after it."""
+
+    step: S | None
+    standing: P
+
+
+class StepsAhead(Generic[S, P]):
+    """Makes steps in a thread, each while the one before is trained.
+
+    Args:
+        make: Makes the next step.
+        standing: Where one stands before the first.
+        name: Of the thread.
+        argument: What an error names that comes after a step that failed.
+
+    Attributes:
+        standing: After the last step taken, whatever was made ahead.
+        begun: Whether a step was asked for.
+    """
+
+    def __init__(self, make: Callable[[], Made[S, P]], standing: P, *, name: str, argument: str) -> None:
+        self.standing = standing
+        self.begun = False
+        self._make = make
+        self._argument = argument
+        self._thread = beside(name)
+        self._ahead: Future[Made[S, P]] | None = None
+        self._broken = False
+        self._closed = False
+
+    def take(self) -> S | None:
+        """The next step, None at the end: the next one begins anew. What `make` raises ends it for good.
+
+        Raises:
+            wlb.WlbError: A step failed before, or it is closed.
+        """
+        self._check_open()
+        if self._broken:
+            message = "failed in an earlier step; load a state saved before into a new loader"
+            raise error(self._argument, message)
+        self.begun = self._broken = True
+        made = (self._ahead or self._thread.submit(self._make)).result()
+        self._ahead = None if made.step is None else self._thread.submit(self._make)
+        self.standing, self._broken = made.standing, False
+        return made.step
+
+    def after(self, work: Callable[[], T]) -> T:
+        """What `work` gives in the thread, once it has made what it makes.
+
+        Raises:
+            wlb.WlbError: It is closed.
+        """
+        self._check_open()
+        return self._thread.submit(work).result()
+
+    def close(self) -> bool:
+        """Waits for the thread; whether it was open."""
+        self._thread.shutdown()
+        was_open, self._closed = not self._closed, True
+        return was_open
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise error("loader", "is closed; load its state into a new one")
