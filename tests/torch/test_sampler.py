@@ -163,9 +163,11 @@ def test_documents_of_many_batches_do_not_pile_up() -> None:
 def test_epochs_differ_and_hand_over_what_waits() -> None:
     of = sampler(0, 1, num_epochs=3)
     loader = step_loader(of)
-    epochs = []
+    epochs, steps = [], of.total_steps()
     while of.epoch < 3:
         epochs.append(contents(list(loader)))
+        assert of.total_steps() == steps
+    assert {step for epoch in epochs for step, _ in epoch} == set(range(steps))
     total = tokens_of({}) + sum((tokens_of(epoch) for epoch in epochs), Counter())
     assert total == all_tokens(3)
     assert tokens_of(epochs[0]) != all_tokens()  # some waited for the next epoch

@@ -4,14 +4,12 @@
 
     class PackedTrainer(Trainer):
         def get_train_dataloader(self):
-            sampler = BalancedBatchSampler(
-                lengths, packer=packer, dp_rank=self.args.process_index, dp_size=self.args.world_size, num_epochs=3
-            )
             documents = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
             return MicroBatchLoader(StepLoader(documents))
 
+    sampler = BalancedBatchSampler(lengths, packer=packer, dp_rank=rank, dp_size=data_parallel_ranks, num_epochs=3)
     arguments = TrainingArguments(
-        max_steps=steps,
+        max_steps=sampler.total_steps(),
         gradient_accumulation_steps=packer.num_micro_batches // data_parallel_ranks,
         ignore_data_skip=True,
         ...,
@@ -21,8 +19,9 @@
     )
     trainer.train(resume_from_checkpoint=...)
 
-`max_steps` is needed, since nobody knows beforehand how many steps the packer makes of an epoch; the Trainer takes it
-for the length of an epoch, so its own count of epochs means nothing. It goes on, epoch after epoch, until then.
+`max_steps` is needed: how many steps the packer makes of an epoch is known only once they are planned. The Trainer
+takes it for the length of an epoch, so its own count of epochs means nothing. It goes on, epoch after epoch, until
+then; steps without a label, which `total_steps` counts, are passed over.
 `gradient_accumulation_steps` is the number of micro-batches of a rank in a global batch; then the Trainer divides the
 loss by the tokens of the whole global batch, over all ranks (`average_tokens_across_devices=True`, its default).
 

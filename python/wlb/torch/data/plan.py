@@ -161,6 +161,15 @@ class Planner:
         self.step += 1
         return packing
 
+    def total_steps(self) -> int:
+        """Global steps of the whole run, those done included; O(documents to come), for it plans them all."""
+        planner = self.copy()
+        while planner.epoch < self._order.num_epochs:
+            while not planner.ended:
+                planner.next_step()
+            planner.next_epoch()
+        return planner.step
+
     def next_epoch(self) -> None:
         """Goes to the beginning of the next epoch."""
         self.set_epoch(self.epoch + 1)

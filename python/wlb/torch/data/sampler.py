@@ -102,6 +102,14 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """Stands where the next iteration begins."""
         return self._start
 
+    def total_steps(self) -> int:
+        """Global steps of the whole run, those done included: what a learning rate schedule wants to know.
+
+        Known only once all are planned, which is done here: some milliseconds a step. It stays the same when a run is
+        resumed, unless its settings change.
+        """
+        return self._start.total_steps()
+
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration that of `epoch`; iterations go from one to the next without it.
 
