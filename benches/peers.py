@@ -294,18 +294,20 @@ def numberpartitioning(lengths: Lengths, stream: Stream) -> list[list[int]]:
     )
 
 
-def _verl() -> ModuleType:
+def verl_balancing() -> ModuleType:
     stand_ins = ("verl", "verl.protocol", "verl.utils", "verl.utils.device", "verl.utils.tensordict_utils")
     return one_file("verl", "verl.utils.seqlen_balancing", stand_ins)
 
 
 def verl(lengths: Lengths, stream: Stream) -> list[list[int]]:
-    workload = _verl().calculate_workload(lengths).tolist()
-    return _verl().get_seqlen_balanced_partitions(workload, stream.micro_batches, equal_size=False)
+    workload = verl_balancing().calculate_workload(lengths).tolist()
+    return verl_balancing().get_seqlen_balanced_partitions(workload, stream.micro_batches, equal_size=False)
 
 
 def verl_with_our_costs(lengths: Lengths, stream: Stream) -> list[list[int]]:
-    return _verl().get_seqlen_balanced_partitions(COST.cost(lengths).tolist(), stream.micro_batches, equal_size=False)
+    return verl_balancing().get_seqlen_balanced_partitions(
+        COST.cost(lengths).tolist(), stream.micro_batches, equal_size=False
+    )
 
 
 def megatron(stream: Stream) -> Result:
