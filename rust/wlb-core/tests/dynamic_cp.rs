@@ -359,7 +359,7 @@ fn larger_rounds_have_no_more_under_way() {
         let options =
             DynamicCpOptions { num_virtual_stages: 2, micro_batch_seconds: 1.0, ..plain(1, 4, max_tokens_per_rank) };
         let options = DynamicCpOptions { min_micro_batches: Some(7), ..options };
-        planned(&vec![length; 7], &options, &cost, true).unwrap().num_micro_batches()
+        planned(&[length; 7], &options, &cost, true).unwrap().num_micro_batches()
     };
     assert_eq!((plan(1000, 1000), plan(700, 1000)), (8, 7));
 }
