@@ -104,6 +104,15 @@ def test_steps_recomputed_group_by_group() -> None:
     assert len(sizes) > 1
 
 
+def test_the_planner_knows_the_transfer_of_a_micro_batch_in_the_middle() -> None:
+    """Of a rank's share of a global batch in twice as many micro-batches as stages."""
+    case = scenario(wlb.ParallelLayout(dp=2, pp=2, cp=2), num_micro_batches=4)
+    share = case.tokens_per_batch // (2 * 2 * 4)
+    sent = case.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0]).p2p
+    assert planner_options(case, documents())["p2p_seconds"] == sent[0]
+    assert sent[0] > 0
+
+
 @pytest.mark.parametrize("layout", [ODD, wlb.ParallelLayout(dp=2, pp=2, cp=2, virtual_stages=2, recompute="full")])
 def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout) -> None:
     lengths = documents(1500)

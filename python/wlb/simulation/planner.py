@@ -22,8 +22,9 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     """Arguments of :func:`wlb.plan_dynamic_cp` for a cluster; all but the lengths of a step.
 
     Seconds of the linear part, of communication and of attention are each one rate, fitted to what the simulation
-    knows: attention's to whole documents, the exchange of keys and values to the largest group, the rest to a
-    micro-batch of one context over `layout.cp` ranks. So the planner's costs are not those that price its plans.
+    knows: attention's to whole documents, the exchange of keys and values to the largest group, the transfer between
+    stages to a rank's share of a global batch in `2 * pp` micro-batches, the rest to a micro-batch of one context over
+    `layout.cp` ranks. So the planner's costs are not those that price its plans.
 
     Args:
         scenario: the cluster. A given `max_tokens` is shared out over `layout.cp` ranks; by default a rank has as many
@@ -44,7 +45,9 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     linear, per_micro_batch = _line(scenario, alone, tokens, "rest")
     size = _largest_group(scenario)
     per_token, latency = _line(scenario, of_size(layout, size), tokens, "exchange")
-    sent = scenario.stage_seconds([tokens], attention_forward=[0.0], attention_backward=[0.0]).p2p
+    # In the middle of the numbers of micro-batches that are tried, from `pp` to four times that.
+    share = -(-scenario.tokens_per_batch // (2 * layout.pp * world_size))
+    sent = scenario.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0]).p2p
     return {
         "world_size": world_size,
         "num_stages": layout.pp,

@@ -37,7 +37,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     lengths: int[n], tokens of the documents of the step.
 ///     world_size: ranks of one pipeline stage, DP times CP: those that groups are made of. Any number.
 ///     num_stages: pipeline stages, PP.
-///     max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound.
+///     max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound. An interleaved pipeline also has no more under way than in
+///         rounds of ``num_stages`` such micro-batches, unless ``num_micro_batches`` is given.
 ///     cost_model: what documents cost on one rank, in seconds for the whole model.
 ///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.

@@ -270,7 +270,8 @@ impl Pipeline {
         Ok(Summary { seconds, busy, exposed, spans, peak_activation })
     }
 
-    fn peak_activation(&self, activation: Option<&[f64]>) -> Result<Vec<f64>> {
+    /// The most that each rank holds at a time; see [`Pipeline::summarize`].
+    pub(super) fn peak_activation(&self, activation: Option<&[f64]>) -> Result<Vec<f64>> {
         if let Some(activation) = activation {
             expect("activation", activation.len(), "the schedule", self.num_micro_batches)?;
             check("activation", activation)?;

@@ -56,6 +56,9 @@ const CLOSE: f64 = 1.1;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
 
+/// A single round of more micro-batches than stages has nearly all of them under way: it must be so much faster than what has fewer.
+const ONE_ROUND: f64 = 1.01;
+
 /// The machine, and what a plan may do.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DynamicCpOptions {
@@ -258,7 +261,13 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
     }
     counts.extend((least <= most).then_some(most));
     if options.num_micro_batches.is_none() {
-        counts = counts.into_iter().filter_map(|count| whole(options, count, most)).collect();
+        let near = |count: usize| {
+            let (below, above) = (whole(options, count, most), whole_above(options, count));
+            let nearer = below.is_some_and(|below| above <= most && above + below < 2 * count);
+            below.into_iter().chain(nearer.then_some(above))
+        };
+        counts = counts.into_iter().flat_map(near).collect();
+        counts.sort_unstable();
     }
     counts
 }
@@ -266,16 +275,29 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
 /// The number of micro-batches, in equal rounds if the pipeline is interleaved: rounded down, or up if there is a least number. `None` if that is
 /// more than `most`.
 fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
-    let mut whole = count;
-    if options.num_virtual_stages > 1 {
-        // Up to `(rounds + 1) * num_stages` there are as many rounds, and there is one more, of `num_stages` each.
-        let rounds = (count / options.num_stages).max(1);
-        whole -= count % rounds;
-        if whole < options.min_micro_batches.unwrap_or(1) {
-            whole = count.next_multiple_of(rounds).min((rounds + 1) * options.num_stages);
-        }
+    let below = if options.num_virtual_stages > 1 { count - count % rounds(options, count) } else { count };
+    let enough = below >= options.min_micro_batches.unwrap_or(1);
+    Some(if enough { below } else { whole_above(options, count) }).filter(|&whole| whole <= most)
+}
+
+/// The same, rounded up.
+fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
+    if options.num_virtual_stages == 1 {
+        return count;
     }
-    Some(whole).filter(|&whole| whole <= most)
+    // Up to `(rounds + 1) * num_stages` there are as many rounds, and there is one more, of `num_stages` each.
+    let rounds = rounds(options, count);
+    count.next_multiple_of(rounds).min((rounds + 1) * options.num_stages)
+}
+
+fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
+    (count / options.num_stages).max(1)
+}
+
+/// What numbers of micro-batches are compared by: the seconds, and something for what an interleaved pipeline then has under way.
+fn price(options: &DynamicCpOptions, count: usize, seconds: f64) -> f64 {
+    let one_round = options.num_virtual_stages > 1 && count > options.num_stages && rounds(options, count) == 1;
+    if one_round { seconds * ONE_ROUND } else { seconds }
 }
 
 /// A number of micro-batches, and what each of them should take.
@@ -291,6 +313,7 @@ struct Best {
     /// Which micro-batch of the draft comes when.
     order: Vec<usize>,
     seconds: f64,
+    price: f64,
 }
 
 struct Search<'a> {
@@ -339,8 +362,8 @@ impl Search<'_> {
         let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
         for candidate in &mut candidates {
-            let promised = candidate.relaxed.seconds * PROMISE;
-            if self.best.as_ref().is_none_or(|best| promised < best.seconds) {
+            let promised = price(self.options, candidate.num_micro_batches, candidate.relaxed.seconds) * PROMISE;
+            if self.best.as_ref().is_none_or(|best| promised < best.price) {
                 let pipeline = self.pipeline(candidate.num_micro_batches)?;
                 self.descend(&mut candidate.relaxed, STEPS, &pipeline);
                 self.attempt(candidate, base, false)?;
@@ -380,6 +403,9 @@ impl Search<'_> {
         let Some(draft) = self.problem.solve(targets, base) else { return Ok(f64::INFINITY) };
         let costs = draft.costs();
         let order = shape::arrange(&costs, targets);
+        if !self.fits_memory(pipeline, &draft, &order)? {
+            return Ok(f64::INFINITY);
+        }
         let p2p = [self.options.p2p_seconds];
         let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
         let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
@@ -387,11 +413,29 @@ impl Search<'_> {
             Some((_, least)) => *least = least.min(seconds),
             None => self.sweep.push((num_micro_batches, seconds)),
         }
-        let beats = |best: &Best| (seconds, num_micro_batches) < (best.seconds, best.num_micro_batches);
+        let price = price(self.options, num_micro_batches, seconds);
+        let beats = |best: &Best| (price, num_micro_batches) < (best.price, best.num_micro_batches);
         if self.best.as_ref().is_none_or(beats) {
-            self.best = Some(Best { num_micro_batches, draft, order, seconds });
+            self.best = Some(Best { num_micro_batches, draft, order, seconds, price });
         }
         Ok(seconds)
+    }
+
+    /// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory was planned for.
+    ///
+    /// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So larger rounds hold
+    /// more micro-batches, unless these are small enough. What somebody asks for is taken as it is.
+    fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
+        let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = self.options;
+        let whole = order.len() <= num_stages || order.len().is_multiple_of(num_stages);
+        if num_virtual_stages == 1 || whole || self.options.num_micro_batches.is_some() {
+            return Ok(true);
+        }
+        let fullest = self.problem.fullest(draft);
+        let tokens: Vec<f64> = order.iter().map(|&micro_batch| fullest[micro_batch] as f64).collect();
+        let held = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
+        let passes = (num_virtual_stages + 1) * num_stages - 1;
+        Ok(held <= passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64)
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no more.

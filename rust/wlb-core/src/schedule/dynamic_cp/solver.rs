@@ -120,6 +120,20 @@ impl Problem {
         load.tokens <= self.capacity(cp_size)
     }
 
+    /// Tokens of each micro-batch on its fullest rank.
+    pub(super) fn fullest(&self, draft: &Draft) -> Vec<i64> {
+        let mut start = 0;
+        let mut of_group = |group: &Group| {
+            let documents = &draft.documents[start..group.end as usize];
+            start = group.end as usize;
+            let tokens: i64 = documents.iter().map(|&document| self.documents[document as usize].load.tokens).sum();
+            let ranks = i64::from(group.cp_size);
+            (tokens + ranks - 1) / ranks
+        };
+        let mut of_micro_batch = |groups: &[Group]| groups.iter().map(&mut of_group).fold(0, i64::max);
+        draft.offsets.windows(2).map(|ends| of_micro_batch(&draft.groups[ends[0]..ends[1]])).collect()
+    }
+
     fn capacity(&self, cp_size: usize) -> i64 {
         (cp_size as i64 * self.max_tokens_per_rank).min(MAX_TOKENS)
     }
