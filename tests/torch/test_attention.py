@@ -325,6 +325,31 @@ def test_bad_preparation_is_refused(argument: str, wrong: dict[str, Any]) -> Non
     assert refused.value.argument == argument
 
 
+def graphs_of_compiled_layers(rank: int) -> int:
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(x: Tensor, shard: wlb.Shard) -> Tensor:
+        return context_parallel_attention(*(2 * x).chunk(3, dim=1), shard).exp()
+
+    compiled = torch.compile(layer, backend=keep)
+    for lengths in ((5, 9), (7,), (1, 2, 50), (3,)):
+        shard = wlb.shard(lengths, cp_size=1)
+        x = torch.randn(sum(lengths), 6, HEAD_DIM, requires_grad=True)
+        out = compiled(x, shard)
+        assert torch.equal(out, layer(x, shard))
+        out.sum().backward()
+    return len(graphs)
+
+
+def test_compilers_leave_plans_alone() -> None:
+    # In a process of its own: torch does not fork after it has compiled.
+    assert processes.run(1, graphs_of_compiled_layers) == [4]  # before and after attention, of one length and of any
+
+
 class Operators(TorchDispatchMode):
     """Counts what runs."""
 
@@ -894,3 +919,28 @@ def parts_of_one_tensor(rank: int) -> float:
 
 def test_views_of_a_fused_projection() -> None:
     assert max(processes.run(2, parts_of_one_tensor)) < 1e-6
+
+
+def second_derivatives(rank: int) -> None:
+    case = Case()
+    shard = shard_of(case, 2)
+    held = torch.from_numpy(shard.rank(rank).token_indices.astype(np.int64))
+    for transport in TRANSPORTS:
+        q, k, v = (x[held].requires_grad_() for x in inputs(case)[:3])
+        degree = 2 if transport == "usp" else None
+        out = context_parallel_attention(
+            q,
+            k,
+            v,
+            shard,
+            group=dist.group.WORLD,
+            transport=transport,  # type: ignore[arg-type]
+            ulysses_size=degree,
+        )
+        (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            dq.square().sum().backward()
+
+
+def test_there_is_no_second_derivative() -> None:
+    processes.run(2, second_derivatives)

@@ -17,6 +17,7 @@ from wlb.torch.attention.ring import Ring
 __all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention"]
 
 
+@torch.compiler.disable(reason="plans are made of shards, and kept for all layers")  # type: ignore[no-untyped-call, untyped-decorator]
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -55,6 +56,8 @@ def context_parallel_attention(
 
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
+
+    A model under `torch.compile` has a graph break here. There is no second derivative.
 
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.

@@ -82,6 +82,7 @@ class _SplitHeads(torch.autograd.Function):
         return exchange.split_heads(x.contiguous())
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.join_heads(gradient), None
 
@@ -93,6 +94,7 @@ class _JoinHeads(torch.autograd.Function):
         return exchange.join_heads(x)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.split_heads(gradient.contiguous()), None
 
