@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wlb
-from wlb.torch.attention import context_parallel_attention, kernels, plans, prepare_attention
+from wlb.torch.attention import context_parallel_attention, kernels, merge, plans, prepare_attention
 from wlb.torch.attention.segments import Call
 
 HEAD_DIM = 8
@@ -121,7 +121,7 @@ def deviations(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[f
         window=case.window,
         alibi_slopes=case.slopes(),
     )
-    out.backward(d_out)
+    out.backward(d_out.mT.contiguous().mT)  # as a layer that follows may give it
     result = []
     for got, right in zip((out, q.grad, k.grad, v.grad), right_answer(case.problem), strict=True):
         assert got is not None
@@ -432,6 +432,21 @@ def test_half_precision() -> None:
     processes.run(2, half_precision)
 
 
+def test_many_partial_results_are_summed_in_float32() -> None:
+    # 64 blocks of keys that count alike: the output is their mean.
+    whole = plans.gather_plan(wlb.shard([4], cp_size=1), 0, window=None, biased=False, device=torch.device("cpu"))
+    (call,) = whole.local
+    q = torch.zeros(4, 1, HEAD_DIM, dtype=torch.bfloat16)
+    parts = torch.randn(64, 4, 1, HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    output = merge._Output(q)
+    for i, part in enumerate(parts):
+        output.add(replace(call, fresh=i == 0), part, torch.zeros(1, 4))
+    out, lse = output.result()
+    mean = parts.double().mean(0)
+    assert torch.equal(out, mean.bfloat16())
+    assert lse.allclose(torch.full((1, 4), 64.0).log())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     def results(autocast: bool) -> list[Tensor]:
@@ -667,6 +682,7 @@ class FlashStandIn:
 
     def backward(self, options: dict[str, Any]) -> Any:
         self.calls["backward"] += 1
+        assert options["dout"].stride(-1) == 1
         kernel, call = self.as_told(options)
         names = ("dout", "q", "k", "v", "out", "softmax_lse")
         gradients = kernel.backward(*(options[name] for name in names), call)

@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -291,6 +292,8 @@ def resolve(rank: int) -> tuple[list[str], str]:
             group, first, size = groups.of(sent), batch.cp_first_rank, batch.cp_size
             assert (group is None) == (size == 1)
             assert group is None or dist.get_process_group_ranks(group) == [*range(first, first + size)]
+            with pytest.raises(wlb.WlbError, match=f"this is rank {batch.cp_rank} of"):
+                groups.of(replace(sent, cp_rank=batch.cp_rank + 1))
     with pytest.raises(wlb.WlbError) as caught:
         groups.of(collate([DATA[0]], cp_rank=rank % 2, cp_size=2))
     return plans, str(caught.value)

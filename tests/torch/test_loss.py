@@ -74,10 +74,18 @@ def test_nothing_to_predict_is_a_loss_of_zero() -> None:
     loss.backward()
     assert loss.item() == 0
     assert not logits.grad.any()
+    assert token_normalized_loss(logits, torch.zeros(3).long(), num_valid_tokens=1, ignore_index=0).item() == 0
     assert count_valid_tokens(np.int64(3)) == count_valid_tokens([1, 2]) == 3  # type: ignore[arg-type]
     for count in (0, -1, 1.5):
         with pytest.raises(wlb.WlbError, match="num_valid_tokens"):
             token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=count)  # type: ignore[arg-type]
+
+
+def test_half_precision_logits_are_computed_in_float32() -> None:
+    logits, labels = torch.randn(50, VOCABULARY).bfloat16(), torch.arange(50) % VOCABULARY
+    loss = token_normalized_loss(logits, labels, num_valid_tokens=50)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

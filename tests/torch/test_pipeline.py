@@ -281,10 +281,11 @@ class Awkward(nn.Module):
         self.weight = nn.Parameter(torch.linspace(1, 2, HIDDEN))
 
     def forward(self, x: Tensor, ignore: bool) -> Tensor:
-        heads = x.reshape(len(x), 2, HIDDEN // 2)
+        hidden = x.reshape(len(x), HIDDEN)
         if ignore:
-            heads = heads.detach()
-        return (heads.permute(1, 2, 0) * self.weight.view(2, HIDDEN // 2, 1)).permute(2, 0, 1)
+            hidden = hidden.detach()
+        heads = (self.weight.diag() @ hidden.T).T.unflatten(1, (2, HIDDEN // 2))  # so is the gradient of x
+        return heads if len(x) < 5 else 1 * heads  # a view, or none
 
 
 def awkward(rank: int, schedule: str, ignore: bool) -> float:

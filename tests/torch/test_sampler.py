@@ -402,6 +402,7 @@ def test_states_that_do_not_fit_are_named(change: dict[str, Any], message: str) 
         (lambda state: state.update(format="x"), "format = 'x'"),
         (lambda state: state["packer"].update(iteration=7), "digest"),
         (lambda state: state.update(micro_batches=1, dp_size=4), "inside a step .* 4 data-parallel ranks"),
+        (lambda state: state.update(micro_batches=9, dp_size=2), "inside a step"),
     ],
 )
 def test_broken_states_are_named(edit: Any, message: str) -> None:
