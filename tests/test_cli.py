@@ -286,10 +286,20 @@ def test_any_path_is_one_line_of_the_names(tmp_path: Path) -> None:
     lines = (tmp_path / "documents.txt").read_text(encoding="utf-8").splitlines()
     assert lines[:3] == paths[:3]
     assert [json.loads(line) if line.startswith('"') else line for line in lines] == paths
-    with pytest.raises(AttributeError):
-        write_names(tmp_path / "documents.txt", ["fine.md", None])  # type: ignore[list-item]
-    assert os.listdir(tmp_path) == ["documents.txt"], "what is written in part leaves what was there"
-    assert (tmp_path / "documents.txt").read_text(encoding="utf-8").splitlines() == lines
+
+
+def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    write_names(tmp_path / "documents.txt", ["old.md"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_names(tmp_path / "documents.txt", ["new.md"] * 10000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["documents.txt"]
+    assert (tmp_path / "documents.txt").read_text() == "old.md\n"
 
 
 # --- tune ---
