@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -266,13 +267,13 @@ def test_pack_truncates_or_refuses_long_documents(run: Any, npy: Path, tmp_path:
 
 @pytest.mark.usefixtures("undrawn")
 def test_pack_names_the_files_of_a_directory(run: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
+    folder = tmp_path / "t\udce9xts"  # not UTF-8: drawn and printed all the same
     (folder / "sub").mkdir(parents=True)
     for i, length in enumerate([700, 0, 300, 900, 1000, 20]):
         (folder / ("sub" if i % 2 else "") / f"{i}.md").write_text("x" * length)
     (folder / "other.bin").write_bytes(b"x" * 5000)
     (folder / ".hidden.md").write_text("x" * 5000)
-    run("pack", folder, "--pattern", "*.md", "--context", 1000, "--micro-batches", 2, "--queues", 0, "--quiet")
+    assert "t�xts: 5 documents" in run("pack", folder, "--pattern", "*.md", "--context", 1000, "--micro-batches", 2).out
     names = (tmp_path / "wlb-pack/documents.txt").read_text().splitlines()
     plan = np.load(tmp_path / "wlb-pack/plans.npz")
     packed = {names[i]: n for i, n in zip(plan["document_id"].tolist(), plan["length"].tolist(), strict=True)}
@@ -285,6 +286,20 @@ def test_any_path_is_one_line_of_the_names(tmp_path: Path) -> None:
     lines = (tmp_path / "documents.txt").read_text(encoding="utf-8").splitlines()
     assert lines[:3] == paths[:3]
     assert [json.loads(line) if line.startswith('"') else line for line in lines] == paths
+
+
+def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    write_names(tmp_path / "documents.txt", ["old.md"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_names(tmp_path / "documents.txt", ["new.md"] * 10000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["documents.txt"]
+    assert (tmp_path / "documents.txt").read_text() == "old.md\n"
 
 
 # --- tune ---
@@ -310,7 +325,8 @@ CLUSTER = ("--context", CONTEXT, "--pp", 2, "--cp", 2, "--dp", 2, "--tp", 1)
 @pytest.mark.parametrize("limit", [0, 2])
 def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, tmp_path: Path, limit: float) -> None:
     arguments = ("tune", npy, *CLUSTER, "--steps", 6, "--memory-factor", 2, "--max-mean-delay", limit)
-    results = run(*arguments, "--json").json
+    printed = run(*arguments).out
+    results = json.loads((tmp_path / "wlb-tune/results.json").read_text())
     cluster, best = results["cluster"], results["cluster"]["best"]
     assert cluster["kernel_model"] == "analytic: h100"
     assert best["delay_mean"] <= limit
@@ -320,7 +336,9 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     assert limits == sorted(limits)
     assert (limits[0], limits[-1]) == (CONTEXT, 2 * CONTEXT)
     made: dict[str, Any] = {}
-    exec((tmp_path / "wlb-tune/configuration.py").read_text(), made)
+    configuration = (tmp_path / "wlb-tune/configuration.py").read_text()
+    assert configuration.strip() in printed, "ready to paste: no line is broken"
+    exec(configuration, made)
     lengths = [100, 200, 300, 400]
     if "packer" in made:
         assert made["packer"].delay_price == best["delay_price"]
@@ -337,7 +355,6 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     page = (tmp_path / "wlb-tune/tune.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 6, "the choices, the overview, and two steps of two methods"
     assert f"{KINDS[best['kind']]}: " in page
-    assert json.loads((tmp_path / "wlb-tune/results.json").read_text())["cluster"] == cluster
     simulated = results["simulation"]["variants"][best["kind"]]
     assert simulated["digest"] == best["digest"]
     assert simulated["seconds"] == pytest.approx(best["seconds"], rel=1e-12)
@@ -637,6 +654,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
         ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): "schedule",
         ("simulate", npy, *CLUSTER, "--micro-batches", 3): "--micro-batches = 3",
+        ("simulate", npy, *CLUSTER, "--micro-batches", 10**23): "--micro-batches = ",
         ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "--max-tokens 1,000: below --context 1,024",
         ("simulate", npy, *CLUSTER, "--max-tokens", 2000, "--memory-factor", 2): "give one of them",
         ("simulate", npy, *CLUSTER, "--model", "llama3-405b"): "GiB more than the",

@@ -375,6 +375,7 @@ def test_fitted_efficiency_is_what_the_cluster_does() -> None:
         ({"context": 0}, "context"),
         ({"num_micro_batches": 3}, "num_micro_batches"),
         ({"num_micro_batches": 0}, "num_micro_batches"),
+        ({"num_micro_batches": 10**23}, "num_micro_batches"),
         ({"cp_overlap": 1.5}, "cp_overlap"),
         ({"noise": -0.1}, "noise"),
         ({"noise": "a"}, "noise"),

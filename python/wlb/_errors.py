@@ -19,13 +19,17 @@ def error(argument: str, message: str, *, index: int | None = None, value: objec
     return result
 
 
-def check_integer(argument: str, value: object, *, minimum: int, index: int | None = None) -> None:
-    """Refuses what is not a whole number (a bool is none), or too small a one."""
+def check_integer(
+    argument: str, value: object, *, minimum: int, maximum: int | None = None, index: int | None = None
+) -> None:
+    """Refuses what is not a whole number (a bool is none), or one too small or too large."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise error(argument, f"= {value!r}: must be an integer", index=index, value=value)
     if value < minimum:
         message = "must not be negative" if minimum == 0 else f"must be at least {minimum}"
         raise error(argument, f"= {value}: {message}", index=index, value=value)
+    if maximum is not None and value > maximum:
+        raise error(argument, f"= {value}: must be at most {maximum}", index=index, value=value)
 
 
 def check_positive(argument: str, value: object) -> None:

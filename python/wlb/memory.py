@@ -57,6 +57,8 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inter
 RESERVED_BYTES = 4 * GIB
 """Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
 
+_MAX_MICRO_BATCHES = 2**20  # what the core takes
+
 KEY_GRADIENT_BYTES = 4
 """Width of the gradients of keys and values while they are summed over context-parallel ranks."""
 
@@ -155,7 +157,7 @@ def in_flight(
         if schedule == "gpipe":
             raise error("num_micro_batches", "is needed: gpipe holds as many as there are")
         num_micro_batches = 2 * layout.pp  # no other schedule runs further ahead
-    check_integer("num_micro_batches", num_micro_batches, minimum=1)
+    check_integer("num_micro_batches", num_micro_batches, minimum=1, maximum=_MAX_MICRO_BATCHES)
     return _pipeline(schedule, layout.pp, layout.virtual_stages, int(num_micro_batches))[1]
 
 

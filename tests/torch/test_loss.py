@@ -132,6 +132,7 @@ def test_flops_take_a_shape_only(argument: str) -> None:
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA RTX A1000 Laptop GPU", None),
         ("NVIDIA A100X", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )

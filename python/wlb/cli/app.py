@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import wlb
-from wlb.cli.console import CliError
+from wlb.cli.console import CliError, readable
 from wlb.cli.demo import demo
 from wlb.cli.options import as_options
 from wlb.cli.pack import pack
@@ -55,7 +55,7 @@ app.command()(reproduce)
 def run(argv: Sequence[str]) -> None:
     """Runs the command and exits: 0 done, 2 wrong input (one line on stderr, no traceback)."""
     try:
-        app(args=list(argv), prog_name="wlb", obj=argv)
+        app(args=list(argv), prog_name="wlb", obj=[readable(word) for word in argv])
     except wlb.WlbError as error:
         print(f"wlb: {as_options(str(error))}", file=sys.stderr)
         sys.exit(2)

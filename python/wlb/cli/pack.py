@@ -74,8 +74,9 @@ def pack(
 ) -> None:
     """Packs the documents of SOURCE, each exactly once, and writes the plans.
 
-    plans.npz holds flat arrays, plans.jsonl a line per global batch; pack.html and pack.png compare the plan
-    with the original order. The last global batches empty the queues and may be small. Of a directory, line i of
+    plans.npz holds flat arrays: step, micro_batch, document_id, start and length of every piece of a document
+    (docs/semantics.md); plans.jsonl a line per global batch; pack.html and pack.png compare the plan with the original
+    order. The last global batches empty the queues and may be small. Of a directory, line i of
     documents.txt is the path of document i; a path with unusual characters is a JSON string, in quotation marks.
     """
     _refuse_useless(context_, method, release, tuned=thresholds is None and delay_price is None)

@@ -1,9 +1,10 @@
 """A plan as files: flat arrays for a program, a line per global batch for a reader."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,8 @@ def write_npz(path: Path, plan: Plan, stream: Stream, deals: Deals | None) -> No
     }
     if deals is not None:
         arrays["deal"] = np.array(deals)
-    np.savez_compressed(path, **arrays)
+    with _whole(path) as file:
+        np.savez_compressed(file, **arrays)
 
 
 def write_jsonl(path: Path, plan: Plan, stream: Stream, deals: Deals | None) -> None:
@@ -50,7 +52,7 @@ def write_jsonl(path: Path, plan: Plan, stream: Stream, deals: Deals | None) -> 
     pieces = np.stack([*_of_source(plan, stream), plan.length], axis=1)
     micro_batches = np.split(pieces, _offsets(plan)[1:-1])
     steps, n = plan.costs.shape
-    with path.open("w", encoding="utf-8") as file:
+    with _whole(path) as file:
         for step in range(steps):
             costs = plan.costs[step]
             line = {
@@ -63,7 +65,7 @@ def write_jsonl(path: Path, plan: Plan, stream: Stream, deals: Deals | None) -> 
             }
             if deals is not None:
                 line["deal"] = deals[step]
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line).encode() + b"\n")
 
 
 def write_names(path: Path, names: Sequence[str]) -> None:
@@ -72,7 +74,20 @@ def write_names(path: Path, names: Sequence[str]) -> None:
     Bytes that are not UTF-8 are the escapes that `os.fsencode` turns back into them.
     """
     lines = (name if name.isprintable() and not name.startswith('"') else json.dumps(name) for name in names)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with _whole(path) as file:
+        file.writelines(f"{line}\n".encode() for line in lines)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes its name when all of it is there: half a plan would read as a whole one."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _of_source(plan: Plan, stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

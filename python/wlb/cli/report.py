@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 import wlb
-from wlb.cli.console import counted
+from wlb.cli.console import counted, written
 from wlb.cli.context_parallel import CpBalance
 from wlb.cli.machine import machine
 from wlb.cli.plans import Plan, Setup
@@ -68,7 +68,7 @@ class Report:
             console.print(Text(note, style="dim"))
         console.print()
         console.print(cp_table(self.balances, self.shown).for_terminal())
-        console.print(f"Wrote {', '.join(map(str, files))}")
+        console.print(written(files))
 
     def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
         """Writes `<name>.png`, `<name>.html` and `results.json` into a folder that exists."""

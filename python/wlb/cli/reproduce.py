@@ -11,7 +11,7 @@ from rich.text import Text
 
 import wlb
 from wlb.cli import cluster, options
-from wlb.cli.console import CliError, progress, results
+from wlb.cli.console import CliError, progress, results, written
 from wlb.cli.machine import machine
 from wlb.cli.sources import read_documents
 
@@ -130,4 +130,4 @@ def reproduce(
             console.print()
         for sentence in HOW:
             console.print(Text(sentence, style="dim"))
-        console.print(f"Wrote {', '.join(str(output_dir / name) for name in files)}")
+        console.print(written(output_dir / name for name in files))

@@ -15,6 +15,7 @@ from rich.text import Text
 
 import wlb
 from wlb.cli.cluster import assumptions, describe, kernel_sentence
+from wlb.cli.console import written
 from wlb.cli.machine import machine
 from wlb.cli.report import Settings, describe_documents, document_sentences
 from wlb.cli.simulation_explanation import explanation
@@ -106,7 +107,7 @@ class SimulationReport:
         console.print(time_table(self.simulation, self.shown).for_terminal())
         for note in NOTES:
             console.print(Text(note, style="dim"))
-        console.print(f"Wrote {', '.join(map(str, files))}")
+        console.print(written(files))
 
     def write(
         self,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
-from wlb.cli.console import CliError
+from wlb.cli.console import CliError, readable
 
 _CHUNK = 64  # texts measured at a time: enough for a tokenizer's threads, few enough for a smooth bar
 _MAX_LENGTH = 2**31 - 1
@@ -74,13 +74,13 @@ def read_documents(
         found = _walk([source], pattern, progress)
         lengths = _measure_files(found, None if tokenizer is None else measure, progress)
         names = tuple(path.relative_to(source).as_posix() for path in found)
-        title = source.resolve().name
+        title = readable(source.resolve().name)
     elif source.suffix in (".jsonl", ".txt"):
         texts = _json_texts(source, field) if source.suffix == ".jsonl" else _line_texts(source)
         lengths = _measure_lines(source, texts, measure, progress)
-        title = source.resolve().name
+        title = readable(source.resolve().name)
     else:
-        raise CliError(f"{source}: give a directory, or a .jsonl, .txt or .npy file")
+        raise CliError(f"{source}: give a directory, a .jsonl or .txt of documents, or a .npy of lengths")
 
     measured = np.array(lengths, dtype=np.int64)
     ids = np.flatnonzero(measured)
@@ -101,7 +101,7 @@ def _read_lengths(path: Path) -> Documents:
         raise CliError(f"{path}: {error}") from None
     if not lengths.size:
         raise CliError(f"{path}: no lengths in it")
-    return Documents(path.name, "tokens", np.arange(lengths.size), lengths.astype(np.int64))
+    return Documents(readable(path.name), "tokens", np.arange(lengths.size), lengths.astype(np.int64))
 
 
 def _python_roots() -> list[Path]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 import wlb
 from wlb.cli.cluster import assumptions, describe, kernel_sentence
-from wlb.cli.console import counted
+from wlb.cli.console import counted, written
 from wlb.cli.report import describe_documents
 from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import Documents
@@ -65,7 +65,7 @@ class WaitingReport:
             best = found.best
             gives = f"imbalance {best.imbalance_mean:.3f} at a mean delay of {best.delay_mean:.2f}"
             console.print(f"{choice}  # {gives}", style="bold", soft_wrap=True)
-        console.print(f"Wrote {', '.join(map(str, files))}")
+        console.print(written(files))
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class TuningReport:
         for note in _NOTES:
             console.print(Text(note, style="dim"))
         console.print()
-        console.print(self.configuration(), style="bold")
-        console.print(f"Wrote {', '.join(map(str, files))}")
+        console.print(self.configuration(), style="bold", soft_wrap=True)
+        console.print(written(files))
 
     def tables(self) -> list[Table]:
         """One for each setting, the chosen row strong."""

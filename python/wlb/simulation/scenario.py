@@ -122,7 +122,7 @@ class Scenario:
         if self.max_tokens is not None and self.max_tokens < self.context:
             message = f"= {self.max_tokens}: must be at least the context, {self.context}"
             raise error("max_tokens", message, value=self.max_tokens)
-        _ = self._equal, self.limit, self.attention  # wrong ones are refused here
+        _ = self.limit, self._equal, self.attention  # wrong ones are refused here
 
     def _check_kernel_model(self) -> None:
         if self.profile is not None and self.kernel_model is not None:

@@ -45,10 +45,12 @@ def model_flops(lengths: ArrayLike, **shape: int | bool | None) -> float:
 
 
 def peak_flops(device: torch.device | str | None = None) -> float | None:
-    """Peak dense bf16 FLOP/s of a CUDA device by its name; None if it is not known."""
+    """Peak dense bf16 FLOP/s of a CUDA device by its name; None if it is not known, as of a MIG slice."""
     if not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    if "MIG" in words:  # NVIDIA H100 80GB HBM3 MIG 1g.10gb
+        return None
     known = [model for model in PEAK_BF16 if set(model.split()) <= set(words)]
     return PEAK_BF16[max(known, key=len)] if known else None
 
