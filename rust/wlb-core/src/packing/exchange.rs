@@ -111,7 +111,7 @@ impl<'a> Contents<'a> {
                     let third = offers[k];
                     let offered = &offers[if at_most_two { (k + 1).min(offers_none) } else { 0 }..];
                     let length = |rank: Rank| self.length[rank as usize];
-                    // How many tokens must come back, and how many may.
+                    // How many tokens may come back at most, and at least: `from <= to`, since no room is negative.
                     let lacking = tokens - length(third);
                     let from = offered.partition_point(|&rank| length(rank) > lacking + room(heavy));
                     let to = offered.partition_point(|&rank| length(rank) >= lacking - room(light));
@@ -119,7 +119,7 @@ impl<'a> Contents<'a> {
                         let moved = cost - self.sum(&self.cost, [third, rank]);
                         [self.costs[heavy] - moved, self.costs[light] + moved]
                     };
-                    let legal = &offered[from..to.max(from)];
+                    let legal = &offered[from..to];
                     let turn = legal.partition_point(|&rank| after(rank)[0] > after(rank)[1]);
                     for &fourth in legal.iter().take(turn + 1).skip(turn.saturating_sub(1)) {
                         let costs = after(fourth);

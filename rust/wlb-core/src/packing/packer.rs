@@ -265,7 +265,7 @@ impl Packer {
         batch.released = batch.pieces.len() - batch.carried;
 
         let mut listed: Vec<(usize, usize)> = Vec::with_capacity(lengths.len());
-        for (at, waiting) in batch.pieces.iter().enumerate().skip(batch.carried) {
+        for (at, waiting) in batch.pieces.iter().enumerate() {
             // A level is first in, first out, and so are its pieces of this push.
             if waiting.arrived == arrived
                 && let Some(level) = self.queue.level(waiting.piece.length)
