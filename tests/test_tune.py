@@ -114,19 +114,27 @@ def test_tuning_pays_on_a_corpus(corpus: NDArray[Any], llama_cost: wlb.CostModel
 
 
 def test_a_price_for_any_limit(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
-    """The limit is kept, and spent: less than any price of the first, coarse round leaves of it is left."""
+    """The limit is kept, and spent: better than any price of the first, coarse round."""
     packing: dict[str, Any] = {"num_micro_batches": 8, "max_tokens": 200_000, "cost_model": llama_cost}
     arguments: dict[str, Any] = {"tokens_per_batch": 1_000_000, "max_document_tokens": 131_072}
     lengths = corpus[:4000]
     never = wlb.tune_delay_price(lengths, **packing, **arguments, max_mean_delay=0)
     assert (never.best.delay_mean, never.best.delay_max) == (0, 0)
     balance = never.best.imbalance_mean
-    for limit in (0.05, 0.2, 0.5):
+    coarse = [
+        measure(lengths, (), 1_000_000, packing | {"max_document_tokens": 131_072}, 8 / 1.5**step) for step in range(23)
+    ]
+    gains = []
+    for limit in (0.01, 0.05, 0.2, 0.5):  # the first is below the delay of any coarse price
         result = wlb.tune_delay_price(lengths, **packing, **arguments, max_mean_delay=limit)
         queued = wlb.tune_outlier_thresholds(lengths, **packing, **arguments, max_mean_delay=limit)
         assert 0.5 * limit < result.best.delay_mean <= limit
         assert result.best.imbalance_mean < min(balance, queued.best.imbalance_mean), "queues wait longer for less"
         balance = result.best.imbalance_mean
+        within = [imbalance for imbalance, *_, delay, _, _ in coarse if delay <= limit]
+        gains.append(min(within, default=never.best.imbalance_mean) - balance)
+    assert min(gains) > -1e-5, "as good as any of the coarse prices, up to rounding of the price"
+    assert max(gains) > 0.01, "and better where the delay passes the limit between two"
 
 
 def test_at_no_delay_nothing_waits_that_finds_room() -> None:
