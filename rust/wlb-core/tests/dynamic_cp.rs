@@ -193,6 +193,15 @@ fn long_documents_are_planned_close_to_the_bound() {
     }
 }
 
+/// Short documents only: what filling and draining takes with 4 micro-batches a stage is most of what a step is above even work, and
+/// the bound knows it.
+#[test]
+fn short_documents_leave_filling_and_draining() {
+    let plan = planned(&[100; 2000], &plain(8, 8, 8192), &llama_7b(), false).unwrap();
+    assert!(plan.lower_bound > 1.07 * plan.balanced_seconds, "{}", plan.lower_bound / plan.balanced_seconds);
+    assert!(plan.seconds < 1.06 * plan.lower_bound, "{}", plan.seconds / plan.lower_bound);
+}
+
 /// Where exchange costs, short documents stay on few ranks.
 #[test]
 fn exchange_makes_groups_small() {
