@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -344,6 +345,26 @@ def test_a_step_is_made_while_the_one_before_is_trained() -> None:
     assert of.state_dict() == state
     assert of.metrics().steps == 1
     of.close()
+
+
+def test_who_is_interrupted_while_waiting_goes_on_with_the_same_step() -> None:
+    interrupted = threading.Event()
+
+    def interrupting(documents: list[Document]) -> PackedBatch:
+        if not interrupted.is_set():
+            time.sleep(0.05)  # until the other thread waits
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert interrupted.wait(60)
+        return collate(documents)
+
+    of = stream(collate_fn=interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        next(of)
+    interrupted.set()
+    micro: Micro = {}
+    for step in of:
+        micro |= contents(step)
+    assert micro == alone()
 
 
 def disagree(rank: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -69,8 +69,11 @@ class StepsAhead(Generic[S, P]):
         if self._broken:
             message = "failed in an earlier step; load a state saved before into a new loader"
             raise error(self._argument, message)
-        self.begun = self._broken = True
-        made = (self._ahead or self._thread.submit(self._make)).result()
+        self.begun = True
+        self._ahead = self._ahead or self._thread.submit(self._make)
+        wait([self._ahead])  # who is interrupted here may ask again
+        self._broken = True
+        made = self._ahead.result()
         self._ahead = None if made.step is None else self._thread.submit(self._make)
         self.standing, self._broken = made.standing, False
         return made.step
