@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +20,16 @@ from wlb.torch.attention.ring import Ring
 __all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention"]
 
 
-@torch.compiler.disable(reason="plans are made of shards, and kept for all layers")  # type: ignore[no-untyped-call, untyped-decorator]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _not_compiled(function: F) -> F:
+    """`torch.compiler.disable`, which would leave callers without the types."""
+    reason = "plans are made of shards, and kept for all layers"
+    return cast(F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
+
+
+@_not_compiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
