@@ -112,8 +112,12 @@ def test_batch_equals_that_of_transformers() -> None:
 
 
 def test_labels_given_are_kept_but_for_the_first_of_a_document() -> None:
-    features = [{"input_ids": [1, 2, 3], "labels": [1, -100, 3]}, {"input_ids": np.array([4, 5]), "labels": [4, 5]}]
-    assert PackedCollator()(features)["labels"].tolist() == [[-100, -100, 3, -100, 5]]
+    features = [
+        {"input_ids": [1, 2, 3], "labels": [1, -100, 3]},
+        {"input_ids": np.array([4, 5]), "labels": [4, 5]},
+        {"input_ids": [6, 7], "labels": None},
+    ]
+    assert PackedCollator()(features)["labels"].tolist() == [[-100, -100, 3, -100, 5, -100, 7]]
 
 
 @pytest.mark.parametrize(

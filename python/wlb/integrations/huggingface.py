@@ -97,7 +97,8 @@ class PackedCollator:
             document = torch.as_tensor(feature["input_ids"], dtype=torch.int64)
             if document.ndim != 1 or not len(document):
                 raise error("features", "must have input_ids of shape [tokens], at least one", index=index)
-            label = torch.as_tensor(feature.get("labels", document), dtype=torch.int64)
+            given = feature.get("labels")  # None in the rows of a joined data set that has labels in others
+            label = document if given is None else torch.as_tensor(given, dtype=torch.int64)
             if label.shape != document.shape:
                 message = f"has {len(document)} input_ids and labels of shape {list(label.shape)}"
                 raise error("features", message, index=index, value=list(label.shape))
