@@ -131,9 +131,8 @@ def report(console: Console, rows: list[dict[str, Any]], sizes: dict[str, int]) 
     title = "{batch} samples on {ranks} data-parallel ranks, micro-batches of at most {max_tokens:,} tokens".format(
         **sizes
     )
-    table = Table(
-        "lengths", "planner", "micro-batches a rank", "tokens need", "step over even", "worst", "ms, all ranks", title=title
-    )
+    columns = ("lengths", "planner", "micro-batches a rank", "tokens need", "step over even", "worst", "ms, all ranks")
+    table = Table(*columns, title=title)
     for name in dict.fromkeys(row["lengths"] for row in rows):
         for planner in PLANNERS:
             these = [row for row in rows if (row["lengths"], row["planner"]) == (name, planner)]
