@@ -10,7 +10,8 @@ until none is over the limit (`rearrange_micro_batches`); its functions are call
 group. Samples longer than the limit are left out.
 
 A step is judged by wlb's cost model as data-parallel ranks run it whose parameters are sharded: they meet in every
-micro-batch, so it takes the sum of the heaviest of each round, here over that of equal ranks.
+micro-batch, so it takes the sum of the heaviest of each round, here over that of equal ranks. Planning is timed for all
+ranks in one process, though verl's ranks split theirs at the same time: there one waits for about a fifth of it.
 """
 
 from __future__ import annotations
@@ -130,9 +131,8 @@ def report(console: Console, rows: list[dict[str, Any]], sizes: dict[str, int]) 
     title = "{batch} samples on {ranks} data-parallel ranks, micro-batches of at most {max_tokens:,} tokens".format(
         **sizes
     )
-    table = Table(
-        "lengths", "planner", "micro-batches a rank", "tokens need", "step over even", "worst", "ms", title=title
-    )
+    columns = ("lengths", "planner", "micro-batches a rank", "tokens need", "step over even", "worst", "ms, all ranks")
+    table = Table(*columns, title=title)
     for name in dict.fromkeys(row["lengths"] for row in rows):
         for planner in PLANNERS:
             these = [row for row in rows if (row["lengths"], row["planner"]) == (name, planner)]

@@ -364,13 +364,13 @@ fn interleaved_pipelines_take_any_number_in_equal_rounds() {
 #[test]
 fn larger_rounds_have_no_more_under_way() {
     let cost = CostModel::analytic(0.0, 1e-6, Mask::Causal).unwrap();
-    let plan = |length, max_tokens_per_rank| {
-        let options =
-            DynamicCpOptions { num_virtual_stages: 2, micro_batch_seconds: 1.0, ..plain(1, 4, max_tokens_per_rank) };
-        let options = DynamicCpOptions { min_micro_batches: Some(7), ..options };
-        planned(&[length; 7], &options, &cost, true).unwrap().num_micro_batches()
+    let plan = |lengths: &[i32], least| {
+        let options = DynamicCpOptions { num_virtual_stages: 2, micro_batch_seconds: 1.0, ..plain(1, 4, 1000) };
+        let options = DynamicCpOptions { min_micro_batches: Some(least), ..options };
+        planned(lengths, &options, &cost, true).unwrap().num_micro_batches()
     };
-    assert_eq!((plan(1000, 1000), plan(700, 1000)), (8, 7));
+    assert_eq!((plan(&[1000; 7], 7), plan(&[700; 7], 7)), (8, 7));
+    assert_eq!(plan(&[1000; 8], 9), 12, "ten, in rounds of five, hold too much");
 }
 
 /// A single round of more micro-batches than stages has nearly all of them under way: not for a gain of less than 1 %.

@@ -19,8 +19,7 @@ use crate::lengths::{Lengths, MAX_TOKENS};
 /// these may hold. Without documents, `multiple_of` empty micro-batches.
 ///
 /// # Errors
-/// As [`pack`]; [`Error::OutOfRange`] also where more than [`MAX_MICRO_BATCHES`] would be
-/// needed.
+/// As [`pack`]; [`Error::OutOfRange`] also where more than [`MAX_MICRO_BATCHES`] would be needed.
 ///
 /// # Complexity
 /// O(log n) times that of [`pack`], and once where as many as the tokens need do.
@@ -41,8 +40,8 @@ pub fn pack_whole(
         let num_micro_batches = multiples.saturating_mul(multiple_of);
         pack(lengths, &PackOptions { num_micro_batches, ..options.clone() }, cost_model)
     };
-    let held = options.max_tokens as usize * multiple_of;
-    let least = (lengths.total() as usize).div_ceil(held).max(1);
+    let held = options.max_tokens as u64 * multiple_of as u64;
+    let least = (lengths.total() as u64).div_ceil(held).max(1) as usize;
 
     // `too_few` multiples leave something over. Steps double, so that documents of which no two fit together take no
     // attempt each.

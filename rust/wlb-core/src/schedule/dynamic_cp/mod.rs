@@ -443,7 +443,8 @@ impl Search<'_> {
         let round = if self.options.num_virtual_stages > 1 { self.options.num_stages } else { 1 };
         let limit = limit(self.options);
         let whole = if limit > round { limit - limit % round } else { limit };
-        let enough = self.problem.documents.len().next_multiple_of(round).min(whole);
+        let wanted = self.problem.documents.len().max(self.options.min_micro_batches.unwrap_or(1));
+        let enough = wanted.next_multiple_of(round).min(whole);
         let mut count = most;
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);
