@@ -41,7 +41,8 @@ class BalancedStream(Generic[T]):
     micro-batches. For that take more streams than ranks (files, say).
 
     A thread reads, plans, moves and collates a step while the one before is trained, over a process group of its own.
-    It belongs in the main process, not in a loader's workers. A stream may itself be a loader with workers.
+    It belongs in the main process, not in a loader's workers. A stream may itself be a loader with workers, but it may
+    not wait for what the step in training produces.
 
     Args:
         streams: Iterables of documents (as `collate` takes them, without `Document`), the same number of them in the
@@ -197,7 +198,7 @@ class BalancedStream(Generic[T]):
     def _make(self) -> Made[Step[T], _Standing]:
         packing = self._plan()
         if packing is None:
-            return Made(None, self._standing())
+            return self._peers.finished(lambda: Made(None, self._standing()))
         deal = packing.deal(self._size)
         documents = self._exchange(packing, deal)
 

@@ -3,7 +3,7 @@
 //! Fine-tuning and reinforcement learning have no stream to hold documents back in, and no given number of
 //! micro-batches: memory decides it, and data-parallel ranks must agree on it.
 
-use super::{MAX_MICRO_BATCHES, PackOptions, Packing, pack, saturating_i64};
+use super::{MAX_MICRO_BATCHES, Method, PackOptions, Packing, pack, saturating_i64};
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range};
 use crate::lengths::{Lengths, MAX_TOKENS};
@@ -22,7 +22,8 @@ use crate::lengths::{Lengths, MAX_TOKENS};
 /// As [`pack`]; [`Error::OutOfRange`] also where more than [`MAX_MICRO_BATCHES`] would be needed.
 ///
 /// # Complexity
-/// O(log n) times that of [`pack`], and once where as many as the tokens need do.
+/// O(log n) times that of [`pack`]; once where as many do as the tokens need, and the documents longer than half of
+/// `max_tokens`.
 pub fn pack_whole(
     lengths: &Lengths,
     multiple_of: usize,
@@ -41,10 +42,14 @@ pub fn pack_whole(
         pack(lengths, &PackOptions { num_micro_batches, ..options.clone() }, cost_model)
     };
     let held = options.max_tokens as u64 * multiple_of as u64;
-    let least = (lengths.total() as u64).div_ceil(held).max(1) as usize;
+    let mut least = (lengths.total() as u64).div_ceil(held).max(1) as usize;
+    if !matches!(options.method, Method::Original | Method::FixedLength) {
+        // No two of these fit together, and they are not cut.
+        let apart = lengths.iter().filter(|&&length| length > options.max_tokens / 2).count();
+        least = least.max(apart.div_ceil(multiple_of));
+    }
 
-    // `too_few` multiples leave something over. Steps double, so that documents of which no two fit together take no
-    // attempt each.
+    // `too_few` multiples leave something over. Steps double, so that a bound far too low costs few attempts.
     let (mut too_few, mut step) = (least - 1, 1);
     let (mut enough, mut best) = loop {
         let multiples = too_few + step;
