@@ -270,9 +270,7 @@ class BalancedStream(Generic[T]):
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
         """The documents of this rank's micro-batches, fetched from where they were read."""
         incoming: list[list[int]] = [[] for _ in range(self._size)]  # sizes, by source
-        outgoing: list[list[NDArray[Any]]] = [
-            [] for _ in range(self._size)
-        ]  # tokens, then labels if any, by destination
+        outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # tokens (and labels), by destination
         expected: list[list[Document | _Coming]] = []
         for destination, index in ((rank, index) for rank, row in enumerate(deal.tolist()) for index in row):
             part = packing[index]
