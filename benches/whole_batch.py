@@ -11,7 +11,7 @@ group. Samples longer than the limit are left out.
 
 A step is judged by wlb's cost model as data-parallel ranks run it whose parameters are sharded: they meet in every
 micro-batch, so it takes the sum of the heaviest of each round, here over that of equal ranks. Planning is timed for all
-ranks in one process, though verl's ranks split theirs at the same time: there one waits for about a fifth of it.
+ranks in one process, though verl's ranks split theirs at the same time: there one waits for a part of it.
 """
 
 from __future__ import annotations

@@ -401,6 +401,19 @@ def test_varlen_kernel_fits_the_operators_of_torch() -> None:
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
 
 
+def over_world(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard, transport: str, *, ulysses_size: int = 2) -> Tensor:
+    """Attention over all ranks; `ulysses_size` is that of "usp"."""
+    return context_parallel_attention(
+        q,
+        k,
+        v,
+        shard,
+        group=dist.group.WORLD,
+        transport=transport,  # type: ignore[arg-type]
+        ulysses_size=ulysses_size if transport == "usp" else None,
+    )
+
+
 def half_precision(rank: int) -> None:
     case = Case()
     shard = shard_of(case, 2)
@@ -410,16 +423,7 @@ def half_precision(rank: int) -> None:
         q, k, v, d_out = (x[held].bfloat16() for x in inputs(case))
         for x in (q, k, v):
             x.requires_grad_()
-        degree = 2 if transport == "usp" else None
-        out = context_parallel_attention(
-            q,
-            k,
-            v,
-            shard,
-            group=dist.group.WORLD,
-            transport=transport,  # type: ignore[arg-type]
-            ulysses_size=degree,
-        )
+        out = over_world(q, k, v, shard, transport)
         out.backward(d_out)
         for got, expected in zip((out, q.grad, k.grad, v.grad), right, strict=True):
             assert got is not None
@@ -919,14 +923,7 @@ def parts_of_one_tensor(rank: int) -> float:
         fused = torch.cat((q, k, v), dim=1).requires_grad_()
         apart = [x.clone().requires_grad_() for x in (q, k, v)]
         for tensors in (fused.chunk(3, dim=1), apart):
-            degree = 1 if transport == "usp" else None
-            out = context_parallel_attention(
-                *tensors,
-                shard,
-                group=dist.group.WORLD,
-                transport=transport,  # type: ignore[arg-type]
-                ulysses_size=degree,
-            )
+            out = over_world(*tensors, shard, transport, ulysses_size=1)
             out.backward(d_out.expand_as(out))
         gradients = [fused.grad, torch.cat([x.grad for x in apart], dim=1)]  # type: ignore[misc]
         worst = max(worst, float((gradients[0] - gradients[1]).abs().max()))  # type: ignore[operator]
@@ -943,16 +940,7 @@ def second_derivatives(rank: int) -> None:
     held = torch.from_numpy(shard.rank(rank).token_indices.astype(np.int64))
     for transport in TRANSPORTS:
         q, k, v = (x[held].requires_grad_() for x in inputs(case)[:3])
-        degree = 2 if transport == "usp" else None
-        out = context_parallel_attention(
-            q,
-            k,
-            v,
-            shard,
-            group=dist.group.WORLD,
-            transport=transport,  # type: ignore[arg-type]
-            ulysses_size=degree,
-        )
+        out = over_world(q, k, v, shard, transport)
         (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             dq.square().sum().backward()

@@ -19,7 +19,7 @@ from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
 from wlb.torch.data.documents import Document, as_arrays, num_labels, whole_number
-from wlb.torch.data.peers import Peers, on_host, told
+from wlb.torch.data.peers import Peers, told
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
 from wlb.torch.data.thread import Made, StepsAhead
@@ -113,9 +113,7 @@ class DynamicCpLoader(Generic[T]):
         prepare: Callable[[PackedBatch], T] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        # Of its own, for the thread must not come between collectives of training; and on the host, for no kernel is to
-        # wait for documents.
-        self._peers = Peers(None if group is None else on_host(group, timeout=timeout, description="dynamic_cp"))
+        self._peers = Peers(group, timeout=timeout, description="dynamic_cp")
         self._batches: Any = batches
         self._plan = plan
         self._prepare = prepare
@@ -179,8 +177,8 @@ class DynamicCpLoader(Generic[T]):
 
     def close(self) -> None:
         """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
-        if self._steps.close() and self._peers.group is not None:
-            dist.destroy_process_group(self._peers.group)
+        if self._steps.close():
+            self._peers.close()
 
     def _reader(self) -> dict[str, int]:
         """Whose count of items a state holds: of no other rank, for that reads other documents."""

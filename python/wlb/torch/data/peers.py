@@ -18,24 +18,37 @@ T = TypeVar("T")
 
 
 class Peers:
-    """Those of a process group; alone if there is none. All calls are collectives.
+    """Those of a process group; alone if there is none. All calls but `close` are collectives.
+
+    They talk over a group of their own, for a thread must not come between collectives of training; and on the host,
+    for no kernel is to wait for documents. Making one is a collective of the whole world.
+
+    Args:
+        group: Its ranks.
+        timeout: Of what they exchange, by default that of gloo.
+        description: What the group of their own is for.
 
     Attributes:
         rank: This rank in the group.
         size: Ranks of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else group.rank()
-        self.size = 1 if group is None else group.size()
+    def __init__(self, group: dist.ProcessGroup | None, *, timeout: timedelta | None, description: str) -> None:
+        self._group = None if group is None else _on_host(group, timeout=timeout, description=description)
+        self.rank = 0 if self._group is None else self._group.rank()
+        self.size = 1 if self._group is None else self._group.size()
+
+    def close(self) -> None:
+        """Destroys the group of their own."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
     def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """`mine` of every rank."""
-        if self.group is None:
+        if self._group is None:
             return [mine]
         parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, mine, group=self.group)
+        dist.all_gather_object(parts, mine, group=self._group)
         return parts
 
     def agree(self, parts: list[dict[str, Any]], failure: Exception | None, *, argument: str, what: str) -> None:
@@ -83,18 +96,18 @@ class Peers:
         sent = [array.astype(np.int64, copy=False) for arrays in outgoing for array in arrays]
         joined = np.concatenate([np.empty(0, np.int64), *sent])
         counts = [sum(sizes) for sizes in incoming]
-        if self.group is None:
+        if self._group is None:
             arrived = joined
         else:
             received = torch.empty(sum(counts), dtype=torch.int64)
             given = [sum(array.size for array in arrays) for arrays in outgoing]
-            dist.all_to_all_single(received, torch.from_numpy(joined), counts, given, group=self.group)
+            dist.all_to_all_single(received, torch.from_numpy(joined), counts, given, group=self._group)
             arrived = received.numpy()
         by_source = np.split(arrived, np.cumsum(counts)[:-1])
         return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
 
 
-def on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
     """A gloo group of the same ranks. A collective of the whole world: every rank calls it with its own group.
 
     All ranks make the groups of all: `use_local_synchronization` would spare that, but in some versions of torch a

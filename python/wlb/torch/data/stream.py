@@ -17,7 +17,7 @@ import wlb
 from wlb._errors import error
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.packer import StepPacker
-from wlb.torch.data.peers import Peers, on_host, told
+from wlb.torch.data.peers import Peers, told
 from wlb.torch.data.sampler import batch_tokens
 from wlb.torch.data.state import field, same
 from wlb.torch.data.step import Step
@@ -76,9 +76,7 @@ class BalancedStream(Generic[T]):
         tokens_per_batch: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        # Of its own, for the thread must not come between collectives of training; and on the host, for no kernel is to
-        # wait for documents.
-        self._peers = Peers(None if group is None else on_host(group, timeout=timeout, description="balanced_stream"))
+        self._peers = Peers(group, timeout=timeout, description="balanced_stream")
         self._rank, self._size = self._peers.rank, self._peers.size
         if packer.num_micro_batches % self._size:
             message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
@@ -185,8 +183,8 @@ class BalancedStream(Generic[T]):
 
     def close(self) -> None:
         """Waits for what the thread does with the other ranks, and destroys its process group."""
-        if self._steps.close() and self._peers.group is not None:
-            dist.destroy_process_group(self._peers.group)
+        if self._steps.close():
+            self._peers.close()
 
     # In the thread.
 

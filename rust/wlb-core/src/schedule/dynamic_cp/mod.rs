@@ -313,7 +313,12 @@ struct Best {
     /// Which micro-batch of the draft comes when.
     order: Vec<usize>,
     seconds: f64,
-    price: f64,
+}
+
+impl Best {
+    fn price(&self, options: &DynamicCpOptions) -> f64 {
+        price(options, self.num_micro_batches, self.seconds)
+    }
 }
 
 struct Search<'a> {
@@ -363,7 +368,7 @@ impl Search<'_> {
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
         for candidate in &mut candidates {
             let promised = price(self.options, candidate.num_micro_batches, candidate.relaxed.seconds) * PROMISE;
-            if self.best.as_ref().is_none_or(|best| promised < best.price) {
+            if self.best.as_ref().is_none_or(|best| promised < best.price(self.options)) {
                 let pipeline = self.pipeline(candidate.num_micro_batches)?;
                 self.descend(&mut candidate.relaxed, STEPS, &pipeline);
                 self.attempt(candidate, base, false)?;
@@ -414,9 +419,9 @@ impl Search<'_> {
             None => self.sweep.push((num_micro_batches, seconds)),
         }
         let price = price(self.options, num_micro_batches, seconds);
-        let beats = |best: &Best| (price, num_micro_batches) < (best.price, best.num_micro_batches);
+        let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
         if self.best.as_ref().is_none_or(beats) {
-            self.best = Some(Best { num_micro_batches, draft, order, seconds, price });
+            self.best = Some(Best { num_micro_batches, draft, order, seconds });
         }
         Ok(seconds)
     }
