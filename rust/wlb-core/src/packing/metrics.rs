@@ -33,6 +33,13 @@ pub struct Metrics {
     memory_skew_sum: f64,
     memory_skew_worst: f64,
     delay_tokens: BTreeMap<u64, u64>,
+    /// Most tokens that waited after a push.
+    #[serde(default)]
+    pub backlog_max: u64,
+    #[serde(default)]
+    backlog_sum: f64,
+    #[serde(default)]
+    pushes: u64,
 }
 
 impl Metrics {
@@ -53,8 +60,15 @@ impl Metrics {
         }
     }
 
-    /// Counts one global batch; `delays` gives the tokens of each emitted piece and the iterations it waited.
-    pub(super) fn record(&mut self, packing: &Packing, flushed: bool, delays: impl Iterator<Item = (i32, u64)>) {
+    /// Counts one global batch; `delays` gives the tokens of each emitted piece and the iterations it waited, `backlog`
+    /// the tokens that wait now.
+    pub(super) fn record(
+        &mut self,
+        packing: &Packing,
+        flushed: bool,
+        delays: impl Iterator<Item = (i32, u64)>,
+        backlog: i64,
+    ) {
         // Almost all wait as long as the one before, most often not at all: one look-up for all of them.
         let (mut run, mut run_tokens) = (0, 0);
         for (length, delay) in delays {
@@ -70,6 +84,11 @@ impl Metrics {
         self.tokens += tokens as u64;
         self.length_fallbacks += packing.length_fallbacks as u64;
         self.carried_over += packing.leftover.len() as u64;
+        if !flushed {
+            self.pushes += 1;
+            self.backlog_sum += backlog as f64;
+            self.backlog_max = self.backlog_max.max(backlog as u64);
+        }
         if tokens == 0 || flushed {
             return;
         }
@@ -139,6 +158,11 @@ impl Metrics {
         variance.max(0.0).sqrt() / mean
     }
 
+    /// Mean over pushes of the tokens that waited after them.
+    pub fn backlog_mean(&self) -> f64 {
+        if self.pushes == 0 { 0.0 } else { self.backlog_sum / self.pushes as f64 }
+    }
+
     /// Mean memory skew (most over mean tokens of a step's micro-batches); 1 before the first step.
     pub fn memory_skew_mean(&self) -> f64 {
         if self.steps == 0 { 1.0 } else { self.memory_skew_sum / self.steps as f64 }
@@ -158,6 +182,7 @@ impl Metrics {
             self.step_tokens_square_sum,
             self.memory_skew_sum,
             self.memory_skew_worst,
+            self.backlog_sum,
         ];
         if !sums.iter().all(|sum| sum.is_finite() && *sum >= 0.0) {
             Some("sums must be finite numbers, 0 or above")
@@ -165,9 +190,17 @@ impl Metrics {
             Some("imbalance_histogram does not count the steps")
         } else if total(&self.delay_tokens) != Some(self.tokens) {
             Some("delay_tokens does not count the tokens")
-        } else if [self.steps, self.documents, self.tokens, self.length_fallbacks, self.carried_over]
-            .iter()
-            .any(|&n| n > 1 << 62)
+        } else if [
+            self.steps,
+            self.documents,
+            self.tokens,
+            self.length_fallbacks,
+            self.carried_over,
+            self.backlog_max,
+            self.pushes,
+        ]
+        .iter()
+        .any(|&n| n > 1 << 62)
         {
             Some("counts are out of range")
         } else {

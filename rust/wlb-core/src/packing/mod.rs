@@ -4,9 +4,11 @@
 //! over; a [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
 
 pub mod adaptive;
+pub mod admission;
 pub(crate) mod deal;
 mod exchange;
 mod fixed_length;
+mod fuller;
 pub(crate) mod ladder;
 mod level;
 pub mod metrics;

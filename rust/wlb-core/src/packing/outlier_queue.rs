@@ -55,6 +55,11 @@ impl OutlierQueue {
         self.levels.iter().map(VecDeque::len).sum()
     }
 
+    /// Tokens that wait in all levels.
+    pub(super) fn tokens(&self) -> i64 {
+        self.levels.iter().flatten().map(|waiting| i64::from(waiting.piece.length)).sum()
+    }
+
     /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.levels.iter().all(VecDeque::is_empty)
@@ -81,6 +86,18 @@ impl OutlierQueue {
             // Oldest first, so that what is due is a prefix.
             let overdue = level.iter().skip(full).take_while(due).count();
             released.extend(level.drain(..full + overdue));
+        }
+    }
+
+    /// Takes out the oldest, whatever their levels hold, until they are `tokens` or more; of equally old ones those of the
+    /// lowest level first.
+    pub(super) fn release_oldest(&mut self, mut tokens: i64, released: &mut Vec<Waiting>) {
+        while tokens > 0 {
+            let oldest = self.levels.iter_mut().filter(|level| !level.is_empty());
+            let oldest = oldest.min_by_key(|level| level.front().map(|waiting| waiting.arrived));
+            let Some(waiting) = oldest.and_then(VecDeque::pop_front) else { break };
+            tokens -= i64::from(waiting.piece.length);
+            released.push(waiting);
         }
     }
 

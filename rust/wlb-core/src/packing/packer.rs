@@ -10,6 +10,7 @@ use crate::lengths::{Lengths, MAX_TOKENS};
 use crate::longest_first::longest_first_of;
 
 use super::adaptive;
+use super::fuller::fuller;
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Release, Waiting};
 use super::placement::Placement;
@@ -147,10 +148,37 @@ impl PackerConfig {
         }
     }
 
+    /// Tokens of one global batch that is full to the last token: `N * max_tokens`.
+    pub(super) fn capacity(&self) -> i64 {
+        self.num_micro_batches as i64 * i64::from(self.max_tokens)
+    }
+
     /// A hash of everything that must not change on resume: all but the number of micro-batches.
     pub fn fingerprint(&self) -> String {
         let comparable = Self { num_micro_batches: 0, ..self.clone() };
         blake3::hash(&serde_json::to_vec(&comparable).unwrap_or_default()).to_hex().to_string()
+    }
+}
+
+/// What enters a packer in one iteration.
+#[derive(Clone, Copy, Debug)]
+pub struct Push<'a> {
+    /// Tokens of the new documents.
+    pub lengths: &'a Lengths,
+    /// Their names, unique among these and the pending ones; by default a running number.
+    pub ids: Option<&'a [i64]>,
+    /// Where each begins inside the document of its id, for a caller that cuts documents itself and lets their pieces enter
+    /// over several iterations; only with `ids`. By default all are whole documents.
+    pub starts: Option<&'a [i32]>,
+    /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
+    /// must not be nearly empty and has nothing further to read. 0: as the rule says.
+    pub min_step_tokens: i64,
+}
+
+impl<'a> Push<'a> {
+    /// Whole documents, named by a running number.
+    pub fn new(lengths: &'a Lengths) -> Self {
+        Self { lengths, ids: None, starts: None, min_step_tokens: 0 }
     }
 }
 
@@ -194,6 +222,22 @@ impl Packer {
         self.queue.len() + self.carried.len()
     }
 
+    /// Tokens that were pushed and not yet emitted; O(pending).
+    pub fn pending_tokens(&self) -> i64 {
+        self.carried_tokens() + self.queue.tokens()
+    }
+
+    /// Tokens that did not fit in their iteration and go first in the next; O(carried).
+    pub fn carried_tokens(&self) -> i64 {
+        self.carried.iter().map(|waiting| i64::from(waiting.piece.length)).sum()
+    }
+
+    /// Iterations that the oldest of what is pending has waited; 0 if nothing is. O(pending).
+    pub fn oldest_wait(&self) -> u64 {
+        let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
+        waiting.map(|waiting| self.iteration - waiting.arrived).max().unwrap_or(0)
+    }
+
     /// The outliers that wait.
     pub fn queue(&self) -> &OutlierQueue {
         &self.queue
@@ -209,24 +253,31 @@ impl Packer {
         &self.metrics
     }
 
+    /// Packs one global batch of whole documents ([`Packer::push_pieces`] with the defaults).
+    ///
+    /// # Errors
+    /// As [`Packer::push_pieces`].
+    pub fn push(&mut self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<Packing> {
+        self.push_pieces(&Push { ids, ..Push::new(lengths) })
+    }
+
     /// Packs one global batch: the new documents, what was carried over, and the outliers whose time has come.
     ///
     /// Documents that are no outliers and fit are emitted in the iteration they arrived in. The packing's
     /// `assignment` follows `lengths`; its `leftover` is what is now carried over.
     ///
-    /// # Arguments
-    /// * `ids` - names of the documents, unique among these and the pending ones; by default a running number.
-    ///
     /// # Errors
     /// [`Error::TooLong`] under [`Oversize::Error`], [`Error::Number`] for a split into too many pieces,
-    /// [`Error::Mismatch`], [`Error::DuplicateId`]; the packer is then unchanged.
+    /// [`Error::Mismatch`], [`Error::Combination`], [`Error::Entry`], [`Error::OutOfRange`], [`Error::DuplicateId`]; the
+    /// packer is then unchanged.
     ///
     /// # Complexity
     /// As [`super::pack`], for the documents new, carried over and released, or a few times that under
     /// [`Release::Adaptive`]; with `ids`, O(p log p) more for `p` new and
     /// pending documents.
-    pub fn push(&mut self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<Packing> {
-        let (first_id, next_id) = self.check_push(lengths, ids)?;
+    pub fn push_pieces(&mut self, push: &Push<'_>) -> Result<Packing> {
+        let (first_id, next_id) = self.check_push(push)?;
+        let Push { lengths, ids, starts, min_step_tokens } = *push;
         let arrived = self.iteration;
 
         let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
@@ -236,11 +287,12 @@ impl Packer {
         let mut queued_documents = vec![VecDeque::new(); self.queue.levels().len()];
         for (index, &length) in lengths.iter().enumerate() {
             let id = ids.map_or_else(|| first_id + index as i64, |ids| ids[index]);
+            let start = starts.map_or(0, |starts| starts[index]);
             let limit = self.config.max_document_tokens;
             let cut = length > limit && self.config.oversize == Oversize::Split;
             let document = (!cut).then_some(index);
             let kept = if cut { length } else { length.min(limit) };
-            for piece in split(Piece { id, start: 0, length: kept }, limit) {
+            for piece in split(Piece { id, start, length: kept }, limit) {
                 let waiting = Waiting { piece, arrived };
                 match self.queue.level(piece.length) {
                     Some(level) => {
@@ -258,6 +310,8 @@ impl Packer {
         match self.config.release {
             Release::Fifo => {
                 self.queue.release(self.config.num_micro_batches, arrived, self.config.max_delay, &mut batch.pieces);
+                let leaving = batch.pieces.iter().chain(&new).map(|waiting| i64::from(waiting.piece.length)).sum();
+                self.queue.release_oldest(min_step_tokens.saturating_sub(leaving), &mut batch.pieces);
             }
             // Those that do not leave come back.
             Release::Adaptive => self.queue.release_all(&mut batch.pieces),
@@ -278,7 +332,7 @@ impl Packer {
         listed.extend(new_documents.into_iter().zip(first_new..).filter_map(|(document, at)| Some((document?, at))));
         batch.pieces.append(&mut new);
 
-        let mut packing = self.pack(batch, false);
+        let mut packing = self.pack(batch, Occasion::Push { min_step_tokens });
         let by_listing = std::mem::replace(&mut packing.assignment, vec![-1; lengths.len()]);
         for (document, at) in listed {
             packing.assignment[document] = by_listing[at];
@@ -286,23 +340,27 @@ impl Packer {
         Ok(packing)
     }
 
+    /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too. Empty if nothing waits.
+    ///
+    /// # Complexity
+    /// As [`super::pack`], for all that waits.
+    pub fn drain(&mut self) -> Packing {
+        let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
+        self.queue.release_all(&mut batch.pieces);
+        batch.released = batch.pieces.len() - batch.carried;
+        let mut packing = self.pack(batch, Occasion::Drain);
+        packing.assignment.clear();
+        packing
+    }
+
     /// Empties everything at the end of the stream, in as many global batches as it takes.
     pub fn flush(&mut self) -> Vec<Packing> {
-        let mut packings = Vec::new();
-        while self.pending() > 0 {
-            let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
-            self.queue.release_all(&mut batch.pieces);
-            batch.released = batch.pieces.len() - batch.carried;
-            let mut packing = self.pack(batch, true);
-            packing.assignment.clear();
-            packings.push(packing);
-        }
-        packings
+        std::iter::from_fn(|| (self.pending() > 0).then(|| self.drain())).collect()
     }
 
     /// What is carried over goes first, so that nothing is carried for ever: the first of it meets empty micro-batches. Then
     /// what is due by `max_delay`, so that it is not crowded out.
-    fn pack(&mut self, batch: Batch, flushed: bool) -> Packing {
+    fn pack(&mut self, batch: Batch, occasion: Occasion) -> Packing {
         let Batch { pieces, carried, released } = batch;
         let config = &self.config;
         let due = |index: usize| {
@@ -312,14 +370,30 @@ impl Packer {
         let first_new = carried + released;
         let of_length = |index: usize| (index, pieces[index].piece.length);
         let overdue = longest_first_of((carried..first_new).filter(|&index| due(index)).map(of_length));
-        let urgent = (0..carried).chain(overdue.map(|(_, index)| index));
-        let placement = if config.release == Release::Fifo || flushed {
-            let others =
-                longest_first_of((carried..pieces.len()).filter(|&i| i >= first_new || !due(i)).map(of_length));
-            algorithm_1(&pieces, urgent.chain(others.map(|(_, index)| index)), config)
-        } else {
-            adaptive::place(&pieces, &urgent.collect::<Vec<usize>>(), self.iteration, config)
+        let urgent: Vec<usize> = (0..carried).chain(overdue.map(|(_, index)| index)).collect();
+        let others = || {
+            let others = (carried..pieces.len()).filter(|&index| index >= first_new || !due(index));
+            longest_first_of(others.map(of_length)).map(|(_, index)| index)
         };
+        let adaptive = config.release == Release::Adaptive && occasion != Occasion::Drain;
+        let mut placement = if adaptive {
+            adaptive::place(&pieces, &urgent, self.iteration, config)
+        } else {
+            algorithm_1(&pieces, urgent.iter().copied().chain(others()), config)
+        };
+        if let Occasion::Push { min_step_tokens } = occasion
+            && placement.tokens.iter().sum::<i64>() < min_step_tokens
+            && placement.assignment.contains(&-1)
+        {
+            let order: Vec<usize> = urgent.iter().copied().chain(others()).collect();
+            placement = fuller(placement, &pieces, &order, min_step_tokens, config);
+            if adaptive {
+                // Only what had to leave is carried over; all others wait in the queue.
+                let mut is_urgent = vec![false; pieces.len()];
+                urgent.iter().for_each(|&index| is_urgent[index] = true);
+                placement.leftover.retain(|&index| is_urgent[index]);
+            }
+        }
 
         let (method, placement) = match config.method {
             StreamMethod::VarLength => (Method::VarLength, placement),
@@ -336,20 +410,22 @@ impl Packer {
         let delays: Vec<(i32, u64)> =
             emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration - waiting.arrived)).collect();
         let piece = |index: usize| pieces[index].piece;
-        if config.release == Release::Adaptive && !flushed {
+        if adaptive {
             let mut waits: Vec<bool> = assignment.iter().map(|&micro_batch| micro_batch < 0).collect();
             placement.leftover.iter().for_each(|&index| waits[index] = false);
             let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
         let packing = placement.into_packing(Some(method), config.max_tokens, &config.cost_model, piece);
-        self.metrics.record(&packing, flushed, delays.into_iter());
         self.iteration += 1;
+        let backlog = self.pending_tokens();
+        self.metrics.record(&packing, occasion == Occasion::Drain, delays.into_iter(), backlog);
         packing
     }
 
     /// Everything that can be wrong with a push, before anything changes. Gives the first default id and the next.
-    fn check_push(&self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<(i64, Option<i64>)> {
+    fn check_push(&self, push: &Push<'_>) -> Result<(i64, Option<i64>)> {
+        let Push { lengths, ids, starts, min_step_tokens } = *push;
         let config = &self.config;
         let limit = config.max_document_tokens;
         if config.oversize == Oversize::Error
@@ -368,9 +444,14 @@ impl Packer {
             check_cuts(lengths, limit)?;
         }
         check_range("iteration", self.iteration as i64, 0, MAX_ITERATION as i64 - 1)?;
+        check_range("min_step_tokens", min_step_tokens, 0, i64::MAX)?;
         let exhausted =
             Error::Combination { argument: "ids", requirement: "int64 has no further running number; pass ids" };
         let Some(ids) = ids else {
+            if starts.is_some() {
+                let requirement = "have a meaning only with ids, which say whose pieces they are";
+                return Err(Error::Combination { argument: "starts", requirement });
+            }
             if lengths.is_empty() {
                 return Ok((0, self.next_id));
             }
@@ -378,11 +459,19 @@ impl Packer {
             let last = first.checked_add(lengths.len() as i64 - 1).ok_or(exhausted)?;
             return Ok((first, last.checked_add(1)));
         };
-        if ids.len() != lengths.len() {
-            let (found, expected) = (ids.len(), lengths.len());
-            return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected });
+        let expected = lengths.len();
+        for (argument, found) in [("ids", Some(ids.len())), ("starts", starts.map(<[i32]>::len))] {
+            if let Some(found) = found.filter(|&found| found != expected) {
+                return Err(Error::Mismatch { argument, found, other: "lengths", expected });
+            }
         }
-        self.check_unique(ids)?;
+        for (index, (&start, &length)) in starts.into_iter().flatten().zip(lengths.iter()).enumerate() {
+            if start < 0 || start.checked_add(length).is_none() {
+                let requirement = "a piece begins at 0 or later and ends within 2147483647 tokens";
+                return Err(Error::Entry { argument: "starts", index, value: f64::from(start), requirement });
+            }
+        }
+        self.check_unique(lengths, ids, starts)?;
         // Default ids stay above every id seen, so that they never need this check.
         let above = ids
             .iter()
@@ -391,24 +480,33 @@ impl Packer {
         Ok((0, above))
     }
 
-    /// Checks that no id stands twice, nor belongs to a document that waits.
-    fn check_unique(&self, ids: &[i64]) -> Result<()> {
-        let mut sorted: Vec<(i64, usize)> = ids.iter().copied().zip(0..).collect();
+    /// Checks that no token stands twice in a push, nor belongs to a document that waits. Without `starts` an id is all of
+    /// its document.
+    fn check_unique(&self, lengths: &[i32], ids: &[i64], starts: Option<&[i32]>) -> Result<()> {
+        let span = |index: usize| match starts {
+            Some(starts) => (starts[index], starts[index] + lengths[index]),
+            None => (0, i32::MAX),
+        };
+        let mut sorted: Vec<(i64, (i32, i32), usize)> =
+            ids.iter().zip(0..).map(|(&id, index)| (id, span(index), index)).collect();
         sorted.sort_unstable();
         let argument = "ids";
-        let twice =
-            sorted.windows(2).filter(|pair| pair[0].0 == pair[1].0).map(|pair| pair[1]).min_by_key(|&(_, index)| index);
-        if let Some((value, index)) = twice {
+        let overlaps = |pair: &&[(i64, (i32, i32), usize)]| pair[0].0 == pair[1].0 && pair[0].1.1 > pair[1].1.0;
+        let twice = sorted.windows(2).filter(overlaps).map(|pair| pair[1]).min_by_key(|&(.., index)| index);
+        if let Some((value, _, index)) = twice {
             return Err(Error::DuplicateId { argument, index, value, clash: "stands twice in this push" });
         }
         let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
-        let clashes = waiting.filter_map(|waiting| {
-            let found = sorted.binary_search_by_key(&waiting.piece.id, |&(id, _)| id).ok()?;
-            Some(sorted[found])
+        let clashes = waiting.filter_map(|Waiting { piece, .. }| {
+            // Of those of its document that begin before it ends, the last ends last: they do not overlap.
+            let before =
+                sorted.partition_point(|&(id, (start, _), _)| (id, start) < (piece.id, piece.start + piece.length));
+            let &(id, (_, end), index) = sorted[..before].last()?;
+            (id == piece.id && end > piece.start).then_some((index, id))
         });
-        match clashes.min_by_key(|&(_, index)| index) {
+        match clashes.min() {
             None => Ok(()),
-            Some((value, index)) => {
+            Some((index, value)) => {
                 Err(Error::DuplicateId { argument, index, value, clash: "belongs to a document that still waits" })
             }
         }
@@ -423,6 +521,15 @@ fn algorithm_1(pieces: &[Waiting], order: impl Iterator<Item = usize>, config: &
         bins.place(index, length, config.cost_model.cost(length));
     }
     bins.placement
+}
+
+/// Why an iteration is made.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Occasion {
+    /// Documents came, or may come yet.
+    Push { min_step_tokens: i64 },
+    /// None will come: nothing waits for company.
+    Drain,
 }
 
 /// The documents of one iteration in listing order: carried over, released, new.
