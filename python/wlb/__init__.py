@@ -15,6 +15,8 @@ The same lengths give the same plan, byte for byte, on every rank. Only numpy is
 
 from wlb._core import (
     BUILD_PROFILE,
+    BacklogWarning,
+    Bounds,
     CostModel,
     CpGroup,
     DynamicCpPlan,
@@ -55,6 +57,8 @@ from wlb.step_time import StageSeconds, data_parallel_seconds, stage_seconds
 
 __all__ = [
     "BUILD_PROFILE",
+    "BacklogWarning",
+    "Bounds",
     "CostModel",
     "CpGroup",
     "DynamicCpPlan",

@@ -85,6 +85,14 @@ pub enum Error {
     #[allow(missing_docs)]
     InfiniteCost { argument: &'static str, index: usize, value: i64 },
 
+    /// More waits in a packer than its bounds allow.
+    #[error(
+        "{pending_tokens} tokens wait after this push, more than the {bound} of packer.bounds(): documents arrive faster than \
+         they fit into the micro-batches. Push no more than packer.admits(lengths) says, or raise max_tokens"
+    )]
+    #[allow(missing_docs)]
+    Backlog { pending_tokens: i64, bound: i64 },
+
     /// A profile is not what it says it is.
     #[error("profile: {path}: {problem}")]
     #[allow(missing_docs)]
@@ -123,6 +131,7 @@ impl Error {
             | Self::InfiniteCost { argument, .. } => argument,
             Self::Order { .. } => "orders",
             Self::Profile { .. } => "profile",
+            Self::Backlog { .. } => "lengths",
             Self::State { .. } | Self::ConfigChanged { .. } => "state",
         }
     }

@@ -1,7 +1,7 @@
 //! Core errors as Python exceptions.
 
 use pyo3::create_exception;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyUserWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use wlb_core::Error;
@@ -20,6 +20,13 @@ create_exception!(
     "A saved state that cannot be loaded: corrupt, foreign, or of another configuration."
 );
 
+create_exception!(
+    wlb,
+    BacklogWarning,
+    PyUserWarning,
+    "More documents wait in a packer than its bounds allow: they arrive faster than they can be trained."
+);
+
 /// The attributes exist on every instance, also on one that Python code raised itself.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
@@ -28,6 +35,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
         base.setattr(attribute, py.None())?;
     }
     module.add("WlbError", base)?;
+    module.add("BacklogWarning", py.get_type::<BacklogWarning>())?;
     module.add("StateError", py.get_type::<StateError>())
 }
 
@@ -110,6 +118,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::Layout { value, .. }
         | Error::InfiniteCost { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),
+        Error::Backlog { pending_tokens, .. } => whole(*pending_tokens),
         Error::Mismatch { found, .. } => whole(*found as i64),
         // Beyond, an integer may have been another one.
         Error::Entry { value, .. } if value.fract() == 0.0 && value.abs() <= MOST_EXACT => whole(*value as i64),

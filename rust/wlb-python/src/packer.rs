@@ -1,6 +1,7 @@
 //! `wlb.Packer`, `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::ffi::CString;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -9,19 +10,21 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use wlb_core::packing::adaptive::DELAY_PRICE;
+use wlb_core::packing::admission::{ADAPTIVE_MAX_DELAY, Bounds as CoreBounds, OnBacklog};
 use wlb_core::packing::metrics::Metrics;
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, StreamMethod};
+use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, Push, StreamMethod};
 use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
 
 use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, real, run, size};
 use crate::cost::CostModel;
-use crate::error::{StateError, raise, refuse};
+use crate::error::{BacklogWarning, StateError, raise, refuse};
 use crate::packing::Packing;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Packer>()?;
     module.add_class::<PackerMetrics>()?;
+    module.add_class::<Bounds>()?;
     module.add_class::<TuneResult>()?;
     module.add_class::<TunedPoint>()?;
     module.add_function(wrap_pyfunction!(tune_outlier_thresholds, module)?)?;
@@ -47,13 +50,15 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     delay_price: with "adaptive": imbalance that the first iteration of waiting of a global batch of tokens
 ///         (``num_micro_batches * max_document_tokens``) costs, the second twice that...; default 0.03. Higher waits less;
 ///         :func:`tune_delay_price` finds the one for a mean delay.
-///     max_delay: iterations after which a waiting document joins whatever else waits; ``None``: no limit. "adaptive" keeps it
-///         exactly if each push by itself fits into the micro-batches, placed longest first where the tokens are fewest.
+///     max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive"; with "fifo" no
+///         limit (the paper's rule), so that an outlier may wait for others of its length for ever. What keeps it: :meth:`bounds`.
 ///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
 ///     oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
 ///     method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there on as
 ///         ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, in two to three times the time.
 ///         Where ``max_tokens`` binds it also finds room for documents that were carried over.
+///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the packer
+///         :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
 ///
 /// Raises:
 ///     WlbError: naming the argument that makes no sense.
@@ -66,11 +71,14 @@ pub(crate) struct Packer {
     /// The process in which a thread changes the core; 0 if none does. A forked child may find its parent's id here, and the
     /// core as it was before: changes without the GIL are made on a copy.
     changing: AtomicU32,
+    on_backlog: OnBacklog,
+    /// Whether the warning was given.
+    warned: AtomicBool,
 }
 
 impl Packer {
-    fn new_from(core: Core) -> Self {
-        Self { core: Mutex::new(core), changing: AtomicU32::new(0) }
+    fn new_from(core: Core, on_backlog: OnBacklog) -> Self {
+        Self { core: Mutex::new(core), changing: AtomicU32::new(0), on_backlog, warned: AtomicBool::new(false) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {
@@ -83,13 +91,47 @@ impl Packer {
         if documents < DETACH_FROM {
             return change(&mut self.lock());
         }
-        let mut copy = self.lock().clone();
-        let (result, changed) = py.detach(move || {
-            let result = change(&mut copy);
-            (result, copy)
-        });
+        let (result, changed) = self.on_a_copy(py, change);
         *self.lock() = changed;
         result
+    }
+
+    fn on_a_copy<T: Send>(&self, py: Python<'_>, change: impl FnOnce(&mut Core) -> T + Send) -> (T, Core) {
+        let mut copy = self.lock().clone();
+        py.detach(move || {
+            let result = change(&mut copy);
+            (result, copy)
+        })
+    }
+
+    /// Changes the core unless too much waits afterwards and that is an error, or the warning is made one.
+    fn change_within_bounds<T: Send>(
+        &self,
+        py: Python<'_>,
+        change: impl FnOnce(&mut Core) -> wlb_core::Result<T> + Send,
+    ) -> PyResult<T> {
+        let _turn = self.take_turn(py);
+        let (result, changed) = self.on_a_copy(py, change);
+        let result = result.map_err(raise)?;
+        if let Some(backlog) = changed.backlog() {
+            match self.on_backlog {
+                OnBacklog::Error => return Err(raise(backlog)),
+                OnBacklog::Warn => {
+                    let message = CString::new(backlog.to_string())?;
+                    PyErr::warn(py, &py.get_type::<BacklogWarning>(), &message, 1)?;
+                    self.warned.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+        *self.lock() = changed;
+        Ok(result)
+    }
+
+    /// Whether so many new tokens may make more wait than the bounds allow, and nobody knows yet.
+    fn is_watched(&self, new_tokens: i64) -> bool {
+        let core = self.lock();
+        (self.on_backlog == OnBacklog::Error || !self.warned.load(Ordering::Relaxed))
+            && core.pending_tokens().saturating_add(new_tokens) > core.bounds().tokens
     }
 
     fn take_turn(&self, py: Python<'_>) -> Turn<'_> {
@@ -119,9 +161,11 @@ impl Packer {
     #[new]
     #[pyo3(
         signature = (*, num_micro_batches, max_tokens, cost_model, outlier_thresholds = None, release = "fifo",
-                     delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length"),
+                     delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length",
+                     on_backlog = "warn"),
         text_signature = "(*, num_micro_batches, max_tokens, cost_model, outlier_thresholds=(), release='fifo', \
-                          delay_price=None, max_delay=None, max_document_tokens=None, oversize='error', method='var_length')"
+                          delay_price=None, max_delay=None, max_document_tokens=None, oversize='error', \
+                          method='var_length', on_backlog='warn')"
     )]
     #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn new(
@@ -135,6 +179,7 @@ impl Packer {
         max_document_tokens: Option<&Bound<'_, PyAny>>,
         oversize: &str,
         method: &str,
+        on_backlog: &str,
     ) -> PyResult<Self> {
         let thresholds = outlier_thresholds.map_or(Ok(Vec::new()), thresholds)?;
         let release: Release = release.parse().map_err(raise)?;
@@ -146,18 +191,35 @@ impl Packer {
                 None => (release == Release::Adaptive).then_some(DELAY_PRICE),
             },
             oversize: oversize.parse().map_err(raise)?,
-            ..config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
+            ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
         });
-        packer.map(Self::new_from).map_err(raise)
+        Ok(Self::new_from(packer.map_err(raise)?, on_backlog.parse().map_err(raise)?))
     }
 
     /// The packer that :meth:`state_dict` saved, configuration included.
     ///
+    /// Args:
+    ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
+    ///     on_backlog: as for :class:`Packer`; it is in no state.
+    ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's.
     #[staticmethod]
-    fn from_state_dict(state: &Bound<'_, PyAny>) -> PyResult<Self> {
-        Core::load(&to_json(state)?).map(Self::new_from).map_err(raise)
+    #[pyo3(signature = (state, on_backlog = "warn"))]
+    fn from_state_dict(state: &Bound<'_, PyAny>, on_backlog: &str) -> PyResult<Self> {
+        let core = Core::load(&to_json(state)?).map_err(raise)?;
+        Ok(Self::new_from(core, on_backlog.parse().map_err(raise)?))
+    }
+
+    /// A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a state.
+    fn copy(&self) -> Self {
+        Self::new_from(self.lock().clone(), self.on_backlog)
+    }
+
+    /// A packer with this one's configuration in which nothing waits yet.
+    fn empty_copy(&self) -> PyResult<Self> {
+        let core = Core::new(self.lock().config().clone()).map_err(raise)?;
+        Ok(Self::new_from(core, self.on_backlog))
     }
 
     /// Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
@@ -165,22 +227,94 @@ impl Packer {
     /// Args:
     ///     lengths: int[n], tokens of the new documents; may be empty.
     ///     ids: int64[n], their names, unique among these and the pending documents; default a running number.
+    ///     starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents itself and lets
+    ///         their pieces enter over several iterations; default: all are whole documents.
+    ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is there. Such a
+    ///         step is less balanced. It holds so many tokens at least, or all that is there, or ``num_micro_batches // 2 *
+    ///         max_tokens``.
     ///
     /// Returns:
     ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was split);
     ///     ``leftover`` is what is carried over to the next iteration.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths or ids, a document over ``max_document_tokens`` under oversize="error", or more than 2^23
-    ///         cuts under oversize="split". The packer is unchanged.
+    ///     WlbError: wrong lengths, ids or starts, a document over ``max_document_tokens`` under oversize="error", more than 2^23
+    ///         cuts under oversize="split", or, under on_backlog="error", more waits afterwards than :meth:`bounds` allows. The
+    ///         packer is unchanged.
+    ///
+    /// Warns:
+    ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 new ones on.
-    #[pyo3(signature = (lengths, ids = None))]
-    fn push(&self, py: Python<'_>, lengths: &Bound<'_, PyAny>, ids: Option<&Bound<'_, PyAny>>) -> PyResult<Packing> {
+    #[pyo3(signature = (lengths, ids = None, *, starts = None, min_step_tokens = None),
+           text_signature = "($self, lengths, ids=None, *, starts=None, min_step_tokens=0)")]
+    fn push(
+        &self,
+        py: Python<'_>,
+        lengths: &Bound<'_, PyAny>,
+        ids: Option<&Bound<'_, PyAny>>,
+        starts: Option<&Bound<'_, PyAny>>,
+        min_step_tokens: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Packing> {
         let lengths = read_lengths("lengths", lengths)?;
         let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
-        let plan = self.change(py, lengths.len(), |core| core.push(&lengths, ids.as_deref()));
-        plan.map(|plan| Packing(Arc::new(plan))).map_err(raise)
+        let starts =
+            starts.map(|starts| narrow("starts", starts, "a document has at most 2147483647 tokens")).transpose()?;
+        let min_step_tokens = min_step_tokens.map_or(Ok(0), |tokens| integer("min_step_tokens", tokens))?;
+        let push = |core: &mut Core| {
+            let (ids, starts) = (ids.as_deref(), starts.as_deref());
+            core.push_pieces(&Push { ids, starts, min_step_tokens, ..Push::new(&lengths) })
+        };
+        let plan = if self.is_watched(lengths.iter().map(|&length| i64::from(length)).sum()) {
+            self.change_within_bounds(py, push)
+        } else {
+            self.change(py, lengths.len(), push).map_err(raise)
+        };
+        plan.map(|plan| Packing(Arc::new(plan)))
+    }
+
+    /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
+    ///
+    /// Their tokens are at most its :attr:`room`. With "adaptive" they also fit into the micro-batches of one step by themselves,
+    /// longest first where the tokens are fewest. Where nothing waits at least one, however long.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the documents that come next.
+    ///
+    /// Returns:
+    ///     0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
+    ///
+    /// Raises:
+    ///     WlbError: wrong lengths.
+    ///
+    /// O(n + pending); a sort, and log(n) placements where they do not all fit.
+    fn admits(&self, lengths: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let lengths = read_lengths("lengths", lengths)?;
+        Ok(self.lock().admits(&lengths))
+    }
+
+    /// What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
+    ///
+    /// Returns:
+    ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``; with "fifo"
+    ///     what the levels can hold and one such batch. docs/semantics.md has the proof.
+    fn bounds(&self) -> Bounds {
+        Bounds(self.lock().bounds())
+    }
+
+    /// Tokens that the next push may bring so that :meth:`bounds` hold; :meth:`admits` says it for documents. O(pending).
+    #[getter]
+    fn room(&self) -> i64 {
+        self.lock().room()
+    }
+
+    /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too.
+    ///
+    /// Returns:
+    ///     Packing; empty if nothing waits. Its ``assignment`` is empty.
+    fn drain(&self, py: Python<'_>) -> Packing {
+        let pending = self.lock().pending();
+        Packing(Arc::new(self.change(py, pending, Core::drain)))
     }
 
     /// Empties everything at the end of the stream, in as many global batches as it takes.
@@ -197,6 +331,24 @@ impl Packer {
     #[getter]
     fn pending(&self) -> usize {
         self.lock().pending()
+    }
+
+    /// Tokens that were pushed and not yet emitted; O(pending).
+    #[getter]
+    fn pending_tokens(&self) -> i64 {
+        self.lock().pending_tokens()
+    }
+
+    /// Tokens that did not fit and go first in the next iteration; O(carried).
+    #[getter]
+    fn carried_tokens(&self) -> i64 {
+        self.lock().carried_tokens()
+    }
+
+    /// Iterations that the oldest pending document has waited; 0 if none is pending. O(pending).
+    #[getter]
+    fn oldest_wait(&self) -> u64 {
+        self.lock().oldest_wait()
     }
 
     /// Documents that wait in each level; one level with "adaptive".
@@ -253,6 +405,18 @@ impl Packer {
     #[getter]
     fn delay_price(&self) -> Option<f64> {
         self.lock().config().delay_price
+    }
+
+    /// What happens to a document over ``max_document_tokens``: "error", "split" or "truncate".
+    #[getter]
+    fn oversize(&self) -> &'static str {
+        self.lock().config().oversize.as_str()
+    }
+
+    /// What a push does after which too much waits: "warn" or "error".
+    #[getter]
+    fn on_backlog(&self) -> &'static str {
+        self.on_backlog.as_str()
     }
 
     /// Iterations after which a waiting document is released; ``None``: no limit.
@@ -330,13 +494,45 @@ impl Packer {
         )
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyAny>,))> {
-        Ok((slf.get_type().getattr("from_state_dict")?, (slf.get().state_dict(slf.py())?,)))
+    fn __copy__(&self) -> Self {
+        self.copy()
+    }
+
+    #[allow(clippy::type_complexity, reason = "what pickle wants")]
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyAny>, &'static str))> {
+        let packer = slf.get();
+        Ok((slf.get_type().getattr("from_state_dict")?, (packer.state_dict(slf.py())?, packer.on_backlog())))
+    }
+}
+
+/// What a packer promises as long as no push brings more than it admits.
+#[pyclass(frozen, eq, module = "wlb", name = "Bounds")]
+#[derive(PartialEq)]
+pub(crate) struct Bounds(CoreBounds);
+
+#[pymethods]
+impl Bounds {
+    /// Most tokens that ever wait after a push.
+    #[getter]
+    fn tokens(&self) -> i64 {
+        self.0.tokens
+    }
+
+    /// Most iterations that a document waits; ``None``: nothing limits it (queues without ``max_delay``).
+    #[getter]
+    fn delay(&self) -> Option<u64> {
+        self.0.delay
+    }
+
+    fn __repr__(&self) -> String {
+        let delay = self.0.delay.map_or_else(|| "None".to_owned(), |delay| delay.to_string());
+        format!("Bounds(tokens={}, delay={delay})", self.0.tokens)
     }
 }
 
 /// The configuration that a packer and its tuning share.
 fn config(
+    release: Release,
     num_micro_batches: &Bound<'_, PyAny>,
     max_tokens: &Bound<'_, PyAny>,
     cost_model: &Bound<'_, CostModel>,
@@ -352,25 +548,31 @@ fn config(
             .map_or(Ok(max_tokens), |limit| positive("max_document_tokens", limit))?,
         oversize: Oversize::default(),
         outlier_thresholds: Vec::new(),
-        release: Release::default(),
+        release,
         delay_price: None,
         method: method.parse().map_err(raise)?,
-        max_delay: max_delay.map(|delay| size("max_delay", delay, 0, i64::MAX)).transpose()?.map(|delay| delay as u64),
+        max_delay: match max_delay {
+            Some(delay) => Some(size("max_delay", delay, 0, i64::MAX)? as u64),
+            None => (release == Release::Adaptive).then_some(ADAPTIVE_MAX_DELAY),
+        },
         cost_model: cost_model.get().0.clone(),
     })
 }
 
 /// Thresholds as the core takes them; whether they ascend, it checks itself.
 fn thresholds(object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
-    let argument = "outlier_thresholds";
-    let values = integers(argument, object)?;
+    narrow("outlier_thresholds", object, "thresholds are int32")
+}
+
+/// Integers that fit into int32.
+fn narrow(argument: &'static str, object: &Bound<'_, PyAny>, requirement: &str) -> PyResult<Vec<i32>> {
     let narrow = |(index, value): (usize, i64)| {
         i32::try_from(value).map_err(|_| {
             let value = value.into_bound_py_any(object.py()).ok();
-            refuse(argument, Some(index), value.as_ref(), "thresholds are int32")
+            refuse(argument, Some(index), value.as_ref(), requirement)
         })
     };
-    values.into_iter().enumerate().map(narrow).collect()
+    integers(argument, object)?.into_iter().enumerate().map(narrow).collect()
 }
 
 /// The JSON text of a state. What JSON cannot hold is no state.
@@ -464,6 +666,18 @@ impl PackerMetrics {
         self.0.delay_max()
     }
 
+    /// Mean over pushes of the tokens that waited after them.
+    #[getter]
+    fn backlog_mean(&self) -> f64 {
+        self.0.backlog_mean()
+    }
+
+    /// Most tokens that waited after a push.
+    #[getter]
+    fn backlog_max(&self) -> u64 {
+        self.0.backlog_max
+    }
+
     /// Standard deviation over mean of the tokens in a step.
     #[getter]
     fn tokens_per_step_cv(&self) -> f64 {
@@ -525,6 +739,8 @@ impl PackerMetrics {
         dict.set_item("delay_mean", self.delay_mean())?;
         dict.set_item("delay_p99", self.delay_p99())?;
         dict.set_item("delay_max", self.delay_max())?;
+        dict.set_item("backlog_mean", self.backlog_mean())?;
+        dict.set_item("backlog_max", self.backlog_max())?;
         dict.set_item("tokens_per_step_cv", self.tokens_per_step_cv())?;
         dict.set_item("memory_skew_mean", self.memory_skew_mean())?;
         dict.set_item("memory_skew_worst", self.memory_skew_worst())?;
@@ -604,7 +820,8 @@ fn tune_outlier_thresholds(
     tokens_per_batch: Option<&Bound<'_, PyAny>>,
     method: &str,
 ) -> PyResult<TuneResult> {
-    let packer = config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let packer =
+        config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
     let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
     let num_queues = num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?;
     let lengths = read_lengths("lengths", lengths)?;
@@ -651,7 +868,8 @@ fn tune_delay_price(
     tokens_per_batch: Option<&Bound<'_, PyAny>>,
     method: &str,
 ) -> PyResult<TuneResult> {
-    let packer = config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let packer =
+        config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
     let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
     let lengths = read_lengths("lengths", lengths)?;
     run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options)).map(TuneResult).map_err(raise)

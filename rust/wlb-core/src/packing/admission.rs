@@ -5,6 +5,7 @@
 //! read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within [`Packer::bounds`]. The proof
 //! stands in `docs/semantics.md`.
 
+use crate::error::{Error, named_choices};
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first_of;
 
@@ -20,6 +21,18 @@ const ADAPTIVE_BACKLOG: i64 = 2;
 
 /// Iterations that a document waits at most under [`Release::Adaptive`], unless the user says otherwise.
 pub const ADAPTIVE_MAX_DELAY: u64 = 16;
+
+named_choices! {
+    /// What is done about a push after which more waits than the packer's [`Bounds`] allow.
+    #[derive(Default)]
+    OnBacklog, "on_backlog" {
+        /// The caller is told once.
+        #[default]
+        Warn = "warn",
+        /// The push is refused.
+        Error = "error",
+    }
+}
 
 /// What a packer promises as long as no push brings more than it [`Packer::admits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +69,12 @@ impl Packer {
     /// What waits at most, and for how long, if no push brings more than the packer [`Packer::admits`].
     pub fn bounds(&self) -> Bounds {
         Bounds::of(&self.config)
+    }
+
+    /// That more waits than the bounds allow, if so: for who warns, or takes back the push that brought too much.
+    pub fn backlog(&self) -> Option<Error> {
+        let (pending_tokens, bound) = (self.pending_tokens(), self.bounds().tokens);
+        (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
     }
 
     /// Tokens that the next push may bring; O(pending).

@@ -413,6 +413,40 @@ fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: 
     plan
 }
 
+/// A plan of so few tokens is made fuller: by tokens alone, or into the first micro-batch with room.
+fn fuller(given: Plan, pieces: &[Piece], order: &[usize], min_tokens: i64, config: &PackerConfig) -> Plan {
+    let n = config.num_micro_batches;
+    let tokens = |plan: &Plan| plan.tokens.iter().sum::<i64>();
+    let mut fullest = given;
+    for first_fit in [false, true] {
+        if tokens(&fullest) >= min_tokens || !fullest.assignment.contains(&-1) {
+            return fullest;
+        }
+        let mut plan = Plan::empty(pieces.len(), n);
+        for &i in order {
+            let length = i64::from(pieces[i].length);
+            let has_room = |j: &usize| plan.tokens[*j] + length <= i64::from(config.max_tokens);
+            let fewest = first_least(plan.tokens.iter().copied().enumerate()).unwrap();
+            let lightest = first_least(plan.costs.iter().copied().enumerate()).unwrap();
+            let chosen = if first_fit { (0..n).find(has_room) } else { Some(fewest).filter(has_room) };
+            let Some(j) = chosen else {
+                plan.leftover.push(pieces[i]);
+                continue;
+            };
+            plan.length_fallbacks += usize::from(first_fit || j != lightest);
+            plan.put(j, pieces[i], config.cost_model.cost(pieces[i].length));
+            plan.assignment[i] = j as i32;
+        }
+        for (j, listed) in plan.micro_batches.iter_mut().enumerate() {
+            *listed = (0..pieces.len()).filter(|&i| plan.assignment[i] == j as i32).map(|i| pieces[i]).collect();
+        }
+        if tokens(&plan) > tokens(&fullest) {
+            fullest = plan;
+        }
+    }
+    fullest
+}
+
 /// Only what is carried over or due: Algorithm 1, and by tokens where that finds no room for all.
 fn urgent_only(listing: &[Waiting], urgent: &[usize], config: &PackerConfig) -> Plan {
     let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
@@ -506,6 +540,11 @@ impl Packer {
 
     /// A push of valid arguments.
     pub(crate) fn push(&mut self, lengths: &[i32], ids: Option<&[i64]>) -> Plan {
+        self.push_at_least(lengths, ids, 0)
+    }
+
+    /// Of which so many tokens leave, if they are there.
+    pub(crate) fn push_at_least(&mut self, lengths: &[i32], ids: Option<&[i64]>, min_step_tokens: i64) -> Plan {
         let t = self.iteration;
         let default_ids: Vec<i64> = (self.next_id..).take(lengths.len()).collect();
         let ids = ids.unwrap_or(&default_ids);
@@ -542,7 +581,13 @@ impl Packer {
                 *queue = kept;
             }
         }
-        let mut plan = self.step(released, new, false);
+        let of = |all: &[Waiting]| all.iter().map(|waiting| i64::from(waiting.piece.length)).sum::<i64>();
+        while self.config.release == Release::Fifo && of(&self.carried) + of(&released) + of(&new) < min_step_tokens {
+            let fronts = (0..self.queues.len()).filter_map(|level| Some((self.queues[level].first()?.arrived, level)));
+            let Some((_, level)) = fronts.min() else { break };
+            released.push(self.queues[level].remove(0));
+        }
+        let mut plan = self.step(released, new, Some(min_step_tokens));
         plan.assignment = ids
             .iter()
             .zip(lengths)
@@ -555,18 +600,48 @@ impl Packer {
         plan
     }
 
+    /// How many documents the next push may bring: the most that have room and fit into a step by themselves.
+    pub(crate) fn admits(&self, lengths: &[i32]) -> usize {
+        let PackerConfig { num_micro_batches, max_tokens, max_document_tokens: limit, .. } = self.config;
+        let capacity = num_micro_batches as i64 * i64::from(max_tokens);
+        let of = |all: &[Waiting]| all.iter().map(|waiting| i64::from(waiting.piece.length)).sum::<i64>();
+        let room = match self.config.release {
+            Release::Adaptive => 2 * capacity - of(&self.pending()),
+            Release::Fifo => capacity - of(&self.carried),
+        };
+        let fits = |count: &usize| {
+            let mut pieces = Vec::new();
+            for &length in &lengths[..*count] {
+                let kept = if self.config.oversize == Oversize::Truncate { length.min(limit) } else { length };
+                pieces.extend(split(Piece { id: 0, start: 0, length: kept }, limit).iter().map(|piece| piece.length));
+            }
+            if pieces.iter().map(|&length| i64::from(length)).sum::<i64>() > room {
+                return false;
+            }
+            let mut tokens = vec![0_i64; num_micro_batches];
+            for index in longest_first(&pieces) {
+                *tokens.iter_mut().min().unwrap() += i64::from(pieces[index]);
+            }
+            self.config.release == Release::Fifo || tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens))
+        };
+        let most = (0..=lengths.len()).rev().find(fits).unwrap_or(0);
+        if self.pending().is_empty() { most.max(lengths.len().min(1)) } else { most }
+    }
+
     pub(crate) fn flush(&mut self) -> Vec<Plan> {
         let mut plans = Vec::new();
         while !self.pending().is_empty() {
             let released = self.queues.iter_mut().flat_map(std::mem::take).collect();
-            let mut plan = self.step(released, Vec::new(), true);
+            let mut plan = self.step(released, Vec::new(), None);
             plan.assignment.clear();
             plans.push(plan);
         }
         plans
     }
 
-    fn step(&mut self, released: Vec<Waiting>, new: Vec<Waiting>, flushed: bool) -> Plan {
+    /// `min_step_tokens` of a push; none in a flush.
+    fn step(&mut self, released: Vec<Waiting>, new: Vec<Waiting>, min_step_tokens: Option<i64>) -> Plan {
+        let flushed = min_step_tokens.is_none();
         let carried = std::mem::take(&mut self.carried);
         let is_carried = 0..carried.len();
         let is_released = carried.len()..carried.len() + released.len();
@@ -587,11 +662,14 @@ impl Packer {
         let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
         let config = &self.config;
         let mut plan = if config.release == Release::Fifo || flushed {
-            algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &config.cost_model)
+            let plan = algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &config.cost_model);
+            fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
             let others: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 == 2).collect();
-            let plan = adaptive(&listing, &urgent, &others, self.iteration, config);
+            let mut plan = adaptive(&listing, &urgent, &others, self.iteration, config);
+            plan = fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config);
+            plan.leftover.retain(|piece| urgent.iter().any(|&i| pieces[i] == *piece));
             let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);
             self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];
             plan

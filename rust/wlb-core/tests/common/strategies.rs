@@ -261,6 +261,8 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
         let longest = config.max_document_tokens;
         // Some documents are too long, but never into very many pieces.
         let lengths = lengths(most_documents, longest.saturating_mul(3).min(longest.saturating_add(50_000)));
+        let min_step_tokens =
+            prop_oneof![1..=i64::from(longest), 1..=i64::from(longest).saturating_mul(8), Just(i64::MAX)];
         let id = prop_oneof![2 => -3_i64..60, 1 => -(1_i64 << 61)..1 << 61];
         let other = (packer_config(), any::<[bool; 6]>()).prop_map({
             let config = config.clone();
@@ -268,6 +270,7 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
         });
         let event = prop_oneof![
             10 => lengths.clone().prop_map(Event::Push),
+            4 => (lengths.clone(), min_step_tokens).prop_map(|(lengths, tokens)| Event::PushAtLeast(lengths, tokens)),
             4 => lengths.prop_flat_map(move |lengths| {
                 let ids = vec(id.clone(), lengths.len());
                 ids.prop_map(move |ids| Event::PushNamed(lengths.iter().copied().zip(ids).collect()))

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
+use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, Push, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
 use wlb_core::{Error, Lengths};
 
@@ -20,6 +20,8 @@ pub(crate) enum Event {
     Push(Vec<i32>),
     /// A global batch with ids: as given, or the next free ones above.
     PushNamed(Vec<(i32, i64)>),
+    /// A global batch of which so many tokens leave, if they are there.
+    PushAtLeast(Vec<i32>, i64),
     /// Pushes that must fail and change nothing.
     PushWrong(Vec<i32>),
     /// Saved, and loaded in another process.
@@ -66,7 +68,8 @@ impl Both {
 
     fn meet(&mut self, event: &Event) {
         match event {
-            Event::Push(lengths) => self.push(lengths, None),
+            Event::Push(lengths) => self.push(lengths, None, 0),
+            Event::PushAtLeast(lengths, min_step_tokens) => self.push(lengths, None, *min_step_tokens),
             Event::PushNamed(documents) => {
                 let lengths: Vec<i32> = documents.iter().map(|&(length, _)| length).collect();
                 let mut taken: BTreeSet<i64> = self.oracle.pending().iter().map(|waiting| waiting.piece.id).collect();
@@ -76,7 +79,7 @@ impl Both {
                     id
                 };
                 let ids: Vec<i64> = documents.iter().map(free).collect();
-                self.push(&lengths, Some(&ids));
+                self.push(&lengths, Some(&ids), 0);
             }
             Event::PushWrong(lengths) => self.push_wrong(lengths),
             Event::Resume => {
@@ -108,7 +111,7 @@ impl Both {
         }
     }
 
-    fn push(&mut self, lengths: &[i32], ids: Option<&[i64]>) {
+    fn push(&mut self, lengths: &[i32], ids: Option<&[i64]>, min_step_tokens: i64) {
         let config = self.packer.config().clone();
         let limit = config.max_document_tokens;
         // Under `Oversize::Error` a stream holds no longer documents; `push_wrong` tries one. No document is split into
@@ -128,19 +131,33 @@ impl Both {
             }
         }
 
-        let packing = self.packer.push(&checked(&lengths), ids).unwrap();
+        let lengths_checked = checked(&lengths);
+        assert_eq!(self.packer.admits(&lengths_checked), self.oracle.admits(&lengths), "admitted documents");
+        let there = self.packer.pending_tokens() + tokens_of(&lengths, &config);
+        let push = Push { ids, min_step_tokens, ..Push::new(&lengths_checked) };
+        let packing = self.packer.push_pieces(&push).unwrap();
+        let capacity = config.num_micro_batches as i64 / 2 * i64::from(config.max_tokens);
+        assert!(packing.num_tokens() >= min_step_tokens.min(there).min(capacity), "a step of next to nothing");
         if config.method == StreamMethod::Refined {
             let mut unrefined = self.oracle.clone();
             unrefined.config.method = StreamMethod::VarLength;
-            check::refined_step_is_no_worse(&self.packer, &packing, &unrefined.push(&lengths, ids), &unrefined);
+            check::refined_step_is_no_worse(
+                &self.packer,
+                &packing,
+                &unrefined.push_at_least(&lengths, ids, min_step_tokens),
+                &unrefined,
+            );
         }
-        let plan = self.oracle.push(&lengths, ids);
+        let plan = self.oracle.push_at_least(&lengths, ids, min_step_tokens);
         self.emit(&packing, &plan);
         check::queues_keep_their_word(&self.packer);
         assert!(first_carried.is_none_or(|piece| packing.pieces.contains(&piece)), "carried for ever");
         if config.release == Release::Adaptive {
             let idle = packing.pieces.is_empty();
             assert!(!idle || self.packer.pending() == 0, "something waits, and nothing leaves");
+            return;
+        }
+        if min_step_tokens > 0 {
             return;
         }
         // What still waits in a level is the younger end of what waited there, then the new.
@@ -238,6 +255,12 @@ impl Both {
             Err(error) => panic!("{error}"),
         }
     }
+}
+
+/// Tokens that a push of these documents brings.
+fn tokens_of(lengths: &[i32], config: &PackerConfig) -> i64 {
+    let limit = if config.oversize == Oversize::Truncate { config.max_document_tokens } else { i32::MAX };
+    lengths.iter().map(|&length| i64::from(length.min(limit))).sum()
 }
 
 fn checked(lengths: &[i32]) -> Lengths {
