@@ -11,6 +11,9 @@ from golden.generate import golden
 import wlb
 from wlb.testing import packing, sharding
 
+# Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
+pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
+
 HERE = Path(__file__).parent / "golden"
 FILES: dict[str, list[dict[str, Any]]] = {
     name: json.loads((HERE / f"{name}.json").read_text()) for name in ("pack", "packer", "shard")

@@ -21,6 +21,9 @@ from wlb.testing.cost import AnalyticCost, ModelCost
 from wlb.testing.packer import Log, NaivePacker
 from wlb.testing.packing import Piece, Plan, leftover_of, pieces_of, plain, split_documents
 
+# Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
+pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
+
 
 def build(naive: NaivePacker) -> wlb.Packer:
     """The packer that `naive` describes, empty."""

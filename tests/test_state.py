@@ -14,6 +14,9 @@ from wlb.testing import strategies
 from wlb.testing.cost import AnalyticCost, TableCost
 from wlb.testing.packing import plain
 
+# Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
+pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
+
 Path = tuple[Any, ...]
 
 

@@ -39,6 +39,8 @@ class NaivePacker:
 
     def __post_init__(self) -> None:
         self.queues = self.queues or self._empty_queues()
+        if self.release == "adaptive" and self.max_delay is None:
+            self.max_delay = 16
 
     @property
     def limit(self) -> int:
