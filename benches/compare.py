@@ -51,9 +51,9 @@ SECTIONS = {
 NOTES = {
     "dynamic": "Exchange between the ranks of a group costs nothing here, for any planner: Megatron's has no price "
     "for it. Both figures, the planning time and the critical path, hold for that case only: where exchange "
-    "has a price the search is longer, the plan is another, and the step takes longer: how much, [dynamic_cp.md](dynamic_cp.md) "
-    "has. The "
-    "critical path is that of 1F1B over 8 stages, over all work spread evenly over GPUs that never wait. "
+    "has a price the search is longer, the plan is another and the step takes longer ([dynamic_cp.md](dynamic_cp.md) "
+    "says how much). The critical path is that of 1F1B over 8 stages, over all work spread evenly over GPUs that never "
+    "wait. "
     "BalancedCPScheduler plans for no pipeline and does not limit the tokens of a rank, so this score is outside what "
     "it was made for: it shows what such a plan would cost in a pipeline, not how good the scheduler is without one.",
     "release 1.5": "Imbalance is graded by the cost model that the packer plans with: a wrong model is not seen here. "
