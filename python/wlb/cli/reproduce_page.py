@@ -44,10 +44,13 @@ def tables(result: Result) -> list[Table]:
 def misses(made: Sequence[Result]) -> tuple[str, ...]:
     """How many of the published numbers that are predicted here lie in our bands, and which do not.
 
-    Nothing without a sweep, which alone makes bands. What a clock measured is left out: the machines differ.
+    Only rows of the sweep have a band in this sense: nothing without one, and not the solver's few samples. What was
+    measured is left out: the machines differ.
     """
-    rows = [(result, row) for result in made for row in result.rows if row.kind != "measured" and row.paper is not None]
-    rows = [(result, row) for result, row in rows if row.inside is not None and row.low != row.high]
+    rows = [
+        (result, row) for result in made for row in result.rows if row.kind != "measured" and row.inside is not None
+    ]
+    rows = [(result, row) for result, row in rows if row.low_at != row.high_at]
     if not rows:
         return ()
     outside = [
