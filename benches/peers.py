@@ -561,7 +561,9 @@ def table(stream: Stream, rows: list[dict[str, Any]]) -> Table:
     caption = (
         f"max_tokens {stream.max_tokens:,}. ms: planning of a step. x: over wlb's var_length. Imbalance: heaviest over "
         "mean micro-batch. Delay: iterations a token waits. Out: tokens not placed in their step. Pad: of bins filled "
-        "up to the context. Memory: most over mean tokens. Without its dependencies: so installed, one file imported."
+        "up to the context. Memory: most over mean tokens. Without its dependencies: so installed, one file imported. "
+        "BalancedCPScheduler: not micro-batches but groups over a pool of GPUs, which end in a barrier; its imbalance "
+        "is that of the GPUs, and does not compare with the rows above it."
     )
     result = Table(
         "package",

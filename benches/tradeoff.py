@@ -3,8 +3,8 @@
     python benches/tradeoff.py [--lengths x.npy]    # prints the table, writes the record and docs/tradeoff.png
 
 One pipeline of 4 stages with 16 GPUs each, 1F1B; global batches of 16 x 128K tokens; a 7B Llama, attention at 0.55 of
-the GEMMs' rate; exchange between the ranks of a group is hidden. A static plan has 16 micro-batches, each on all 16
-GPUs of a stage (CP 16); a dynamic one divides the GPUs anew in every micro-batch, and may have another number of them.
+the GEMMs' rate; exchange between the ranks of a group is free, which is the best case of Dynamic-CP. A static plan has
+16 micro-batches, each on all 16 GPUs of a stage (CP 16); a dynamic one divides the GPUs anew in every micro-batch, and may have another number of them.
 Both may hold `max_tokens` for each micro-batch, a sixteenth of it on each rank. Time is that of all steps over even
 ones: 16 equal micro-batches of the same total work, filling and draining included (light ones at both ends are faster
 than that). Delay is of all tokens, those flushed at the end included; flushed steps are not timed. `original` cuts
@@ -166,14 +166,14 @@ def draw(path: Path, name: str, rows: list[Row]) -> None:
             for plan, color, marker, label in (
                 ("original", NEVER, "X", "cut every context, no waiting"),
                 ("var_length", QUEUES, "s", "static CP, no waiting"),
-                ("dynamic_cp", BOTH, "D", "Dynamic-CP, no waiting"),
+                ("dynamic_cp", BOTH, "D", "Dynamic-CP, no waiting, exchange free"),
             ):
                 (row,) = of(plan)
                 ax.plot([0], [row["time"] - 1], marker, color=color, ms=10, mec="white", label=label, clip_on=False)
             for plan, color, label in (
                 ("queues", QUEUES, "static CP, tuned queues (Algorithm 1)"),
                 ("adaptive", WLB, 'static CP, release="adaptive"'),
-                ("both", BOTH, 'Dynamic-CP on what release="adaptive" lets go'),
+                ("both", BOTH, 'Dynamic-CP on what release="adaptive" lets go, exchange free'),
             ):
                 best = front(of(plan), "time")
                 ax.plot(*zip(*best, strict=True), "o-", color=color, ms=3.5, lw=2.2, label=label)

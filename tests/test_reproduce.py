@@ -190,6 +190,23 @@ def test_every_published_number_stands_in_a_row(made: dict[str, Result]) -> None
     assert {"original", "WLB-LLM, 3 queues"} <= set(shown)
 
 
+def test_what_lies_outside_the_bands_is_named(made: dict[str, Result]) -> None:
+    pytest.importorskip("rich")
+    from wlb.cli.reproduce_page import misses
+
+    rows = (
+        Row("speed-up", "packing", "simulated", 1.28, 1.003, 0.942, 1.232, "a", "b"),
+        Row("speed-up", "all", "simulated", 1.33, 1.113, 1.031, 1.412, "c", "a"),
+        Row("packing, ms", "original", "measured", 4.0, 0.01, 0.005, 0.02, "a", "b"),
+        Row("speed-up", "ours alone", "simulated", None, 1.1, 1.0, 1.2, "a", "b"),
+    )
+    (said,) = misses([Result(name="fig13", title="", rows=rows)])
+    assert said.startswith("Of 2 rows")
+    assert " 1 have it" in said
+    assert said.endswith("Outside: fig13 packing 1.28 (ours 0.942 to 1.232).")
+    assert misses(list(made.values())) == ()  # no sweep, no band
+
+
 def test_a_solver_without_time_says_so(made: dict[str, Result]) -> None:
     pytest.importorskip("highspy")
     notes = [note for note in made["table2"].notes if note.startswith("solver,")]

@@ -94,7 +94,7 @@ def reproduce(
 
     from wlb.cli.figures import png, svg
     from wlb.cli.reproduce_figures import draw
-    from wlb.cli.reproduce_page import HOW, page, tables
+    from wlb.cli.reproduce_page import HOW, misses, page, tables
 
     documents = "generated, see the inputs" if source is None else f"{source.source} ({source.unit})"
     settings: dict[str, Any] = {
@@ -128,6 +128,6 @@ def reproduce(
             for note in result.notes:
                 console.print(Text(note, style="dim"))
             console.print()
-        for sentence in HOW:
+        for sentence in (*HOW, *misses(made)):
             console.print(Text(sentence, style="dim"))
         console.print(written(output_dir / name for name in files))

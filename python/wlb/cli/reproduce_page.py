@@ -41,6 +41,30 @@ def tables(result: Result) -> list[Table]:
     return made
 
 
+def misses(made: Sequence[Result]) -> tuple[str, ...]:
+    """How many of the published numbers that are predicted here lie in our bands, and which do not.
+
+    Only rows of the sweep have a band in this sense: nothing without one, and not the solver's few samples. What was
+    measured is left out: the machines differ.
+    """
+    rows = [
+        (result, row) for result in made for row in result.rows if row.kind != "measured" and row.inside is not None
+    ]
+    rows = [(result, row) for result, row in rows if row.low_at != row.high_at]
+    if not rows:
+        return ()
+    outside = [
+        f"{result.name} {row.name} {published(row.paper)} (ours {number(row.low, 3)} to {number(row.high, 3)})"
+        for result, row in rows
+        if not row.inside
+    ]
+    said = (
+        f"Of {len(rows)} rows with a published number that is predicted here, {len(rows) - len(outside)} have it"
+        " between least and greatest. A wide band says little: read its width first."
+    )
+    return (f"{said} Outside: {'; '.join(outside)}." if outside else said,)
+
+
 def decimals(rows: Sequence[Row]) -> int:
     """Two, or three where a number of the paper has three."""
     return 3 if any(row.paper is not None and round(row.paper, 2) != row.paper for row in rows) else 2
@@ -82,7 +106,7 @@ def page(
         name="reproduce",
         subject=", ".join(result.name for result in made),
         title="The papers' tables and figures beside ours",
-        sentences=HOW,
+        sentences=(*HOW, *misses(made)),
         figures=[
             figure(f"{row.name}: paper, ours", published(row.paper), number(row.ours), "·")
             for result in made

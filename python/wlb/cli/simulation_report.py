@@ -76,6 +76,9 @@ class SimulationReport:
             kernel_sentence(scenario),
             f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
             f" micro-batches a step) would still idle {bubble:.1%} of its time.",
+            f"Assumed: computation hides {scenario.cp_overlap:.0%} of CP, {scenario.tp_overlap:.0%} of TP and"
+            f" {scenario.dp_overlap:.0%} of DP communication. Gains rest on this and on the number of micro-batches,"
+            " those of Dynamic-CP most: try --cp-overlap, --tp-overlap and --micro-batches, and other layouts.",
             *document_sentences(self._documents(), scenario.setup(), oversize=oversize),
             f"Micro-batches of variable length have at most {scenario.limit:,} tokens; "
             + (

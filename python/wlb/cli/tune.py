@@ -82,13 +82,15 @@ def tune(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Finds settings within a limit of the mean delay: the best balance, or on a cluster the best speed.
+    """Finds settings within a limit of the mean delay: for the best balance, or on a cluster for speed.
 
     Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
     the Pareto front of imbalance against delay. With any option of the panels "Cluster" and "Memory" but --max-tokens
     and --memory-factor, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of micro-batches,
     the sharding strategy and the costs; what each choice costs in delay and memory, and the configuration to paste.
-    Speed is predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it
+    On a cluster it chooses among plans that keep documents whole, one setting after the other; the report also has
+    methods that cut documents, which it never chooses, though they may be faster. Speed is predicted; the report says
+    on what grounds. --max-mean-delay 0 trains every document in the step that it
     arrives for.
     """
     config = model_config(model)

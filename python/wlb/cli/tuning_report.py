@@ -30,6 +30,9 @@ _NOTES = (
     " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
     "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
     " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
+    "Chosen among plans that keep documents whole, one setting after the other, not in all combinations. Methods that"
+    " cut documents where a context ends are in the simulation (tune.html, results.json) and may train more tokens a"
+    " second.",
     "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
 )
 

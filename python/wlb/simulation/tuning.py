@@ -144,11 +144,16 @@ class Tuning:
 
 
 def tune(lengths: ArrayLike, scenario: Scenario, *, progress: Callable[[str, int, int], None] | None = None) -> Tuning:
-    """The plan and its settings with which the cluster trains most tokens a second within a limit of the mean delay.
+    """A fast plan that keeps documents whole, and its settings, within a limit of the mean delay.
 
-    Everything that wlb can plan is tried: whole documents packed for the layout's ranks, with outlier queues, with
-    adaptive release or with nothing waiting, in as many micro-batches as the scenario says or 2 or 4 times as many;
-    Dynamic-CP, and both together. With a limit of 0 every document is trained in the step that it arrives for.
+    Tried are: whole documents packed for the layout's ranks, with outlier queues, with adaptive release or with nothing
+    waiting, in as many micro-batches as the scenario says or 2 or 4 times as many; Dynamic-CP, and both together. With
+    a limit of 0 every document is trained in the step that it arrives for.
+
+    What is chosen need not be the fastest there is. Methods that cut documents where a context ends (Plain-4D, and the
+    same with sharding per document or adaptive) are in `Tuning.simulation` for comparison and are never chosen, though
+    they can train more tokens a second. Settings are not tried in all combinations: `S_max` is chosen with queues and
+    then kept, and sharding strategies are tried for one plan only.
 
     One after the other, each with the best of those before: the packer's costs are fitted to the cluster
     (:meth:`Scenario.fitted_efficiency`); `S_max` from one context up to what fits; the Pareto front of thresholds;

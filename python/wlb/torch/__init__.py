@@ -1,6 +1,8 @@
 """Plans from :mod:`wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
 
-Everything here receives plans and runs them on torch.distributed; nothing here decides who gets what.
+Which documents share a micro-batch, a group of ranks or a rank is decided by :mod:`wlb`, on lengths alone. The loaders
+here choose the documents of a global batch and call the packer and the planner for it, on every rank alike; everything
+else receives plans and runs them on torch.distributed.
 
 | what | where |
 | --- | --- |

@@ -1,4 +1,4 @@
-//! Plans that make every GPU of a long-context training run finish together.
+//! Plans that give the GPUs of a long-context training run equal work.
 //!
 //! `lengths in -> plan out`: the crate is deterministic arithmetic on slices. It does no I/O, starts no
 //! threads, reads no clock and draws no random number, so that every rank of a job, given the same
