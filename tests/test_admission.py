@@ -71,7 +71,9 @@ def test_what_waits_stays_within_the_bounds(
 @pytest.mark.parametrize("release", ["fifo", "adaptive"])
 def test_a_backlog_is_told_once_with_figures(release: str) -> None:
     packer = tight(release=release)
-    with pytest.warns(wlb.BacklogWarning, match=rf"tokens wait after this push, more than the {packer.bounds().tokens} of"):
+    with pytest.warns(
+        wlb.BacklogWarning, match=rf"tokens wait after this push, more than the {packer.bounds().tokens} of"
+    ):
         for _ in range(40):
             packer.push([60] * 6)
     with warnings.catch_warnings():
@@ -118,7 +120,9 @@ def test_pieces_enter_in_several_iterations() -> None:
     for start in range(0, 1000, 250):
         plan = packer.push([100, 100, 50], ids=[7, 7, 7], starts=[start, start + 100, start + 200])
         seen += [(part.starts[at], part.lengths[at]) for part in plan for at in range(len(part.lengths))]
-    assert sorted(seen) == [(start + at, n) for start in range(0, 1000, 250) for at, n in ((0, 100), (100, 100), (200, 50))]
+    assert sorted(seen) == [
+        (start + at, n) for start in range(0, 1000, 250) for at, n in ((0, 100), (100, 100), (200, 50))
+    ]
     with pytest.raises(wlb.WlbError, match=r"ids\[1\] = 7: this id stands twice"):
         packer.push([100, 100], ids=[7, 7], starts=[0, 99])
     with pytest.raises(wlb.WlbError, match=r"starts\[0\] = -1"):

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
-from wlb.torch.data.packer import StepPacker
+from wlb.torch.data.filling import Offer, next_packing
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 
@@ -29,11 +29,13 @@ class Corpus:
     Attributes:
         lengths: int [documents], in memory or mapped from a file.
         tokens: Their sum.
+        longest: The greatest.
         fingerprint: A hash of them, whatever their type.
     """
 
     lengths: NDArray[Any]
     tokens: int
+    longest: int
     fingerprint: str
 
     @classmethod
@@ -47,7 +49,7 @@ class Corpus:
         if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
             message = f"is {array.dtype} of shape {array.shape}, not integers [documents], at least one"
             raise error("lengths", message, value=array.shape)
-        tokens, digest = 0, hashlib.blake2b(digest_size=16)
+        tokens, most, digest = 0, 0, hashlib.blake2b(digest_size=16)
         for first in range(0, array.size, _CHUNK):
             chunk = array[first : first + _CHUNK].astype("<i8")
             bad = chunk < 1 if longest is None else (chunk < 1) | (chunk > longest)
@@ -59,8 +61,9 @@ class Corpus:
                     message += '; a packer with oversize="split" or "truncate" accepts it'
                 raise error("lengths", message, index=first + at, value=int(chunk[at]))
             tokens += int(chunk.sum())
+            most = max(most, int(chunk.max()))
             digest.update(chunk.tobytes())
-        return cls(array, tokens, digest.hexdigest())
+        return cls(array, tokens, most, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -70,34 +73,97 @@ class Order:
     Attributes:
         corpus: The documents.
         tokens_per_batch: Tokens that enter the packer in every step.
+        min_step_tokens: Tokens that a step trains at least, but at the end of the run.
         shuffle: Whether every epoch has an order of its own.
         seed: Of these orders.
         num_epochs: Epochs of the run.
-        longest: What a document counts for at most, in tokens; None: all that it has.
+        oversize: What happens to documents over `limit`, as the packer has it.
+        limit: Longest document, in tokens.
     """
 
     corpus: Corpus
     tokens_per_batch: int
+    min_step_tokens: int
     shuffle: bool
     seed: int
     num_epochs: int
-    longest: int | None
+    oversize: str
+    limit: int
 
-    def next_batch(self, epoch: int, position: int, guess: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents and lengths of the global batch that begins at `position`: int64 [documents] each, not empty."""
-        total = self.corpus.lengths.size
-        permutation = Permutation(total, seed=self.seed, epoch=epoch) if self.shuffle else None
+    @property
+    def longest(self) -> int | None:
+        """What a document counts for at most, in tokens; None: all that it has."""
+        return self.limit if self.oversize == "truncate" else None
+
+    def documents(self, epoch: int, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Numbers and tokens of those at places `first` to `end` of an epoch: int64 [end - first] each."""
+        documents = np.arange(first, end)
+        if self.shuffle:
+            documents = Permutation(self.corpus.lengths.size, seed=self.seed, epoch=epoch)(documents)
+        lengths = np.asarray(self.corpus.lengths[documents], np.int64)
+        return documents, lengths if self.longest is None else np.minimum(lengths, self.longest)
+
+
+class Ahead:
+    """The documents of an epoch from a place on: what a packer is offered (`next_packing`).
+
+    Under `oversize="split"` documents are cut here, where the packer would cut them, so that one that is longer than a
+    global batch enters piece by piece.
+
+    Attributes:
+        place: Of the next document in the epoch.
+        offset: Its tokens that have entered.
+    """
+
+    def __init__(self, order: Order, *, epoch: int, place: int, offset: int, guess: int) -> None:
+        self._order = order
+        self._epoch = epoch
+        self.place = place
+        self.offset = offset
+        self.guess = guess  # documents that a global batch has
+        self._places = np.empty(0, np.int64)
+        self._ends = np.empty(0, np.int64)
+        self._finished = np.empty(0, np.bool_)
+
+    def offer(self, extra: int) -> Offer:
+        """See `Source`; the last offer of an epoch leaves no rest of less than a step."""
+        order = self._order
+        wanted = (1 + extra) * order.tokens_per_batch
+        looked_at = wanted + order.min_step_tokens
+        total = order.corpus.lengths.size
         while True:
-            end = min(position + guess, total)
-            documents = np.arange(position, end)
-            if permutation is not None:
-                documents = permutation(documents)
-            lengths = np.asarray(self.corpus.lengths[documents], np.int64)
-            counted = lengths if self.longest is None else np.minimum(lengths, self.longest)
-            offsets = wlb.batch_offsets(counted, tokens_per_batch=self.tokens_per_batch)
-            if offsets.size > 2 or end == total:
-                return documents[: offsets[1]], lengths[: offsets[1]]
-            guess *= 2
+            end = min(self.place + self.guess, total)
+            documents, left = order.documents(self._epoch, self.place, end)
+            left[:1] -= self.offset
+            if end == total or left.sum() > looked_at:
+                break
+            self.guess *= 2
+        # So much of a long document as is looked at: it may have millions of pieces.
+        shown = np.minimum(left, looked_at + order.limit)
+        if order.oversize == "split":
+            at, starts, lengths = wlb.split_documents(shown, max_document_tokens=order.limit)
+        else:
+            at, starts, lengths = np.arange(documents.size), np.zeros(documents.size, np.int64), shown
+        ends = starts + lengths
+        entered = lengths.cumsum()
+        last = bool(end == total and shown.sum() <= looked_at and (shown == left).all())
+        taken = lengths.size if last else max(int(np.searchsorted(entered, wanted, side="right")), 1)
+        offset = np.where(at == 0, self.offset, 0)
+        self._places, self._ends, self._finished = self.place + at, ends + offset, ends == left[at]
+        return Offer(
+            ids=self._epoch * total + documents[at[:taken]],
+            starts=(starts + offset)[:taken] if order.oversize == "split" else None,
+            lengths=lengths[:taken],
+            more=not last,
+            rest_waits=last,
+        )
+
+    def advance(self, pieces: int) -> None:
+        """See `Source`."""
+        if pieces:
+            place, end, finished = (row[pieces - 1].item() for row in (self._places, self._ends, self._finished))
+            self.guess = max(place - self.place, 1) * 5 // 4 + 1
+            self.place, self.offset = (place + 1, 0) if finished else (place, end)
 
 
 class Planner:
@@ -105,6 +171,9 @@ class Planner:
 
     Document `i` of epoch `e` is known to the packer as `e * documents + i`: it may still wait when its epoch is over.
     A document that waits at the end of an epoch is trained in the next one; after the last they are drained.
+
+    What waits stays within `packer.bounds()`: no more is read than the packer admits. A step trains `min_step_tokens`
+    at least: more is read until it does (`next_packing`). Only the drained steps at the end may be smaller.
 
     Attributes:
         epoch: The epoch that it stands in.
@@ -115,8 +184,9 @@ class Planner:
         """Begins with epoch 0, with the configuration of `packer`, which is left alone."""
         self._order = order
         self._config = packer
-        self._packer = StepPacker(packer)
+        self._packer = packer.empty_copy()
         self._position = 0
+        self._offset = 0  # tokens of the document there that have entered
         self._guess = 64
         self._link = Link()
         self._saved: dict[str, Any] | None = None  # the state here, once it was asked for
@@ -127,6 +197,11 @@ class Planner:
     def pending(self) -> int:
         """Pieces that wait."""
         return self._packer.pending
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that wait."""
+        return self._packer.pending_tokens
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay so far."""
@@ -146,22 +221,14 @@ class Planner:
         return self.pending == 0 or self.epoch + 1 < self._order.num_epochs
 
     def next_step(self) -> wlb.Packing:
-        """Packs the next global batch of an epoch that has not ended. O(its documents + those that wait).
-
-        Nothing new enters while a whole global batch is carried over: documents of many batches each, split, would
-        else arrive faster than they can be trained.
-        """
+        """Packs the next step of an epoch that has not ended. O(its documents + those that wait)."""
         link = Link.after(self._state())
-        total = self._order.corpus.lengths.size
-        if self._position == total:
+        if self._position == self._order.corpus.lengths.size:
             packing = self._packer.drain()
-        elif self._packer.carried_tokens >= self._order.tokens_per_batch:
-            packing = self._packer.push([], [])
         else:
-            documents, lengths = self._order.next_batch(self.epoch, self._position, self._guess)
-            packing = self._packer.push(lengths, ids=self.epoch * total + documents)
-            self._position += documents.size
-            self._guess = documents.size + documents.size // 4 + 1
+            ahead = Ahead(self._order, epoch=self.epoch, place=self._position, offset=self._offset, guess=self._guess)
+            self._packer, packing = next_packing(self._packer, ahead, min_step_tokens=self._order.min_step_tokens)
+            self._position, self._offset, self._guess = ahead.place, ahead.offset, ahead.guess
         self.step += 1
         self._link, self._saved = link, None
         return packing
@@ -196,7 +263,7 @@ class Planner:
             message = f"= {epoch}: epoch {self.epoch} is reached, {self.pending} documents of it or before still wait"
             raise error("epoch", message, value=epoch)
         self._link = Link.moved(self._state())
-        self.epoch, self._position, self._saved = epoch, 0, None
+        self.epoch, self._position, self._offset, self._saved = epoch, 0, 0, None
 
     def describe(self) -> dict[str, Any]:
         """What a ledger has to know of the documents. Plain JSON values."""
@@ -232,9 +299,10 @@ class Planner:
                     "seed": self._order.seed,
                     "epoch": self.epoch,
                     "position": self._position,
+                    "offset": self._offset,
                     "step": self.step,
                     "micro_batches": 0,
-                    **self._packer.state_dict(),
+                    "packer": self._packer.state_dict(),
                 }
             )
         return self._saved
@@ -253,12 +321,20 @@ class Planner:
         position = field(state, "position", int)
         if position > self._order.corpus.lengths.size:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
+        offset = field(state, "offset", int)
+        if offset and (self._order.oversize != "split" or offset >= self._length_at(state, position)):
+            raise error("state", f"has 'offset' = {offset} in a document that has no such piece", value=offset)
         self._restore(state, allow_config_change=allow_config_change)
+
+    def _length_at(self, state: Mapping[str, Any], position: int) -> int:
+        """Tokens of the document that a state stands in; 0 behind the last."""
+        end = min(position + 1, self._order.corpus.lengths.size)
+        return int(self._order.documents(field(state, "epoch", int), position, end)[1].sum())
 
     def _restore(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Stands where `state` does, which has been checked but for its packer."""
-        position, epoch, step = (field(state, name, int) for name in ("position", "epoch", "step"))
-        packer, link = StepPacker(self._config), Link.of(state)
-        packer.load_state_dict(state, allow_config_change=allow_config_change)
-        self._packer, self._position, self.epoch, self.step = packer, position, epoch, step
+        position, offset, epoch, step = (field(state, name, int) for name in ("position", "offset", "epoch", "step"))
+        packer, link = self._config.empty_copy(), Link.of(state)
+        packer.load_state_dict(field(state, "packer", dict), allow_config_change=allow_config_change)
+        self._packer, self._position, self._offset, self.epoch, self.step = packer, position, offset, epoch, step
         self._link, self._saved = link, None

@@ -14,6 +14,7 @@ import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import seal
 from wlb.torch.data.documents import Piece
+from wlb.torch.data.filling import batch_tokens, least_tokens, warn_of_long
 from wlb.torch.data.plan import Corpus, Order, Planner
 from wlb.torch.data.state import Link, field
 
@@ -44,6 +45,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         dp_size: Ranks of that group; divides `packer.num_micro_batches`.
         tokens_per_batch: Tokens that enter the packer in every step, rounded down to whole documents, one at least. By
             default `num_micro_batches * max_document_tokens`; at most `num_micro_batches * max_tokens`.
+        min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
+            By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the steps
+            that drain the packer at the end of the run may hold fewer.
         shuffle: Another order in every epoch; else documents come as they are numbered.
         seed: Of these orders.
         num_epochs: Epochs of the run; more may be added when it is resumed.
@@ -60,6 +64,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         dp_rank: int,
         dp_size: int,
         tokens_per_batch: int | None = None,
+        min_step_tokens: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         num_epochs: int = 1,
@@ -76,19 +81,23 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         tokens_per_batch = batch_tokens(packer, tokens_per_batch)
-        oversize, longest = packer.state_dict()["config"]["oversize"], packer.max_document_tokens
+        limit = packer.max_document_tokens
         self.num_epochs = num_epochs
         self.num_micro_batches_per_rank = micro_batches // dp_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         order = Order(
-            corpus=Corpus.of(lengths, longest=longest if oversize == "error" else None),
+            corpus=Corpus.of(lengths, longest=limit if packer.oversize == "error" else None),
             tokens_per_batch=tokens_per_batch,
+            min_step_tokens=least_tokens(packer, tokens_per_batch, min_step_tokens),
             shuffle=bool(shuffle),
             seed=int(seed),
             num_epochs=num_epochs,
-            longest=longest if oversize == "truncate" else None,
+            oversize=packer.oversize,
+            limit=limit,
         )
+        if packer.oversize == "split":
+            warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)
         self._lengths = order.corpus.lengths
         self._start = self._origin = Planner(order, packer)
         self._skip = 0
@@ -216,19 +225,3 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             documents.tolist(), micro_batch.starts.tolist(), micro_batch.lengths.tolist(), whole.tolist(), strict=True
         )
         return [number if is_whole else Piece(number, start, length) for number, start, length, is_whole in rows]
-
-
-def batch_tokens(packer: wlb.Packer, tokens_per_batch: int | None) -> int:
-    """Checks `tokens_per_batch`, or gives what it is by default: full context windows.
-
-    Raises:
-        wlb.WlbError: It is no integer from 1 on, or more than a step can train: the backlog would grow without end.
-    """
-    if tokens_per_batch is None:
-        return packer.num_micro_batches * packer.max_document_tokens
-    check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
-    most = packer.num_micro_batches * packer.max_tokens
-    if tokens_per_batch > most:
-        message = f"= {tokens_per_batch}: from 1 to num_micro_batches * max_tokens = {most}"
-        raise error("tokens_per_batch", message, value=tokens_per_batch)
-    return tokens_per_batch

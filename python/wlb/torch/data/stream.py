@@ -17,9 +17,8 @@ import wlb
 from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb.torch.data.documents import Document, as_arrays, cut
-from wlb.torch.data.packer import StepPacker
+from wlb.torch.data.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.torch.data.peers import Peers, told
-from wlb.torch.data.sampler import batch_tokens
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step
 from wlb.torch.data.thread import Made, StepsAhead
@@ -42,6 +41,10 @@ class BalancedStream(Generic[T]):
     What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
     micro-batches. For that take more streams than ranks (files, say).
 
+    What is held is bounded, whatever the documents are: no more enters the packer than it admits, so that at most
+    `packer.bounds().tokens` wait in it; nothing is read while a global batch has not entered; and a stream reads at
+    most one document beyond its share.
+
     **State.** Every step brings the state to save once it is trained (`Step.state`), whatever was read since. It is the
     same on every rank, and any rank may read it alone, without communication. It holds where every stream stands, and
     the documents that wait with their tokens, in the smallest type that holds them.
@@ -60,6 +63,9 @@ class BalancedStream(Generic[T]):
         group: The data-parallel group; its size divides `packer.num_micro_batches`. None: one process.
         tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default
             `num_micro_batches * max_document_tokens`.
+        min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
+            By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the steps
+            after the end of all streams may hold fewer.
         timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
@@ -80,6 +86,7 @@ class BalancedStream(Generic[T]):
         collate_fn: Callable[[list[Document]], T],
         group: dist.ProcessGroup | None = None,
         tokens_per_batch: int | None = None,
+        min_step_tokens: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self._peers = Peers(group, timeout=timeout, description="balanced_stream")
@@ -93,12 +100,13 @@ class BalancedStream(Generic[T]):
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
         self._config = packer
-        config = packer.state_dict()["config"]
-        self._longest = packer.max_document_tokens if config["oversize"] == "truncate" else None
+        self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
+        self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
         self._streams = [_Stream(stream) for stream in streams]
-        self._packer = StepPacker(packer)
+        self._packer = packer.empty_copy()
         self._waiting: dict[int, _Waiting] = {}
+        self._warned = False  # of a document longer than a global batch
         self._link = Link()
         self._next_id = 0
         self._number = 0  # of the step that is made next
@@ -156,8 +164,8 @@ class BalancedStream(Generic[T]):
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
         check_seal(state)
         same(state, {"num_streams": len(self._streams)}, "this one")
-        packer = StepPacker(self._config)
-        packer.load_state_dict(state, allow_config_change=allow_config_change)
+        packer = self._config.empty_copy()
+        packer.load_state_dict(field(state, "packer", dict), allow_config_change=allow_config_change)
         saved_streams = zip(self._streams, field(state, "streams", list), strict=True)
         streams = [stream.restored(saved) for stream, saved in saved_streams]
         saved_documents = field(state, "waiting", list)
@@ -176,7 +184,8 @@ class BalancedStream(Generic[T]):
 
     def _standing(self) -> _Standing:
         waiting = dict(self._waiting)
-        known = {
+        packer = self._packer.state_dict()
+        known: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "num_streams": len(self._streams),
@@ -184,10 +193,16 @@ class BalancedStream(Generic[T]):
             "next_id": self._next_id,
             "streams": [stream.state_dict() for stream in self._streams],
             "waiting": [
-                {"id": id, "stream": document.stream, "left": document.left, **(document.hashes or {})}
+                {
+                    "id": id,
+                    "stream": document.stream,
+                    "left": document.left,
+                    "entered": document.entered,
+                    **(document.hashes or {}),
+                }
                 for id, document in waiting.items()
             ],
-            **self._packer.state_dict(),
+            "packer": packer,
         }
         known = self._link.sealed(known)
 
@@ -222,21 +237,22 @@ class BalancedStream(Generic[T]):
 
     def _plan(self) -> wlb.Packing | None:
         """The plan of the next step; None after the last."""
-        if self._packer.carried_tokens >= self._tokens_per_batch:
-            return self._packer.push([], [])  # as `Planner.next_step`: first what is carried over
-        while not all(stream.ended for stream in self._streams):
-            new = self._read()
-            if new:
-                lengths, ids = [waiting.length for waiting in new], np.arange(self._next_id, self._next_id + len(new))
-                packing = self._packer.push(lengths, ids)
-                self._waiting.update(zip(ids.tolist(), new, strict=True))
-                self._next_id += len(new)
-                return packing
-        return self._packer.drain() if self._packer.pending else None
+        outside = _Outside(self._waiting, self._packer, self._read, self._longest)
+        if outside.tokens < self._tokens_per_batch:
+            outside.read()
+        if not outside.ids:
+            return self._packer.drain() if self._packer.pending else None
+        self._packer, packing = next_packing(self._packer, outside, min_step_tokens=self._min_step_tokens)
+        return packing
 
-    def _read(self) -> list[_Waiting]:
-        """New documents of all streams, with the tokens of those read here; and where all streams stand."""
+    def _read(self) -> dict[int, _Waiting] | None:
+        """New documents of all streams, with the tokens of those read here; None if all have ended.
+
+        They wait from now on, and all ranks know where all streams stand.
+        """
         live = sum(not stream.ended for stream in self._streams)
+        if not live:
+            return None
         share = max(1, self._tokens_per_batch // live)
         read: dict[int, list[Document]] = {}
         states: dict[int, dict[str, Any]] = {}
@@ -254,6 +270,7 @@ class BalancedStream(Generic[T]):
                     self._config.fingerprint,
                     self._config.num_micro_batches,
                     self._tokens_per_batch,
+                    self._min_step_tokens,
                     len(self._streams),
                     self._number,
                 ),
@@ -264,16 +281,23 @@ class BalancedStream(Generic[T]):
                 "streams": states,
             }
         )
-        what = "packer, tokens_per_batch, number of streams or step"
+        what = "packer, tokens_per_batch, min_step_tokens, number of streams or step"
         self._peers.agree(parts, failure, argument="streams", what=what)
 
-        new = []
+        new = {}
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
             stream.stands(part["streams"][number])
             for at, (length, labelled) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
-                new.append(_Waiting(number, length, labelled, left, read[number][at] if number in read else None, None))
+                document = read[number][at] if number in read else None
+                new[self._next_id] = _Waiting(number, length, labelled, left, 0, document, None)
+                self._next_id += 1
+                if self._config.oversize == "split" and not self._warned:
+                    self._warned = length > self._tokens_per_batch
+                    name = f"document {self._next_id - 1} (of streams[{number}])"
+                    warn_of_long(name, length, self._tokens_per_batch, stacklevel=1)
+        self._waiting.update(new)
         return new
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
@@ -352,6 +376,7 @@ class _Waiting:
         length: All its tokens.
         labelled: Whether it brings labels.
         left: Tokens that the plan has not yet given out.
+        entered: Tokens that have entered the packer, from the first on.
         document: Of arrays, under any name; None if another rank has read it in this step.
         hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
     """
@@ -360,6 +385,7 @@ class _Waiting:
     length: int
     labelled: bool
     left: int
+    entered: int
     document: Document | None
     hashes: dict[str, Hashed | None] | None
 
@@ -394,11 +420,75 @@ class _Waiting:
         tokens, labels = _tokens(field(saved, "tokens", str)), None
         if field(saved, "labels", object) is not None:
             labels = _tokens(field(saved, "labels", str))
-        stream, left = field(saved, "stream", int), field(saved, "left", int)
-        if stream >= num_streams or not 0 < left <= tokens.size or (labels is not None and labels.size != tokens.size):
+        stream, left, entered = (field(saved, name, int) for name in ("stream", "left", "entered"))
+        if (
+            stream >= num_streams
+            or not 0 < left <= tokens.size
+            or entered > tokens.size
+            or (labels is not None and labels.size != tokens.size)
+        ):
             raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
-        waiting = cls(stream, tokens.size, labels is not None, left, None, None)
+        waiting = cls(stream, tokens.size, labels is not None, left, entered, None, None)
         return waiting.kept(Document(tokens, 0, labels=labels))
+
+
+class _Outside:
+    """What was read and has not entered the packer: what it is offered (`next_packing`)."""
+
+    def __init__(
+        self,
+        waiting: dict[int, _Waiting],
+        packer: wlb.Packer,
+        read: Callable[[], dict[int, _Waiting] | None],
+        longest: int | None,
+    ) -> None:
+        self._waiting = waiting
+        self._limit = packer.max_document_tokens
+        self._split = packer.oversize == "split"
+        self._read = read
+        self._longest = longest
+        self._ended = False
+        self.ids = [id for id in sorted(waiting) if self._left(id)]
+
+    @property
+    def tokens(self) -> int:
+        """Of all these documents."""
+        return sum(map(self._left, self.ids))
+
+    def read(self) -> None:
+        """Further documents, if there are any."""
+        while not self._ended:
+            new = self._read()
+            self._ended = new is None
+            if new:
+                self.ids += new
+                return
+
+    def offer(self, extra: int) -> Offer:
+        """See `Source`."""
+        if extra or not self.ids:
+            self.read()
+        lengths = np.array([self._left(id) for id in self.ids], np.int64)
+        ids, starts = np.array(self.ids, np.int64), None
+        if self._split and lengths.size:
+            at, starts, lengths = wlb.split_documents(lengths, max_document_tokens=self._limit)
+            entered = np.array([self._waiting[id].entered for id in self.ids], np.int64)
+            ids, starts = ids[at], starts + entered[at]
+        self._offered = ids.tolist(), lengths.tolist()
+        return Offer(ids, starts, lengths, more=not self._ended, rest_waits=False)
+
+    def advance(self, pieces: int) -> None:
+        """See `Source`."""
+        for id, length in zip(*(row[:pieces] for row in self._offered), strict=True):
+            waiting = self._waiting[id]
+            self._waiting[id] = replace(waiting, entered=waiting.entered + length)
+        self.ids = [id for id in self.ids if self._left(id)]
+
+    def _left(self, id: int) -> int:
+        """Tokens that have not entered."""
+        waiting = self._waiting[id]
+        counted = waiting.length if self._longest is None else min(waiting.length, self._longest)
+        return counted - waiting.entered
 
 
 def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:

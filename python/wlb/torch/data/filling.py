@@ -1,0 +1,141 @@
+"""What enters the packer in a step: as much as it admits, and enough that the step is worth training."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import wlb
+from wlb._errors import check_integer, error
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Pieces of documents that could enter next, in order.
+
+    Attributes:
+        ids: int64 [pieces], the packer's names of their documents.
+        starts: int [pieces], where each begins in its document; None: all are whole documents.
+        lengths: int64 [pieces], tokens.
+        more: Whether there are further ones.
+        rest_waits: Whether what does not enter now has to make a step of its own later: more than a few tokens, then.
+    """
+
+    ids: NDArray[np.int64]
+    starts: NDArray[np.integer[Any]] | None
+    lengths: NDArray[np.int64]
+    more: bool
+    rest_waits: bool
+
+
+class Source(Protocol):
+    """Documents that have not entered the packer yet."""
+
+    def offer(self, extra: int) -> Offer:
+        """A global batch, and `extra` more, as far as there are documents; the same again until `advance`."""
+        ...
+
+    def advance(self, pieces: int) -> None:
+        """So many of the first pieces of the last offer have entered."""
+        ...
+
+
+def next_packing(packer: wlb.Packer, source: Source, *, min_step_tokens: int) -> tuple[wlb.Packer, wlb.Packing]:
+    """Packs the next step worth training, and gives the packer after it; `packer` itself stays as it is.
+
+    No more enters than the packer admits, so that what waits stays within `packer.bounds()` whatever the documents are.
+    Where the step would train fewer than `min_step_tokens`, because its documents wait for others, further ones are
+    read first: pushed along with it or, where nothing at all would be trained, before it. Where no more may be read
+    the packer has to let go enough of what waits, at the price of balance.
+
+    Complexity:
+        A copy of what waits and one push; a few where much has to be read.
+    """
+    extra = 0
+    while True:
+        offer = source.offer(extra)
+        entering = _entering(packer, offer, min_step_tokens)
+        after = packer.copy()
+        packing = _push(after, offer, entering, 0)
+        tokens = int(packing.tokens.sum())
+        if tokens < max(min_step_tokens, 1):
+            if offer.more and entering == offer.lengths.size:
+                if tokens == 0 and entering:  # all of it waits; it has entered, and the next batch comes
+                    packer = after
+                    source.advance(entering)
+                    extra = 0
+                else:
+                    extra += 1
+                continue
+            after = packer.copy()
+            packing = _push(after, offer, entering, max(min_step_tokens, 1))
+        source.advance(entering)
+        return after, packing
+
+
+def _entering(packer: wlb.Packer, offer: Offer, min_step_tokens: int) -> int:
+    """How many of the first pieces enter."""
+    admitted = packer.admits(offer.lengths)
+    if offer.rest_waits and admitted < offer.lengths.size:
+        after = offer.lengths[::-1].cumsum()[::-1]  # tokens of each and all that follow
+        if after[admitted] < min_step_tokens:
+            fewer = int(np.searchsorted(-after, -min_step_tokens, side="right")) - 1
+            return fewer if fewer > 0 else admitted
+    return admitted
+
+
+def _push(packer: wlb.Packer, offer: Offer, pieces: int, min_step_tokens: int) -> wlb.Packing:
+    starts = None if offer.starts is None else offer.starts[:pieces]
+    return packer.push(offer.lengths[:pieces], offer.ids[:pieces], starts=starts, min_step_tokens=min_step_tokens)
+
+
+def batch_tokens(packer: wlb.Packer, tokens_per_batch: int | None) -> int:
+    """Checks `tokens_per_batch`, or gives what it is by default: full context windows.
+
+    Raises:
+        wlb.WlbError: It is no integer from 1 on, or more than a step can train.
+    """
+    if tokens_per_batch is None:
+        return packer.num_micro_batches * packer.max_document_tokens
+    check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
+    most = packer.num_micro_batches * packer.max_tokens
+    if tokens_per_batch > most:
+        message = f"= {tokens_per_batch}: from 1 to num_micro_batches * max_tokens = {most}"
+        raise error("tokens_per_batch", message, value=tokens_per_batch)
+    return tokens_per_batch
+
+
+def least_tokens(packer: wlb.Packer, tokens_per_batch: int, min_step_tokens: int | None) -> int:
+    """Checks `min_step_tokens`, or gives what it is by default: a tenth of a global batch.
+
+    Raises:
+        wlb.WlbError: It is no integer, below 0, or so much that no packing could keep it: documents of little more than
+            half of `max_tokens` fill half of a step, and all but one micro-batch of an odd number count.
+    """
+    most = max(packer.num_micro_batches * packer.max_tokens // 3, 1)
+    if min_step_tokens is None:
+        return min(max(tokens_per_batch // 10, 1), most)
+    check_integer("min_step_tokens", min_step_tokens, minimum=0)
+    if min_step_tokens > most:
+        message = f"= {min_step_tokens}: from 0 to a third of num_micro_batches * max_tokens = {most}"
+        raise error("min_step_tokens", message, value=min_step_tokens)
+    return min_step_tokens
+
+
+def warn_of_long(name: str, length: int, tokens_per_batch: int, *, stacklevel: int) -> None:
+    """Says that a document is longer than what enters a step.
+
+    Warns:
+        UserWarning: It is.
+    """
+    if length > tokens_per_batch:
+        warnings.warn(
+            f"{name} has {length} tokens, more than tokens_per_batch = {tokens_per_batch}: it enters over several "
+            "steps, which train little else. Raise tokens_per_batch, cut such documents beforehand, or give the packer "
+            'oversize="truncate"',
+            stacklevel=stacklevel + 1,
+        )
