@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import loss_curves
+for needed in ("typer", "matplotlib"):
+    pytest.importorskip(needed)
+loss_curves = pytest.importorskip("loss_curves")
 
 
 def test_a_difference_that_the_seeds_share_is_found_below_their_spread() -> None:
