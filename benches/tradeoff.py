@@ -4,11 +4,11 @@
 
 One pipeline of 4 stages with 16 GPUs each, 1F1B; global batches of 16 x 128K tokens; a 7B Llama, attention at 0.55 of
 the GEMMs' rate; exchange between the ranks of a group is free, which is the best case of Dynamic-CP. A static plan has
-16 micro-batches, each on all 16 GPUs of a stage (CP 16); a dynamic one divides the GPUs anew in every micro-batch, and may have another number of them.
-Both may hold `max_tokens` for each micro-batch, a sixteenth of it on each rank. Time is that of all steps over even
-ones: 16 equal micro-batches of the same total work, filling and draining included (light ones at both ends are faster
-than that). Delay is of all tokens, those flushed at the end included; flushed steps are not timed. `original` cuts
-documents where a micro-batch ends, and does less work for the same tokens.
+16 micro-batches, each on all 16 GPUs of a stage (CP 16); a dynamic one divides the GPUs anew in every micro-batch, and
+may have another number of them. Both may hold `max_tokens` for each micro-batch, a sixteenth of it on each rank. Time
+is that of all steps over even ones: 16 equal micro-batches of the same total work, filling and draining included (light
+ones at both ends are faster than that). Delay is of all tokens, those flushed at the end included; flushed steps are
+not timed. `original` cuts documents where a micro-batch ends, and does less work for the same tokens.
 
 Queues have the thresholds of the front that `tune_outlier_thresholds` finds on this very stream; the adaptive rule, and
 Dynamic-CP on what it lets go, run at a range of prices.
