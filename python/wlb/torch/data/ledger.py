@@ -29,7 +29,7 @@ class _Step(Protocol):
     @property
     def micro_batches(self) -> list[Any]: ...
     @property
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> Snapshot | None: ...
     @property
     def pieces(self) -> Pieces | None: ...
 
@@ -83,11 +83,14 @@ class Ledger:
         O(documents of this rank); no communication.
 
         Raises:
-            wlb.WlbError: A step was left out: its documents were lost, or trained and not recorded.
+            wlb.WlbError: A step was left out: its documents were lost, or trained and not recorded. Or the loader that
+                made it keeps no states.
             OSError: The file cannot be written.
         """
         lines = ""
         snapshot, pieces = step.snapshot, step.pieces
+        if snapshot is None:
+            raise error("step", "has no state: its loader keeps none", value=step.number)
         if self._last is None or step.number <= self._last:
             begins = {"step": step.number, "previous": snapshot.previous}
             lines = as_line({"format": FORMAT, "version": VERSION, **begins, **self._about})

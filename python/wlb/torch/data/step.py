@@ -37,8 +37,8 @@ class Step(Generic[T]):
             packer's own.
         indices: int64 [micro-batches of this rank]: which of the plan's they are.
         micro_batches: In that order, which suits a pipeline: the lightest at both ends.
-        snapshot: Where its loader stands after it: `state` and its digest.
         planning_seconds: What the plan took.
+        snapshot: Where its loader stands after it: `state`, and its digest. None if the loader has no states.
     """
 
     number: int
@@ -46,8 +46,8 @@ class Step(Generic[T]):
     packing: wlb.Packing
     indices: NDArray[np.int64]
     micro_batches: list[T]
-    snapshot: Snapshot
     planning_seconds: float = 0.0
+    snapshot: Snapshot | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -55,8 +55,11 @@ class Step(Generic[T]):
 
         Whatever was fetched since. Plain JSON values, the same on every rank, read without communication. Written out
         when it is first asked for: O(documents that wait), and of a `BalancedStream` their tokens.
+
+        Raises:
+            wlb.WlbError: The loader that made the step has no states.
         """
-        return self.snapshot.state
+        return written(self.snapshot)
 
     @property
     def pieces(self) -> Pieces:
@@ -74,6 +77,17 @@ class Step(Generic[T]):
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Step[T]:
         """The same with its micro-batches on `device`: how accelerate and Lightning move what a loader gives."""
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
+
+
+def written(snapshot: Snapshot | None) -> dict[str, Any]:
+    """The state of a step.
+
+    Raises:
+        wlb.WlbError: It has none.
+    """
+    if snapshot is None:
+        raise error("step", "has no state: its loader keeps none")
+    return snapshot.state
 
 
 def moved(batch: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
@@ -139,7 +153,7 @@ class StepLoader(Generic[T]):
                 _check(batch, packing[index], following)
             if self._prepare is not None:
                 micro_batches = [self._prepare(batch) for batch in micro_batches]
-            step = Step(planner.step, planner.epoch, packing, indices, micro_batches, following.snapshot(), seconds)
+            step = Step(planner.step, planner.epoch, packing, indices, micro_batches, seconds, following.snapshot())
             return step, following
 
         # What workers send must still be fetched from them, which takes time that a step would wait.

@@ -227,7 +227,7 @@ class BalancedStream(Generic[T]):
             number = self._number
             self._number, self._link = number + 1, self._latest.link
             self._latest = self._standing()
-            step = Step(number, 0, packing, deal[self._rank], micro_batches, self._latest.snapshot)
+            step = Step(number, 0, packing, deal[self._rank], micro_batches, snapshot=self._latest.snapshot)
             return Made(step, self._latest)
 
         return self._peers.finished(finish)
