@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 import wlb
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
+from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import build_mesh
-from wlb.torch.loss import IGNORE, count_valid_tokens, sum_gradients, token_normalized_loss
+from wlb.torch.loss import IGNORE, count_valid_tokens, token_normalized_loss
 
 SHAPE = {
     "hidden_size": 64,

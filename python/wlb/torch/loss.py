@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from wlb._errors import check_integer, error
 from wlb.torch.data.batch import IGNORE
@@ -20,8 +19,8 @@ def token_normalized_loss(
     """This rank's part of the mean cross-entropy over the whole global batch.
 
     The sum over all micro-batches, CP ranks and DP ranks is the mean: add gradients up, do not average them
-    (:func:`sum_gradients`). A mean for each micro-batch, then over micro-batches, would weigh tokens of short
-    micro-batches more.
+    (:func:`~wlb.torch.gradients.sum_gradients`). A mean for each micro-batch, then over micro-batches, would weigh
+    tokens of short micro-batches more.
 
     Args:
         logits: float[tokens, vocabulary]; may have 0 tokens. Computed in fp32.
@@ -60,8 +59,8 @@ def count_valid_tokens(
 ) -> int:
     """Labels that count in the global batch: those of this DP rank's micro-batches, added up over DP ranks.
 
-    The same number on every rank, so all of them see together that there is nothing to train: documents of one token, or
-    masked prompts only. An optimizer that steps then still decays weights and moves by its momentum::
+    The same number on every rank, so all of them see together that there is nothing to train: documents of one token,
+    or masked prompts only. An optimizer that steps then still decays weights and moves by its momentum::
 
         valid = count_valid_tokens((batch.num_valid_tokens for batch in step.micro_batches), group=dp_group)
         if valid == 0:
@@ -81,15 +80,3 @@ def count_valid_tokens(
         dist.all_reduce(tensor, group=group)
         total = int(tensor.item())
     return total
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Makes FSDP2 add gradients over ranks, where it divides by their number by default.
-
-    Args:
-        model: with modules that `fully_shard` was applied to; others are left alone.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other; must precede the factor
-            module.set_gradient_divide_factor(1.0)
