@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wlb
 from wlb.torch.attention import context_parallel_attention
+from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import data_and_context
-from wlb.torch.loss import sum_gradients
 
 
 @dataclass(frozen=True)

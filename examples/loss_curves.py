@@ -103,6 +103,8 @@ def run(
     while done < study.steps:
         for step in loader:
             valid = count_valid_tokens(batch.num_valid_tokens for batch in step.micro_batches)
+            if valid == 0:
+                continue  # nothing to predict: no update
             for batch in step.micro_batches:
                 loss_of(model, batch, valid).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

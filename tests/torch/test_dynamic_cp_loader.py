@@ -107,6 +107,12 @@ def check_step(ranks: list[dict[str, Any]]) -> list[int]:
     return sorted(seen)
 
 
+def test_a_step_without_labels_says_so() -> None:
+    (step,) = DynamicCpLoader([[np.array([number]) for number in range(4)]], plan=functools.partial(PLAN, world_size=1))
+    assert sum(batch.tokens.numel() for batch in step.micro_batches) == 4
+    assert step.num_valid_tokens == 0
+
+
 def shares(rank: int, size: int) -> list[list[Document]]:
     """Three batches of 20, dealt unevenly: rank 1 reads nothing after the first, rank 2 nothing before the last."""
     result = []

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 import wlb
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
+from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import build_mesh
-from wlb.torch.loss import IGNORE, count_valid_tokens, sum_gradients, token_normalized_loss
+from wlb.torch.loss import IGNORE, count_valid_tokens, token_normalized_loss
 
 SHAPE = {
     "hidden_size": 64,
@@ -68,17 +69,26 @@ def test_unequal_ranks_give_the_mean_over_tokens() -> None:
         assert np.abs(summed - gradient).max() <= 1e-5 * np.abs(gradient).max()
 
 
-def test_nothing_to_predict_is_a_loss_of_zero() -> None:
+@pytest.mark.parametrize("valid", [count_valid_tokens([0, 0]), torch.tensor(0)])
+def test_nothing_to_predict_is_a_loss_of_zero(valid: int | torch.Tensor) -> None:
     logits = torch.randn(3, VOCABULARY, requires_grad=True)
-    loss = token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=count_valid_tokens([0, 0]))
+    loss = token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=valid)
     loss.backward()
     assert loss.item() == 0
     assert not logits.grad.any()
     assert token_normalized_loss(logits, torch.zeros(3).long(), num_valid_tokens=1, ignore_index=0).item() == 0
+
+
+def test_counts_are_those_of_labels() -> None:
+    """0 included: what a trainer looks at to skip the update."""
     assert count_valid_tokens(np.int64(3)) == count_valid_tokens([1, 2]) == 3  # type: ignore[arg-type]
-    for count in (0, -1, 1.5):
+    assert count_valid_tokens(0) == count_valid_tokens([]) == 0
+    logits = torch.randn(3, VOCABULARY)
+    for count in (-1, 1.5):
         with pytest.raises(wlb.WlbError, match="num_valid_tokens"):
             token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=count)  # type: ignore[arg-type]
+    with pytest.raises(wlb.WlbError, match=r"num_valid_tokens = 0, but labels"):
+        token_normalized_loss(logits, torch.tensor([IGNORE, IGNORE, 4]), num_valid_tokens=0)
 
 
 def test_half_precision_logits_are_computed_in_float32() -> None:

@@ -10,7 +10,8 @@ else receives plans and runs them on torch.distributed.
 | attention over the shards of a micro-batch | :mod:`wlb.torch.attention` |
 | pipeline stages for micro-batches of unequal length | :mod:`wlb.torch.pipeline` |
 | device mesh, context-parallel groups | :mod:`wlb.torch.groups` |
-| a loss per token, model FLOPs, agreement of plans | :mod:`wlb.torch.loss`, `.flops`, `.agreement` |
+| a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
+| model FLOPs, agreement of plans | :mod:`wlb.torch.flops`, `.agreement` |
 
 Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
@@ -33,8 +34,9 @@ from wlb.torch.data import (
     collate,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
+from wlb.torch.gradients import all_reduce_gradients, sum_gradients
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
-from wlb.torch.loss import count_valid_tokens, sum_gradients, token_normalized_loss
+from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import (
     PeerFailed,
     PipelineMicroBatch,
@@ -61,6 +63,7 @@ __all__ = [
     "Step",
     "StepLoader",
     "VarlenPipelineStage",
+    "all_reduce_gradients",
     "build_mesh",
     "check_agreement",
     "collate",

@@ -42,8 +42,9 @@ class DynamicCpStep(Generic[T]):
         plan: Of the whole step, the same on every rank. Its documents are numbered in the order of their ids.
         micro_batches: This rank's part of each, in the order of the plan: as many on every rank, another number in
             every step. One without documents for this rank has 0 tokens, and has to be run like the others.
-        num_valid_tokens: Labels that count in the whole step, each once however many ranks share its document, and at
-            least 1: what `token_normalized_loss` divides by.
+        num_valid_tokens: Labels that count in the whole step, each once however many ranks share its document: what
+            `token_normalized_loss` divides by. The same on every rank; 0 means that there is nothing to train, and
+            that no rank's optimizer is to step.
         planning_seconds: What the plan took, in the background.
         stall_seconds: How long this rank waited for the step: what of reading, planning and moving was not hidden
             behind the step before.
@@ -256,7 +257,7 @@ class DynamicCpLoader(Generic[T]):
                 number,
                 plan,
                 micro_batches,
-                max(1, table.num_valid_tokens),
+                table.num_valid_tokens,
                 seconds,
                 epoch=epoch,
                 pieces=self._pieces(plan, table),

@@ -1,0 +1,319 @@
+"""Gradients of a global batch are added up over its ranks: each wrapper of a model is told so, or refused.
+
+Every data-parallel wrapper averages by default. Each rank of `token_normalized_loss` already holds its share of the
+mean over all tokens, so that an average would be too small by the number of ranks, and in silence: Adam hardly sees it,
+while clipping, weight decay and a change of the number of ranks do.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from wlb._errors import error
+
+# Wrappers of other libraries, by the module that their classes are from, and how to get the sum from them.
+_FOREIGN: Final = {
+    "deepspeed.runtime": "DeepSpeed divides by the data-parallel ranks and by gradient_accumulation_steps: multiply "
+    "the loss by both, and do not call sum_gradients",
+    "megatron.core.distributed": "let Megatron add up, with calculate_per_token_loss=True in its TransformerConfig, "
+    "and do not call sum_gradients",
+    "torch.distributed._composable.replicate": "use DistributedDataParallel or fully_shard instead",
+    "colossalai": "use DistributedDataParallel or fully_shard instead",
+}
+_ANOTHER: Final = (
+    "use DistributedDataParallel or fully_shard instead; or, if it averages over n ranks, multiply the loss by n, and "
+    "do not call sum_gradients"
+)
+# What Lightning's strategies wrap a LightningModule in, once `fit` has begun.
+_STRATEGIES: Final[dict[str, type[nn.Module] | None]] = {
+    "SingleDeviceStrategy": None,
+    "ModelParallelStrategy": None,  # fully_shard, by the LightningModule itself
+    "DDPStrategy": DistributedDataParallel,
+    "FSDPStrategy": FullyShardedDataParallel,
+}
+# Communication hooks of DDP that average as it does without one.
+_AVERAGING: Final = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Makes a wrapped model add gradients up over ranks, where it averages by default.
+
+    With `token_normalized_loss` the gradients are then those of the mean over all tokens of the global batch, however
+    many ranks there are and however unequal their shares. Call it once, after wrapping and before the first backward
+    pass; a second call changes nothing::
+
+        model = DistributedDataParallel(model)  # or FullyShardedDataParallel, fully_shard, accelerator.prepare
+        sum_gradients(model)
+
+    - `DistributedDataParallel`: every gradient is multiplied by the number of ranks before it is accumulated, since DDP
+      divides by it. That holds with and without `no_sync`, with `static_graph`, `gradient_as_bucket_view`, unused
+      parameters and compressed communication. (A communication hook that adds up instead would add up again what is
+      already accumulated, wherever a step has several backward passes without `no_sync`.)
+    - `FullyShardedDataParallel`: its two divisors become 1, also with hybrid sharding; with `NO_SHARD`, as under DDP.
+    - `fully_shard`, also over a 2-D mesh: it divides by 1, and reduces with a sum.
+    - A model without a wrapper: nothing, for nothing is divided. Between several ranks nobody exchanges its gradients
+      either: call :func:`all_reduce_gradients` before each optimizer step.
+
+    Wrappers are found anywhere inside `model`, also under `torch.compile`.
+
+    accelerate: give it what `Accelerator.prepare` returned, and accumulate with `accelerator.no_sync(model)`;
+    `gradient_accumulation_steps` above 1 is refused, for `Accelerator.backward` divides every loss by it. Hugging
+    Face's `Trainer` needs no `sum_gradients`: it multiplies the loss by the number of ranks by itself.
+
+    Lightning: call `sum_gradients(self)` in `on_fit_start`, where the strategy has wrapped the module. With automatic
+    optimization `accumulate_grad_batches` above 1 is refused, for Lightning divides every loss by it: run the
+    micro-batches of a step in one `training_step`, or set `automatic_optimization = False`. Fabric: give it what
+    `setup` returned.
+
+    What is not visible from here: Horovod (its optimizer averages, unless made with `op=hvd.Sum`), communication hooks
+    registered later, and wrappers put around the model after this call.
+
+    Args:
+        model: the outermost wrapper, or a module with wrapped ones inside. Parameters keep their hooks when they are
+            moved or loaded; a `copy.deepcopy` has none.
+
+    Raises:
+        WlbError: a wrapper is not known, or has a communication hook of which it is not known whether it averages;
+            `model` is inside a wrapper; a trainer divides the loss as well. Nothing has changed then.
+
+    Complexity:
+        Under DDP each backward pass writes every gradient once more; otherwise nothing.
+    """
+    if any(_is_a(module, "LightningModule") for module in _unwrapped(model)):
+        model = _wrapped_by_lightning(model)
+    changes: list[Callable[[], None]] = []
+    found = False
+    for module in model.modules():
+        change = _change(module)
+        found |= change is not None
+        changes += [] if change is None else [change]
+        if getattr(module, "_is_accelerate_prepared", False):
+            _check_accelerate()
+    if not found:
+        _check_outermost(model)
+    for change in changes:
+        change()
+
+
+def all_reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Adds gradients up over ranks, for a model that nothing is wrapped around; once before each optimizer step.
+
+    Args:
+        model: the same on every rank. A parameter that has no gradient here counts as 0, for another rank may have one.
+        group: the ranks that share the global batch, data- and context-parallel; None for all.
+
+    Raises:
+        WlbError: the model has a wrapper, which exchanges gradients by itself, or parameters that are sharded.
+
+    Complexity:
+        One all-reduce for each parameter, all started at once.
+    """
+    for module in model.modules():
+        if _change(module) is not None:
+            message = f"holds a {_name(module)}, which exchanges gradients by itself: call sum_gradients(model) instead"
+            raise error("model", message, value=_name(module))
+    _check_outermost(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise error("model", "has parameters that are DTensors: what is sharded cannot be added up as it is")
+    works = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+    for work in works:
+        if work is not None:  # this rank is not in the group
+            work.wait()
+
+
+class _Multiplied:
+    """A hook of a parameter: its gradient, times a number, on the way to where it is accumulated."""
+
+    __torch_unserializable__ = True  # torch.save need not warn that it is left out
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient * self.factor
+
+
+def _multiply(parameters: Iterable[Tensor], factor: int) -> None:
+    """Multiplies gradients before they are accumulated; what has been accumulated is averaged as often as one likes."""
+    if factor == 1:
+        return
+    for parameter in parameters:
+        hooks = (parameter._backward_hooks or {}).values()
+        if parameter.requires_grad and not any(isinstance(hook, _Multiplied) for hook in hooks):
+            parameter.register_hook(_Multiplied(factor))  # type: ignore[no-untyped-call]
+
+
+def _change(module: nn.Module) -> Callable[[], None] | None:
+    """What makes this one module add up; None if it is no wrapper.
+
+    Raises:
+        WlbError: It is a wrapper of which that is not known.
+    """
+    if isinstance(module, FSDPModule):
+        return _fully_shard(module)
+    if isinstance(module, FullyShardedDataParallel):
+        return _fsdp1(module)
+    if isinstance(module, DistributedDataParallel):
+        return _ddp(module)
+    for cls in type(module).__mro__:
+        for place, fix in _FOREIGN.items():
+            if cls.__module__ == place or cls.__module__.startswith(f"{place}."):
+                raise _unknown(module, fix)
+        if cls.__name__.endswith("DataParallel"):
+            raise _unknown(module, _ANOTHER)
+    return None
+
+
+def _fully_shard(module: Any) -> Callable[[], None]:
+    state: Any = module._get_fsdp_state()
+    # One group of parameters before torch 2.12, several since.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    if any(getattr(group, "_all_reduce_hook", None) is not None for group in groups):
+        raise _unknown_hook(module, "set_all_reduce_hook")
+
+    def change() -> None:
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other; must precede the factor
+        module.set_gradient_divide_factor(1.0)
+
+    return change
+
+
+def _fsdp1(module: Any) -> Callable[[], None]:
+    if module._comm_hook is not None:
+        raise _unknown_hook(module, "register_comm_hook")
+    divisors = ("_gradient_predivide_factor", "_gradient_postdivide_factor")
+    if not all(hasattr(module, divisor) for divisor in divisors):
+        raise _unknown(
+            module, f"this torch ({torch.__version__}) divides elsewhere than 2.11 to 2.15 do: use fully_shard"
+        )
+    replicas = getattr(module, "_inter_node_pg", None)
+    if replicas is not None and replicas.size() > 1 and module.process_group.size() == 1:
+        fix = "torch exchanges nothing where every shard is on one rank: use NO_SHARD over all ranks, or shard over two"
+        raise _unknown(module, fix)
+    handle = module._handle
+    if handle is not None and not handle.uses_sharded_strategy:
+        # It averages what has been accumulated again after each backward pass, like DDP.
+        return lambda: _multiply([handle.flat_param], module.process_group.size())
+
+    def change() -> None:
+        for divisor in divisors:
+            setattr(module, divisor, 1.0)
+
+    return change
+
+
+def _ddp(module: DistributedDataParallel) -> Callable[[], None]:
+    for hook, _ in module._comm_hooks:
+        if hook not in _AVERAGING:
+            raise _unknown_hook(module, getattr(hook, "__qualname__", repr(hook)))
+    size = module.process_group.size()
+    return lambda: _multiply(module._module_parameters, size)
+
+
+def _wrapped_by_lightning(model: nn.Module) -> nn.Module:
+    """What Lightning's strategy runs in the place of a LightningModule that is being trained; otherwise itself.
+
+    Raises:
+        WlbError: It has not been wrapped yet, or the strategy is not known, or the Trainer divides the loss.
+    """
+    own: Any = next(module for module in _unwrapped(model) if _is_a(module, "LightningModule"))
+    trainer = getattr(own, "_trainer", None)
+    if trainer is None:
+        return model
+    if own.automatic_optimization and trainer.accumulate_grad_batches != 1:
+        steps = trainer.accumulate_grad_batches
+        message = (
+            f"is trained with accumulate_grad_batches = {steps}, by which Lightning divides every loss: run the "
+            "micro-batches of a step in one training_step, or set automatic_optimization = False"
+        )
+        raise error("model", message, value=steps)
+    names = [cls.__name__ for cls in type(trainer.strategy).__mro__]
+    known = next((name for name in names if name in _STRATEGIES), None)
+    if known is None:
+        fix = 'use strategy="ddp", "fsdp" or ModelParallelStrategy'
+        raise error("model", f"is trained with Lightning's {names[0]}, which is not known here: {fix}", value=names[0])
+    wrapped, expected = trainer.strategy.model, _STRATEGIES[known]
+    if expected is not None and not any(isinstance(module, expected) for module in _unwrapped(wrapped)):
+        message = f"is not wrapped yet by Lightning's {names[0]}: call sum_gradients in on_fit_start"
+        raise error("model", message, value=names[0])
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _check_accelerate() -> None:
+    accelerate: Any = sys.modules["accelerate"]
+    steps = accelerate.state.GradientState().num_steps
+    if steps != 1:
+        message = (
+            f"is from an Accelerator with gradient_accumulation_steps = {steps}, by which Accelerator.backward divides "
+            "every loss: make it 1, and run all micro-batches of a step but the last under accelerator.no_sync(model)"
+        )
+        raise error("model", message, value=steps)
+
+
+def _check_outermost(model: nn.Module) -> None:
+    """Refuses what is inside a wrapper, `ddp.module` for one: it would look like a model that nobody wrapped.
+
+    A module does not know what it is inside of, so all that is alive is looked through, once in a run.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    inside = set(model.modules())
+    for alive in gc.get_objects():
+        if not issubclass(type(alive), DistributedDataParallel | FullyShardedDataParallel) or alive in inside:
+            continue
+        if any(module is model for module in alive.modules()):
+            name = _name(alive)
+            raise error("model", f"is inside a {name}: give sum_gradients that one", value=name)
+
+
+def _unwrapped(model: nn.Module) -> list[nn.Module]:
+    """The model and what `torch.compile` and data-parallel wrappers have inside, outermost first."""
+    result = [model]
+    while True:
+        inner = getattr(result[-1], "_orig_mod", None)
+        if inner is None and isinstance(result[-1], DistributedDataParallel | FullyShardedDataParallel):
+            inner = result[-1].module
+        if inner is None:
+            return result
+        result.append(inner)
+
+
+def _is_a(module: nn.Module, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(module).__mro__)
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _unknown(module: nn.Module, fix: str) -> Exception:
+    name = _name(module)
+    return error("model", f"is or holds a {name}, of which it is not known how it divides gradients: {fix}", value=name)
+
+
+def _unknown_hook(module: nn.Module, hook: str) -> Exception:
+    message = (
+        f"is or holds a {_name(module)} with a communication hook ({hook}), of which it is not known whether it "
+        "averages: leave it out, or use one of torch's default hooks of DDP"
+    )
+    return error("model", message, value=hook)
