@@ -70,6 +70,24 @@ pub enum Error {
     #[allow(missing_docs)]
     Indivisible { argument: &'static str, value: i64, total: usize },
 
+    /// Documents that were to be packed do not all fit.
+    #[error(
+        "lengths: {documents} of {all} documents ({tokens} tokens) do not fit into {micro_batches} micro-batches of \
+         max_tokens={max_tokens}, the first of them lengths[{index}] = {value}; {remedy}; leftover=\"return\" packs the \
+         others, and lists what is left over"
+    )]
+    #[allow(missing_docs)]
+    LeftOver {
+        documents: usize,
+        all: usize,
+        tokens: i64,
+        micro_batches: usize,
+        max_tokens: i64,
+        index: usize,
+        value: i64,
+        remedy: String,
+    },
+
     /// A schedule does not take this number of stages or micro-batches.
     #[error("{argument} = {value}: schedule={schedule:?} {requirement}")]
     #[allow(missing_docs)]
@@ -121,6 +139,7 @@ impl Error {
             | Self::Indivisible { argument, .. }
             | Self::Layout { argument, .. }
             | Self::InfiniteCost { argument, .. } => argument,
+            Self::LeftOver { .. } => "lengths",
             Self::Order { .. } => "orders",
             Self::Profile { .. } => "profile",
             Self::State { .. } | Self::ConfigChanged { .. } => "state",
@@ -134,6 +153,7 @@ impl Error {
             | Self::TooLong { index, .. }
             | Self::Entry { index, .. }
             | Self::DuplicateId { index, .. }
+            | Self::LeftOver { index, .. }
             | Self::InfiniteCost { index, .. } => Some(*index),
             Self::Order { rank, .. } => Some(*rank),
             _ => None,

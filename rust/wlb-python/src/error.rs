@@ -109,6 +109,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::Indivisible { value, .. }
         | Error::Layout { value, .. }
         | Error::InfiniteCost { value, .. }
+        | Error::LeftOver { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),
         Error::Mismatch { found, .. } => whole(*found as i64),
         // Beyond, an integer may have been another one.
