@@ -113,6 +113,10 @@ pub enum Error {
     #[allow(missing_docs)]
     State { path: String, problem: String },
 
+    /// The check that the caller gave ended the work ([`crate::interruptible`]).
+    #[error("interrupted")]
+    Interrupted,
+
     /// A saved packer was configured otherwise than the one that loads it.
     #[error(
         "state: saved under another configuration ({fields}); \
@@ -143,6 +147,7 @@ impl Error {
             Self::Order { .. } => "orders",
             Self::Profile { .. } => "profile",
             Self::State { .. } | Self::ConfigChanged { .. } => "state",
+            Self::Interrupted => "",
         }
     }
 

@@ -26,6 +26,7 @@
 
 pub mod cost;
 pub mod error;
+mod interrupt;
 pub mod lengths;
 mod longest_first;
 pub mod packing;
@@ -35,6 +36,7 @@ pub mod sharding;
 
 pub use cost::{CostModel, Mask};
 pub use error::{Error, Result};
+pub use interrupt::interruptible;
 pub use lengths::Lengths;
 pub use packing::{Leftover, Method, PackOptions, Packing, pack, pack_whole};
 pub use schedule::{Pipeline, Schedule};

@@ -119,6 +119,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         }
         Error::Choice { value, .. } => value.into_pyobject(py).map(|value| value.into_any().unbind()),
         Error::Combination { .. }
+        | Error::Interrupted
         | Error::Order { .. }
         | Error::Profile { .. }
         | Error::State { .. }

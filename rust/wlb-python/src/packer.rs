@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use numpy::PyArray1;
 use pyo3::IntoPyObjectExt;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use wlb_core::packing::adaptive::DELAY_PRICE;
@@ -14,10 +15,11 @@ use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, StreamMethod};
 use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
 
-use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, real, run, size};
+use crate::convert::{array, integer, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;
 use crate::error::{StateError, raise, refuse};
 use crate::packing::Packing;
+use crate::run::{DETACH_FROM, handling_signals, run};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Packer>()?;
@@ -77,31 +79,56 @@ impl Packer {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do.
-    fn change<T: Send>(&self, py: Python<'_>, documents: usize, change: impl FnOnce(&mut Core) -> T + Send) -> T {
-        let _turn = self.take_turn(py);
-        if documents < DETACH_FROM {
-            return change(&mut self.lock());
+    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do. A signal handler that raises
+    /// ends that, and nothing is changed.
+    ///
+    /// # Arguments
+    /// * `new` - pieces that come to those that wait.
+    fn change<T: Send>(&self, py: Python<'_>, new: usize, change: impl FnOnce(&mut Core) -> T + Send) -> PyResult<T> {
+        let _turn = self.take_turn(py)?;
+        let size = {
+            let core = self.lock();
+            new.saturating_add(core.pending()).saturating_add(core.config().num_micro_batches)
+        };
+        if size < DETACH_FROM {
+            return Ok(change(&mut self.lock()));
         }
         let mut copy = self.lock().clone();
-        let (result, changed) = py.detach(move || {
+        let (result, changed) = run(py, size, move || {
             let result = change(&mut copy);
             (result, copy)
-        });
+        })?;
         *self.lock() = changed;
-        result
+        Ok(result)
     }
 
-    fn take_turn(&self, py: Python<'_>) -> Turn<'_> {
+    fn take_turn(&self, py: Python<'_>) -> PyResult<Turn<'_>> {
         let process = std::process::id();
         loop {
             let holder = self.changing.load(Ordering::Acquire);
             let free = holder != process;
             if free && self.changing.compare_exchange(holder, process, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                return Turn(&self.changing);
+                return Ok(Turn(&self.changing));
             }
+            // The call that holds the turn may be the one that the handler interrupts: it would wait for itself.
+            if handling_signals() {
+                let problem = "a signal handler cannot change the packer while a call that changes it is under way";
+                return Err(PyRuntimeError::new_err(problem));
+            }
+            py.check_signals()?;
             py.detach(|| std::thread::sleep(Duration::from_micros(50)));
         }
+    }
+
+    /// Pieces that these documents become.
+    fn pieces(&self, lengths: &[i32]) -> usize {
+        let core = self.lock();
+        let config = core.config();
+        if config.oversize != Oversize::Split {
+            return lengths.len();
+        }
+        let cuts = |&length: &i32| ((length - 1) / config.max_document_tokens) as usize;
+        lengths.iter().map(cuts).fold(lengths.len(), usize::saturating_add)
     }
 }
 
@@ -174,12 +201,13 @@ impl Packer {
     ///     WlbError: wrong lengths or ids, a document over ``max_document_tokens`` under oversize="error", or more than 2^23
     ///         cuts under oversize="split". The packer is unchanged.
     ///
-    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 new ones on.
+    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
+    /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
     #[pyo3(signature = (lengths, ids = None))]
     fn push(&self, py: Python<'_>, lengths: &Bound<'_, PyAny>, ids: Option<&Bound<'_, PyAny>>) -> PyResult<Packing> {
         let lengths = read_lengths("lengths", lengths)?;
         let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
-        let plan = self.change(py, lengths.len(), |core| core.push(&lengths, ids.as_deref()));
+        let plan = self.change(py, self.pieces(&lengths), |core| core.push(&lengths, ids.as_deref()))?;
         plan.map(|plan| Packing(Arc::new(plan))).map_err(raise)
     }
 
@@ -187,10 +215,9 @@ impl Packer {
     ///
     /// Returns:
     ///     list[Packing]; empty if nothing was pending.
-    fn flush(&self, py: Python<'_>) -> Vec<Packing> {
-        let pending = self.lock().pending();
-        let plans = self.change(py, pending, Core::flush);
-        plans.into_iter().map(|plan| Packing(Arc::new(plan))).collect()
+    fn flush(&self, py: Python<'_>) -> PyResult<Vec<Packing>> {
+        let plans = self.change(py, 0, Core::flush)?;
+        Ok(plans.into_iter().map(|plan| Packing(Arc::new(plan))).collect())
     }
 
     /// Documents (or pieces of split ones) that were pushed and not yet emitted.
@@ -306,7 +333,7 @@ impl Packer {
     #[pyo3(signature = (state, *, allow_config_change = false))]
     fn load_state_dict(&self, py: Python<'_>, state: &Bound<'_, PyAny>, allow_config_change: bool) -> PyResult<()> {
         let json = to_json(state)?;
-        let loaded = self.change(py, 0, |core| core.restore(&json, allow_config_change));
+        let loaded = self.change(py, json.len() / 16, |core| core.restore(&json, allow_config_change))?;
         loaded.map_err(raise)
     }
 
@@ -608,7 +635,7 @@ fn tune_outlier_thresholds(
     let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
     let num_queues = num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?;
     let lengths = read_lengths("lengths", lengths)?;
-    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options));
+    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options))?;
     tuned.map(TuneResult).map_err(raise)
 }
 
@@ -654,7 +681,7 @@ fn tune_delay_price(
     let packer = config(num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
     let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
     let lengths = read_lengths("lengths", lengths)?;
-    run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options)).map(TuneResult).map_err(raise)
+    run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options))?.map(TuneResult).map_err(raise)
 }
 
 fn tune_options(

@@ -8,9 +8,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
 use wlb_core::packing::{self as core, Leftover, MAX_MICRO_BATCHES, Method, Piece, stream};
 
-use crate::convert::{array, integer, integers, positive, read_lengths, run, size};
+use crate::convert::{array, integer, integers, positive, read_lengths, size};
 use crate::cost::CostModel;
 use crate::error::raise;
+use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Packing>()?;
@@ -51,7 +52,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for "fixed_length".
 /// ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need do.
-/// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents on.
+/// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on. Ctrl-C ends it within half a second.
 #[pyfunction]
 #[pyo3(
     signature = (
@@ -89,13 +90,14 @@ fn pack(
     };
     let lengths = read_lengths("lengths", lengths)?;
     let cost_model = &cost_model.get().0;
-    let plan = run(py, lengths.len(), || {
+    let micro_batches = options.num_micro_batches.saturating_mul(options.window);
+    let plan = run(py, lengths.len().saturating_add(micro_batches), || {
         if whole {
             core::pack_whole(&lengths, multiple_of, &options, cost_model)
         } else {
             core::pack(&lengths, &options, cost_model)
         }
-    });
+    })?;
     Ok(Packing(Arc::new(plan.map_err(raise)?)))
 }
 
@@ -248,7 +250,7 @@ impl Packing {
         let (window, per_step) = (self.0.window, self.0.num_micro_batches() / self.0.window);
         let dp_size = usize::try_from(value)
             .map_err(|_| raise(wlb_core::Error::Indivisible { argument: "dp_size", value, total: per_step }))?;
-        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(dp_size)).map_err(raise)?;
+        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(dp_size))?.map_err(raise)?;
         let dealt = array(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
         Ok(if window == 1 {
             dealt.reshape([dp_size, per_step / dp_size])?.into_any()
