@@ -256,7 +256,12 @@ def one_packing(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int, lis
     method: Any = rng.choice(["var_length", "var_length_fast", "refined", "fixed_length", "original"])
     room = max(int(lengths.max()), int(rng.uniform(0.5, 3) * lengths.mean() * 5))
     plan = wlb.pack(
-        lengths, num_micro_batches=int(rng.integers(1, 12)), max_tokens=room, cost_model=cost, method=method
+        lengths,
+        num_micro_batches=int(rng.integers(1, 12)),
+        max_tokens=room,
+        cost_model=cost,
+        method=method,
+        leftover="return",
     )
     return 1, lost([plan], dict(enumerate(lengths.tolist())), plan.leftover, plan.leftover_lengths, room)
 

@@ -105,6 +105,7 @@ def speed(progress: Progress) -> list[dict[str, Any]]:
             "num_micro_batches": bins,
             "max_tokens": int(mean * room) if room == TIGHT else max(int(mean * room), CONTEXT),
             "cost_model": COST,
+            "leftover": "return",
         }
         plan = wlb.pack(lengths, method=method, **options)
         tight = f", max_tokens {TIGHT} of the mean" if room == TIGHT else ""

@@ -59,7 +59,7 @@ def bound_by_tokens(name: str, lengths: Lengths, micro_batches: int, mean: float
     for room in ROOM:
         max_tokens = max(int(room * mean), int(lengths.max()))
         options = {"num_micro_batches": micro_batches, "max_tokens": max_tokens, "cost_model": COST}
-        greedy = wlb.pack(lengths, **options)
+        greedy = wlb.pack(lengths, leftover="return", **options)
         if greedy.length_fallbacks > 0 or len(greedy.leftover) > 0:
             yield name, lengths, options
 
@@ -106,7 +106,10 @@ def relaxed_bound(lengths: Lengths, micro_batches: int, max_tokens: int, ceiling
 
 
 def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float) -> dict[str, Any]:
-    greedy, refined = wlb.pack(lengths, **options), wlb.pack(lengths, method="refined", **options)
+    def pack(method: Any) -> wlb.Packing:
+        return wlb.pack(lengths, method=method, leftover="return", **options)
+
+    greedy, refined = pack("var_length"), pack("refined")
     row: dict[str, Any] = {
         "lengths": name,
         "documents": len(lengths),
@@ -115,8 +118,8 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
         "left_over": [len(greedy.leftover), len(refined.leftover)],
         "us": {
             "sort": samples(lambda: np.sort(lengths), 0.05),
-            "var_length": samples(lambda: wlb.pack(lengths, **options), 0.05),
-            "refined": samples(lambda: wlb.pack(lengths, method="refined", **options), 0.2),
+            "var_length": samples(lambda: pack("var_length"), 0.05),
+            "refined": samples(lambda: pack("refined"), 0.2),
         },
     }
     if len(refined.leftover) > 0:

@@ -39,7 +39,7 @@ def packer() -> wlb.Packer:
 
 def pack_digests(lengths: list[int]) -> list[str]:
     sizes: dict[str, Any] = {"num_micro_batches": 16, "max_tokens": 200_000, "cost_model": cost_model()}
-    return [wlb.pack(lengths, method=method, **sizes).digest() for method in METHODS]
+    return [wlb.pack(lengths, method=method, leftover="return", **sizes).digest() for method in METHODS]
 
 
 def shard_digests(lengths: list[int]) -> list[str]:

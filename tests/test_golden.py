@@ -31,7 +31,7 @@ def test_the_files_are_what_the_oracles_say() -> None:
 @each("pack")
 def test_pack(case: dict[str, Any]) -> None:
     plan, cost = case.pop("plan"), case.pop("cost")
-    assert packing.plain(wlb.pack(**case, cost_model=wlb.CostModel(**cost))) == plan
+    assert packing.plain(wlb.pack(**case, leftover="return", cost_model=wlb.CostModel(**cost))) == plan
 
 
 @each("packer")

@@ -322,7 +322,7 @@ def test_without_queues_a_packer_is_pack(corpus: NDArray[Any], llama_cost: wlb.C
     sizes: dict[str, Any] = {"num_micro_batches": 16, "max_tokens": 200_000, "cost_model": llama_cost, "method": method}
     packer = wlb.Packer(**sizes)
     for batch in corpus.reshape(-1, 200):
-        pushed, packed = packer.push(batch), wlb.pack(batch, **sizes)
+        pushed, packed = packer.push(batch), wlb.pack(batch, leftover="return", **sizes)
         assert pushed.assignment.tolist() == packed.assignment.tolist()
         assert pushed.costs.tolist() == packed.costs.tolist()
         assert pushed.leftover.size == 0

@@ -1,6 +1,7 @@
 """Packing one global batch: equal to the naive oracles, and within the published bounds."""
 
 import pickle
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -70,7 +71,7 @@ def check_is_a_partition(packing: wlb.Packing, lengths: list[int]) -> None:
 @example(batch=([8, 3, 3, 3, 3, 8], TIGHT), cost=AnalyticCost(0.0, 1.0))  # all ties
 def test_equal_to_the_oracle(batch: Batch, cost: AnalyticCost, method: Any) -> None:
     lengths, sizes = batch
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method)
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model(), method=method)
     plan = ORACLES[method](lengths, **sizes, cost=cost)
     assert naive.plain(packing) == plan.plain()
     assert packing.method == method
@@ -82,7 +83,9 @@ def test_equal_to_the_oracle(batch: Batch, cost: AnalyticCost, method: Any) -> N
 def test_fixed_length_over_a_window(lengths: list[int], cost: AnalyticCost, max_tokens: int, window: int) -> None:
     """Here documents may be longer than a micro-batch: they are cut."""
     sizes: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": max_tokens}
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model(), method="fixed_length", window=window)
+    packing = wlb.pack(
+        lengths, **sizes, leftover="return", cost_model=cost.model(), method="fixed_length", window=window
+    )
     assert naive.plain(packing) == naive.fixed_length(lengths, **sizes, cost=cost, window=window).plain()
     assert packing.num_micro_batches == 3 * window
     check_is_a_partition(packing, lengths)
@@ -93,7 +96,7 @@ def test_fixed_length_over_a_window(lengths: list[int], cost: AnalyticCost, max_
 @given(strategies.document_lengths(max_length=300), strategies.costs(), st.integers(1, 100))
 def test_original_cuts_long_documents(lengths: list[int], cost: AnalyticCost, max_tokens: int) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": max_tokens}
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model(), method="original")
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model(), method="original")
     assert naive.plain(packing) == naive.original(lengths, **sizes, cost=cost).plain()
     check_is_a_partition(packing, lengths)
 
@@ -101,7 +104,7 @@ def test_original_cuts_long_documents(lengths: list[int], cost: AnalyticCost, ma
 @given(batches(), strategies.costs(), st.sampled_from(EVERY_METHOD))
 def test_every_token_once(batch: Batch, cost: AnalyticCost, method: Any) -> None:
     lengths, sizes = batch
-    check_is_a_partition(wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method), lengths)
+    check_is_a_partition(wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model(), method=method), lengths)
 
 
 @given(batches(), strategies.costs(), st.sampled_from(EVERY_METHOD), st.integers(1, 4))
@@ -114,7 +117,7 @@ def test_a_whole_batch_is_dealt_to_all_ranks(batch: Batch, cost: AnalyticCost, m
     assert packing.leftover.size == 0
     assert packing.deal(dp_size).shape == (dp_size, len(packing) // dp_size)
     if len(packing) > dp_size:
-        assert wlb.pack(lengths, num_micro_batches=len(packing) - dp_size, **arguments).leftover.size
+        assert wlb.pack(lengths, num_micro_batches=len(packing) - dp_size, leftover="return", **arguments).leftover.size
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def test_a_whole_batch_names_what_is_wrong(options: Any, message: str) -> None:
 def test_equal_to_the_oracle_with_measured_tables(batch: Batch) -> None:
     lengths, sizes = batch
     model = TableCost((4, 30, 90), (0.3, 1.1, 7.7), (0.2, 0.9, 2.5)).model()
-    packing = wlb.pack(lengths, **sizes, cost_model=model)
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=model)
     assert naive.plain(packing) == naive.var_length(lengths, **sizes, cost=ModelCost(model)).plain()
 
 
@@ -144,7 +147,7 @@ def test_equal_to_the_oracle_with_measured_tables(batch: Batch) -> None:
 def test_var_length_certificate(batch: Batch, cost: AnalyticCost) -> None:
     """Without fallbacks, W_max <= W_placed / N + (1 - 1 / N) * (last document put into the heaviest)."""
     lengths, sizes = batch
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model())
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model())
     assume(packing.length_fallbacks == 0 and packing.num_tokens > 0)
     n = len(packing)
     heaviest = int(np.argmax(packing.costs))
@@ -156,7 +159,7 @@ def test_var_length_certificate(batch: Batch, cost: AnalyticCost) -> None:
 @given(batches(), strategies.costs())
 def test_var_length_leaves_nothing_over_that_fits(batch: Batch, cost: AnalyticCost) -> None:
     lengths, sizes = batch
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model())
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model())
     for piece in leftover_of(packing):
         assert min(packing.tokens) + piece.length > sizes["max_tokens"]
 
@@ -169,7 +172,9 @@ def test_var_length_leaves_nothing_over_that_fits(batch: Batch, cost: AnalyticCo
 )
 def test_lower_bound_is_one(lengths: list[int], cost: AnalyticCost, n: int, method: Any) -> None:
     """No assignment of the placed pieces, out of all there are, beats the bound."""
-    packing = wlb.pack(lengths, num_micro_batches=n, max_tokens=40, cost_model=cost.model(), method=method)
+    packing = wlb.pack(
+        lengths, num_micro_batches=n, max_tokens=40, cost_model=cost.model(), method=method, leftover="return"
+    )
     placed = [piece.length for batch in packing.micro_batches for piece in pieces_of(batch)]
     best = naive.best_maximum([cost(x) for x in placed], placed, num_micro_batches=n, max_tokens=40)
     assert packing.lower_bound <= best <= max(packing.costs)
@@ -186,8 +191,8 @@ def light_tails(draw: st.DrawFn) -> list[int]:
 @given(light_tails(), strategies.costs(exact=True), st.integers(1, 8), st.sampled_from([5000, 7000, 40_000]))
 def test_var_length_fast_is_nearly_as_good(lengths: list[int], cost: AnalyticCost, n: int, max_tokens: int) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": n, "max_tokens": max_tokens, "cost_model": cost.model()}
-    fast = wlb.pack(lengths, **sizes, method="var_length_fast")
-    thorough = wlb.pack(lengths, **sizes, method="var_length")
+    fast = wlb.pack(lengths, **sizes, leftover="return", method="var_length_fast")
+    thorough = wlb.pack(lengths, **sizes, leftover="return", method="var_length")
     check_is_a_partition(fast, lengths)
     assert max(fast.costs) <= max(max(thorough.costs), 1.001 * fast.lower_bound)
     if thorough.leftover.size or fast.length_fallbacks:
@@ -196,8 +201,8 @@ def test_var_length_fast_is_nearly_as_good(lengths: list[int], cost: AnalyticCos
 
 def test_var_length_fast_on_a_corpus(corpus: NDArray[np.int64], llama_cost: wlb.CostModel) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": 64, "max_tokens": 2_000_000, "cost_model": llama_cost}
-    fast = wlb.pack(corpus, **sizes, method="var_length_fast")
-    thorough = wlb.pack(corpus, **sizes, method="var_length")
+    fast = wlb.pack(corpus, **sizes, leftover="return", method="var_length_fast")
+    thorough = wlb.pack(corpus, **sizes, leftover="return", method="var_length")
     assert (
         naive.plain(thorough)
         == naive.var_length(
@@ -214,7 +219,7 @@ def test_var_length_fast_on_a_corpus(corpus: NDArray[np.int64], llama_cost: wlb.
 def test_deal(batch: Batch, cost: AnalyticCost, method: Any) -> None:
     """Equal counts, each micro-batch once, and no rank further above another than one micro-batch costs."""
     lengths, sizes = batch
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method)
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model(), method=method)
     n = len(packing)
     for dp_size in range(1, n + 2):
         if n % dp_size:
@@ -240,7 +245,7 @@ def test_deal(batch: Batch, cost: AnalyticCost, method: Any) -> None:
 def test_deal_over_a_window(lengths: list[int], cost: AnalyticCost, dp_size: int, window: int) -> None:
     """Every global batch of a window is dealt by itself."""
     sizes: dict[str, Any] = {"num_micro_batches": 6, "max_tokens": 100, "cost_model": cost.model()}
-    packing = wlb.pack(lengths, **sizes, method="fixed_length", window=window)
+    packing = wlb.pack(lengths, **sizes, leftover="return", method="fixed_length", window=window)
     assert packing.window == window
     dealt = packing.deal(dp_size)
     if window == 1:
@@ -257,7 +262,7 @@ def test_deal_over_a_window(lengths: list[int], cost: AnalyticCost, dp_size: int
 def test_from_assignment(batch: Batch, cost: AnalyticCost, data: st.DataObject) -> None:
     """Anyone's assignment is scored like ours."""
     lengths, sizes = batch
-    ours = wlb.pack(lengths, **sizes, cost_model=cost.model())
+    ours = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model())
     theirs = wlb.Packing.from_assignment(lengths, ours.assignment, **sizes, cost_model=cost.model())
     assert naive.plain(theirs) | {"leftover": 0, "length_fallbacks": 0} == naive.plain(ours) | {
         "leftover": 0,
@@ -288,7 +293,8 @@ def test_digest_and_pickle(
 ) -> None:
     """The digest tells plans apart, whoever computed them, and a pickled plan is the same plan."""
     packing, another = [
-        wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method) for lengths, sizes in (batch, other)
+        wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model(), method=method)
+        for lengths, sizes in (batch, other)
     ]
     same = [naive.plain(packing)[key] == naive.plain(another)[key] for key in ("micro_batches", "leftover")]
     assert (packing.digest() == another.digest()) == all(same)
@@ -312,8 +318,8 @@ def test_refined_is_no_worse(lengths: list[int], cost: AnalyticCost, n: int, spa
     """Where tokens run out: the oracle's plan, all that var_length places, and no higher maximum."""
     max_tokens = max(max(lengths), sum(lengths) * (1000 + spare) // (1000 * n))
     sizes: dict[str, Any] = {"num_micro_batches": n, "max_tokens": max_tokens}
-    start = wlb.pack(lengths, **sizes, cost_model=cost.model())
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model(), method="refined")
+    start = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model())
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model(), method="refined")
     assert naive.plain(packing) == naive.refined(lengths, **sizes, cost=cost).plain()
     check_is_a_partition(packing, lengths)
     assert max(packing.costs) <= max(start.costs)
@@ -327,7 +333,7 @@ def test_refined_is_near_the_bound(documents: int, n: int, llama_cost: wlb.CostM
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(100), np.log(6000), documents)).astype(np.int64)
     sizes: dict[str, Any] = {"num_micro_batches": n, "max_tokens": int(lengths.sum() / n * 1.02)}
-    packing = wlb.pack(lengths, **sizes, cost_model=llama_cost, method="refined")
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=llama_cost, method="refined")
     assert packing.leftover.size == 0
     assert max(packing.costs) <= 1.005 * packing.lower_bound
 
@@ -371,7 +377,34 @@ def test_the_largest_numbers(method: Any) -> None:
     cost = AnalyticCost(1.0, 1.0, causal=False)
     sizes: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 2**31 - 1}
     lengths = [2**31 - 1] * 5 + [1]
-    packing = wlb.pack(lengths, **sizes, cost_model=cost.model(), method=method)
+    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost.model(), method=method)
     if method in ORACLES:
         assert naive.plain(packing) == ORACLES[method](lengths, **sizes, cost=cost).plain()
     check_is_a_partition(packing, lengths)
+
+
+@given(batches(), strategies.costs(), st.sampled_from(EVERY_METHOD))
+def test_what_does_not_fit_is_an_error_that_says_what_would_hold_it(
+    batch: Batch, cost: AnalyticCost, method: Any
+) -> None:
+    lengths, sizes = batch
+    options: dict[str, Any] = {"cost_model": cost.model(), "method": method}
+    rest = wlb.pack(lengths, **sizes, **options, leftover="return")
+    if rest.leftover.size == 0:
+        assert wlb.pack(lengths, **sizes, **options) == rest
+        return
+    with pytest.raises(wlb.WlbError, match=f"{rest.leftover.size} of {len(lengths)} documents ") as caught:
+        wlb.pack(lengths, **sizes, **options)
+    first = int(rest.leftover.min())
+    assert (caught.value.argument, caught.value.index, caught.value.value) == ("lengths", first, lengths[first])
+    assert f"({rest.leftover_lengths.sum()} tokens)" in str(caught.value)
+
+    # What it advises holds them all. With the methods that cut documents, a token less does not.
+    advised = re.search(r"max_tokens=(\d+) or num_micro_batches=None holds them all", str(caught.value))
+    assert advised is not None
+    enough = sizes | {"max_tokens": int(advised[1])}
+    assert wlb.pack(lengths, **enough, **options).leftover.size == 0
+    assert wlb.pack(lengths, **sizes | {"num_micro_batches": None}, **options).leftover.size == 0
+    if method in ("original", "fixed_length"):
+        tight = enough | {"max_tokens": enough["max_tokens"] - 1}
+        assert wlb.pack(lengths, **tight, **options, leftover="return").leftover.size > 0

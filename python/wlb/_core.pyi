@@ -169,6 +169,7 @@ def pack(
     method: _Method = "var_length",
     window: int = 1,
     multiple_of: int = 1,
+    leftover: Literal["error", "return"] = "error",
 ) -> Packing: ...
 
 @final

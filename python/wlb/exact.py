@@ -73,7 +73,9 @@ def solve(
     check_share("relative_gap", relative_gap)
 
     # Checks the arguments, and is the solution that the solver starts from.
-    greedy = pack(lengths, num_micro_batches=num_micro_batches, max_tokens=max_tokens, cost_model=cost_model)
+    greedy = pack(
+        lengths, num_micro_batches=num_micro_batches, max_tokens=max_tokens, cost_model=cost_model, leftover="return"
+    )
     costs = cost_model.cost(lengths)
     tokens = np.asarray(lengths, dtype=np.float64)
     documents = len(tokens)

@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, check_range, named_choices};
+use crate::interrupt::{Meter, check};
 use crate::lengths::{Lengths, MAX_TOKENS};
 
 /// Which keys a query attends to, inside its own document.
@@ -314,12 +315,21 @@ impl CostModel {
     /// # Complexity
     /// O(n), vectorised for rates; O(n log k) for a table of `k` knots.
     pub fn costs(&self, lengths: &[i32]) -> Vec<f64> {
+        check();
         match (&self.attention, &self.linear, self.mask) {
             // The choices hoisted out of the loop.
             (Curve::Rate(a), Curve::Rate(b), Mask::Causal) => {
                 lengths.iter().map(|&d| a * Mask::Causal.pairs_f64(d) + b * f64::from(d)).collect()
             }
-            _ => lengths.iter().map(|&length| self.cost(length)).collect(),
+            _ => {
+                let mut meter = Meter::default();
+                let cost = |&length| {
+                    // Two searches of a table.
+                    meter.spend(8);
+                    self.cost(length)
+                };
+                lengths.iter().map(cost).collect()
+            }
         }
     }
 

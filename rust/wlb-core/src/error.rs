@@ -70,6 +70,24 @@ pub enum Error {
     #[allow(missing_docs)]
     Indivisible { argument: &'static str, value: i64, total: usize },
 
+    /// Documents that were to be packed do not all fit.
+    #[error(
+        "lengths: {documents} of {all} documents ({tokens} tokens) do not fit into {micro_batches} micro-batches of \
+         max_tokens={max_tokens}, the first of them lengths[{index}] = {value}; {remedy}; leftover=\"return\" packs the \
+         others, and lists what is left over"
+    )]
+    #[allow(missing_docs)]
+    LeftOver {
+        documents: usize,
+        all: usize,
+        tokens: i64,
+        micro_batches: usize,
+        max_tokens: i64,
+        index: usize,
+        value: i64,
+        remedy: String,
+    },
+
     /// A schedule does not take this number of stages or micro-batches.
     #[error("{argument} = {value}: schedule={schedule:?} {requirement}")]
     #[allow(missing_docs)]
@@ -103,6 +121,10 @@ pub enum Error {
     #[allow(missing_docs)]
     State { path: String, problem: String },
 
+    /// The check that the caller gave ended the work ([`crate::interruptible`]).
+    #[error("interrupted")]
+    Interrupted,
+
     /// A saved packer was configured otherwise than the one that loads it.
     #[error(
         "state: saved under another configuration ({fields}); \
@@ -129,10 +151,12 @@ impl Error {
             | Self::Indivisible { argument, .. }
             | Self::Layout { argument, .. }
             | Self::InfiniteCost { argument, .. } => argument,
+            Self::LeftOver { .. } => "lengths",
             Self::Order { .. } => "orders",
             Self::Profile { .. } => "profile",
             Self::Backlog { .. } => "lengths",
             Self::State { .. } | Self::ConfigChanged { .. } => "state",
+            Self::Interrupted => "",
         }
     }
 
@@ -143,6 +167,7 @@ impl Error {
             | Self::TooLong { index, .. }
             | Self::Entry { index, .. }
             | Self::DuplicateId { index, .. }
+            | Self::LeftOver { index, .. }
             | Self::InfiniteCost { index, .. } => Some(*index),
             Self::Order { rank, .. } => Some(*rank),
             _ => None,

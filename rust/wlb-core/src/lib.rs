@@ -13,11 +13,12 @@
 //! | when does each stage of the pipeline compute what? | [`schedule`] | section 2.2 |
 //!
 //! ```
-//! use wlb_core::{CostModel, Lengths, Mask, Method, PackOptions, pack};
+//! use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions, pack};
 //!
 //! let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
 //! let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
-//! let packing = pack(&lengths, &PackOptions { num_micro_batches: 2, max_tokens: 1500, method: Method::VarLength, window: 1 }, &cost)?;
+//! let (method, leftover) = (Method::VarLength, Leftover::Error);
+//! let packing = pack(&lengths, &PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover }, &cost)?;
 //! assert_eq!(packing.tokens, [900, 1100]);
 //! # Ok::<(), wlb_core::Error>(())
 //! ```
@@ -25,6 +26,7 @@
 
 pub mod cost;
 pub mod error;
+mod interrupt;
 pub mod lengths;
 mod longest_first;
 pub mod packing;
@@ -34,7 +36,8 @@ pub mod sharding;
 
 pub use cost::{CostModel, Mask};
 pub use error::{Error, Result};
+pub use interrupt::interruptible;
 pub use lengths::Lengths;
-pub use packing::{Method, PackOptions, Packing, pack, pack_whole};
+pub use packing::{Leftover, Method, PackOptions, Packing, pack, pack_whole};
 pub use schedule::{Pipeline, Schedule};
 pub use sharding::{Shard, ShardOptions, Strategy, shard};

@@ -1,5 +1,7 @@
 //! Documents from longest to shortest.
 
+use crate::interrupt::{Meter, check, parts};
+
 /// Below this a comparison sort is faster than clearing the radix counters.
 const SMALL: usize = 256;
 const DIGIT_BITS: u32 = 11;
@@ -20,7 +22,13 @@ where
 {
     // The complement of the length above the index: ascending keys are descending lengths, ties by index.
     let keys: Vec<u64> = documents.map(|(index, length)| u64::from(!(length as u32)) << 32 | index as u64).collect();
-    sort(keys).into_iter().map(|key| (!((key >> 32) as u32) as i32, key as u32 as usize))
+    check();
+    // Each of them is then placed, or something like it.
+    let mut meter = Meter::default();
+    sort(keys).into_iter().map(move |key| {
+        meter.spend(1);
+        (!((key >> 32) as u32) as i32, key as u32 as usize)
+    })
 }
 
 fn sort(mut keys: Vec<u64>) -> Vec<u64> {
@@ -35,17 +43,21 @@ fn sort(mut keys: Vec<u64>) -> Vec<u64> {
     while shift < 32 + (32 - longest.leading_zeros()) {
         let digit = |key: u64| (key >> shift) as usize % DIGITS;
         let mut cursors = [0_u32; DIGITS];
-        for &key in &keys {
-            cursors[digit(key)] += 1;
+        for part in parts(&keys) {
+            for &key in part {
+                cursors[digit(key)] += 1;
+            }
         }
         let mut total = 0;
         for cursor in &mut cursors {
             (*cursor, total) = (total, total + *cursor);
         }
-        for &key in &keys {
-            let cursor = &mut cursors[digit(key)];
-            scratch[*cursor as usize] = key;
-            *cursor += 1;
+        for part in parts(&keys) {
+            for &key in part {
+                let cursor = &mut cursors[digit(key)];
+                scratch[*cursor as usize] = key;
+                *cursor += 1;
+            }
         }
         std::mem::swap(&mut keys, &mut scratch);
         shift += DIGIT_BITS;

@@ -12,7 +12,7 @@ use wlb_core::packing::Piece;
 use wlb_core::packing::outlier_queue::{Release, Waiting};
 use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::sharding::Remainder;
-use wlb_core::{CostModel, Mask, PackOptions, Packing, ShardOptions, pack, shard};
+use wlb_core::{CostModel, Leftover, Mask, PackOptions, Packing, ShardOptions, pack, shard};
 
 fn read<T: DeserializeOwned>(name: &str) -> Vec<T> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
@@ -82,7 +82,13 @@ struct PackCase {
 #[test]
 fn packings() {
     for PackCase { lengths, num_micro_batches, max_tokens, method, window, cost, plan } in read("pack.json") {
-        let options = PackOptions { num_micro_batches, max_tokens, method: method.parse().unwrap(), window };
+        let options = PackOptions {
+            num_micro_batches,
+            max_tokens,
+            method: method.parse().unwrap(),
+            window,
+            leftover: Leftover::Return,
+        };
         plan.check(&pack(&checked(&lengths), &options, &cost.model()).unwrap());
     }
 }

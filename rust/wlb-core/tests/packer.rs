@@ -11,7 +11,7 @@ use wlb_core::packing::metrics::Metrics;
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
 use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
-use wlb_core::{CostModel, Error, Mask, Method, PackOptions, pack};
+use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, pack};
 
 fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Option<u64>) -> PackerConfig {
     PackerConfig {
@@ -60,7 +60,7 @@ proptest! {
         let pushed = Packer::new(config.clone()).unwrap().push(&checked(&lengths), None).unwrap();
         let PackerConfig { num_micro_batches, max_tokens, cost_model, method, .. } = config;
         let method = if method == StreamMethod::Refined { Method::Refined } else { Method::VarLength };
-        let options = PackOptions { num_micro_batches, max_tokens, method, window: 1 };
+        let options = PackOptions { num_micro_batches, max_tokens, method, window: 1, leftover: Leftover::Return };
         prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
     }
 

@@ -10,13 +10,14 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use wlb_core::packing::stream::{batch_offsets, split_documents};
 use wlb_core::packing::{MAX_MICRO_BATCHES, Piece};
-use wlb_core::{CostModel, Error, Mask, Method, PackOptions, Packing, pack, pack_whole};
+use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack, pack_whole};
 
 const METHODS: [Method; 5] =
     [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast, Method::Refined];
 
 fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Packing {
-    let options = PackOptions { num_micro_batches, max_tokens, method: Method::VarLength, window: 1 };
+    let options =
+        PackOptions { num_micro_batches, max_tokens, method: Method::VarLength, window: 1, leftover: Leftover::Return };
     pack(&checked(lengths), &options, cost).unwrap()
 }
 
@@ -69,7 +70,7 @@ proptest! {
         cost in cost_model(),
     ) {
         let max_tokens = lengths.iter().copied().max().unwrap_or(1) + room;
-        let options = |num_micro_batches| PackOptions { num_micro_batches, max_tokens, method: METHODS[method], window: 1 };
+        let options = |num_micro_batches| PackOptions { num_micro_batches, max_tokens, method: METHODS[method], window: 1, leftover: Leftover::Return };
         let lengths = checked(&lengths);
         let whole = pack_whole(&lengths, multiple_of, &options(0), &cost).unwrap();
         let n = whole.num_micro_batches();
@@ -99,7 +100,7 @@ proptest! {
     ) {
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let run = |(method, max_tokens): (usize, i32)| {
-            let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1 };
+            let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1, leftover: Leftover::Return };
             pack(&checked(&lengths), &options, &cost).unwrap()
         };
         let (a, b) = (run(a), run(b));
@@ -113,7 +114,7 @@ proptest! {
         lengths in lengths(60, 50), n in 1_usize..5, method in 0_usize..5, max_tokens in 50_i32..100, cost in cost_model(),
         at in any::<Index>(), byte in 0_u8..128,
     ) {
-        let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1 };
+        let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1, leftover: Leftover::Return };
         let packing = pack(&checked(&lengths), &options, &cost).unwrap();
         let text = packing.to_json();
         assert_eq!(Packing::from_json(&text).as_ref(), Ok(&packing));
@@ -168,7 +169,7 @@ proptest! {
         let at = at.index(lengths.len());
         lengths[at] = 1001;
         for method in [Method::VarLength, Method::VarLengthFast, Method::Refined] {
-            let options = PackOptions { num_micro_batches: 3, max_tokens: 1000, method, window: 1 };
+            let options = PackOptions { num_micro_batches: 3, max_tokens: 1000, method, window: 1, leftover: Leftover::Return };
             let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
             prop_assert_eq!((error.argument(), error.index()), ("lengths", Some(at)));
         }
@@ -232,7 +233,13 @@ fn refined_pays_for_nothing_with_a_higher_maximum() {
 #[test]
 fn sizes_out_of_range_are_named() {
     let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
-    let good = PackOptions { num_micro_batches: 2, max_tokens: 10, method: Method::FixedLength, window: 1 };
+    let good = PackOptions {
+        num_micro_batches: 2,
+        max_tokens: 10,
+        method: Method::FixedLength,
+        window: 1,
+        leftover: Leftover::Return,
+    };
     let argument = |options: PackOptions| pack(&checked(&[1]), &options, &cost).unwrap_err().argument();
     assert_eq!(argument(PackOptions { num_micro_batches: 0, ..good.clone() }), "num_micro_batches");
     assert_eq!(argument(PackOptions { num_micro_batches: MAX_MICRO_BATCHES + 1, ..good.clone() }), "num_micro_batches");

@@ -8,7 +8,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::schedule::{Buffers, Detail, Layout, Times, order_micro_batches};
-use wlb_core::{Error, Method, PackOptions, Pipeline, Schedule, pack};
+use wlb_core::{Error, Leftover, Method, PackOptions, Pipeline, Schedule, pack};
 
 /// Seconds of each row of an order.
 fn seconds(layout: &Layout, costs: &[f64], order: &[usize]) -> Vec<f64> {
@@ -48,7 +48,7 @@ proptest! {
         layout in layouts(), dp_size in 1_usize..5, lengths in vec(1_i32..100_000, 1..200),
     ) {
         let count = layout.num_micro_batches * dp_size;
-        let options = PackOptions { num_micro_batches: count, max_tokens: i32::MAX, method: Method::VarLength, window: 1 };
+        let options = PackOptions { num_micro_batches: count, max_tokens: i32::MAX, method: Method::VarLength, window: 1, leftover: Leftover::Return };
         let packing = pack(&checked(&lengths), &options, &llama_7b()).unwrap();
         let times = Times::per_micro_batch(&packing.costs).unwrap();
         let order = order_micro_batches(&layout, &times, dp_size).unwrap();

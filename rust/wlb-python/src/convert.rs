@@ -12,18 +12,13 @@ use wlb_core::Lengths;
 
 use crate::error::{raise, refuse};
 
-/// Documents from which on the GIL is released: below, the work takes less time than another thread needs to wake up.
-pub(crate) const DETACH_FROM: usize = 1024;
-
-/// Runs the core, without the GIL if there is enough to do.
-pub(crate) fn run<T: Send>(py: Python<'_>, documents: usize, work: impl FnOnce() -> T + Send) -> T {
-    if documents < DETACH_FROM { work() } else { py.detach(work) }
-}
-
 /// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
 /// without the GIL.
 pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
-    Lengths::new(argument, &integers(argument, object)?).map_err(raise)
+    let values = integers(argument, object)?;
+    // So many take some tenths of a second each time that they are passed over.
+    object.py().check_signals()?;
+    Lengths::new(argument, &values).map_err(raise)
 }
 
 /// Any int64 values, copied.
@@ -176,6 +171,9 @@ fn item_by_item(
     let mut values = Vec::with_capacity(items.len());
     let mut not_an_integer = None;
     for (index, item) in items.iter().enumerate() {
+        if index.is_multiple_of(1 << 16) {
+            object.py().check_signals()?;
+        }
         if is_integer(item)? {
             let too_large = |_| refuse(argument, Some(index), Some(item), "does not fit into int64");
             values.push(item.extract::<i64>().map_err(too_large)?);

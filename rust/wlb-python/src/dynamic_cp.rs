@@ -10,10 +10,11 @@ use wlb_core::schedule::dynamic_cp::{self as core, Communication, DynamicCpOptio
 use wlb_core::schedule::order::MAX_STAGES;
 use wlb_core::sharding::MAX_CP_SIZE;
 
-use crate::convert::{array, integers, positive, read_lengths, real, run, size};
+use crate::convert::{array, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;
 use crate::error::raise;
 use crate::packing::item;
+use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<DynamicCpPlan>()?;
@@ -115,7 +116,9 @@ fn plan_dynamic_cp(
     let lengths = read_lengths("lengths", lengths)?;
     let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
     let cost_model = &cost_model.get().0;
-    let plan = run(py, lengths.len(), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, cost_model));
+    let plan = run(py, lengths.len().max(options.world_size), || {
+        core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, cost_model)
+    })?;
     Ok(DynamicCpPlan(Arc::new(plan.map_err(raise)?)))
 }
 

@@ -117,6 +117,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::Indivisible { value, .. }
         | Error::Layout { value, .. }
         | Error::InfiniteCost { value, .. }
+        | Error::LeftOver { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),
         Error::Backlog { pending_tokens, .. } => whole(*pending_tokens),
         Error::Mismatch { found, .. } => whole(*found as i64),
@@ -127,6 +128,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         }
         Error::Choice { value, .. } => value.into_pyobject(py).map(|value| value.into_any().unbind()),
         Error::Combination { .. }
+        | Error::Interrupted
         | Error::Order { .. }
         | Error::Profile { .. }
         | Error::State { .. }

@@ -9,6 +9,7 @@ mod error;
 mod kernel;
 mod packer;
 mod packing;
+mod run;
 mod schedule;
 mod sharding;
 

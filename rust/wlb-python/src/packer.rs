@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use numpy::PyArray1;
 use pyo3::IntoPyObjectExt;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use wlb_core::packing::adaptive::DELAY_PRICE;
@@ -16,10 +17,11 @@ use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, Push, StreamMethod};
 use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
 
-use crate::convert::{DETACH_FROM, array, integer, integers, positive, read_lengths, real, run, size};
+use crate::convert::{array, integer, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;
 use crate::error::{BacklogWarning, StateError, raise, refuse};
 use crate::packing::Packing;
+use crate::run::{DETACH_FROM, handling_signals, run};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Packer>()?;
@@ -85,20 +87,30 @@ impl Packer {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do.
-    fn change<T: Send>(&self, py: Python<'_>, documents: usize, change: impl FnOnce(&mut Core) -> T + Send) -> T {
-        let _turn = self.take_turn(py);
-        if documents < DETACH_FROM {
-            return change(&mut self.lock());
+    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do. A signal handler that raises
+    /// ends that, and nothing is changed.
+    ///
+    /// # Arguments
+    /// * `new` - pieces that come to those that wait.
+    fn change<T: Send>(&self, py: Python<'_>, new: usize, change: impl FnOnce(&mut Core) -> T + Send) -> PyResult<T> {
+        let _turn = self.take_turn(py)?;
+        let size = self.size(new);
+        if size < DETACH_FROM {
+            return Ok(change(&mut self.lock()));
         }
-        let (result, changed) = self.on_a_copy(py, change);
+        let (result, changed) = self.on_a_copy(py, size, change)?;
         *self.lock() = changed;
-        result
+        Ok(result)
     }
 
-    fn on_a_copy<T: Send>(&self, py: Python<'_>, change: impl FnOnce(&mut Core) -> T + Send) -> (T, Core) {
+    fn on_a_copy<T: Send>(
+        &self,
+        py: Python<'_>,
+        size: usize,
+        change: impl FnOnce(&mut Core) -> T + Send,
+    ) -> PyResult<(T, Core)> {
         let mut copy = self.lock().clone();
-        py.detach(move || {
+        run(py, size, move || {
             let result = change(&mut copy);
             (result, copy)
         })
@@ -108,10 +120,11 @@ impl Packer {
     fn change_within_bounds<T: Send>(
         &self,
         py: Python<'_>,
+        new: usize,
         change: impl FnOnce(&mut Core) -> wlb_core::Result<T> + Send,
     ) -> PyResult<T> {
-        let _turn = self.take_turn(py);
-        let (result, changed) = self.on_a_copy(py, change);
+        let _turn = self.take_turn(py)?;
+        let (result, changed) = self.on_a_copy(py, self.size(new), change)?;
         let result = result.map_err(raise)?;
         if let Some(backlog) = changed.backlog() {
             match self.on_backlog {
@@ -134,16 +147,39 @@ impl Packer {
             && core.pending_tokens().saturating_add(new_tokens) > core.bounds().tokens
     }
 
-    fn take_turn(&self, py: Python<'_>) -> Turn<'_> {
+    /// How much a change has to do, for [`run`]; `new` pieces come to those that wait.
+    fn size(&self, new: usize) -> usize {
+        let core = self.lock();
+        new.saturating_add(core.pending()).saturating_add(core.config().num_micro_batches)
+    }
+
+    fn take_turn(&self, py: Python<'_>) -> PyResult<Turn<'_>> {
         let process = std::process::id();
         loop {
             let holder = self.changing.load(Ordering::Acquire);
             let free = holder != process;
             if free && self.changing.compare_exchange(holder, process, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                return Turn(&self.changing);
+                return Ok(Turn(&self.changing));
             }
+            // The call that holds the turn may be the one that the handler interrupts: it would wait for itself.
+            if handling_signals() {
+                let problem = "a signal handler cannot change the packer while a call that changes it is under way";
+                return Err(PyRuntimeError::new_err(problem));
+            }
+            py.check_signals()?;
             py.detach(|| std::thread::sleep(Duration::from_micros(50)));
         }
+    }
+
+    /// Pieces that these documents become.
+    fn pieces(&self, lengths: &[i32]) -> usize {
+        let core = self.lock();
+        let config = core.config();
+        if config.oversize != Oversize::Split {
+            return lengths.len();
+        }
+        let cuts = |&length: &i32| ((length - 1) / config.max_document_tokens) as usize;
+        lengths.iter().map(cuts).fold(lengths.len(), usize::saturating_add)
     }
 }
 
@@ -245,7 +281,8 @@ impl Packer {
     /// Warns:
     ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
     ///
-    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 new ones on.
+    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
+    /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
     #[pyo3(signature = (lengths, ids = None, *, starts = None, min_step_tokens = None),
            text_signature = "($self, lengths, ids=None, *, starts=None, min_step_tokens=0)")]
     fn push(
@@ -266,9 +303,9 @@ impl Packer {
             core.push_pieces(&Push { ids, starts, min_step_tokens, ..Push::new(&lengths) })
         };
         let plan = if self.is_watched(lengths.iter().map(|&length| i64::from(length)).sum()) {
-            self.change_within_bounds(py, push)
+            self.change_within_bounds(py, self.pieces(&lengths), push)
         } else {
-            self.change(py, lengths.len(), push).map_err(raise)
+            self.change(py, self.pieces(&lengths), push)?.map_err(raise)
         };
         plan.map(|plan| Packing(Arc::new(plan)))
     }
@@ -312,19 +349,17 @@ impl Packer {
     ///
     /// Returns:
     ///     Packing; empty if nothing waits. Its ``assignment`` is empty.
-    fn drain(&self, py: Python<'_>) -> Packing {
-        let pending = self.lock().pending();
-        Packing(Arc::new(self.change(py, pending, Core::drain)))
+    fn drain(&self, py: Python<'_>) -> PyResult<Packing> {
+        Ok(Packing(Arc::new(self.change(py, 0, Core::drain)?)))
     }
 
     /// Empties everything at the end of the stream, in as many global batches as it takes.
     ///
     /// Returns:
     ///     list[Packing]; empty if nothing was pending.
-    fn flush(&self, py: Python<'_>) -> Vec<Packing> {
-        let pending = self.lock().pending();
-        let plans = self.change(py, pending, Core::flush);
-        plans.into_iter().map(|plan| Packing(Arc::new(plan))).collect()
+    fn flush(&self, py: Python<'_>) -> PyResult<Vec<Packing>> {
+        let plans = self.change(py, 0, Core::flush)?;
+        Ok(plans.into_iter().map(|plan| Packing(Arc::new(plan))).collect())
     }
 
     /// Documents (or pieces of split ones) that were pushed and not yet emitted.
@@ -470,7 +505,7 @@ impl Packer {
     #[pyo3(signature = (state, *, allow_config_change = false))]
     fn load_state_dict(&self, py: Python<'_>, state: &Bound<'_, PyAny>, allow_config_change: bool) -> PyResult<()> {
         let json = to_json(state)?;
-        let loaded = self.change(py, 0, |core| core.restore(&json, allow_config_change));
+        let loaded = self.change(py, json.len() / 16, |core| core.restore(&json, allow_config_change))?;
         loaded.map_err(raise)
     }
 
@@ -825,7 +860,7 @@ fn tune_outlier_thresholds(
     let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
     let num_queues = num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?;
     let lengths = read_lengths("lengths", lengths)?;
-    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options));
+    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options))?;
     tuned.map(TuneResult).map_err(raise)
 }
 
@@ -872,7 +907,7 @@ fn tune_delay_price(
         config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
     let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
     let lengths = read_lengths("lengths", lengths)?;
-    run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options)).map(TuneResult).map_err(raise)
+    run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options))?.map(TuneResult).map_err(raise)
 }
 
 fn tune_options(

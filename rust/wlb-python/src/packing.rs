@@ -6,11 +6,12 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
-use wlb_core::packing::{self as core, MAX_MICRO_BATCHES, Method, Piece, stream};
+use wlb_core::packing::{self as core, Leftover, MAX_MICRO_BATCHES, Method, Piece, stream};
 
-use crate::convert::{array, integer, integers, positive, read_lengths, run, size};
+use crate::convert::{array, integer, integers, positive, read_lengths, size};
 use crate::cost::CostModel;
 use crate::error::raise;
+use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Packing>()?;
@@ -37,23 +38,29 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         into ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
 ///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks, so that
 ///         :meth:`Packing.deal` gives all of them as many.
+///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists them: they are in
+///         no micro-batch, and will not be trained unless the caller sees to it.
 ///
 /// Returns:
 ///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
 ///
 /// Raises:
 ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents whole),
-///         an unknown method, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``.
+///         an unknown method, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``. Documents do not
+///         fit: the message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut
+///         documents the least one).
 ///
 /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for "fixed_length".
 /// ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need do.
-/// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents on.
+/// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on. Ctrl-C ends it within half a second.
 #[pyfunction]
 #[pyo3(
     signature = (
-        lengths, *, num_micro_batches, max_tokens, cost_model, method = "var_length", window = None, multiple_of = None
+        lengths, *, num_micro_batches, max_tokens, cost_model, method = "var_length", window = None, multiple_of = None,
+        leftover = "error"
     ),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, method='var_length', window=1, multiple_of=1)"
+    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, method='var_length', window=1, multiple_of=1, \
+                      leftover='error')"
 )]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn pack(
@@ -65,6 +72,7 @@ fn pack(
     method: &str,
     window: Option<&Bound<'_, PyAny>>,
     multiple_of: Option<&Bound<'_, PyAny>>,
+    leftover: &str,
 ) -> PyResult<Packing> {
     let most = MAX_MICRO_BATCHES as i64;
     let whole = num_micro_batches.is_none();
@@ -78,16 +86,18 @@ fn pack(
         max_tokens: positive("max_tokens", max_tokens)?,
         method: method.parse().map_err(raise)?,
         window: window.map_or(Ok(1), |window| size("window", window, 1, most))?,
+        leftover: leftover.parse::<Leftover>().map_err(raise)?,
     };
     let lengths = read_lengths("lengths", lengths)?;
     let cost_model = &cost_model.get().0;
-    let plan = run(py, lengths.len(), || {
+    let micro_batches = options.num_micro_batches.saturating_mul(options.window);
+    let plan = run(py, lengths.len().saturating_add(micro_batches), || {
         if whole {
             core::pack_whole(&lengths, multiple_of, &options, cost_model)
         } else {
             core::pack(&lengths, &options, cost_model)
         }
-    });
+    })?;
     Ok(Packing(Arc::new(plan.map_err(raise)?)))
 }
 
@@ -182,8 +192,8 @@ impl Packing {
         PyArray1::from_slice(py, &self.0.costs)
     }
 
-    /// int64[l]: ids of the documents that did not fit, in the order they were tried. A :class:`Packer` carries them over
-    /// to the next iteration.
+    /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
+    /// ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
     #[getter]
     fn leftover<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
         array(py, ids(&self.0.leftover))
@@ -240,7 +250,7 @@ impl Packing {
         let (window, per_step) = (self.0.window, self.0.num_micro_batches() / self.0.window);
         let dp_size = usize::try_from(value)
             .map_err(|_| raise(wlb_core::Error::Indivisible { argument: "dp_size", value, total: per_step }))?;
-        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(dp_size)).map_err(raise)?;
+        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(dp_size))?.map_err(raise)?;
         let dealt = array(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
         Ok(if window == 1 {
             dealt.reshape([dp_size, per_step / dp_size])?.into_any()

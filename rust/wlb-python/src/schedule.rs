@@ -7,8 +7,9 @@ use wlb_core::Error;
 use wlb_core::schedule::order::{MAX_CELLS, MAX_STAGES};
 use wlb_core::schedule::{self as core, Buffers, Detail, Layout, Pipeline, Record, StepTotals, Summary, Times};
 
-use crate::convert::{DETACH_FROM, array, floats_of_shape, integer, run, size};
+use crate::convert::{array, floats_of_shape, integer, size};
 use crate::error::{raise, refuse, refuse_entry};
+use crate::run::{DETACH_FROM, run};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PipelineTimeline>()?;
@@ -207,7 +208,7 @@ fn simulate_pipeline<'py>(
         let (times, activation) = question.part(0)?;
         Pipeline::new(&question.layout)?.simulate(&times, activation)
     };
-    let timeline = run(py, question.cells(), simulate).map_err(|error| question.raise(error, 0))?;
+    let timeline = run(py, question.cells(), simulate)?.map_err(|error| question.raise(error, 0))?;
     Ok(PipelineTimeline { question, timeline })
 }
 
@@ -266,7 +267,7 @@ fn simulate_steps<'py>(
         };
         (0..question.pipelines()).map(|index| one(index).map_err(|error| (error, index))).collect::<Result<Vec<_>, _>>()
     };
-    let replicas = run(py, question.cells(), simulate).map_err(|(error, part)| question.raise(error, part))?;
+    let replicas = run(py, question.cells(), simulate)?.map_err(|(error, part)| question.raise(error, part))?;
     let totals = replicas.chunks(dp_size).map(StepTotals::new).collect();
     Ok(PipelineSteps { question, replicas, totals })
 }
@@ -320,7 +321,7 @@ fn order_micro_batches<'py>(
     };
     let layout = Layout { num_micro_batches: total / ranks, ..question.layout };
     let place = || core::order_micro_batches(&layout, &question.part(0)?.0, ranks);
-    let order = run(py, DETACH_FROM, place).map_err(|error| question.raise(error, 0))?;
+    let order = run(py, DETACH_FROM, place)?.map_err(|error| question.raise(error, 0))?;
     array(py, order.into_iter().map(|micro_batch| micro_batch as i64).collect()).reshape([ranks, total / ranks])
 }
 

@@ -9,10 +9,11 @@ use wlb_core::cost::Mask;
 use wlb_core::sharding::layout::RankLayout;
 use wlb_core::sharding::{self as core, MAX_CP_SIZE, Remainder, ShardOptions};
 
-use crate::convert::{array, integer, read_lengths, run, size};
+use crate::convert::{array, integer, read_lengths, size};
 use crate::cost::mask;
 use crate::error::raise;
 use crate::kernel::KernelModel;
+use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Shard>()?;
@@ -75,7 +76,7 @@ fn shard(
         let options = asked_for.resolve(&lengths, kernel)?;
         Ok((core::shard(&lengths, &options)?, options))
     };
-    let (plan, options) = run(py, lengths.len(), cut).map_err(raise)?;
+    let (plan, options) = run(py, lengths.len().saturating_mul(asked_for.cp_size), cut)?.map_err(raise)?;
     Ok(Shard { plan: Arc::new(plan), options })
 }
 

@@ -17,6 +17,7 @@
 
 use std::cmp::Ordering;
 
+use crate::interrupt::check;
 use crate::longest_first::longest_first_of;
 
 use super::level::Level;
@@ -43,7 +44,9 @@ const MOST_CUTS: usize = 8;
 /// Most often two or three, since a cut whose bound is above the least loss is not tried, and one that turns out so is given up.
 pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &PackerConfig) -> Placement {
     let search = Search::new(pieces, urgent, iteration, config);
+    check();
     let mut cuts = search.cuts();
+    check();
     let mut best: Option<(Cut, Placement)> = None;
     let mut limit = f64::INFINITY;
     let mut attempt = |cut: Cut, limit: &mut f64| {
@@ -60,8 +63,12 @@ pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config
         attempt(first, &mut limit);
         cuts.retain(|cut| cut.held != first.held && cut.loss <= limit);
     }
+    if cuts.len() >= MOST_CUTS {
+        cuts.select_nth_unstable_by(MOST_CUTS - 1, Cut::compare);
+        cuts.truncate(MOST_CUTS - 1);
+    }
     cuts.sort_unstable_by(Cut::compare);
-    for cut in cuts.into_iter().take(MOST_CUTS - 1) {
+    for cut in cuts {
         if cut.loss > limit {
             break;
         }

@@ -1,5 +1,7 @@
 //! The lightest of many micro-batches, while they change.
 
+use crate::interrupt::Meter;
+
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
 /// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
@@ -10,6 +12,7 @@ pub(crate) struct Ladder {
     rungs: Vec<Rung>,
     /// Where the last search ended.
     finger: u32,
+    meter: Meter,
 }
 
 #[derive(Clone, Copy)]
@@ -27,7 +30,7 @@ impl Ladder {
         rungs.push(Rung { weight: f64::INFINITY, lighter: end, heavier: end });
         let mut order: Vec<u32> = (0..end).collect();
         order.sort_by(|&a, &b| rungs[a as usize].weight.total_cmp(&rungs[b as usize].weight));
-        let mut ladder = Self { rungs, finger: end };
+        let mut ladder = Self { rungs, finger: end, meter: Meter::default() };
         for index in order {
             ladder.insert_below(index, end);
         }
@@ -79,8 +82,10 @@ impl Ladder {
         let mut above = if self.finger == index { heavier } else { self.finger };
         self.rungs[index as usize].weight = weight;
 
+        let mut steps = 1;
         while self.is_below(above, index) {
             above = self.rungs[above as usize].heavier;
+            steps += 1;
         }
         loop {
             let below = self.rungs[above as usize].lighter;
@@ -88,7 +93,9 @@ impl Ladder {
                 break;
             }
             above = below;
+            steps += 1;
         }
+        self.meter.spend(steps);
         self.insert_below(index, above);
         self.finger = index;
     }

@@ -53,6 +53,18 @@ named_choices! {
     }
 }
 
+named_choices! {
+    /// What happens if documents do not fit.
+    #[derive(Default)]
+    Leftover, "leftover" {
+        /// [`Error::LeftOver`], which says what would hold them.
+        #[default]
+        Error = "error",
+        /// They are in [`Packing::leftover`].
+        Return = "return",
+    }
+}
+
 /// How to pack one global batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackOptions {
@@ -64,6 +76,8 @@ pub struct PackOptions {
     pub method: Method,
     /// Global batches that are packed together; other than 1 only with [`Method::FixedLength`].
     pub window: usize,
+    /// What happens if documents do not fit.
+    pub leftover: Leftover,
 }
 
 /// Packs one global batch.
@@ -75,7 +89,7 @@ pub struct PackOptions {
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, [`Error::TooLong`] for a document over `max_tokens` (methods that keep
 /// documents whole), [`Error::Combination`] for a window that the method does not have,
-/// [`Error::InfiniteCost`].
+/// [`Error::InfiniteCost`]; [`Error::LeftOver`] if not everything fits, under [`Leftover::Error`].
 ///
 /// # Complexity
 /// For `n` documents and `N` micro-batches: O(n) for the sort and, on average, a few steps for each document; O(n N) at
@@ -91,24 +105,70 @@ pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) ->
     check_range("window", saturating_i64(window), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
     cost_model.check_finite(lengths)?;
     let num_micro_batches = options.num_micro_batches * window;
-    match method {
-        Method::Original => Ok(original::pack(lengths, num_micro_batches, max_tokens, cost_model)),
+    let packing = match method {
+        Method::Original => original::pack(lengths, num_micro_batches, max_tokens, cost_model),
         Method::FixedLength => {
-            Ok(Packing { window, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) })
+            Packing { window, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) }
         }
         Method::VarLength => {
             check_fit(lengths, max_tokens)?;
-            Ok(var_length::pack(lengths, num_micro_batches, max_tokens, cost_model))
+            var_length::pack(lengths, num_micro_batches, max_tokens, cost_model)
         }
         Method::VarLengthFast => {
             check_fit(lengths, max_tokens)?;
-            Ok(var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model))
+            var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model)
         }
         Method::Refined => {
             check_fit(lengths, max_tokens)?;
-            Ok(refined::pack(lengths, num_micro_batches, max_tokens, cost_model))
+            refined::pack(lengths, num_micro_batches, max_tokens, cost_model)
         }
+    };
+    match first_left_over(&packing) {
+        Some(first) if options.leftover == Leftover::Error => Err(left_over(first, &packing, lengths, options)),
+        _ => Ok(packing),
     }
+}
+
+/// Of what was left over, the document that arrived first.
+fn first_left_over(packing: &Packing) -> Option<usize> {
+    packing.leftover.iter().map(|piece| piece.id as usize).min()
+}
+
+fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackOptions) -> Error {
+    let micro_batches = packing.num_micro_batches();
+    let most = enough_tokens(lengths, micro_batches as u64, options.method);
+    let remedy = match most {
+        // A window needs a number of micro-batches.
+        _ if options.window != 1 => format!("max_tokens={most} holds them all"),
+        ..=MAX_TOKENS => format!("max_tokens={most} or num_micro_batches=None holds them all"),
+        _ => "num_micro_batches=None takes as many as hold them all".to_owned(),
+    };
+    Error::LeftOver {
+        documents: packing.leftover.len(),
+        all: lengths.len(),
+        tokens: packing.leftover.iter().map(|piece| i64::from(piece.length)).sum(),
+        micro_batches,
+        max_tokens: i64::from(options.max_tokens),
+        index,
+        value: i64::from(lengths[index]),
+        remedy,
+    }
+}
+
+/// Tokens of a micro-batch with which nothing is ever left over: the least, where documents are cut.
+///
+/// A document kept whole is left over only if it finds no room where the tokens are fewest: those are at most the mean of
+/// what the others could fill.
+fn enough_tokens(lengths: &Lengths, micro_batches: u64, method: Method) -> i64 {
+    let total = lengths.total() as u64;
+    let enough = match method {
+        Method::Original | Method::FixedLength => total.div_ceil(micro_batches),
+        _ => {
+            let longest = lengths.iter().copied().max().unwrap_or(0) as u64;
+            longest + (total - longest) / micro_batches
+        }
+    };
+    enough as i64
 }
 
 /// Checks the number of micro-batches of a global batch.

@@ -1,6 +1,7 @@
 //! The usual packing, and the baseline: concatenate, cut.
 
 use crate::cost::CostModel;
+use crate::interrupt::Meter;
 
 use super::Method;
 use super::placement::Cuts;
@@ -14,10 +15,12 @@ use super::plan::{Packing, Piece};
 /// O(n log n + N).
 pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
+    let mut meter = Meter::default();
     let (mut micro_batch, mut room) = (0, max_tokens);
     for (id, &length) in lengths.iter().enumerate() {
         let mut piece = Piece { id: id as i64, start: 0, length };
         while piece.length > 0 && micro_batch < num_micro_batches {
+            meter.spend(1);
             let taken = piece.length.min(room);
             cuts.put(micro_batch, Piece { length: taken, ..piece });
             piece = Piece { start: piece.start + taken, length: piece.length - taken, ..piece };

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, named_choices};
+use crate::interrupt::{Meter, check};
 use crate::lengths::{Lengths, MAX_TOKENS};
 use crate::longest_first::longest_first_of;
 
@@ -271,6 +272,8 @@ impl Packer {
     /// [`Error::Mismatch`], [`Error::Combination`], [`Error::Entry`], [`Error::OutOfRange`], [`Error::DuplicateId`]; the
     /// packer is then unchanged.
     ///
+    /// Interrupted ([`crate::interruptible`]), the packer is half changed: push to a copy.
+    ///
     /// # Complexity
     /// As [`super::pack`], for the documents new, carried over and released, or a few times that under
     /// [`Release::Adaptive`]; with `ids`, O(p log p) more for `p` new and
@@ -285,7 +288,9 @@ impl Packer {
         // Which pushed document each new piece is, in listing order; none for a part of one that was cut.
         let mut new_documents = Vec::with_capacity(lengths.len());
         let mut queued_documents = vec![VecDeque::new(); self.queue.levels().len()];
+        let mut meter = Meter::default();
         for (index, &length) in lengths.iter().enumerate() {
+            meter.spend(4);
             let id = ids.map_or_else(|| first_id + index as i64, |ids| ids[index]);
             let start = starts.map_or(0, |starts| starts[index]);
             let limit = self.config.max_document_tokens;
@@ -395,6 +400,7 @@ impl Packer {
             }
         }
 
+        check();
         let (method, placement) = match config.method {
             StreamMethod::VarLength => (Method::VarLength, placement),
             StreamMethod::Refined => {

@@ -1,6 +1,7 @@
 //! Where documents are put while a packing is made.
 
 use crate::cost::CostModel;
+use crate::interrupt::{Meter, parts};
 
 use super::Method;
 use super::plan::{Packing, Piece};
@@ -55,8 +56,10 @@ impl Placement {
         let num_micro_batches = self.tokens.len();
         // One slot more: what is left over (-1) is counted in the first and cut off the front.
         let mut cursors = vec![0_usize; num_micro_batches + 1];
-        for &micro_batch in &self.assignment {
-            cursors[(micro_batch + 1) as usize] += 1;
+        for part in parts(&self.assignment) {
+            for &micro_batch in part {
+                cursors[(micro_batch + 1) as usize] += 1;
+            }
         }
         cursors[0] = 0;
         let mut offsets = Vec::with_capacity(num_micro_batches + 1);
@@ -67,7 +70,9 @@ impl Placement {
             offsets.push(total);
         }
         let mut pieces = vec![Piece { id: 0, start: 0, length: 0 }; total];
+        let mut meter = Meter::default();
         for (index, &micro_batch) in self.assignment.iter().enumerate() {
+            meter.spend(1);
             if micro_batch >= 0 {
                 let cursor = &mut cursors[(micro_batch + 1) as usize];
                 pieces[*cursor] = piece(index);
@@ -127,7 +132,9 @@ impl Cuts {
         let mut largest_cost = 0.0_f64;
         let mut assignment = vec![-1; lengths.len()];
         let mut counts = vec![0_usize; self.tokens.len()];
+        let mut meter = Meter::default();
         for &(micro_batch, piece) in &self.placed {
+            meter.spend(1);
             let cost = cost_model.cost(piece.length);
             costs[micro_batch] += cost;
             largest_cost = largest_cost.max(cost);

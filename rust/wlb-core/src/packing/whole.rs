@@ -3,7 +3,7 @@
 //! Fine-tuning and reinforcement learning have no stream to hold documents back in, and no given number of
 //! micro-batches: memory decides it, and data-parallel ranks must agree on it.
 
-use super::{MAX_MICRO_BATCHES, Method, PackOptions, Packing, pack, saturating_i64};
+use super::{Leftover, MAX_MICRO_BATCHES, Method, PackOptions, Packing, pack, saturating_i64};
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range};
 use crate::lengths::{Lengths, MAX_TOKENS};
@@ -12,7 +12,7 @@ use crate::lengths::{Lengths, MAX_TOKENS};
 ///
 /// # Arguments
 /// * `multiple_of` - the number of micro-batches is a multiple of it: that of the data-parallel ranks.
-/// * `options` - its `num_micro_batches` counts for nothing; its `window` must be 1.
+/// * `options` - its `num_micro_batches` and `leftover` count for nothing; its `window` must be 1.
 ///
 /// # Returns
 /// What [`pack`] gives for that number; it leaves documents over with `multiple_of` fewer, or they are more tokens than
@@ -39,7 +39,8 @@ pub fn pack_whole(
     let pack_into = |multiples: usize| {
         // Too many are refused by `pack`.
         let num_micro_batches = multiples.saturating_mul(multiple_of);
-        pack(lengths, &PackOptions { num_micro_batches, ..options.clone() }, cost_model)
+        let leftover = Leftover::Return;
+        pack(lengths, &PackOptions { num_micro_batches, leftover, ..options.clone() }, cost_model)
     };
     let held = options.max_tokens as u64 * multiple_of as u64;
     let mut least = (lengths.total() as u64).div_ceil(held).max(1) as usize;

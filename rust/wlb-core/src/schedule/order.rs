@@ -1,6 +1,7 @@
 //! Schedules as data: which op after which, on every rank.
 
 use crate::error::{Error, Result, check_range};
+use crate::interrupt::Meter;
 use crate::packing::MAX_MICRO_BATCHES;
 
 use super::Schedule;
@@ -64,7 +65,13 @@ impl Layout {
     /// O(ops), that is O(p v m).
     pub fn orders(&self) -> Result<Vec<Vec<Op>>> {
         self.check()?;
-        Ok((0..self.num_stages).map(|rank| self.order(rank)).collect())
+        let mut meter = Meter::default();
+        let of_rank = |rank| {
+            let ops = self.order(rank);
+            meter.spend(ops.len());
+            ops
+        };
+        Ok((0..self.num_stages).map(of_rank).collect())
     }
 
     /// Stages of the whole model.

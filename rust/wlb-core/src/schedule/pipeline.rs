@@ -1,6 +1,7 @@
 //! The engine: any order of ops, executed as soon as their inputs are there.
 
 use crate::error::{Error, Result, check_range};
+use crate::interrupt::{Meter, parts};
 
 use super::order::{Kind, Layout, MAX_CELLS, MAX_STAGES, Op};
 use super::timeline::{Record, Summary, Timeline};
@@ -35,6 +36,7 @@ pub struct Pipeline {
 /// Room to work in, kept between calls.
 #[derive(Clone, Debug, Default)]
 pub struct Buffers {
+    meter: Meter,
     ends: Vec<f64>,
     clocks: Vec<f64>,
     /// What each op waited for, and the latest op of each rank: places in the sequence as in [`Step`].
@@ -73,6 +75,7 @@ impl Pipeline {
         // Ranks that can go on; which op each of the others waits for.
         let mut ready: Vec<usize> = (0..orders.len()).rev().collect();
         let mut awaited = vec![None; orders.len()];
+        let mut meter = Meter::default();
         while let Some(rank) = ready.pop() {
             while let Some(&op) = orders[rank].get(next[rank]) {
                 let stage = op.stage as usize;
@@ -98,6 +101,7 @@ impl Pipeline {
                     // On its own rank it stands before, and nothing is sent.
                     input = if ranks[from] == rank { NOTHING } else { sender };
                 }
+                meter.spend(1);
                 steps.push(Step { op, rank: rank as u16, input });
                 next[rank] += 1;
                 let place = steps.len() as u32;
@@ -171,7 +175,8 @@ impl Pipeline {
         parts: &mut Vec<f64>,
     ) -> f64 {
         let third = 1.0 / (3 * self.total_stages) as f64;
-        let Buffers { ends, clocks, before, latest } = buffers;
+        buffers.meter.spend(self.steps.len());
+        let Buffers { ends, clocks, before, latest, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
         latest.clear();
@@ -278,7 +283,7 @@ impl Pipeline {
         }
         let mut held = vec![0.0_f64; self.num_ranks];
         let mut peaks = held.clone();
-        for &Step { op, rank, .. } in &self.steps {
+        self.steps().for_each(|&Step { op, rank, .. }| {
             let rank = usize::from(rank);
             let amount = activation.map_or(1.0, |activation| activation[op.micro_batch as usize]);
             match op.kind {
@@ -287,7 +292,7 @@ impl Pipeline {
                 Kind::InputGradient => {}
             }
             peaks[rank] = held[rank].max(peaks[rank]);
-        }
+        });
         Ok(peaks.iter().zip(&self.stages_of_rank).map(|(peak, &stages)| peak / stages.max(1) as f64).collect())
     }
 
@@ -301,6 +306,7 @@ impl Pipeline {
         buffers: &mut Buffers,
         mut visit: impl FnMut(&Step, f64, f64, f64),
     ) -> f64 {
+        buffers.meter.spend(self.steps.len());
         let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
@@ -319,6 +325,12 @@ impl Pipeline {
         clocks.iter().copied().fold(0.0, f64::max)
     }
 
+    /// The sequence, with checks on the way.
+    #[inline]
+    fn steps(&self) -> impl Iterator<Item = &Step> {
+        parts(&self.steps).flatten()
+    }
+
     /// Calls `visit` with every step, the micro-batch it is of, and its part of `seconds`.
     #[inline]
     fn each(
@@ -334,16 +346,12 @@ impl Pipeline {
         let cell = |step: &Step| of(step) * self.total_stages + step.op.stage as usize;
         match detail {
             Detail::MicroBatch => {
-                self.steps
-                    .iter()
-                    .for_each(|step| visit(step, of(step), equal(seconds[of(step)] / parts, step.op.kind)));
+                self.steps().for_each(|step| visit(step, of(step), equal(seconds[of(step)] / parts, step.op.kind)));
             }
             Detail::Stage => {
-                self.steps
-                    .iter()
-                    .for_each(|step| visit(step, of(step), equal(seconds[cell(step)] / 3.0, step.op.kind)));
+                self.steps().for_each(|step| visit(step, of(step), equal(seconds[cell(step)] / 3.0, step.op.kind)));
             }
-            Detail::Pass => self.steps.iter().for_each(|step| {
+            Detail::Pass => self.steps().for_each(|step| {
                 let passes = &seconds[cell(step) * 3..][..3];
                 let duration = match step.op.kind {
                     Kind::Forward => passes[0],
@@ -366,7 +374,9 @@ fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: u
     const COMPLETE: [u8; 2] = [0b0011, 0b1101];
     let mut ranks = vec![usize::MAX; total_stages];
     let mut seen = vec![0_u8; num_micro_batches * total_stages];
+    let mut meter = Meter::default();
     for (rank, ops) in orders.iter().enumerate() {
+        meter.spend(ops.len());
         for (position, op) in ops.iter().enumerate() {
             let wrong = |problem| Err(Error::Order { rank, position, problem });
             let (micro_batch, stage) = (op.micro_batch as usize, op.stage as usize);

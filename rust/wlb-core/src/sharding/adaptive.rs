@@ -6,6 +6,7 @@
 //! [`per_document`] itself. What is left for a threshold is to deal the short ones, whose latency as a whole is known too.
 
 use crate::cost::Passes;
+use crate::interrupt::Meter;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first;
 
@@ -29,6 +30,7 @@ pub(super) fn choose(lengths: &Lengths, cp_size: usize, model: &KernelModel, any
     let mut candidates = Vec::new();
     let (mut long_ticks, mut long_tokens) = (Vec::new(), Vec::new());
     let (mut number, mut next) = (0, 0);
+    let mut meter = Meter::default();
     let mut cursor = per_document::Cursor::new(cp_size);
     for (k, &(length, document)) in order.iter().enumerate() {
         if k == 0 || length < order[k - 1].0 {
@@ -41,6 +43,7 @@ pub(super) fn choose(lengths: &Lengths, cp_size: usize, model: &KernelModel, any
             }
             number += 1;
         }
+        meter.spend(cp_size);
         per_document::cut_document(&mut stopwatch, document, length, cursor.step(length));
     }
     let shortest = order.last().map_or(1, |&(length, _)| i64::from(length));
@@ -74,6 +77,7 @@ pub(super) fn choose(lengths: &Lengths, cp_size: usize, model: &KernelModel, any
                 break;
             }
             hybrid::deal(&mut room, length, |rank, start, taken| {
+                meter.spend(cp_size);
                 let keys = clock.keys(lengths, document, start + taken);
                 let of_segment = if taken == length { whole } else { clock.ticks(taken, keys) };
                 ticks[rank] = ticks[rank].saturating_add(of_segment);

@@ -1,6 +1,7 @@
 //! A shard: which segments of a micro-batch lie on which rank.
 
 use crate::cost::Mask;
+use crate::interrupt::check;
 
 use super::Strategy;
 
@@ -148,6 +149,7 @@ impl Builder {
     /// Brings what was pushed in any order into packed order.
     pub(super) fn sort(&mut self) {
         for segments in &mut self.ranks {
+            check();
             segments.sort_unstable_by_key(|segment| (segment.document, segment.start));
             segments.dedup_by(|later, earlier| {
                 let touches = earlier.document == later.document && earlier.end() == later.start;

@@ -8,7 +8,7 @@ use wlb_core::packing::packer::Packer;
 use wlb_core::packing::{Packing, Piece};
 use wlb_core::sharding::layout::RankLayout;
 use wlb_core::sharding::{Remainder, Segment, Shard, ShardOptions, Strategy, shard};
-use wlb_core::{CostModel, Error, Lengths, Mask, Method, PackOptions, pack};
+use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
 use super::naive;
 
@@ -111,7 +111,11 @@ pub(crate) fn pack_every_way(
 ) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
     let run = |method, window| {
-        let packing = pack(&checked, &PackOptions { num_micro_batches, max_tokens, method, window }, cost)?;
+        let packing = pack(
+            &checked,
+            &PackOptions { num_micro_batches, max_tokens, method, window, leftover: Leftover::Return },
+            cost,
+        )?;
         packing_is_legal(&packing, cost);
         each_token_once(&packing, lengths);
         assert_eq!((packing.method, packing.max_tokens), (Some(method), max_tokens));

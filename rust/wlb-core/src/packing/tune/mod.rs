@@ -8,6 +8,7 @@ use std::cmp::Ordering;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::interrupt::check;
 use crate::lengths::Lengths;
 
 use super::outlier_queue::Release;
@@ -115,6 +116,7 @@ impl Search {
             ..self.config.clone()
         })?;
         for batch in &self.batches {
+            check();
             packer.push(batch, None)?;
         }
         packer.flush();

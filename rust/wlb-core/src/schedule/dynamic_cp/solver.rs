@@ -6,6 +6,7 @@
 //! found in it ([`Halving`]): less to exchange, same time.
 
 use crate::cost::CostModel;
+use crate::interrupt::Meter;
 use crate::lengths::MAX_TOKENS;
 use crate::longest_first::longest_first;
 use crate::packing::ladder::Ladder;
@@ -263,8 +264,10 @@ impl<'a> Blocks<'a> {
         let mut used = vec![0_usize; targets.len()];
         let mut size = problem.largest_group;
         let mut opened = 0;
+        let mut meter = Meter::default();
         for document in &problem.documents {
             // A shorter document never needs more ranks: blocks come in falling sizes, so each is aligned.
+            meter.spend(targets.len());
             size = problem.wanted(&document.load, base, size, full);
             if size <= base {
                 break;
@@ -304,6 +307,7 @@ impl<'a> Blocks<'a> {
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
         let mut by_time = Sizes::new(blocks, over);
         let mut by_room: Option<Ladder> = None;
+        let mut meter = Meter::default();
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about the same. 12, 24 or 48
         // ranks have no more blocks of a size than this.
         let many = if problem.cost.is_free() { 1 } else { targets.len() };
@@ -318,6 +322,7 @@ impl<'a> Blocks<'a> {
             let mut chosen = by_time.lightest(1, |_| true).min_by(lightest)?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
+                meter.spend(targets.len());
                 // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond its target.
                 let found = by_time.lightest(many, |block| fits(&with(&blocks[block])));
                 let all = found.map(|block| (block, with(&blocks[block])));
@@ -366,12 +371,14 @@ impl<'a> Blocks<'a> {
         let mut order: Vec<usize> = (0..blocks.len()).collect();
         order.sort_unstable_by_key(|&block| (blocks[block].micro_batch, blocks[block].first_rank));
         let mut draft = Draft { documents: Vec::with_capacity(documents.len()), ..Draft::default() };
+        let mut meter = Meter::default();
         let mut halving = Halving { problem, scratch: Vec::new() };
         draft.offsets.push(0);
         for (j, &limit) in limits.iter().enumerate() {
             let of_micro_batch = order.partition_point(|&block| (blocks[block].micro_batch as usize) < j)
                 ..order.partition_point(|&block| blocks[block].micro_batch as usize <= j);
             for &index in &order[of_micro_batch] {
+                meter.spend(1 + (starts[index + 1] - starts[index]) as usize);
                 let range = starts[index] as usize..starts[index + 1] as usize;
                 halving.halve(&mut blocks[index], &mut documents[range], limit * SLACK, &mut draft);
             }

@@ -1,0 +1,62 @@
+//! The core at work: without the GIL, and listening to signals.
+
+use std::cell::Cell;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use wlb_core::interruptible;
+
+use crate::error::raise;
+
+/// Pieces of documents, micro-batches and the like from which on the GIL is released: with fewer, the work takes less time
+/// than another thread needs to wake up.
+pub(crate) const DETACH_FROM: usize = 1024;
+
+/// How often a long call looks for signals. Taking the GIL back may mean to wait until another thread lets it go.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+thread_local! {
+    static HANDLING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread runs a signal handler, in the middle of a call of [`run`].
+pub(crate) fn handling_signals() -> bool {
+    HANDLING.get()
+}
+
+/// Runs the core, without the GIL if there is enough to do. Signal handlers run meanwhile; what one of them raises
+/// (`KeyboardInterrupt`) ends the work.
+///
+/// # Arguments
+/// * `size` - how much there is to do: documents and what else takes about as long as one.
+/// * `work` - is left where it is when it is ended, so what it changes has to be its own.
+pub(crate) fn run<T: Send>(py: Python<'_>, size: usize, work: impl FnOnce() -> T + Send) -> PyResult<T> {
+    let raised = Arc::new(Mutex::new(None));
+    let for_check = Arc::clone(&raised);
+    let listening = move || {
+        let last = Cell::new(Instant::now());
+        let check = move || {
+            if last.get().elapsed() < INTERVAL {
+                return false;
+            }
+            let error = Python::attach(|py| {
+                let outer = HANDLING.replace(true);
+                let handled = py.check_signals();
+                HANDLING.set(outer);
+                handled.err()
+            });
+            last.set(Instant::now());
+            let stop = error.is_some();
+            *for_check.lock().unwrap_or_else(PoisonError::into_inner) = error;
+            stop
+        };
+        interruptible(check, AssertUnwindSafe(work))
+    };
+    let done = if size < DETACH_FROM { listening() } else { py.detach(listening) };
+    done.map_err(|error| {
+        let raised = raised.lock().unwrap_or_else(PoisonError::into_inner).take();
+        raised.unwrap_or_else(|| raise(error))
+    })
+}
