@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
+from wlb._seal import seal
 from wlb.torch.attention import max_cp_size
 from wlb.torch.data import (
     IGNORE,
@@ -394,7 +395,7 @@ def test_a_state_needs_what_it_was_saved_of() -> None:
     for other in ({"rank": 1}, {"num_ranks": 2}):
         refusing = alone([DATA[:2]] * 6)
         with pytest.raises(wlb.WlbError, match="was saved with"):
-            refusing.load_state_dict({**state, **other})
+            refusing.load_state_dict(seal({**state, **other}))
         assert refusing.state_dict()["step"] == 0
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wlb
+from wlb._seal import seal
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Piece, Step, StepLoader, collate
 from wlb.torch.data.permutation import Permutation
 
@@ -408,10 +409,13 @@ def test_states_that_do_not_fit_are_named(change: dict[str, Any], message: str) 
     ],
 )
 def test_broken_states_are_named(edit: Any, message: str) -> None:
+    """By its seal; and where that was made to fit, by what is wrong."""
     state = sampler().state_dict()
     edit(state)
-    with pytest.raises(wlb.WlbError, match=message):
+    with pytest.raises(wlb.WlbError, match=r"digest|version|format"):
         sampler().load_state_dict(state)
+    with pytest.raises(wlb.WlbError, match=message):
+        sampler().load_state_dict(seal(state))
 
 
 def test_a_changed_packer_is_accepted_on_request() -> None:

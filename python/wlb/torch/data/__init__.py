@@ -1,14 +1,16 @@
 """Data: which documents a rank trains in every step, and the tensors they become.
 
 Known lengths: `BalancedBatchSampler` in a `DataLoader`, read by `StepLoader`. A stream without an index:
-`BalancedStream`. Both plan with a `wlb.Packer`, give a `Step` at a time and save a state that holds documents, so that
-a run goes on exactly where it stopped, on another number of ranks or workers too.
+`BalancedStream`. Both plan with a `wlb.Packer` and give a `Step` at a time. Every step brings the state to save once it
+is trained, which holds documents, so that a run goes on exactly there, on another number of ranks or workers too; a
+`Ledger` keeps what was trained.
 """
 
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.documents import Document, Documents, Piece
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
+from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -21,6 +23,7 @@ __all__ = [
     "Documents",
     "DynamicCpLoader",
     "DynamicCpStep",
+    "Ledger",
     "PackedBatch",
     "Piece",
     "Step",

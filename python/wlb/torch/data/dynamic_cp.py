@@ -16,16 +16,18 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
+from wlb._seal import Hashed, check_seal
+from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
 from wlb.torch.data.documents import Document, as_arrays, num_labels, whole_number
 from wlb.torch.data.peers import Peers, told
-from wlb.torch.data.state import field, same
-from wlb.torch.data.step import Step
+from wlb.torch.data.state import Link, Progress, Snapshot, field, same
+from wlb.torch.data.step import Step, moved, written
 from wlb.torch.data.thread import Made, StepsAhead
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
-VERSION: Final = 1
+VERSION: Final = 2
 _END = object()
 
 T = TypeVar("T")
@@ -45,6 +47,10 @@ class DynamicCpStep(Generic[T]):
         planning_seconds: What the plan took, in the background.
         stall_seconds: How long this rank waited for the step: what of reading, planning and moving was not hidden
             behind the step before.
+        epoch: Which pass over the documents it belongs to, if `batches` gives a `Step`; else 0.
+        pieces: The documents of groups of which this rank is the first, by the ids of the packer that let them go: each
+            is on one rank's list. None if `batches` does not give a `Step`: their ids may come again.
+        snapshot: Where the loader stands after it: `state`, and its digest.
     """
 
     number: int
@@ -53,6 +59,21 @@ class DynamicCpStep(Generic[T]):
     num_valid_tokens: int
     planning_seconds: float = 0.0
     stall_seconds: float = 0.0
+    epoch: int = 0
+    pieces: Pieces | None = None
+    snapshot: Snapshot | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What to save once this step is trained: its loader, given this state, goes on after this step.
+
+        Whatever was read since. As `Step.state`; the same on every rank if that of `batches` is.
+        """
+        return written(self.snapshot)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DynamicCpStep[T]:
+        """The same with its micro-batches on `device`: how accelerate and Lightning move what a loader gives."""
+        return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
 
 
 class DynamicCpLoader(Generic[T]):
@@ -83,7 +104,8 @@ class DynamicCpLoader(Generic[T]):
     A rank whose iterator ends gives nothing while the others go on; when all have ended, so does the iteration. The
     next one iterates again. A loop that was left goes on in the next one.
 
-    **State.** It stands after the last step given, whatever was read ahead. If `batches` has `state_dict` and
+    **State.** Every step brings the one to save once it is trained (`DynamicCpStep.state`), whatever was read since. If
+    `batches` has `state_dict` and
     `load_state_dict`, it holds that of `batches`, and may be loaded wherever that may: a `StepLoader`'s is the same on
     every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped,
     and may be loaded by this rank of as many only; should `batches` end before, the next step fails.
@@ -123,7 +145,10 @@ class DynamicCpLoader(Generic[T]):
         self._skip = 0  # of them, those that a restored state has read
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        self._steps = StepsAhead(self._make, self._standing(), name="wlb-dynamic-cp", argument="batches")
+        self._item: Step[Any] | None = None  # that was read last, if `batches` gives steps
+        self._link = Link()
+        self._latest = self._standing()  # after the step that was made last
+        self._steps = StepsAhead(self._make, self._latest, name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
 
     def __iter__(self) -> Iterator[DynamicCpStep[T]]:
@@ -150,30 +175,42 @@ class DynamicCpLoader(Generic[T]):
             raise error("batches", "has no metrics", value=self._batches)
         return metrics
 
+    def describe(self) -> dict[str, Any]:
+        """What a ledger has to know of the documents. Plain JSON values."""
+        if hasattr(self._batches, "describe"):
+            about: dict[str, Any] = self._batches.describe()
+            return about
+        return {"documents": None, "tokens": None, "fingerprint": None, "longest": None, "num_epochs": None}
+
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step begins. Plain JSON values, if those of `batches` are."""
-        standing = self._steps.standing
-        source = {"step": standing.number, "read": standing.read, "batches": standing.batches}
-        return {"format": FORMAT, "version": VERSION, **source, **self._reader()}
+        """Where this loader stands: after the last step that it *gave*. Plain JSON values, if those of `batches` are.
+
+        A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
+        instead.
+        """
+        return copy.deepcopy(self._steps.standing.snapshot.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the saved one stood. No communication; before the first step.
 
         Raises:
-            wlb.WlbError: The state was not saved here, or for a `batches` without state on another rank or number of
-                ranks, or `batches` refuses its part.
+            wlb.WlbError: The state was changed after it was saved, or was not saved here, or for a `batches` without
+                state on another rank or number of ranks, or `batches` refuses its part.
         """
         if self._steps.begun:
             raise error("state", "is loaded after a step; load it into a new loader", value=self._number)
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
+        check_seal(state)
         number, read, batches = field(state, "step", int), field(state, "read", int), field(state, "batches", object)
         if self._stateful != (batches is not None):
             raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
         same(state, self._reader(), "this loader")
+        link = Link.of(state)
         if self._stateful:
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
-        self._steps.standing = self._standing()
+        self._link = link
+        self._steps.standing = self._latest = self._standing()
 
     def close(self) -> None:
         """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
@@ -187,9 +224,17 @@ class DynamicCpLoader(Generic[T]):
     # In the thread.
 
     def _standing(self) -> _Standing:
-        batches = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
         metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
-        return _Standing(self._number, self._read, batches, metrics)
+        known = {"format": FORMAT, "version": VERSION, "step": self._number, "read": self._read, **self._reader()}
+        within = self._item.snapshot if self._stateful and self._item is not None else None
+        if within is not None:
+            known = self._link.sealed({**known, "batches": Hashed(within.digest)})
+            snapshot = Snapshot(known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)})
+        else:
+            known["batches"] = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
+            known = self._link.sealed(known)
+            snapshot = Snapshot.of(known, Progress())
+        return _Standing(self._number, snapshot, Link.after(known), metrics)
 
     def _make(self) -> Made[DynamicCpStep[T], _Standing]:
         while True:
@@ -197,21 +242,47 @@ class DynamicCpLoader(Generic[T]):
             if len(table.lengths):
                 break
             if table.ended:
-                self._iterator, self._read, self._ended = None, 0, False
-                return self._peers.finished(lambda: Made(None, self._standing()))
+                self._iterator, self._read, self._ended, self._item = None, 0, False, None
+                return self._peers.finished(self._end)
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
         def finish() -> Made[DynamicCpStep[T], _Standing]:
             micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
-            step = DynamicCpStep(self._number, plan, micro_batches, max(1, table.num_valid_tokens), seconds)
-            self._number += 1
-            return Made(step, self._standing())
+            number, epoch = self._number, 0 if self._item is None else self._item.epoch
+            self._number, self._link = number + 1, self._latest.link
+            self._latest = self._standing()
+            step = DynamicCpStep(
+                number,
+                plan,
+                micro_batches,
+                max(1, table.num_valid_tokens),
+                seconds,
+                epoch=epoch,
+                pieces=self._pieces(plan, table),
+                snapshot=self._latest.snapshot,
+            )
+            return Made(step, self._latest)
 
         return self._peers.finished(finish)
 
-    def _read_share(self) -> list[Document]:
-        """This rank's documents of the next step; none once it has ended."""
+    def _end(self) -> Made[DynamicCpStep[T], _Standing]:
+        """After the last step of the iteration."""
+        head = self._latest.link.previous
+        self._link = Link(head, head)
+        self._latest = self._standing()
+        return Made(None, self._latest)
+
+    def _pieces(self, plan: wlb.DynamicCpPlan, table: _Table) -> Pieces | None:
+        """The documents of groups of which this rank is the first."""
+        if (table.names < 0).any():
+            return None
+        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+        rows = [group.document_ids for group in groups if group.first_rank == self._peers.rank]
+        return Pieces.of(*([column[row] for row in rows] for column in (table.names, table.starts, table.lengths)))
+
+    def _read_share(self) -> tuple[list[Document], list[int]]:
+        """This rank's documents of the next step, none once it has ended; and a packer's ids of them, or -1."""
         if self._iterator is None:
             self._iterator = iter(self._batches)
             for already in range(self._skip):
@@ -221,26 +292,32 @@ class DynamicCpLoader(Generic[T]):
         batch: Any = _END if self._ended else next(self._iterator, _END)
         if batch is _END:
             self._ended = True
-            return []
+            return [], []
         self._read += 1
-        if isinstance(batch, Step):
-            batch = [document for documents in batch.micro_batches for document in documents]
-        return [_checked(document, index) for index, document in enumerate(batch)]
+        self._item = batch if isinstance(batch, Step) else None
+        names = None
+        if self._item is not None:
+            names = self._item.pieces.ids.tolist()
+            batch = [document for documents in self._item.micro_batches for document in documents]
+        documents = [_checked(document, index) for index, document in enumerate(batch)]
+        return documents, names or [-1] * len(documents)
 
     def _gather(self) -> tuple[list[Document], _Table]:
         """This rank's documents, and what is known of all ranks'."""
         documents: list[Document] = []
+        names: list[int] = []
         failure: Exception | None = None
         try:
-            documents = self._read_share()
+            documents, names = self._read_share()
         except Exception as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         # All fit: `_checked` looked.
-        rows = np.array([(d.tokens.size, d.id, d.start, num_labels(d)) for d in documents], np.int64)
+        named = zip(documents, names, strict=True)
+        rows = np.array([(d.tokens.size, d.id, d.start, num_labels(d), name) for d, name in named], np.int64)
         part = {
             "failure": told(failure),
             "agreement": self._number,
-            "rows": rows.reshape(-1, 4),
+            "rows": rows.reshape(-1, 5),
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
@@ -358,18 +435,18 @@ def _checked(document: Document | Any, index: int) -> Document:
 
 @dataclass(frozen=True, eq=False)
 class _Standing:
-    """Where the loader stands: what a state holds.
+    """Where the loader stands after a step.
 
     Attributes:
         number: Steps so far.
-        read: Items that this rank has read in this iteration.
-        batches: The state of `batches`, None if it keeps none.
+        snapshot: The state.
+        link: The place of the next state in the chain.
         metrics: Those of `batches`, None if it has none.
     """
 
     number: int
-    read: int
-    batches: Any
+    snapshot: Snapshot
+    link: Link
     metrics: wlb.PackerMetrics | None
 
 
@@ -379,6 +456,8 @@ class _Table:
 
     Attributes:
         lengths: int64 [documents], tokens of each.
+        starts: int64 [documents], where each begins in the document that it is a piece of.
+        names: int64 [documents], a packer's ids; -1 where there is none.
         ids: int64 [documents]; of bare tokens, their place among all that were read for the step.
         labels: int64 [documents]: how many of its tokens predict what counts.
         ranks: int64 [documents]: who read it.
@@ -387,6 +466,8 @@ class _Table:
     """
 
     lengths: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    names: NDArray[np.int64]
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     ranks: NDArray[np.int64]
@@ -395,14 +476,15 @@ class _Table:
 
     @classmethod
     def of(cls, parts: list[NDArray[np.int64]], *, ended: bool) -> _Table:
-        """From what each rank tells: length, id, start, labels; int64 [documents of the rank, 4]."""
+        """From what each rank tells: length, id, start, labels, name; int64 [documents of the rank, 5]."""
         counts = [len(part) for part in parts]
-        lengths, ids, starts, labels = np.concatenate(parts).T
+        lengths, ids, starts, labels, names = np.concatenate(parts).T
         ids = np.where(ids < 0, np.arange(ids.size), ids)
         order = np.lexsort((starts, ids))
         ranks = np.repeat(np.arange(len(parts)), counts)
         positions = np.concatenate([np.arange(count) for count in counts])
-        return cls(lengths[order], ids[order], labels[order], ranks[order], positions[order], ended)
+        of_read = (lengths[order], starts[order], names[order], ids[order], labels[order])
+        return cls(*of_read, ranks[order], positions[order], ended)
 
     @property
     def num_valid_tokens(self) -> int:

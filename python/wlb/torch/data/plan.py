@@ -12,12 +12,13 @@ from numpy.typing import ArrayLike, NDArray
 
 import wlb
 from wlb._errors import check_integer, error
+from wlb._seal import check_seal
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.permutation import Permutation
-from wlb.torch.data.state import field, same
+from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 
 FORMAT: Final = "wlb.batch_sampler"
-VERSION: Final = 1
+VERSION: Final = 2
 _CHUNK = 1 << 20  # lengths looked at together where all of them are
 
 
@@ -117,6 +118,8 @@ class Planner:
         self._packer = StepPacker(packer)
         self._position = 0
         self._guess = 64
+        self._link = Link()
+        self._saved: dict[str, Any] | None = None  # the state here, once it was asked for
         self.epoch = 0
         self.step = 0
 
@@ -132,7 +135,7 @@ class Planner:
     def copy(self) -> Planner:
         """One that goes on from here on its own."""
         result = Planner(self._order, self._config)
-        result.load_state_dict(self.state_dict())
+        result._restore(self._state())
         return result
 
     @property
@@ -148,6 +151,7 @@ class Planner:
         Nothing new enters while a whole global batch is carried over: documents of many batches each, split, would
         else arrive faster than they can be trained.
         """
+        link = Link.after(self._state())
         total = self._order.corpus.lengths.size
         if self._position == total:
             packing = self._packer.drain()
@@ -159,6 +163,7 @@ class Planner:
             self._position += documents.size
             self._guess = documents.size + documents.size // 4 + 1
         self.step += 1
+        self._link, self._saved = link, None
         return packing
 
     def total_steps(self) -> int:
@@ -190,41 +195,70 @@ class Planner:
         if epoch < self.epoch and self.pending:
             message = f"= {epoch}: epoch {self.epoch} is reached, {self.pending} documents of it or before still wait"
             raise error("epoch", message, value=epoch)
-        self.epoch, self._position = epoch, 0
+        self._link = Link.moved(self._state())
+        self.epoch, self._position, self._saved = epoch, 0, None
+
+    def describe(self) -> dict[str, Any]:
+        """What a ledger has to know of the documents. Plain JSON values."""
+        order = self._order
+        return {**self._lengths(), "longest": order.longest, "num_epochs": order.num_epochs}
+
+    def snapshot(self) -> Snapshot:
+        """The state, to be written out later; it does not change when the planner goes on."""
+        state = self._state()
+        return Snapshot.of(state, Progress.of(self._position, state["packer"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; O(documents that wait)."""
-        order = self._order
+        return self.snapshot().state
+
+    def _lengths(self) -> dict[str, Any]:
+        corpus = self._order.corpus
         return {
-            "format": FORMAT,
-            "version": VERSION,
-            "lengths": {
-                "documents": int(order.corpus.lengths.size),
-                "tokens": order.corpus.tokens,
-                "fingerprint": order.corpus.fingerprint,
-            },
-            "shuffle": order.shuffle,
-            "seed": order.seed,
-            "epoch": self.epoch,
-            "position": self._position,
-            "step": self.step,
-            "micro_batches": 0,
-            **self._packer.state_dict(),
+            "documents": int(corpus.lengths.size),
+            "tokens": corpus.tokens,
+            "fingerprint": corpus.fingerprint,
         }
+
+    def _state(self) -> dict[str, Any]:
+        """The state as it is kept here: taken once, not to be changed."""
+        if self._saved is None:
+            self._saved = self._link.sealed(
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "lengths": self._lengths(),
+                    "shuffle": self._order.shuffle,
+                    "seed": self._order.seed,
+                    "epoch": self.epoch,
+                    "position": self._position,
+                    "step": self.step,
+                    "micro_batches": 0,
+                    **self._packer.state_dict(),
+                }
+            )
+        return self._saved
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved one stood; on an error nothing has changed.
 
         Raises:
-            wlb.WlbError: The state is of other documents, another order, or another packer configuration.
+            wlb.WlbError: The state was changed after it was saved, or is of other documents, another order, or another
+                packer configuration.
         """
-        current = self.state_dict()
-        same(state, {name: current[name] for name in ("format", "version")}, "this version of wlb")
-        same(field(state, "lengths", dict), current["lengths"], "this corpus")
-        same(state, {name: current[name] for name in ("shuffle", "seed")}, "this sampler")
-        position, epoch, step = (field(state, name, int) for name in ("position", "epoch", "step"))
+        same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
+        check_seal(state)
+        same(field(state, "lengths", dict), self._lengths(), "this corpus")
+        same(state, {"shuffle": self._order.shuffle, "seed": self._order.seed}, "this sampler")
+        position = field(state, "position", int)
         if position > self._order.corpus.lengths.size:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
-        packer = StepPacker(self._config)
+        self._restore(state, allow_config_change=allow_config_change)
+
+    def _restore(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
+        """Stands where `state` does, which has been checked but for its packer."""
+        position, epoch, step = (field(state, name, int) for name in ("position", "epoch", "step"))
+        packer, link = StepPacker(self._config), Link.of(state)
         packer.load_state_dict(state, allow_config_change=allow_config_change)
         self._packer, self._position, self.epoch, self.step = packer, position, epoch, step
+        self._link, self._saved = link, None

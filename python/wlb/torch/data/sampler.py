@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch.utils.data import Sampler
 
 import wlb
 from wlb._errors import check_integer, error
+from wlb._seal import seal
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.plan import Corpus, Order, Planner
-from wlb.torch.data.state import field
+from wlb.torch.data.state import Link, field
 
 
 class BalancedBatchSampler(Sampler[list["int | Piece"]]):
@@ -27,9 +29,10 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
     is trained in the next, and after epoch `num_epochs - 1` (and any later one) all that wait are drained in further
     steps: then every document was trained once an epoch.
 
-    The state holds documents, not shards. Read through `StepLoader` it is tied to consumed steps; that is the way to
-    save it with a plain `DataLoader`. `state_dict` here stands after the last micro-batch *yielded*: right without
-    workers, and what a `StatefulDataLoader` asks for, which keeps track of its workers by itself.
+    The state holds documents, not shards. Read through `StepLoader`, every step brings its own: `step.state` is what to
+    save once that step is trained, with a plain `DataLoader` and whatever fetches steps ahead. `state_dict` here stands
+    after the last micro-batch *yielded*: right only where nothing is fetched ahead, and what a `StatefulDataLoader`
+    asks for, which keeps track of its workers by itself.
 
     Memory: the lengths, as given (not copied; a memory map stays one), and what waits in the packer. A shuffled order
     is computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint them.
@@ -90,7 +93,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._start = self._origin = Planner(order, packer)
         self._skip = 0
         self._followed = False  # whether a StepLoader tells where the next one begins
-        self._yielded = (self._start.state_dict(), 0)
+        self._yielded = (self._start.snapshot(), 0)
 
     @property
     def epoch(self) -> int:
@@ -132,8 +135,13 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the order, the position in it, and the documents that wait."""
-        state, yielded = self._yielded
-        return {**state, "micro_batches": yielded, "dp_size": self._dp_size} if yielded else state
+        snapshot, yielded = self._yielded
+        state = copy.deepcopy(snapshot.state)
+        if not yielded:
+            return state
+        inside = {"micro_batches": yielded, "dp_size": self._dp_size}
+        # No step left this one: whoever goes on from it takes up the chain where the last step ended.
+        return seal({**state, **inside, "previous": Link.after(state).previous, "moved": True})
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Makes the next iteration go on where the saved one stood. On an error nothing has changed.
@@ -142,8 +150,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         middle of a step. `tokens_per_batch` and `num_epochs` may change too.
 
         Raises:
-            wlb.WlbError: The state is of other lengths, of another order, of another packer configuration
-                (`allow_config_change` accepts that), or was not saved here.
+            wlb.WlbError: The state was changed after it was saved, or is of other lengths, of another order, of another
+                packer configuration (`allow_config_change` accepts that), or was not saved here.
         """
         planner = self._start.copy()
         planner.load_state_dict(state, allow_config_change=allow_config_change)
@@ -173,6 +181,10 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """For `StepLoader`: the next iteration begins where `planner` stands, which moves no more."""
         self._start = planner
 
+    def describe(self) -> dict[str, Any]:
+        """What a ledger has to know of the documents. Plain JSON values."""
+        return self._start.describe()
+
     def share(self, packing: wlb.Packing) -> NDArray[np.int64]:
         """int64 [num_micro_batches_per_rank]: the micro-batches of a plan that are this rank's, in schedule order."""
         mine: NDArray[np.int64] = packing.deal(self._dp_size)[self._dp_rank]
@@ -180,13 +192,13 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
 
     def _begin(self, planner: Planner, skip: int) -> None:
         self._start, self._skip = planner, skip
-        self._yielded = (planner.state_dict(), skip)
+        self._yielded = (planner.snapshot(), skip)
 
     def _micro_batches(self, planner: Planner, skip: int) -> Iterator[list[int | Piece]]:
-        before = planner.state_dict()
+        before = planner.snapshot()
         while not planner.ended:
             packing = planner.next_step()
-            after = planner.state_dict()
+            after = planner.snapshot()
             for done, index in enumerate(self.share(packing).tolist(), start=1):
                 if done > skip:
                     last = done == self.num_micro_batches_per_rank

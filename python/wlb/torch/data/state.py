@@ -1,11 +1,15 @@
-"""Saved states, looked at before they are trusted."""
+"""Saved states: what they hold is looked at before it is trusted, and each names the one before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from wlb._errors import error
+from wlb._seal import seal
 
 T = TypeVar("T")
 
@@ -36,3 +40,107 @@ def same(state: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> N
         found = field(state, name, object)
         if found != value:
             raise error("state", f"was saved with {name} = {found!r}; {where} has {value!r}", value=found)
+
+
+# --- the chain -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """A state's place in the chain in which each names the one that the step before it left.
+
+    A state that no step left, but a change of epoch, of configuration or an interruption inside a step, says that it
+    has "moved", and names the state of the last step: so the chain of steps does not depend on what was saved between.
+
+    Attributes:
+        previous: Digest of the state before the last step; None before the first.
+        head: Digest of the state that the last step left; None: that is the state sealed here.
+    """
+
+    previous: str | None = None
+    head: str | None = None
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Link:
+        """That of a saved state whose seal has been checked."""
+        previous = field(state, "previous", object)
+        if previous is not None:
+            previous = field(state, "previous", str)
+        return cls(previous, previous if field(state, "moved", bool) else field(state, "digest", str))
+
+    def sealed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state with its place and its digest."""
+        linked = seal({**state, "previous": self.previous, "moved": False})
+        if self.head not in (None, linked["digest"]):
+            linked = seal({**state, "previous": self.head, "moved": True})
+        return linked
+
+    @staticmethod
+    def after(state: Mapping[str, Any]) -> Link:
+        """That of the state which the next step leaves, after the one that stands at `state`."""
+        return Link(previous=state["previous"] if state["moved"] else state["digest"])
+
+    @staticmethod
+    def moved(state: Mapping[str, Any]) -> Link:
+        """That of a state which follows from `state` without a step."""
+        head = Link.after(state).previous
+        return Link(head, head)
+
+
+# --- the state that travels with a step ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is after a step, on all ranks together.
+
+    Attributes:
+        documents: Those read of this epoch; of a stream all that were read. None: not known.
+        pieces: Pieces of documents that were read and wait.
+        tokens: Their tokens.
+    """
+
+    documents: int | None = None
+    pieces: int | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, documents: int, packer: Mapping[str, Any]) -> Progress:
+        """From a packer's state; O(pieces that wait)."""
+        waiting = [packer["carried"]["lengths"], *(level["lengths"] for level in packer["queues"])]
+        return cls(documents, sum(map(len, waiting)), sum(map(sum, waiting)))
+
+
+class Snapshot:
+    """A state that was taken, and is written out only if it is asked for.
+
+    Attributes:
+        digest: The state's.
+        previous: Digest of the state before the step that it was taken after.
+        progress: How far the run is.
+    """
+
+    def __init__(self, state: Mapping[str, Any], progress: Progress, write: Callable[[], dict[str, Any]]) -> None:
+        """Of a sealed state, or what of it `write` completes."""
+        self.digest: str = state["digest"]
+        self.previous: str | None = state["previous"]
+        self.progress = progress
+        self._write: Callable[[], dict[str, Any]] | None = write
+
+    @functools.cached_property
+    def state(self) -> dict[str, Any]:
+        """Plain JSON values; the caller's own."""
+        assert self._write is not None
+        state = self._write()
+        self._write = None
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker sends its step with the state written out: what would write it stays behind.
+        state = self.state
+        return {**vars(self), "state": state, "_write": None}
+
+    @classmethod
+    def of(cls, state: dict[str, Any], progress: Progress) -> Snapshot:
+        """Of a sealed state that others go on reading."""
+        return cls(state, progress, lambda: copy.deepcopy(state))

@@ -6,18 +6,21 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import error
+from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.plan import Planner
 from wlb.torch.data.sampler import BalancedBatchSampler
+from wlb.torch.data.state import Snapshot
 from wlb.torch.data.thread import beside
 
 T = TypeVar("T")
@@ -35,6 +38,7 @@ class Step(Generic[T]):
         indices: int64 [micro-batches of this rank]: which of the plan's they are.
         micro_batches: In that order, which suits a pipeline: the lightest at both ends.
         planning_seconds: What the plan took.
+        snapshot: Where its loader stands after it: `state`, and its digest. None if the loader has no states.
     """
 
     number: int
@@ -43,21 +47,71 @@ class Step(Generic[T]):
     indices: NDArray[np.int64]
     micro_batches: list[T]
     planning_seconds: float = 0.0
+    snapshot: Snapshot | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What to save once this step is trained: its loader, given this state, goes on after this step.
+
+        Whatever was fetched since. Plain JSON values, the same on every rank, read without communication. Written out
+        when it is first asked for: O(documents that wait), and of a `BalancedStream` their tokens.
+
+        Raises:
+            wlb.WlbError: The loader that made the step has no states.
+        """
+        return written(self.snapshot)
+
+    @property
+    def pieces(self) -> Pieces:
+        """What this rank trains of which documents, by the packer's own ids."""
+        mine = [self.packing[index] for index in self.indices.tolist()]
+        return Pieces.of(
+            [part.document_ids for part in mine], [part.starts for part in mine], [part.lengths for part in mine]
+        )
+
+    @property
+    def plan(self) -> wlb.Packing:
+        """The packing, by the name that it has in a `DynamicCpStep`."""
+        return self.packing
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Step[T]:
+        """The same with its micro-batches on `device`: how accelerate and Lightning move what a loader gives."""
+        return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
+
+
+def written(snapshot: Snapshot | None) -> dict[str, Any]:
+    """The state of a step.
+
+    Raises:
+        wlb.WlbError: It has none.
+    """
+    if snapshot is None:
+        raise error("step", "has no state: its loader keeps none")
+    return snapshot.state
+
+
+def moved(batch: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+    """What can be moved of a micro-batch, on `device`; other things stay what they are."""
+    if isinstance(batch, Mapping) and not hasattr(batch, "to"):
+        return {name: moved(value, device, non_blocking) for name, value in batch.items()}
+    return batch.to(device, non_blocking=non_blocking) if hasattr(batch, "to") else batch
 
 
 class StepLoader(Generic[T]):
     """Reads a loader step by step, and knows what was consumed.
 
-    One iteration is the rest of one epoch. `state_dict` stands after the last step given, whatever the loader's workers
-    have prefetched; it is the same on every rank, and it may be loaded under any number of workers, data-parallel and
-    context-parallel ranks. A loop that is left early goes on there in the next one. The next step is fetched from the
-    workers while this one runs.
+    One iteration is the rest of one epoch. A loop that is left early goes on there in the next one. The next step is
+    fetched from the workers while this one runs.
+
+    Every step brings the state to save once it is trained, whatever has been fetched since: by the loader's workers, or
+    by what stands between this loader and the training loop. It is the same on every rank, and may be loaded under any
+    number of workers, data-parallel and context-parallel ranks.
 
         loader = StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=..., num_workers=1))
         while sampler.epoch < sampler.num_epochs:
             for step in loader:
                 ...
-                torch.save(loader.state_dict(), path)
+                torch.save(step.state, path)  # loader.load_state_dict(...) goes on after this step
 
     Args:
         loader: A `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
@@ -99,7 +153,8 @@ class StepLoader(Generic[T]):
                 _check(batch, packing[index], following)
             if self._prepare is not None:
                 micro_batches = [self._prepare(batch) for batch in micro_batches]
-            return Step(planner.step, planner.epoch, packing, indices, micro_batches, seconds), following
+            step = Step(planner.step, planner.epoch, packing, indices, micro_batches, seconds, following.snapshot())
+            return step, following
 
         # What workers send must still be fetched from them, which takes time that a step would wait.
         with beside("wlb-step-loader") if self._read_ahead else nullcontext() as reader:
@@ -119,16 +174,29 @@ class StepLoader(Generic[T]):
         """Of every step."""
         return self._sampler.num_micro_batches_per_rank
 
+    def describe(self) -> dict[str, Any]:
+        """What a ledger has to know of the documents. Plain JSON values."""
+        return self._sampler.describe()
+
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay of the consumed steps."""
         return self._sampler.planner.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: where the next step begins, and the documents that wait."""
+        """Where this loader stands: after the last step that it *gave*. Plain JSON values.
+
+        A step too far wherever something fetches ahead of training: a loader that accelerate has prepared, Lightning's
+        Trainer and a thread of one's own do; saved here, the step that they hold would never be trained. Save the
+        `state` of the step that was trained instead. Right between two iterations, and in a plain loop over this
+        loader.
+        """
         return self._sampler.planner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
-        """As `BalancedBatchSampler.load_state_dict`; the next iteration begins there."""
+        """As `BalancedBatchSampler.load_state_dict`; the next iteration begins there.
+
+        Takes the `state` of a step, or what `state_dict` gave.
+        """
         self._sampler.load_state_dict(state, allow_config_change=allow_config_change)
 
 

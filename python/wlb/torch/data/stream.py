@@ -15,16 +15,17 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
+from wlb._seal import Hashed, check_seal
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.peers import Peers, told
 from wlb.torch.data.sampler import batch_tokens
-from wlb.torch.data.state import field, same
+from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step
 from wlb.torch.data.thread import Made, StepsAhead
 
 FORMAT: Final = "wlb.balanced_stream"
-VERSION: Final = 1
+VERSION: Final = 2
 _END = object()
 
 T = TypeVar("T")
@@ -33,12 +34,17 @@ T = TypeVar("T")
 class BalancedStream(Generic[T]):
     """An iterator of steps over streams of documents, read by the ranks of a data-parallel group together.
 
-    In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and only the
-    documents that another rank trains move there, once, when they are due; those that the packer holds back stay where
-    they were read. When a stream ends the others fill its share; after the last, what waits is drained.
+    In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
+    that another rank trains move there. Those that the packer holds back go to all ranks, once, and are there when they
+    are due: so each rank knows by itself all that a state holds. When a stream ends the others fill its share; after
+    the last, what waits is drained.
 
     What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
     micro-batches. For that take more streams than ranks (files, say).
+
+    **State.** Every step brings the state to save once it is trained (`Step.state`), whatever was read since. It is the
+    same on every rank, and any rank may read it alone, without communication. It holds where every stream stands, and
+    the documents that wait with their tokens, in the smallest type that holds them.
 
     A thread reads, plans, moves and collates a step while the one before is trained, over a process group of its own.
     It belongs in the main process, not in a loader's workers. A stream may itself be a loader with workers, but it may
@@ -93,9 +99,11 @@ class BalancedStream(Generic[T]):
         self._streams = [_Stream(stream) for stream in streams]
         self._packer = StepPacker(packer)
         self._waiting: dict[int, _Waiting] = {}
+        self._link = Link()
         self._next_id = 0
         self._number = 0  # of the step that is made next
-        self._steps = StepsAhead(self._make, self._standing(), name="wlb-balanced-stream", argument="streams")
+        self._latest = self._standing()  # after the step that was made last
+        self._steps = StepsAhead(self._make, self._latest, name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
 
     def __iter__(self) -> Iterator[Step[T]]:
@@ -114,72 +122,50 @@ class BalancedStream(Generic[T]):
             raise StopIteration
         return step
 
+    @property
+    def num_micro_batches_per_rank(self) -> int:
+        """Of every step."""
+        return self._config.num_micro_batches // self._size
+
+    def describe(self) -> dict[str, Any]:
+        """What a ledger has to know of the documents: how many there are is not known. Plain JSON values."""
+        return {"documents": None, "tokens": None, "fingerprint": None, "longest": self._longest, "num_epochs": None}
+
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay, up to the last step given."""
         return self._steps.standing.metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step begins, with the tokens of documents that wait; the same on every rank.
+        """Where this stream stands: after the last step that it *gave*, also where what follows has failed.
 
-        It stands after the last step given, whatever was read ahead, also where what follows has failed. A collective:
-        all ranks of the group call it, after as many steps. Plain JSON values, but for what streams save of themselves.
-
-        Raises:
-            wlb.WlbError: It is closed.
+        A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
+        instead. The same on every rank; no communication. Plain JSON values, but for what streams save of themselves.
         """
-        standing = self._steps.standing
-        mine = {
-            "streams": standing.streams,
-            "waiting": {
-                id: {"tokens": _text(waiting.document.tokens), "labels": _text(waiting.document.labels)}
-                for id, waiting in standing.waiting.items()
-                if waiting.document is not None
-            },
-        }
-        parts = self._steps.after(lambda: self._peers.gather(mine))
-        streams = {number: state for part in parts for number, state in part["streams"].items()}
-        texts = {id: saved for part in parts for id, saved in part["waiting"].items()}
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "num_streams": len(self._streams),
-            "step": standing.number,
-            "next_id": standing.next_id,
-            "streams": [streams[number] for number in range(len(self._streams))],
-            "waiting": [
-                {"id": id, "stream": waiting.stream, "left": waiting.left, **texts[id]}
-                for id, waiting in standing.waiting.items()
-            ],
-            **standing.packer,
-        }
+        return copy.deepcopy(self._steps.standing.snapshot.state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved one stood, on any number of ranks. No communication; before the first step.
 
         Raises:
-            wlb.WlbError: The state is of another number of streams or another packer configuration, or was not saved
-                here.
+            wlb.WlbError: The state was changed after it was saved, or is of another number of streams or another packer
+                configuration, or was not saved here.
         """
         if self._steps.begun:
             number = self._steps.standing.number
             raise error("state", f"is loaded after {number} steps; load it into a new stream", value=number)
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
+        check_seal(state)
         same(state, {"num_streams": len(self._streams)}, "this one")
         packer = StepPacker(self._config)
         packer.load_state_dict(state, allow_config_change=allow_config_change)
         saved_streams = zip(self._streams, field(state, "streams", list), strict=True)
         streams = [stream.restored(saved) for stream, saved in saved_streams]
-        waiting = {}
-        for saved in field(state, "waiting", list):
-            number = field(saved, "stream", int)
-            id, tokens, labels = field(saved, "id", int), _tokens(field(saved, "tokens", str)), None
-            if field(saved, "labels", object) is not None:
-                labels = _tokens(field(saved, "labels", str))
-            kept = Document(tokens, id, labels=labels) if number % self._size == self._rank else None
-            waiting[id] = _Waiting(number, tokens.size, labels is not None, field(saved, "left", int), kept)
-        self._number, self._next_id = field(state, "step", int), field(state, "next_id", int)
+        saved_documents = field(state, "waiting", list)
+        waiting = {field(saved, "id", int): _Waiting.of(saved, len(streams)) for saved in saved_documents}
+        number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
+        self._number, self._next_id, self._link = number, next_id, link
         self._packer, self._streams, self._waiting = packer, streams, waiting
-        self._steps.standing = self._standing()
+        self._steps.standing = self._latest = self._standing()
 
     def close(self) -> None:
         """Waits for what the thread does with the other ranks, and destroys its process group."""
@@ -189,22 +175,45 @@ class BalancedStream(Generic[T]):
     # In the thread.
 
     def _standing(self) -> _Standing:
-        streams = {number: stream.state_dict() for number, stream in self._own_streams()}
-        packer, metrics = self._packer.state_dict(), self._packer.metrics()
-        return _Standing(self._number, self._next_id, streams, dict(self._waiting), packer, metrics)
+        waiting = dict(self._waiting)
+        known = {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_streams": len(self._streams),
+            "step": self._number,
+            "next_id": self._next_id,
+            "streams": [stream.state_dict() for stream in self._streams],
+            "waiting": [
+                {"id": id, "stream": document.stream, "left": document.left, **(document.hashes or {})}
+                for id, document in waiting.items()
+            ],
+            **self._packer.state_dict(),
+        }
+        known = self._link.sealed(known)
+
+        def write() -> dict[str, Any]:
+            state = copy.deepcopy(known)
+            for record, document in zip(state["waiting"], waiting.values(), strict=True):
+                record.update(document.texts())
+            return state
+
+        snapshot = Snapshot(known, Progress.of(self._next_id, known["packer"]), write)
+        return _Standing(self._number, snapshot, Link.after(known), self._packer.metrics())
 
     def _make(self) -> Made[Step[T], _Standing]:
         packing = self._plan()
         if packing is None:
-            return self._peers.finished(lambda: Made(None, self._standing()))
+            return Made(None, self._latest)
         deal = packing.deal(self._size)
         documents = self._exchange(packing, deal)
 
         def finish() -> Made[Step[T], _Standing]:
             micro_batches = [self._collate(part) for part in documents]
-            step = Step(self._number, 0, packing, deal[self._rank], micro_batches)
-            self._number += 1
-            return Made(step, self._standing())
+            number = self._number
+            self._number, self._link = number + 1, self._latest.link
+            self._latest = self._standing()
+            step = Step(number, 0, packing, deal[self._rank], micro_batches, snapshot=self._latest.snapshot)
+            return Made(step, self._latest)
 
         return self._peers.finished(finish)
 
@@ -226,14 +235,16 @@ class BalancedStream(Generic[T]):
         return self._packer.drain() if self._packer.pending else None
 
     def _read(self) -> list[_Waiting]:
-        """New documents of all streams, with the tokens of those read here."""
+        """New documents of all streams, with the tokens of those read here; and where all streams stand."""
         live = sum(not stream.ended for stream in self._streams)
         share = max(1, self._tokens_per_batch // live)
         read: dict[int, list[Document]] = {}
+        states: dict[int, dict[str, Any]] = {}
         failure: Exception | None = None
         try:
             for number, stream in self._own_streams():
                 read[number] = stream.read(share, number)
+            states = {number: stream.state_dict() for number, stream in self._own_streams()}
         except Exception as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         parts = self._peers.gather(
@@ -250,7 +261,7 @@ class BalancedStream(Generic[T]):
                     number: [(document.tokens.size, document.labels is not None) for document in documents]
                     for number, documents in read.items()
                 },
-                "ended": {number: stream.ended for number, stream in self._own_streams()},
+                "streams": states,
             }
         )
         what = "packer, tokens_per_batch, number of streams or step"
@@ -259,66 +270,76 @@ class BalancedStream(Generic[T]):
         new = []
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
-            stream.ended = part["ended"][number]
+            stream.stands(part["streams"][number])
             for at, (length, labelled) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
-                new.append(_Waiting(number, length, labelled, left, read[number][at] if number in read else None))
+                new.append(_Waiting(number, length, labelled, left, read[number][at] if number in read else None, None))
         return new
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
-        """The documents of this rank's micro-batches, fetched from where they were read."""
+        """The documents of this rank's micro-batches. Those read for this step that still wait go to all ranks."""
+        before = dict(self._waiting)
+        for id, length in (
+            (id, length) for part in packing for id, length in zip(*_ids_and_lengths(part), strict=True)
+        ):
+            waiting = self._waiting.pop(id)
+            if waiting.left > length:
+                self._waiting[id] = replace(waiting, left=waiting.left - length)
         incoming: list[list[int]] = [[] for _ in range(self._size)]  # sizes, by source
         outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # tokens (and labels), by destination
-        expected: list[list[Document | _Coming]] = []
+
+        staying = sorted(id for id, waiting in self._waiting.items() if waiting.hashes is None)
+        for id in staying:
+            waiting = self._waiting[id]
+            if waiting.document is None:
+                incoming[waiting.stream % self._size] += [waiting.length] * (1 + waiting.labelled)
+                self.tokens_moved += waiting.length
+            else:
+                for destination in range(self._size):
+                    if destination != self._rank:
+                        outgoing[destination] += _rows(waiting.document)
+
+        everywhere = {id for id, waiting in before.items() if waiting.hashes is not None}.union(staying)
+        expected: list[list[tuple[int, int, int]]] = []  # id, start, length of each piece
         for destination, index in ((rank, index) for rank, row in enumerate(deal.tolist()) for index in row):
             part = packing[index]
-            rows = zip(part.document_ids.tolist(), part.starts.tolist(), part.lengths.tolist(), strict=True)
-            here: list[Document | _Coming] = []
-            for id, start, length in rows:
-                waiting = self._waiting.pop(id)
-                if waiting.left > length:
-                    self._waiting[id] = replace(waiting, left=waiting.left - length)
-                source = waiting.stream % self._size
+            pieces = list(zip(part.document_ids.tolist(), part.starts.tolist(), part.lengths.tolist(), strict=True))
+            if destination == self._rank:
+                expected.append(pieces)
+            for id, start, length in pieces:
+                waiting = before[id]
+                if id in everywhere or waiting.stream % self._size == destination:
+                    continue
                 # What follows goes with a piece: its last token predicts that.
                 size = min(length + 1, waiting.length - start)
-                if (document := waiting.document) is not None:
-                    if destination == self._rank:
-                        here.append(cut(replace(document, id=id), start, length))
-                    else:
-                        for row in (document.tokens, document.labels):
-                            if row is not None:
-                                outgoing[destination].append(row[start : start + size])
+                if waiting.document is not None:
+                    outgoing[destination] += [row[start : start + size] for row in _rows(waiting.document)]
                 elif destination == self._rank:
-                    incoming[source] += [size] * (1 + waiting.labelled)
+                    incoming[waiting.stream % self._size] += [size] * (1 + waiting.labelled)
                     self.tokens_moved += size
-                    here.append(_Coming(source, id, start, length, waiting.labelled))
-            if destination == self._rank:
-                expected.append(here)
+
         arrived = self._peers.all_to_all(outgoing, incoming)
-        return [
-            [row if isinstance(row, Document) else row.received(arrived[row.source]) for row in here]
-            for here in expected
-        ]
+        for id in staying:
+            waiting = self._waiting[id]
+            document = waiting.document or waiting.received(arrived)
+            self._waiting[id] = before[id] = waiting.kept(document)
+        return [[before[id].piece(id, start, length, arrived) for id, start, length in pieces] for pieces in expected]
 
 
 @dataclass(frozen=True, eq=False)
 class _Standing:
-    """Where the stream stands: what a state holds.
+    """Where the stream stands after a step.
 
     Attributes:
         number: Steps so far.
-        next_id: Documents read so far, on all ranks.
-        streams: The states of those that this rank reads.
-        waiting: Documents that wait, by id.
-        packer: The packer's state.
+        snapshot: The state.
+        link: The place of the next state in the chain.
         metrics: The packer's.
     """
 
     number: int
-    next_id: int
-    streams: dict[int, dict[str, Any]]
-    waiting: dict[int, _Waiting]
-    packer: dict[str, Any]
+    snapshot: Snapshot
+    link: Link
     metrics: wlb.PackerMetrics
 
 
@@ -331,7 +352,8 @@ class _Waiting:
         length: All its tokens.
         labelled: Whether it brings labels.
         left: Tokens that the plan has not yet given out.
-        document: Of arrays, under any name; on the rank that reads the stream.
+        document: Of arrays, under any name; None if another rank has read it in this step.
+        hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
     """
 
     stream: int
@@ -339,22 +361,53 @@ class _Waiting:
     labelled: bool
     left: int
     document: Document | None
+    hashes: dict[str, Hashed | None] | None
+
+    def received(self, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
+        """From the rank that reads the stream."""
+        source = arrived[self.stream % len(arrived)]
+        tokens = next(source)
+        return Document(tokens, 0, labels=next(source) if self.labelled else None)
+
+    def piece(self, id: int, start: int, length: int, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
+        """A part of it, from the rank that read it if it is not here."""
+        if self.document is not None:
+            return cut(replace(self.document, id=id), start, length)
+        return cut(replace(self.received(arrived), id=id, start=start), 0, length)
+
+    def kept(self, document: Document) -> _Waiting:
+        """The same as all ranks keep it: in little space, and without what it was cut from."""
+        labels = None if document.labels is None else _compact(document.labels)
+        kept = replace(self, document=Document(_compact(document.tokens), 0, labels=labels))
+        hashes = {name: None if text is None else Hashed.of(text) for name, text in kept.texts().items()}
+        return replace(kept, hashes=hashes)
+
+    def texts(self) -> dict[str, str | None]:
+        """Tokens and labels, in a state."""
+        assert self.document is not None
+        labels = self.document.labels
+        return {"tokens": _text(self.document.tokens), "labels": None if labels is None else _text(labels)}
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], num_streams: int) -> _Waiting:
+        """As it stands in a state."""
+        tokens, labels = _tokens(field(saved, "tokens", str)), None
+        if field(saved, "labels", object) is not None:
+            labels = _tokens(field(saved, "labels", str))
+        stream, left = field(saved, "stream", int), field(saved, "left", int)
+        if stream >= num_streams or not 0 < left <= tokens.size or (labels is not None and labels.size != tokens.size):
+            raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
+        waiting = cls(stream, tokens.size, labels is not None, left, None, None)
+        return waiting.kept(Document(tokens, 0, labels=labels))
 
 
-@dataclass(frozen=True)
-class _Coming:
-    """A piece that another rank sends."""
+def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:
+    return part.document_ids.tolist(), part.lengths.tolist()
 
-    source: int
-    id: int
-    start: int
-    length: int
-    labelled: bool
 
-    def received(self, arrived: Iterator[NDArray[np.int64]]) -> Document:
-        tokens = next(arrived)
-        sent = Document(tokens, self.id, self.start, labels=next(arrived) if self.labelled else None)
-        return cut(sent, 0, self.length)
+def _rows(document: Document) -> list[NDArray[Any]]:
+    """Its tokens, and its labels if it has some."""
+    return [row for row in (document.tokens, document.labels) if row is not None]
 
 
 class _Stream:
@@ -386,19 +439,22 @@ class _Stream:
             documents.append(as_arrays(document, self._read, f"streams[{number}]"))
             self._read += 1
             self._credit -= documents[-1].tokens.size
+        if all(hasattr(self._documents, f"{verb}state_dict") for verb in ("", "load_")):
+            self._saved = copy.deepcopy(self._documents.state_dict())
         return documents
 
     def state_dict(self) -> dict[str, Any]:
-        own = self._saved
-        if self._iterator is not None and all(hasattr(self._documents, f"{verb}state_dict") for verb in ("", "load_")):
-            own = copy.deepcopy(self._documents.state_dict())
-        return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": own}
+        return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": self._saved}
+
+    def stands(self, state: Mapping[str, Any]) -> None:
+        """Where it stands, as the rank says that reads it."""
+        self._read, self._credit = field(state, "read", int), field(state, "credit", int)
+        self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
 
     def restored(self, state: Mapping[str, Any]) -> _Stream:
         """The same stream where the state was saved."""
         result = _Stream(self._documents)
-        result._read, result._credit = field(state, "read", int), field(state, "credit", int)
-        result.ended, result._saved = field(state, "ended", bool), field(state, "own", object)
+        result.stands(state)
         return result
 
     def _open(self) -> Iterator[Any]:
@@ -413,9 +469,32 @@ class _Stream:
         return iterator
 
 
-def _text(numbers: NDArray[Any] | None) -> str | None:
-    return None if numbers is None else base64.b64encode(numbers.astype("<i8").tobytes()).decode()
+# --- tokens in a state -----------------------------------------------------------------------------------------------
+
+_DTYPES: Final = ("u1", "u2", "i2", "u4", "i4", "i8")
 
 
-def _tokens(text: str) -> NDArray[np.int64]:
-    return np.frombuffer(base64.b64decode(text), "<i8").astype(np.int64)
+def _compact(numbers: NDArray[Any]) -> NDArray[Any]:
+    """A copy in the smallest type that holds them: what every rank keeps, and a state holds."""
+    least, most = int(numbers.min()), int(numbers.max())
+    limits = ((dtype, np.iinfo(dtype)) for dtype in _DTYPES)
+    smallest = next(dtype for dtype, limit in limits if limit.min <= least and most <= limit.max)
+    return np.array(numbers, f"<{smallest}")
+
+
+def _text(numbers: NDArray[Any]) -> str:
+    """`type:base64`, such as `u2:...` for 16 bits without a sign."""
+    return f"{numbers.dtype.str[1:]}:{base64.b64encode(numbers.tobytes()).decode()}"
+
+
+def _tokens(text: str) -> NDArray[Any]:
+    dtype, _, encoded = text.partition(":")
+    try:
+        if dtype not in _DTYPES:
+            raise ValueError
+        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), f"<{dtype}")
+    except ValueError:
+        numbers = np.empty(0, np.int64)
+    if not numbers.size:
+        raise error("state", f"has tokens {text[:20]!r}..., which are none", value=text[:20])
+    return numbers

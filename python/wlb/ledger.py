@@ -1,0 +1,192 @@
+"""What a run trained, a line for each step, and the proof from these lines that every document was trained once.
+
+A ledger is a folder with one file for each data-parallel rank, `ledger-00000.jsonl` and so on, which
+`wlb.torch.Ledger` writes while it trains. A line is a JSON object with a hash of itself: the beginning of a run or of
+its continuation (which rank of how many this is, the documents that there are), or a step that was trained (its plan,
+the state that it left and the one before it, and the pieces of documents that this rank trained). After a crash the run
+goes on from a checkpoint; the lines of the steps that are trained anew supersede the ones before.
+
+`audit` reads them all: is the chain of states unbroken, did all ranks train the same plan, and was every token of every
+document trained once an epoch?
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FORMAT: Final = "wlb.ledger"
+VERSION: Final = 1
+_COLUMNS: Final = 3  # of pieces: ids, starts, lengths
+_NAMED = 5  # documents that a finding names
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Parts of documents: int64 [pieces] each.
+
+    Attributes:
+        ids: The documents, by the packer's ids: document i of epoch e is `e * documents + i`; of a stream, the running
+            number in which it was read.
+        starts: Where the piece begins in its document, in tokens.
+        lengths: Its tokens.
+    """
+
+    ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, ids: Iterable[ArrayLike], starts: Iterable[ArrayLike], lengths: Iterable[ArrayLike]) -> Pieces:
+        """All pieces of several micro-batches."""
+        empty = np.empty(0, np.int64)
+        columns = [np.concatenate([empty, *map(np.asarray, column)]) for column in (ids, starts, lengths)]
+        return cls(*(column.astype(np.int64) for column in columns))
+
+    @property
+    def tokens(self) -> int:
+        """Of all pieces."""
+        return int(self.lengths.sum())
+
+    def encode(self) -> str:
+        """As text, a few bytes a piece; sorted by document and start. O(pieces log pieces)."""
+        order = np.lexsort((self.starts, self.ids))
+        columns = [np.diff(self.ids[order], prepend=0), self.starts[order], self.lengths[order]]
+        small = [column.astype(_smallest(column)) for column in columns]
+        data = zlib.compress(b"".join(column.tobytes() for column in small))
+        return ":".join(
+            [str(self.ids.size), *(column.dtype.str[1:] for column in small), base64.b64encode(data).decode()]
+        )
+
+    @classmethod
+    def decode(cls, text: str) -> Pieces:
+        """What `encode` gave.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        count, *dtypes, encoded = text.split(":")
+        data, columns, at = zlib.decompress(base64.b64decode(encoded, validate=True)), [], 0
+        if len(dtypes) != _COLUMNS or any(dtype not in _UNSIGNED for dtype in dtypes):
+            raise ValueError(f"has columns {dtypes}")
+        for dtype in dtypes:
+            columns.append(np.frombuffer(data, f"<{dtype}", int(count), at).astype(np.int64))
+            at += int(count) * int(dtype[1:])
+        return cls(np.cumsum(columns[0]), columns[1], columns[2])
+
+
+_UNSIGNED: Final = ("u1", "u2", "u4", "u8")
+
+
+def _smallest(values: NDArray[np.int64]) -> str:
+    largest = int(values.max(initial=0))
+    return next(f"<{dtype}" for dtype in _UNSIGNED if largest <= np.iinfo(dtype).max)
+
+
+def ledger_file(folder: Path, dp_rank: int) -> Path:
+    """Where a rank writes."""
+    return folder / f"ledger-{dp_rank:05d}.jsonl"
+
+
+def as_line(content: Mapping[str, Any]) -> str:
+    """One line, with a hash of it."""
+    return json.dumps({**content, "check": _check(content)}, separators=(",", ":")) + "\n"
+
+
+def _check(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+# --- the proof -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that does not hold.
+
+    Attributes:
+        text: What.
+        step: The first step in which it shows; None: it shows only in all of them together.
+        rank: The data-parallel rank, if it is one rank's doing.
+        documents: Documents that it is about, the first few: (epoch, document).
+    """
+
+    text: str
+    step: int | None = None
+    rank: int | None = None
+    documents: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        """One line: where, and what."""
+        where = [f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None]
+        return f"{', '.join(where)}: {self.text}" if where else self.text
+
+
+@dataclass(frozen=True)
+class EpochAudit:
+    """What was trained of one epoch.
+
+    Attributes:
+        epoch: Its number; 0 for a stream.
+        read: Documents that were read of it; None if the ledger does not know.
+        trained: Documents of which every piece that there is was trained, once.
+        waiting: Documents that were read and not yet trained, or not all of them.
+        tokens: Tokens trained.
+    """
+
+    epoch: int
+    read: int | None
+    trained: int
+    waiting: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The answer of `audit`.
+
+    Attributes:
+        findings: What does not hold, in the order of steps; empty: the run is sound.
+        first_step: Number of the first step in the ledger.
+        num_steps: Steps that are proved, one after the other from there: all before the first finding.
+        state: Digest of the state after the last of them. From it, or from one before it, the run goes on soundly.
+        epochs: What was trained of each epoch, up to there.
+        superseded: Lines of steps that a continuation trained anew.
+        proof: What the completeness of documents rests on, in words.
+    """
+
+    findings: tuple[Finding, ...]
+    first_step: int
+    num_steps: int
+    state: str | None
+    epochs: tuple[EpochAudit, ...]
+    superseded: int
+    proof: str
+
+    @property
+    def sound(self) -> bool:
+        """Whether everything holds."""
+        return not self.findings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "sound": self.sound,
+            "findings": [{**vars(finding), "documents": list(finding.documents)} for finding in self.findings],
+            "first_step": self.first_step,
+            "num_steps": self.num_steps,
+            "state": self.state,
+            "epochs": [vars(epoch) for epoch in self.epochs],
+            "superseded": self.superseded,
+            "proof": self.proof,
+        }

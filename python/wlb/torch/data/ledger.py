@@ -1,0 +1,128 @@
+"""A line for every step that was trained, from which `wlb audit` proves what a run trained."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import wlb
+from wlb._errors import check_integer, error
+from wlb.ledger import FORMAT, VERSION, Pieces, as_line, ledger_file
+from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.state import Snapshot
+
+
+class _Source(Protocol):
+    def describe(self) -> dict[str, Any]: ...
+
+
+class _Step(Protocol):
+    """A `Step` or a `DynamicCpStep`."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def plan(self) -> wlb.Packing | wlb.DynamicCpPlan: ...
+    @property
+    def micro_batches(self) -> list[Any]: ...
+    @property
+    def snapshot(self) -> Snapshot | None: ...
+    @property
+    def pieces(self) -> Pieces | None: ...
+
+
+class Ledger:
+    """Writes what this rank trained, step by step, into a file of its own in `folder`.
+
+        ledger = Ledger(run / "ledger", dp_rank=dp_rank, dp_size=dp_size, source=loader)
+        for step in loader:
+            ...
+            optimizer.step()
+            ledger.record(step)
+
+    `wlb audit run` then proves that every document was trained once an epoch, or tells where that ends.
+
+    One rank of each data-parallel rank's pipeline, context and tensor-parallel ranks writes: they train the same
+    documents. Under a `DynamicCpLoader` every rank of its group does, and `dp_rank` is the rank in that group.
+
+    A run that goes on from a checkpoint makes a new one on the same folder, on the same or another number of ranks; it
+    need not be told. The first step that it records says from which state the run went on, and lines of that step and
+    later ones, written before the crash, no longer count.
+
+    A line is in the hands of the operating system before `record` returns: it survives the death of the process. One
+    that was cut off in the middle is passed over by the audit.
+
+    Args:
+        folder: Made if it is not there. Shared by all ranks, or gathered before the audit.
+        dp_rank: This data-parallel rank.
+        dp_size: Data-parallel ranks.
+        source: The loader that gives the steps: a `StepLoader`, `BalancedStream` or `DynamicCpLoader`.
+
+    Attributes:
+        path: The file.
+
+    Raises:
+        wlb.WlbError: A rank makes no sense.
+        OSError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, dp_rank: int, dp_size: int, source: _Source) -> None:
+        check_integer("dp_size", dp_size, minimum=1)
+        check_integer("dp_rank", dp_rank, minimum=0, maximum=dp_size - 1)
+        self._about = {"dp_rank": int(dp_rank), "dp_size": int(dp_size), **source.describe()}
+        self._last: int | None = None
+        self.path = ledger_file(Path(folder), dp_rank)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def record(self, step: _Step) -> None:
+        """Appends the line of a step. Call it once the optimizer has taken the step, for every step that was given.
+
+        O(documents of this rank); no communication.
+
+        Raises:
+            wlb.WlbError: A step was left out: its documents were lost, or trained and not recorded. Or the loader that
+                made it keeps no states.
+            OSError: The file cannot be written.
+        """
+        lines = ""
+        snapshot, pieces = step.snapshot, step.pieces
+        if snapshot is None:
+            raise error("step", "has no state: its loader keeps none", value=step.number)
+        if self._last is None or step.number <= self._last:
+            begins = {"step": step.number, "previous": snapshot.previous}
+            lines = as_line({"format": FORMAT, "version": VERSION, **begins, **self._about})
+        elif step.number != self._last + 1:
+            message = f"{step.number} comes after {self._last}: record every step, also one in which nothing is learnt"
+            raise error("step", message, value=step.number)
+        progress = snapshot.progress
+        packed = all(isinstance(batch, PackedBatch) for batch in step.micro_batches)
+        lines += as_line(
+            {
+                "step": step.number,
+                "epoch": step.epoch,
+                "plan": step.plan.digest(),
+                "previous": snapshot.previous,
+                "state": snapshot.digest,
+                "read": progress.documents,
+                "waiting": [progress.pieces, progress.tokens],
+                "tokens": None if pieces is None else pieces.tokens,
+                "labels": sum(batch.num_valid_tokens for batch in step.micro_batches) if packed else None,
+                "pieces": None if pieces is None else pieces.encode(),
+            }
+        )
+        self._append(lines)
+        self._last = step.number
+
+    def _append(self, lines: str) -> None:
+        with self.path.open("ab+", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:
+                file.seek(end - 1)
+                if file.read(1) != b"\n":  # killed in the middle of a line, or the disk was full
+                    lines = "\n" + lines
+            data = lines.encode()
+            if file.write(data) != len(data):
+                raise OSError(f"{self.path}: a line could not be written whole")
