@@ -54,6 +54,7 @@ from wlb.torch.data import (
     Documents,
     DynamicCpLoader,
     DynamicCpStep,
+    Ledger,
     PackedBatch,
     Step,
     StepLoader,
@@ -143,21 +144,24 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     group_of = context_groups(settings, mesh)
 
     done = resume(settings, stages, optimizers, loader)
+    ledger = build_ledger(settings, loader, mesh)
     schedule = partial(learning_rate, settings)
     report = Report(settings, config, is_main=dist.get_rank() == 0)
     waiting = time.perf_counter()
     while done < settings.steps:
         for step in loader:
             arrived = time.perf_counter()
-            check_agreement(plan_of(step), step=step.number, device=device)
+            check_agreement(step.plan, step=step.number, device=device)
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = schedule(done)
             learnt = train_step(settings, step, stages, optimizers, group_of, mesh, device)
             done += 1
+            if ledger is not None:
+                ledger.record(step)
             now = time.perf_counter()
             report.step(done, step, learnt, stall=arrived - waiting, seconds=now - waiting, loader=loader)
             if settings.checkpoint_dir and (done % settings.checkpoint_every == 0 or done == settings.steps):
-                state = state_of(done, stages, optimizers, loader.state_dict())
+                state = state_of(done, stages, optimizers, state_after(step, loader))
                 checkpoints.save(settings.checkpoint_dir, done, state, keep=settings.keep)
             if done == settings.steps:
                 break
@@ -387,6 +391,22 @@ def build_model(
     return stages, optimizers
 
 
+def build_ledger(settings: Settings, loader: Any, mesh: DeviceMesh) -> Ledger | None:
+    """Beside the checkpoints, a line for each step, so that `wlb audit` can prove what the run trained.
+
+    Of the ranks that train the same documents one writes: the first of its pipeline and of its tensor and, where the
+    plan does not choose them, context-parallel ranks.
+    """
+    readers = data_and_context(mesh) if settings.plan == "dynamic_cp" else mesh["dp"]
+    alike = ["pp", "tp"] if settings.plan == "dynamic_cp" else ["pp", "tp", "cp"]
+    if settings.checkpoint_dir is None or settings.method != "wlb":
+        return None
+    if any(mesh[name].get_local_rank() > 0 for name in alike):
+        return None
+    folder = settings.checkpoint_dir / "ledger"
+    return Ledger(folder, dp_rank=readers.get_local_rank(), dp_size=readers.size(), source=loader)
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +421,11 @@ def state_of(
         model |= get_model_state_dict(stage.submod)
         optimizer |= get_optimizer_state_dict(stage.submod, stage_optimizer, options=flat)
     return {"model": model, "optimizer": optimizer, "data": json.dumps(data), "done": done}
+
+
+def state_after(step: AnyStep, loader: Any) -> dict[str, Any]:
+    """Where to go on once `step` is trained, whatever was fetched since; the baselines fetch nothing ahead."""
+    return loader.state_dict() if isinstance(loader, BaselineLoader) else step.state
 
 
 def resume(
@@ -432,11 +457,6 @@ def resume(
 # --- what a person sees ----------------------------------------------------------------------------------------------
 
 
-def plan_of(step: AnyStep) -> AnyPlan:
-    """What all ranks must agree on."""
-    return step.plan if isinstance(step, DynamicCpStep) else step.packing
-
-
 def balance_of(plan: AnyPlan) -> tuple[list[int], float]:
     """Lengths of the documents of a step, and its largest over its mean work: of micro-batches, or of ranks."""
     if isinstance(plan, wlb.DynamicCpPlan):
@@ -446,12 +466,11 @@ def balance_of(plan: AnyPlan) -> tuple[list[int], float]:
     return [int(length) for micro_batch in plan for length in micro_batch.lengths], plan.imbalance
 
 
-def waiting_of(loader: Any) -> dict[str, Any]:
+def waiting_of(step: AnyStep, loader: Any) -> dict[str, Any]:
     """How long documents waited so far, in iterations, and the tokens that wait now; the baselines let nothing wait."""
     if isinstance(loader, BaselineLoader):
         return {"delay_mean": 0.0, "delay_max": 0, "pending_tokens": 0}
-    metrics = loader.metrics()
-    pending = getattr(metrics, "pending_tokens", 0)
+    metrics, pending = loader.metrics(), step.snapshot.progress.tokens
     return {"delay_mean": metrics.delay_mean, "delay_max": metrics.delay_max, "pending_tokens": pending}
 
 
@@ -475,8 +494,7 @@ class Report:
         """One line: what was learnt, how fast, how balanced it was and what waits. Without a label nothing was."""
         if not self.is_main:
             return
-        plan = plan_of(step)
-        lengths, imbalance = balance_of(plan)
+        lengths, imbalance = balance_of(step.plan)
         loss, norm = learnt or (None, None)
         row: dict[str, Any] = {
             "step": done,
@@ -489,10 +507,10 @@ class Report:
             "micro_batches": len(step.micro_batches),
             "micro_batch_tokens": [int(batch.shard.lengths.sum()) for batch in step.micro_batches],
             "imbalance": imbalance,
-            **waiting_of(loader),
+            **waiting_of(step, loader),
             "data_stall_ms": 1e3 * stall,
             "plan_ms": 1e3 * step.planning_seconds,
-            "digest": plan.digest(),
+            "digest": step.plan.digest(),
         }
         if self.peak is not None:
             flops = model_flops(lengths, **self.config.shape())

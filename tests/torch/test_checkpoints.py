@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_costs_no_more_than_itself(tmp_path: Path, capfd: p
     settings = replace(SETTINGS, **small, steps=5, checkpoint_every=2, checkpoint_dir=tmp_path / "run")
     processes.run(2, run, replace(settings, metrics_file=tmp_path / "log.jsonl"))
     whole = rows(tmp_path / "log.jsonl")
-    assert names(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000005"]
+    assert names(tmp_path / "run") == ["ledger", "step-00000002", "step-00000004", "step-00000005"]
     damage(tmp_path / "run" / "step-00000005")
     damage(tmp_path / "run" / "step-00000004")
     capfd.readouterr()
