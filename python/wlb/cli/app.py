@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import wlb
+from wlb.cli.audit import audit
 from wlb.cli.console import CliError, readable
 from wlb.cli.demo import demo
 from wlb.cli.options import as_options
@@ -50,10 +51,11 @@ app.command()(profile)
 app.command()(tune)
 app.command()(simulate)
 app.command()(reproduce)
+app.command()(audit)
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs the command and exits: 0 done, 2 wrong input (one line on stderr, no traceback)."""
+    """Runs the command and exits: 0 done, 1 what was audited does not hold, 2 wrong input (one line on stderr)."""
     try:
         app(args=list(argv), prog_name="wlb", obj=[readable(word) for word in argv])
     except wlb.WlbError as error:

@@ -1,0 +1,93 @@
+"""`wlb audit`: what a run trained, proved from its ledger."""
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import CliError, counted, results
+from wlb.cli.tables import Table
+from wlb.ledger import Audit
+from wlb.ledger import audit as audit_ledger
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ledger, or with one in RUN/ledger.")],
+    state: Annotated[
+        Path | None,
+        typer.Option(help="A state that the run saved, as JSON: proves everything up to it, what waits included."),
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Lengths of all documents, .npy: proves the end of every document.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Proves from a run's ledger that every document was trained once an epoch.
+
+    Or names the first step and rank that diverge, and the documents that are missing or were trained twice. The ledger
+    is what `wlb.torch.Ledger` writes, a line a step and rank. After a crash: from which state on the run is sound.
+    Exits with 1 if something does not hold.
+    """
+    folder = next((place for place in (run, run / "ledger") if (place / "ledger-00000.jsonl").exists()), run)
+    found = audit_ledger(
+        folder,
+        state=None if state is None else _read_state(state),
+        lengths=None if lengths is None else _read_lengths(lengths),
+    )
+    if json:
+        print(jsonlib.dumps(found.as_dict(), indent=2))
+    else:
+        _print(found)
+    if not found.sound:
+        raise typer.Exit(1)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = jsonlib.loads(path.read_text())
+    except ValueError as error:
+        raise CliError(f"{path} is no JSON: {error}") from None
+    if not isinstance(state, dict):
+        raise CliError(f"{path} holds no state")
+    return state
+
+
+def _read_lengths(path: Path) -> Any:
+    try:
+        return np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise CliError(f"{path} is no array of numpy: {error}") from None
+
+
+def _print(found: Audit) -> None:
+    console = results()
+    if found.epochs:
+        table = Table(
+            title="Documents",
+            groups=(("", 1), ("documents", 3), ("", 1)),
+            columns=("epoch", "read", "trained once", "waiting", "tokens trained"),
+            rows=tuple(
+                (f"{epoch.epoch}", f"{epoch.read:,}", f"{epoch.trained:,}", f"{epoch.waiting:,}", f"{epoch.tokens:,}")
+                for epoch in found.epochs
+            ),
+        )
+        console.print(table.for_terminal())
+    for finding in found.findings:
+        console.print(f"✗ {finding}")
+        for epoch, document in finding.documents:
+            console.print(f"    document {document} of epoch {epoch}")
+    if found.sound:
+        console.print(f"✓ Sound: {found.proof}.")
+    if found.superseded:
+        console.print(f"{counted(found.superseded, 'step')} trained anew after going back to a checkpoint.")
+    if found.num_steps:
+        last = found.first_step + found.num_steps - 1
+        console.print(
+            f"Steps {found.first_step} to {last} hold. A run may go on from the state after step {last},"
+            f" {found.state}, or from one before it."
+        )
+    else:
+        console.print("No step holds: go on from nothing that this run has saved.")
