@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import DataLoader
 
+import checkpoints
 import wlb
 from baselines import BaselineLoader
 from corpus import read_corpus
@@ -53,6 +54,7 @@ from wlb.torch.data import (
     Documents,
     DynamicCpLoader,
     DynamicCpStep,
+    Ledger,
     PackedBatch,
     Step,
     StepLoader,
@@ -122,6 +124,7 @@ class Settings:
     # What is kept.
     checkpoint_dir: Path | None
     checkpoint_every: int
+    keep: int
     metrics_file: Path | None
 
 
@@ -141,21 +144,25 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     group_of = context_groups(settings, mesh)
 
     done = resume(settings, stages, optimizers, loader)
+    ledger = build_ledger(settings, loader, mesh)
     schedule = partial(learning_rate, settings)
     report = Report(settings, config, is_main=dist.get_rank() == 0)
     waiting = time.perf_counter()
     while done < settings.steps:
         for step in loader:
             arrived = time.perf_counter()
-            check_agreement(plan_of(step), step=step.number, device=device)
+            check_agreement(step.plan, step=step.number, device=device)
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = schedule(done)
-            loss, norm = train_step(settings, step, stages, optimizers, group_of, mesh, device)
+            learnt = train_step(settings, step, stages, optimizers, group_of, mesh, device)
             done += 1
+            if ledger is not None:
+                ledger.record(step)
             now = time.perf_counter()
-            report.step(done, step, loss, norm, stall=arrived - waiting, seconds=now - waiting, loader=loader)
+            report.step(done, step, learnt, stall=arrived - waiting, seconds=now - waiting, loader=loader)
             if settings.checkpoint_dir and (done % settings.checkpoint_every == 0 or done == settings.steps):
-                save(settings.checkpoint_dir / f"step-{done:08d}", done, stages, optimizers, loader)
+                state = state_of(done, stages, optimizers, state_after(step, loader))
+                checkpoints.save(settings.checkpoint_dir, done, state, keep=settings.keep)
             if done == settings.steps:
                 break
             waiting = time.perf_counter()
@@ -171,14 +178,19 @@ def train_step(
     group_of: GroupOf,
     mesh: DeviceMesh,
     device: torch.device,
-) -> tuple[float, float]:
-    """Forward, backward and update on one global batch; gives its mean loss over tokens and the gradient norm."""
+) -> tuple[float, float] | None:
+    """Forward, backward and update on one global batch; gives its mean loss over tokens and the gradient norm.
+
+    None where no token has a label: an update with gradients of zero would still decay weights and move by momentum.
+    """
     batches = [batch.to(device, non_blocking=True) for batch in step.micro_batches]
     if isinstance(step, DynamicCpStep):
         valid = step.num_valid_tokens
     else:
         counts = (batch.num_valid_tokens for batch in batches)
         valid = count_valid_tokens(counts, group=mesh["dp"].get_group(), device=device)
+    if valid == 0:  # on all ranks, so that none of them waits for another
+        return None
     losses = pipeline_step(
         stages,
         [for_pipeline(batch, group_of(batch)) for batch in batches],
@@ -379,11 +391,27 @@ def build_model(
     return stages, optimizers
 
 
+def build_ledger(settings: Settings, loader: Any, mesh: DeviceMesh) -> Ledger | None:
+    """Beside the checkpoints, a line for each step, so that `wlb audit` can prove what the run trained.
+
+    Of the ranks that train the same documents one writes: the first of its pipeline and of its tensor and, where the
+    plan does not choose them, context-parallel ranks.
+    """
+    readers = data_and_context(mesh) if settings.plan == "dynamic_cp" else mesh["dp"]
+    alike = ["pp", "tp"] if settings.plan == "dynamic_cp" else ["pp", "tp", "cp"]
+    if settings.checkpoint_dir is None or settings.method != "wlb":
+        return None
+    if any(mesh[name].get_local_rank() > 0 for name in alike):
+        return None
+    folder = settings.checkpoint_dir / "ledger"
+    return Ledger(folder, dp_rank=readers.get_local_rank(), dp_size=readers.size(), source=loader)
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def state_of(
-    done: int, stages: list[VarlenPipelineStage], optimizers: list[torch.optim.Optimizer], loader: Any
+    done: int, stages: list[VarlenPipelineStage], optimizers: list[torch.optim.Optimizer], data: dict[str, Any]
 ) -> dict[str, Any]:
     """Model, optimizer and the packer's queues, by names that know nothing of the layout."""
     model: dict[str, Any] = {}
@@ -392,18 +420,12 @@ def state_of(
     for stage, stage_optimizer in zip(stages, optimizers, strict=True):
         model |= get_model_state_dict(stage.submod)
         optimizer |= get_optimizer_state_dict(stage.submod, stage_optimizer, options=flat)
-    return {"model": model, "optimizer": optimizer, "data": json.dumps(loader.state_dict()), "done": done}
+    return {"model": model, "optimizer": optimizer, "data": json.dumps(data), "done": done}
 
 
-def save(
-    folder: Path,
-    done: int,
-    stages: list[VarlenPipelineStage],
-    optimizers: list[torch.optim.Optimizer],
-    loader: Any,
-) -> None:
-    """Writes a checkpoint; until its last file is there it does not count."""
-    dcp.save(state_of(done, stages, optimizers, loader), checkpoint_id=folder)
+def state_after(step: AnyStep, loader: Any) -> dict[str, Any]:
+    """Where to go on once `step` is trained, whatever was fetched since; the baselines fetch nothing ahead."""
+    return loader.state_dict() if isinstance(loader, BaselineLoader) else step.state
 
 
 def resume(
@@ -412,12 +434,12 @@ def resume(
     optimizers: list[torch.optim.Optimizer],
     loader: Any,
 ) -> int:
-    """Loads the latest whole checkpoint, if there is one; gives the steps done."""
-    found = sorted(settings.checkpoint_dir.glob("step-*/.metadata")) if settings.checkpoint_dir else []
-    if not found:
+    """Loads the newest whole checkpoint, if there is one; gives the steps done."""
+    checkpoint = checkpoints.newest(settings.checkpoint_dir) if settings.checkpoint_dir else None
+    if checkpoint is None:
         return 0
-    state = state_of(0, stages, optimizers, loader)
-    dcp.load(state, checkpoint_id=found[-1].parent)
+    state = state_of(0, stages, optimizers, {})
+    dcp.load(state, checkpoint_id=checkpoint)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     for stage, optimizer in zip(stages, optimizers, strict=True):
         names = get_model_state_dict(stage.submod)
@@ -428,16 +450,11 @@ def resume(
         )
     loader.load_state_dict(json.loads(state["data"]))
     if dist.get_rank() == 0:
-        print(f"resumed after step {state['done']} from {found[-1].parent}", flush=True)
+        print(f"resumed after step {state['done']} from {checkpoint}", flush=True)
     return int(state["done"])
 
 
 # --- what a person sees ----------------------------------------------------------------------------------------------
-
-
-def plan_of(step: AnyStep) -> AnyPlan:
-    """What all ranks must agree on."""
-    return step.plan if isinstance(step, DynamicCpStep) else step.packing
 
 
 def balance_of(plan: AnyPlan) -> tuple[list[int], float]:
@@ -447,6 +464,14 @@ def balance_of(plan: AnyPlan) -> tuple[list[int], float]:
         seconds = plan.rank_seconds.sum(axis=0)
         return [int(length) for group in groups for length in group.lengths], float(seconds.max() / seconds.mean())
     return [int(length) for micro_batch in plan for length in micro_batch.lengths], plan.imbalance
+
+
+def waiting_of(step: AnyStep, loader: Any) -> dict[str, Any]:
+    """How long documents waited so far, in iterations, and the tokens that wait now; the baselines let nothing wait."""
+    if isinstance(loader, BaselineLoader):
+        return {"delay_mean": 0.0, "delay_max": 0, "pending_tokens": 0}
+    metrics, pending = loader.metrics(), step.snapshot.progress.tokens
+    return {"delay_mean": metrics.delay_mean, "delay_max": metrics.delay_max, "pending_tokens": pending}
 
 
 class Report:
@@ -460,39 +485,43 @@ class Report:
         self,
         done: int,
         step: AnyStep,
-        loss: float,
-        norm: float,
+        learnt: tuple[float, float] | None,
         *,
         stall: float,
         seconds: float,
         loader: Any,
     ) -> None:
-        """One line: what was learnt, how fast, and how balanced it was."""
+        """One line: what was learnt, how fast, how balanced it was and what waits. Without a label nothing was."""
         if not self.is_main:
             return
-        plan = plan_of(step)
-        lengths, imbalance = balance_of(plan)
+        lengths, imbalance = balance_of(step.plan)
+        loss, norm = learnt or (None, None)
         row: dict[str, Any] = {
             "step": done,
             "loss": loss,
             "gradient_norm": norm,
             "tokens": sum(lengths),
             "tokens_per_second": sum(lengths) / seconds,
+            "documents": len(lengths),
+            "distinct_lengths": len(set(lengths)),
             "micro_batches": len(step.micro_batches),
+            "micro_batch_tokens": [int(batch.shard.lengths.sum()) for batch in step.micro_batches],
             "imbalance": imbalance,
-            "delay_mean": loader.metrics().delay_mean if self.settings.method == "wlb" else 0.0,
+            **waiting_of(step, loader),
             "data_stall_ms": 1e3 * stall,
             "plan_ms": 1e3 * step.planning_seconds,
-            "digest": plan.digest(),
+            "digest": step.plan.digest(),
         }
         if self.peak is not None:
             flops = model_flops(lengths, **self.config.shape())
             world = dist.get_world_size()
             row["mfu"] = model_flops_utilization(flops, seconds=seconds, num_devices=world, peak=self.peak)
         mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+        what = f"none of {sum(lengths):,} tokens has a label: no update" if loss is None else f"loss {loss:.4f}"
         print(
-            f"step {done:>5}/{self.settings.steps}  loss {loss:.4f}  {row['tokens_per_second']:>8,.0f} tokens/s{mfu}  "
-            f"imbalance {imbalance:.3f}  delay {row['delay_mean']:.2f}  "
+            f"step {done:>5}/{self.settings.steps}  {what}  {row['tokens_per_second']:>8,.0f} tokens/s{mfu}  "
+            f"imbalance {imbalance:.3f}  delay {row['delay_mean']:.2f}, longest {row['delay_max']}  "
+            f"waiting {row['pending_tokens']:,} tokens  "
             f"stall {row['data_stall_ms']:.1f} ms  plan {row['plan_ms']:.2f} ms",
             flush=True,
         )
@@ -542,7 +571,8 @@ def main(
     clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of weights and of the order of documents.")] = 0,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Where checkpoints go, and a run resumes from.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 10,
+    keep: Annotated[int, typer.Option(help="Newest checkpoints that are kept; older ones are removed.", min=1)] = 3,
     metrics_file: Annotated[Path | None, typer.Option(help="A .jsonl that gets a line a step.")] = None,
 ) -> None:
     """Trains a small Llama on real documents, packed by wlb."""

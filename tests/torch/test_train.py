@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+import checkpoints
 import llama
 import train as example
 from llama import LlamaConfig
@@ -62,6 +63,7 @@ SETTINGS = example.Settings(
     seed=0,
     checkpoint_dir=None,
     checkpoint_every=2,
+    keep=3,
     metrics_file=None,
 )
 # Micro-batches as unequal as can be: one token, a document shorter than 2 * cp, an odd total, a long document.
@@ -162,14 +164,15 @@ def run(rank: int, settings: example.Settings, dies: tuple[str, int] | None = No
     """A run of the trainer on the process group that there is; rank 1 dies at some call of one of its functions."""
     if dies is not None and rank == 1:
         name, number = dies
-        work, calls = getattr(example, name), itertools.count(1)
+        module: Any = example if hasattr(example, name) else checkpoints
+        work, calls = getattr(module, name), itertools.count(1)
 
         def work_or_die(*arguments: Any) -> Any:
             if next(calls) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return work(*arguments)
 
-        setattr(example, name, work_or_die)
+        setattr(module, name, work_or_die)
     example.train(settings)
 
 
@@ -183,11 +186,12 @@ def test_more_stages_than_layers_are_refused() -> None:
         example.build_model(replace(SETTINGS, virtual_stages=3), CONFIG, mesh, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("killed_in", ["clip_gradients", "state_of"])
+@pytest.mark.parametrize("killed_in", ["clip_gradients", "checksums"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: str) -> None:
     """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding.
 
-    It dies in the middle of a step, or while a checkpoint is written: then that one does not count.
+    It dies in the middle of a step, or while a checkpoint is written, all but its manifest: then that one does not
+    count.
     """
     (tmp_path / "corpus").mkdir()
     for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
@@ -206,7 +210,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: s
     assert whole[-1]["delay_mean"] > 0, "documents wait"
 
     killed = replace(settings, metrics_file=tmp_path / "killed.jsonl", checkpoint_dir=tmp_path / "checkpoints")
-    if killed_in == "state_of":
+    if killed_in == "checksums":
         # The second checkpoint is that of step 4.
         call, saved = 2, 2
     else:
