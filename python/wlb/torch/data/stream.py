@@ -95,7 +95,8 @@ class BalancedStream(Generic[T]):
         self._waiting: dict[int, _Waiting] = {}
         self._next_id = 0
         self._number = 0  # of the step that is made next
-        self._steps = StepsAhead(self._make, self._standing(), name="wlb-balanced-stream", argument="streams")
+        make = self._peers.making(self._make, lambda: self._number)
+        self._steps = StepsAhead(make, self._standing(), name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
 
     def __iter__(self) -> Iterator[Step[T]]:
@@ -230,11 +231,11 @@ class BalancedStream(Generic[T]):
         live = sum(not stream.ended for stream in self._streams)
         share = max(1, self._tokens_per_batch // live)
         read: dict[int, list[Document]] = {}
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             for number, stream in self._own_streams():
                 read[number] = stream.read(share, number)
-        except Exception as cause:  # whatever it is, the other ranks wait for an answer
+        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         parts = self._peers.gather(
             {
