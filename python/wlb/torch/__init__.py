@@ -33,15 +33,14 @@ from wlb.torch.data import (
     StepLoader,
     collate,
 )
+from wlb.torch.failures import PeerFailed, failures_explained
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import (
-    PeerFailed,
     PipelineMicroBatch,
     VarlenPipelineStage,
-    failures_explained,
     pipeline_step,
     stages_of_rank,
 )

@@ -149,7 +149,8 @@ class DynamicCpLoader(Generic[T]):
         self._item: Step[Any] | None = None  # that was read last, if `batches` gives steps
         self._link = Link()
         self._latest = self._standing()  # after the step that was made last
-        self._steps = StepsAhead(self._make, self._latest, name="wlb-dynamic-cp", argument="batches")
+        make = self._peers.making(self._make, lambda: self._number)
+        self._steps = StepsAhead(make, self._latest, name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
 
     def __iter__(self) -> Iterator[DynamicCpStep[T]]:
@@ -307,10 +308,10 @@ class DynamicCpLoader(Generic[T]):
         """This rank's documents, and what is known of all ranks'."""
         documents: list[Document] = []
         names: list[int] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             documents, names = self._read_share()
-        except Exception as cause:  # whatever it is, the other ranks wait for an answer
+        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         # All fit: `_checked` looked.
         named = zip(documents, names, strict=True)
@@ -328,7 +329,7 @@ class DynamicCpLoader(Generic[T]):
     def _planned(self, table: _Table) -> tuple[wlb.DynamicCpPlan, float]:
         """The plan, once all ranks have it."""
         started = time.perf_counter()
-        failure: Exception | None = None
+        failure: BaseException | None = None
         plan = None
         try:
             plan = self._plan(table.lengths)
@@ -336,12 +337,12 @@ class DynamicCpLoader(Generic[T]):
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
             _check_whole(plan, table.lengths)
-        except Exception as cause:
+        except BaseException as cause:
             failure = cause
         seconds = time.perf_counter() - started
         if isinstance(failure, wlb.WlbError) and failure.argument == "lengths" and failure.index is not None:
             row = failure.index
-            where = f"document {table.ids[row]}, which rank {table.ranks[row]} read"
+            where = f"document {table.ids[row]}, which rank {self._peers.ranks[table.ranks[row]]} read"
             failure = error("batches", f"have {where}: {failure}", value=failure.value)
         digest = plan.digest() if failure is None and plan is not None else None
         parts = self._peers.gather({"failure": told(failure), "agreement": digest})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
+from wlb.torch.failures import Together
+
+PATIENCE: Final = timedelta(seconds=1)  # until one who waits asks the store whether it waits in vain
 
 T = TypeVar("T")
 
@@ -23,6 +27,8 @@ class Peers:
     They talk over a group of their own, for a thread must not come between collectives of training; and on the host,
     for no kernel is to wait for documents. Making one is a collective of the whole world.
 
+    Nobody waits for longer than the timeout, nor for one that has failed: `PeerFailed` says who did, and why.
+
     Args:
         group: Its ranks.
         timeout: Of what they exchange, by default that of gloo.
@@ -31,42 +37,96 @@ class Peers:
     Attributes:
         rank: This rank in the group.
         size: Ranks of the group.
+        ranks: Them, by their numbers in the world.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: timedelta | None, description: str) -> None:
-        self._group = None if group is None else _on_host(group, timeout=timeout, description=description)
+        self._group: dist.ProcessGroup | None = None
+        self._told: BaseException | None = None
+        if group is not None:
+            making = Together(f"making {description}", None, what=f"making a {description}")
+            making.begin(0)
+            try:
+                self._group = _on_host(group, timeout=timeout, description=description)
+            except BaseException as own:
+                told = making.explained(own)
+                if told is own:
+                    raise
+                raise told from own
+            finally:
+                making.close()
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
+        name = "" if self._group is None else self._group.group_name
+        self.ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
+        self._together = Together(f"{description} {name}", self.ranks, what=f"the {description}'s thread")
 
     def close(self) -> None:
         """Destroys the group of their own."""
         if self._group is not None:
+            self._together.close()
             dist.destroy_process_group(self._group)
+
+    def making(self, make: Callable[[], T], step: Callable[[], int]) -> Callable[[], T]:
+        """`make`, which makes the step that `step` tells. If it ends otherwise than `agree` lets it, all are told."""
+
+        def made() -> T:
+            self._together.begin(step())
+            try:
+                return make()
+            except BaseException as own:
+                if own is self._told:
+                    raise
+                told = self._together.explained(own)
+                if told is own:
+                    raise
+                raise told from own
+            finally:
+                self._together.end()
+
+        return made
 
     def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """`mine` of every rank."""
         if self._group is None:
             return [mine]
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, mine, group=self._group)
-        return parts
+        pickled = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([pickled.numel()])).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: pickled.numel()] = pickled
+        rows = self._all_gather(padded).numpy()
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def agree(self, parts: list[dict[str, Any]], failure: Exception | None, *, argument: str, what: str) -> None:
+    def agree(self, parts: list[dict[str, Any]], failure: BaseException | None, *, argument: str, what: str) -> None:
         """Raises on all ranks what failed on some: each part has its "failure" or None, and an "agreement".
 
         Raises:
             wlb.WlbError: That names the ranks.
+            BaseException: `failure`, where it is one that is to end the program, such as `SystemExit`.
         """
+        try:
+            self._agree(parts, failure, argument, what)
+        except BaseException as own:
+            self._told = own
+            raise
+
+    def _agree(self, parts: list[dict[str, Any]], failure: BaseException | None, argument: str, what: str) -> None:
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
         if isinstance(failure, wlb.WlbError) and self.size == 1:
             raise failure
-        failures = [f"rank {rank}: {part['failure']}" for rank, part in enumerate(parts) if part["failure"]]
+        failures = [
+            f"rank {rank}: {part['failure']}" for rank, part in zip(self.ranks, parts, strict=True) if part["failure"]
+        ]
         if len(failures) == self.size > 1 and len({part["failure"] for part in parts}) == 1:
             failures = [f"all ranks: {parts[0]['failure']}"]
         if failures:
-            raise error(argument, f"failed on {'; '.join(failures)}") from failure
-        others = [rank for rank, part in enumerate(parts) if part["agreement"] != parts[0]["agreement"]]
+            step = self._together.activity.step
+            raise error(argument, f"failed in step {step} on {'; '.join(failures)}") from failure
+        pairs = zip(self.ranks, parts, strict=True)
+        others = [rank for rank, part in pairs if part["agreement"] != parts[0]["agreement"]]
         if others:
-            raise error("group", f"has ranks {others} with another {what} than rank 0", value=others)
+            raise error("group", f"has ranks {others} with another {what} than rank {self.ranks[0]}", value=others)
 
     def finished(self, work: Callable[[], T]) -> T:
         """What `work` gives, once it did on all ranks: one that is not given a step would leave the rest in it.
@@ -74,11 +134,11 @@ class Peers:
         Raises:
             wlb.WlbError: It failed on some; on every rank.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         result: list[T] = []
         try:
             result = [work()]
-        except Exception as cause:
+        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         parts = self.gather({"failure": told(failure), "agreement": None})
         self.agree(parts, failure, argument="step", what="step")
@@ -101,10 +161,37 @@ class Peers:
         else:
             received = torch.empty(sum(counts), dtype=torch.int64)
             given = [sum(array.size for array in arrays) for arrays in outgoing]
-            dist.all_to_all_single(received, torch.from_numpy(joined), counts, given, group=self._group)
+            sent_tensor = torch.from_numpy(joined)
+            self._wait(dist.all_to_all_single(received, sent_tensor, counts, given, group=self._group, async_op=True))
             arrived = received.numpy()
         by_source = np.split(arrived, np.cumsum(counts)[:-1])
         return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
+
+    def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """[size, n] of [n]."""
+        everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
+        self._wait(dist.all_gather_into_tensor(everyone, mine, group=self._group, async_op=True))
+        return everyone.view(self.size, -1)
+
+    def _wait(self, work: Any) -> None:
+        """Until it is done, it fails, or another rank says that it failed."""
+        self._together.activity.count += 1
+        try:
+            while True:
+                try:
+                    work.wait(PATIENCE)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()  # raises why, unless it was done just now
+                        return
+                if (failure := self._together.failure()) is not None:
+                    raise failure
+        except RuntimeError as own:
+            told = self._together.explained(own)
+            if told is own:
+                raise
+            raise told from own
 
 
 def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
@@ -125,6 +212,6 @@ def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description
     return result
 
 
-def told(failure: Exception | None) -> str | None:
+def told(failure: BaseException | None) -> str | None:
     """A failure as the other ranks read it."""
     return None if failure is None else f"{type(failure).__name__}: {failure}"

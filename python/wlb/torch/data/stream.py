@@ -64,8 +64,8 @@ class BalancedStream(Generic[T]):
         tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default
             `num_micro_batches * max_document_tokens`.
         min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
-            By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the steps
-            after the end of all streams may hold fewer.
+            By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
+            steps after the end of all streams may hold fewer.
         timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
@@ -111,7 +111,8 @@ class BalancedStream(Generic[T]):
         self._next_id = 0
         self._number = 0  # of the step that is made next
         self._latest = self._standing()  # after the step that was made last
-        self._steps = StepsAhead(self._make, self._latest, name="wlb-balanced-stream", argument="streams")
+        make = self._peers.making(self._make, lambda: self._number)
+        self._steps = StepsAhead(make, self._latest, name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
 
     def __iter__(self) -> Iterator[Step[T]]:
@@ -256,12 +257,12 @@ class BalancedStream(Generic[T]):
         share = max(1, self._tokens_per_batch // live)
         read: dict[int, list[Document]] = {}
         states: dict[int, dict[str, Any]] = {}
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             for number, stream in self._own_streams():
                 read[number] = stream.read(share, number)
             states = {number: stream.state_dict() for number, stream in self._own_streams()}
-        except Exception as cause:  # whatever it is, the other ranks wait for an answer
+        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         parts = self._peers.gather(
             {

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 import wlb
 from wlb._errors import error
-from wlb.torch.pipeline.failure import computing
+from wlb.torch.failures import computing
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 
 

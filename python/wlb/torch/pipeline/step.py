@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb._errors import error
-from wlb.torch.pipeline.failure import computing, failures_explained
+from wlb.torch.failures import computing, failures_explained
+from wlb.torch.pipeline.agreement import check_same
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check
 from wlb.torch.pipeline.schedule import Schedule, forget, schedule_class, schedule_for, stages_of_rank
 from wlb.torch.pipeline.stage import VarlenPipelineStage
@@ -53,15 +54,17 @@ def pipeline_step(
     Raises:
         WlbError: Stages that the schedule would place otherwise, or that a failed step left unusable; a number of
             micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts.
-            Before any communication.
-        PeerFailed: Another rank failed; with its traceback.
-        Exception: What this rank's module or loss function raised, itself: `except torch.OutOfMemoryError` works.
+            Micro-batches, a schedule or `loss_fn` of which another rank of the pipeline has another kind or number.
+            Before any communication, but for one round trip to the store.
+        PeerFailed: Another rank failed, ended or hangs; see `failures_explained`.
+        BaseException: What this rank's module or loss function raised, itself: `except torch.OutOfMemoryError` works.
     """
     cls = schedule_class(schedule)
     _check_stages(stages, cls)
     check(micro_batches)
-    first, last = stages[0].is_first, stages[-1].is_last
     backward = loss_fn is not None and torch.is_grad_enabled()
+    check_same(stages[0].group, micro_batches, f"{cls.__name__} {'with' if backward else 'without'} backward")
+    first, last = stages[0].is_first, stages[-1].is_last
     runner = schedule_for(stages, cls, len(micro_batches), backward=backward)
     for stage in stages:
         stage.begin(micro_batches)

@@ -1,0 +1,319 @@
+"""A rank's heartbeat: through the store it tells the others that it lives, how far it is, and how it ended.
+
+Communication that fails or times out does not say who is to blame, and a rank that was killed says nothing at all.
+What each rank last told does: see `wlb.torch.failures`, which reads it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import queue
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+T = TypeVar("T")
+
+INTERVAL: Final = 0.5  # seconds between two beats of a rank
+BEATS_A_SECOND: Final = 2000  # of all ranks together: what one store has to take
+PATIENCE: Final = 5.0  # seconds until a store that does not answer counts as gone
+
+_HERE = str(Path(__file__).parent)
+_WAITS_IN_WLB = tuple(str(Path(_HERE) / name) for name in ("failures.py", "heartbeat.py"))
+_COLLECTIVES = (str(Path(torch.__file__).parent / "distributed") + os.sep, str(Path(_HERE) / "data" / "peers.py"))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep)
+
+
+class StoreGone(RuntimeError):
+    """The store does not answer, for whoever keeps it is gone or hangs."""
+
+
+@dataclass(eq=False)
+class Activity:
+    """Something that ranks do together, each in one thread, which writes here how far it is.
+
+    Attributes:
+        name: The same on every rank.
+        step: The number of the step it is in, or was in last.
+        count: How often it began something that the others have to begin too: a step, or an exchange. It tells who is
+            behind.
+        busy: Whether it is in a step.
+        thread: That which does it.
+    """
+
+    name: str
+    step: int = 0
+    count: int = 0
+    busy: bool = False
+    thread: int = 0
+
+    def told(self, frames: dict[int, FrameType]) -> Place:
+        """What it tells now; `frames` by thread."""
+        frame = frames.get(self.thread) if self.busy else None
+        return Place(self.step, self.count, self.busy, _waits(frame), _where(frame))
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a rank is in an activity, as it tells the others.
+
+    Attributes:
+        step: See `Activity`.
+        count: See `Activity`.
+        busy: See `Activity`.
+        waits: Whether it waits for other ranks; None where that cannot be seen, in torch's own C++.
+        where: The line of code it is in.
+    """
+
+    step: int
+    count: int
+    busy: bool
+    waits: bool | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank told last.
+
+    Attributes:
+        number: Beats so far: a rank whose number stands still does not live, or cannot run Python.
+        main: The line of code that its main thread is in.
+        ended: How its program ended, None while it has not.
+        does: Its activities.
+    """
+
+    number: int
+    main: str
+    ended: str | None = None
+    does: dict[str, Place] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """As it stands in the store."""
+        places = {name: list(vars(place).values()) for name, place in self.does.items()}
+        return json.dumps([self.number, self.main, self.ended, places])
+
+    @classmethod
+    def of(cls, text: bytes) -> Beat:
+        """From there."""
+        number, main, ended, places = json.loads(text)
+        return cls(number, main, ended, {name: Place(*place) for name, place in places.items()})
+
+
+class Heartbeat:
+    """That of this process: a daemon thread that beats every `interval` seconds and whenever a step begins.
+
+    It has a connection to the store of its own, for one that another thread waits on takes nothing else; it alone uses
+    that, and does for others what they `ask`. It ends with the default process group, or with the main program.
+
+    Attributes:
+        rank: Of this process in the world.
+        size: Ranks of the world.
+        interval: Seconds; longer in large worlds, so that the store is not busy with beats alone.
+        store: The store of the default process group.
+        keeper: Who keeps it, in words; then None if that is no rank, else the rank.
+        failure_known: Whether a failure was left in the store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.interval = max(INTERVAL, self.size / BEATS_A_SECOND)
+        self.store = store
+        self.keeper = _keeper(store)
+        self.failure_known = False
+        self._connection = store.clone()
+        self._activities: dict[str, Activity] = {}
+        self._number = 0
+        self._ended: str | None = None
+        self._asked: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="wlb-heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it beats."""
+        return self._thread.is_alive()
+
+    def tell(self, activity: Activity) -> None:
+        """From now on this too is told to the others; at once, without waiting for it."""
+        self._activities[activity.name] = activity
+        self._asked.put(self._beat)
+
+    def forget(self, activity: Activity) -> None:
+        """It is over."""
+        self._activities.pop(activity.name, None)
+
+    def ask(self, work: Callable[[Store], T], *, patience: float = PATIENCE) -> T:
+        """What `work` gives for the store. It must not wait there.
+
+        Raises:
+            StoreGone: It does not answer.
+        """
+        answer: Future[T] = Future()
+
+        def answered() -> None:
+            try:
+                answer.set_result(work(self._connection))
+            except BaseException as reason:
+                answer.set_exception(reason)
+
+        if not self.alive:
+            raise StoreGone("the heartbeat has ended")
+        self._asked.put(answered)
+        try:
+            return answer.result(patience)
+        except FutureTimeoutError:
+            raise StoreGone(f"no answer in {patience:g} s") from None
+        except RuntimeError as reason:
+            raise StoreGone(str(reason)) from reason
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        """What they told last; of those that never told anything, nothing.
+
+        Raises:
+            StoreGone: It does not answer.
+        """
+
+        def work(store: Store) -> dict[int, Beat]:
+            told = list(ranks)
+            if not store.check([_key(rank) for rank in told]):
+                told = [rank for rank in told if store.check([_key(rank)])]
+            texts = store.multi_get([_key(rank) for rank in told]) if told else []
+            return {rank: Beat.of(text) for rank, text in zip(told, texts, strict=True)}
+
+        return self.ask(work)
+
+    def end(self, how: str) -> None:
+        """Tells how the main program ended, and stops."""
+        self._ended = how
+        self._asked.put(self._beat)
+        self._asked.put(None)
+        self._thread.join(PATIENCE)
+        if self.failure_known and self.keeper[1] == self.rank:  # and takes the reason with it
+            time.sleep(2 * self.interval)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            try:
+                work = self._asked.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                due, work = time.monotonic() + self.interval, self._beat
+            if work is None or not _is_of_default_group(self.store):
+                return
+            try:
+                work()
+            except RuntimeError:  # whoever keeps the store is gone: who asks is told, and a beat is for nobody
+                continue
+
+    def _beat(self) -> None:
+        self._number += 1
+        main = threading.main_thread()
+        if self._ended is None and not main.is_alive():  # other threads keep the process
+            self._ended = _how_it_ended()
+        frames = sys._current_frames()
+        does = {activity.name: activity.told(frames) for activity in list(self._activities.values())}
+        beat = Beat(self._number, _where(frames.get(main.ident or 0)), self._ended, does)
+        self._connection.set(_key(self.rank), beat.text())
+
+
+_of_process: Heartbeat | None = None
+_starting = threading.Lock()
+
+
+def heartbeat() -> Heartbeat | None:
+    """The heartbeat of this process, begun if it has none; None without other ranks, or if the store is gone."""
+    global _of_process
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    found = _of_process
+    if found is not None and found.store is store and found.alive:
+        return found
+    with _starting:
+        found = _of_process
+        if found is None or found.store is not store or not found.alive:
+            try:
+                _of_process = found = Heartbeat(store)
+            except RuntimeError:
+                return None
+    return found
+
+
+def _at_exit() -> None:
+    """Before the interpreter goes: a thread that comes back from C++ after that would abort the process."""
+    if _of_process is not None and _of_process.alive:
+        _of_process.end(_how_it_ended())
+
+
+def _after_fork() -> None:
+    """A child has no heartbeat: it is not the rank, and threads stay with the parent."""
+    global _of_process, _starting
+    _of_process, _starting = None, threading.Lock()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _key(rank: int) -> str:
+    return f"wlb/heartbeat/{rank}"
+
+
+def _is_of_default_group(store: Store) -> bool:
+    return dist.is_initialized() and dist.distributed_c10d._get_default_store() is store
+
+
+def _keeper(store: Store) -> tuple[str, int | None]:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return "whoever keeps the store", None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the agent of torchrun, which keeps the store,", None
+    return "rank 0, which keeps the store,", 0
+
+
+def _how_it_ended() -> str:
+    """What the main program did not catch; `SystemExit` leaves no trace."""
+    reason = getattr(sys, "last_value", None)
+    return "" if reason is None else "".join(traceback.format_exception(reason))
+
+
+def _waits(frame: FrameType | None) -> bool | None:
+    if frame is None:
+        return False
+    if frame.f_code.co_filename.startswith(_COLLECTIVES):
+        return True
+    if frame.f_code.co_filename.startswith(_NOT_THE_USERS[0]):
+        return None
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code.co_filename in _WAITS_IN_WLB:
+            return True
+        outer = outer.f_back
+    return False
+
+
+def _where(frame: FrameType | None) -> str:
+    """The innermost line that is neither torch's nor of the standard library."""
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    frame = frame or innermost
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

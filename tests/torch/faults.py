@@ -1,0 +1,297 @@
+"""Ranks that fail on purpose, each in its own way, and what the others make of it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import wlb
+from wlb.torch import heartbeat
+from wlb.torch.data import BalancedStream, Document, DynamicCpLoader, collate
+from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, failures_explained, pipeline_step
+
+TIMEOUT = 3.0  # seconds that a rank may be behind the others
+LOOKING = 4.0  # seconds until all know whose fault it is, on a busy machine
+COST = wlb.CostModel(attention=1e-3, linear=1e-2)
+HIDDEN = 4
+
+# What a rank does in the middle of its work, and what the others are to hear of it.
+KINDS = {
+    "raises": "the reason",
+    "SystemExit": "SystemExit: 3",
+    "KeyboardInterrupt": "KeyboardInterrupt",
+    "os._exit": "ended without a word|has no heartbeat",
+    "killed": "ended without a word|has no heartbeat",
+    "stopped": "has no heartbeat any more",
+    "hangs": "its heartbeat goes on, its step does not; it is at .*faults.py:.* in fail",
+}
+
+
+def fail(kind: str) -> None:
+    """As the kind says."""
+    if kind == "raises":
+        raise ValueError("the reason")
+    if kind == "SystemExit":
+        raise SystemExit(3)
+    if kind == "KeyboardInterrupt":
+        raise KeyboardInterrupt
+    if kind == "os._exit":
+        os._exit(1)
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:  # "hangs"
+        time.sleep(1)
+
+
+class Fault:
+    """Happens on one rank, in the step after `step`, and tells when."""
+
+    def __init__(self, kind: str, *, here: bool, step: int, moment: Any) -> None:
+        self.kind, self.here, self.step, self.moment = kind, here, step, moment
+
+    def __call__(self, step: int) -> None:
+        if self.here and step >= self.step:
+            self.moment.value = time.monotonic()
+            fail(self.kind)
+
+
+# --- what the ranks do, without end ----------------------------------------------------------------------------------
+
+
+def text(fault: Fault | None) -> Iterator[Any]:
+    """One document of a step: 64 tokens."""
+    for number in range(1_000_000):
+        if fault is not None:
+            fault(number)
+        yield np.arange(64) + number
+
+
+def stream(fault: Fault | None = None, collate_fn: Any = collate) -> BalancedStream[Any]:
+    packer = wlb.Packer(num_micro_batches=dist.get_world_size(), max_tokens=64, cost_model=COST, oversize="split")
+    texts = [text(fault) for _ in range(dist.get_world_size())]
+    return BalancedStream(
+        texts, packer=packer, collate_fn=collate_fn, group=dist.group.WORLD, timeout=timedelta(seconds=TIMEOUT)
+    )
+
+
+def reading_a_stream(fault: Fault) -> None:
+    for _step in stream(fault):
+        time.sleep(0.02)
+
+
+def collating(fault: Fault) -> None:
+    made = iter(range(1_000_000))
+
+    def collated(documents: list[Document]) -> Any:
+        fault(next(made))
+        return collate(documents)
+
+    for _step in stream(collate_fn=collated):
+        time.sleep(0.02)
+
+
+def dynamic(batches: Any, *, prepare: Any = None, before: Any = None) -> DynamicCpLoader[Any]:
+    plan = functools.partial(
+        wlb.plan_dynamic_cp, world_size=dist.get_world_size(), num_stages=1, max_tokens_per_rank=128, cost_model=COST
+    )
+
+    def planned(lengths: Any) -> Any:
+        if before is not None:
+            before(0)
+        return plan(lengths)
+
+    return DynamicCpLoader(
+        batches, plan=planned, group=dist.group.WORLD, prepare=prepare, timeout=timedelta(seconds=TIMEOUT)
+    )
+
+
+def reading_for_dynamic_cp(fault: Fault) -> None:
+    for _step in dynamic([document] for document in text(fault)):
+        time.sleep(0.02)
+
+
+def planning_dynamic_cp(fault: Fault) -> None:
+    calls = iter(range(1_000_000))
+    for _step in dynamic(([document] for document in text(None)), before=lambda _: fault(next(calls))):
+        time.sleep(0.02)
+
+
+def preparing_dynamic_cp(fault: Fault) -> None:
+    calls = iter(range(1_000_000))
+    batches = ([document] for document in text(None))
+    for _step in dynamic(batches, prepare=lambda batch: (fault(next(calls)), batch)):
+        time.sleep(0.02)
+
+
+def between_steps(fault: Fault) -> None:
+    for step in stream():
+        time.sleep(0.02)
+        fault(step.number)
+
+
+def training(fault: Fault) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    for step in range(1_000_000):
+        with failures_explained(step):
+            dist.all_reduce(torch.ones(1), group=group)
+            fault(step)
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+class Weighted(nn.Module):
+    def __init__(self, fault: Callable[[], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fault()
+        return x * self.weight
+
+
+def pipeline(fault: Callable[[], None]) -> VarlenPipelineStage:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    return VarlenPipelineStage(Weighted(fault), rank, size, "cpu", group=group, hidden_size=HIDDEN)
+
+
+def micro_batches(sizes: list[int]) -> list[PipelineMicroBatch]:
+    return [PipelineMicroBatch(tokens=n, args=(torch.ones(n, HIDDEN),), target=torch.zeros(n)) for n in sizes]
+
+
+def summed(output: Tensor, _target: Tensor) -> Tensor:
+    return output.sum()
+
+
+def in_the_pipeline(fault: Fault) -> None:
+    calls = iter(range(1_000_000))
+    stage = pipeline(lambda: fault(next(calls)))
+    while True:
+        pipeline_step([stage], micro_batches([3, 1, 5, 2]), loss_fn=summed)
+
+
+PLACES: dict[str, Callable[[Fault], None]] = {
+    work.__name__: work
+    for work in (
+        reading_a_stream,
+        collating,
+        reading_for_dynamic_cp,
+        planning_dynamic_cp,
+        preparing_dynamic_cp,
+        between_steps,
+        training,
+        in_the_pipeline,
+    )
+}
+
+
+# --- and how it ends -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ending:
+    """Of a rank that could tell.
+
+    Attributes:
+        names: Of the classes of its exception.
+        text: Its message.
+        rank: That it names, if it is a `PeerFailed`.
+        seconds: After the fault.
+    """
+
+    names: list[str]
+    text: str
+    rank: int | None
+    seconds: float
+
+
+def endings(
+    world_size: int, work: Callable[..., None], kind: str = "", *, rank: int = -1, step: int = 3, tcp: int = 0
+) -> dict[int, Ending]:
+    """How each rank ended, but for those that could not tell; `rank` fails in a step after `step`.
+
+    With `tcp`, rank 0 keeps the store, at that port.
+    """
+    context = mp.get_context("fork")
+    moment = context.Value("d", time.monotonic() + 1e9)
+    with tempfile.TemporaryDirectory() as folder:
+        readers, processes = {}, []
+        for number in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            fault = Fault(kind, here=number == rank, step=step, moment=moment)
+            store = tcp or Path(folder) / "store"
+            process = context.Process(target=_main, args=(number, world_size, store, writer, work, fault))
+            process.start()
+            writer.close()
+            readers[number] = reader
+            processes.append(process)
+        try:
+            return _gather(readers, {rank} if kind in ("stopped", "hangs") else set(), moment)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _gather(readers: dict[int, Connection], never: set[int], moment: Any) -> dict[int, Ending]:
+    found = {}
+    waiting = {reader: rank for rank, reader in readers.items() if rank not in never}
+    until = time.monotonic() + 60
+    while waiting:
+        ready = wait(list(waiting), until - time.monotonic())
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} do not end")
+        for reader in ready:
+            rank = waiting.pop(reader)  # type: ignore[call-overload]
+            try:
+                ending = reader.recv()  # type: ignore[union-attr]
+            except (EOFError, ConnectionResetError):
+                continue
+            ending.seconds -= moment.value
+            found[rank] = ending
+    return found
+
+
+def _main(
+    rank: int, world_size: int, store: Path | int, writer: Connection, work: Callable[..., None], fault: Fault
+) -> None:
+    torch.set_num_threads(1)
+    atexit._clear()
+    atexit.register(heartbeat._at_exit)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(store, int):
+        kept: Any = dist.TCPStore("127.0.0.1", store, world_size, rank == 0, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+    else:
+        kept = dist.FileStore(str(store), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=kept, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    try:
+        work(fault)
+    except BaseException as reason:
+        sys.last_value = reason
+        names = [cls.__name__ for cls in type(reason).__mro__]
+        writer.send(Ending(names, str(reason), getattr(reason, "rank", None), time.monotonic()))
+    writer.close()
+    # What the interpreter does as it ends, without what the parent had to do.
+    from wlb.torch import heartbeat
+
+    getattr(heartbeat, "_at_exit", lambda: None)()
+    os._exit(0)
