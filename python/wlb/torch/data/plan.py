@@ -203,6 +203,11 @@ class Planner:
         """Tokens that wait."""
         return self._packer.pending_tokens
 
+    @property
+    def oldest_wait(self) -> int:
+        """Iterations that the oldest of what waits has waited."""
+        return self._packer.oldest_wait
+
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay so far."""
         return self._packer.metrics()

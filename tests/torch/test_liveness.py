@@ -1,0 +1,148 @@
+"""Readers let no more wait than the packer's bounds allow, and train no step of next to nothing, whatever they read."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import wlb
+from wlb.torch.data import BalancedBatchSampler, BalancedStream, collate
+
+CONTEXT, MICRO_BATCHES = 64, 4
+COST = wlb.CostModel(attention=1.0, linear=20.0)
+
+
+def _tail(rng: np.random.Generator) -> NDArray[np.int64]:
+    return np.minimum(rng.lognormal(2.5, 1.5, 450).astype(np.int64) + 1, 4000)
+
+
+KINDS: dict[str, Any] = {
+    "0.6 of a context": lambda rng: np.full(300, 39),
+    "a long tail": _tail,
+    "full contexts and single tokens": lambda rng: rng.permutation(np.r_[np.full(150, CONTEXT), np.full(150, 1)]),
+    "some of many global batches": lambda rng: rng.permutation(np.r_[np.full(3, 4000), np.full(100, 30)]),
+    "half a context and a token": lambda rng: np.full(250, CONTEXT // 2 + 1),
+    "single tokens": lambda rng: np.full(1500, 1),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "adaptive": {"release": "adaptive"},
+    "one level": {"outlier_thresholds": (33,), "max_delay": 6},
+    "every document an outlier": {"outlier_thresholds": (1, 20, 60), "max_delay": 12},
+    "queues without a limit": {"outlier_thresholds": (1, 40)},
+    "no queue": {},
+}
+
+
+def packer(rule: str, **options: Any) -> wlb.Packer:
+    sizes = {"num_micro_batches": MICRO_BATCHES, "max_tokens": CONTEXT, "cost_model": COST, "oversize": "split"}
+    return wlb.Packer(**{**sizes, **RULES[rule], **options})
+
+
+class Trained:
+    """The tokens of every document that came out, each once."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
+
+    def add(self, packing: wlb.Packing) -> None:
+        for part in packing:
+            rows = zip(part.document_ids.tolist(), part.starts.tolist(), part.lengths.tolist(), strict=True)
+            for id, start, length in rows:
+                self._pieces[id].append((start, start + length))
+
+    def check(self, lengths: list[int]) -> None:
+        assert sorted(self._pieces) == list(range(len(lengths)))
+        for id, pieces in self._pieces.items():
+            pieces.sort()
+            assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+            assert pieces[-1][1] == lengths[id]
+
+
+@pytest.mark.filterwarnings("ignore:the longest document")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_sampler_keeps_its_word(rule: str, kind: str) -> None:
+    """Two epochs, resumed in between under the way of states: bounded, no nearly empty step, every token once."""
+    lengths = KINDS[kind](np.random.default_rng(0))
+    config = packer(rule)
+    bounds, least = config.bounds(), MICRO_BATCHES * CONTEXT // 10
+    sampler = BalancedBatchSampler(lengths, packer=config, dp_rank=0, dp_size=1, num_epochs=2)
+    planner, trained, steps = sampler.planner.copy(), Trained(), 0
+    while planner.epoch < 2:
+        while not planner.ended:
+            draining = planner.epoch == 1 and planner.state_dict()["position"] == lengths.size
+            packing = planner.next_step()
+            trained.add(packing)
+            assert packing.num_tokens >= (1 if draining else least), f"step {planner.step} of epoch {planner.epoch}"
+            assert planner.pending_tokens <= bounds.tokens
+            steps += 1
+            if steps % 50 == 0:
+                again = sampler.planner.copy()
+                again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+                planner = again
+        planner.next_epoch()
+    trained.check([*lengths.tolist(), *lengths.tolist()])
+    assert bounds.delay is None or planner.metrics().delay_max <= bounds.delay
+    if rule == "adaptive":
+        assert bounds.delay == 16
+    assert steps == planner.step <= 2 * lengths.sum() / least
+
+
+def documents(lengths: list[int]) -> Iterator[NDArray[np.int64]]:
+    for length in lengths:
+        yield np.arange(length) % 250
+
+
+@pytest.mark.filterwarnings("ignore:document .* more than tokens_per_batch")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["adaptive", "one level", "every document an outlier"])
+def test_a_stream_keeps_its_word(rule: str, kind: str) -> None:
+    lengths = KINDS[kind](np.random.default_rng(0)).tolist()
+    config = packer(rule)
+    bounds, least = config.bounds(), MICRO_BATCHES * CONTEXT // 10
+    shards = [lengths[at::3] for at in range(3)]
+    stream = BalancedStream([functools.partial(documents, shard)() for shard in shards], packer=config, collate_fn=list)
+    trained, read, most = Trained(), 0, 0
+    for step in stream:
+        trained.add(step.packing)
+        state = step.state
+        read = state["next_id"]
+        assert step.packing.num_tokens >= (1 if read == len(lengths) else least), f"step {step.number}"
+        held = sum(record["left"] for record in state["waiting"])
+        most = max(most, held)
+        # In the packer; and outside, a global batch and one document a stream, all of which were read.
+        assert held <= bounds.tokens + 2 * MICRO_BATCHES * CONTEXT + 3 * max(lengths)
+    stream.close()
+    assert read == len(lengths)
+    assert stream.metrics().backlog_max <= bounds.tokens
+    assert bounds.delay is None or stream.metrics().delay_max <= bounds.delay
+    assert sum(end - start for pieces in trained._pieces.values() for start, end in pieces) == sum(lengths)
+
+
+def test_a_stream_that_starves_in_its_packer_holds_little() -> None:
+    """Documents of 0.6 of the context: what waits, in memory and in the state, does not grow with the steps."""
+    sizes = []
+    stream = BalancedStream([documents([39] * 4000)], packer=packer("adaptive"), collate_fn=functools.partial(collate))
+    for step in stream:
+        if step.number in (30, 600):
+            sizes.append(len(json.dumps(step.state)))
+    stream.close()
+    assert sizes[1] <= 1.2 * sizes[0] < 20_000
+
+
+def test_a_least_number_of_tokens_is_checked() -> None:
+    lengths = np.full(10, 30)
+    make = functools.partial(BalancedBatchSampler, lengths, packer=packer("adaptive"), dp_rank=0, dp_size=1)
+    for tokens in (-1, 0.5, MICRO_BATCHES * CONTEXT // 3 + 1):
+        with pytest.raises(wlb.WlbError, match="min_step_tokens"):
+            make(min_step_tokens=tokens)
+        with pytest.raises(wlb.WlbError, match="min_step_tokens"):
+            BalancedStream([[]], packer=packer("adaptive"), collate_fn=list, min_step_tokens=tokens)  # type: ignore[arg-type]
+    assert make(min_step_tokens=0).total_steps() > 0
