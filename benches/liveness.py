@@ -5,8 +5,8 @@
 
 Two questions. How much waits in a packer, and how long, at a context of 2,048 and memory for 1 and 1.5 contexts, if
 full global batches are pushed whatever waits, and if a `BalancedBatchSampler` reads? And how much do a `BalancedStream`
-and its
-state grow while documents of 0.6 of the context are read, of which only 0.6 of a global batch can be trained in a step?
+and its state grow while documents of 0.6 of the context are read, of which only 0.6 of a global batch can be trained in
+a step?
 """
 
 from __future__ import annotations
