@@ -131,9 +131,7 @@ class Snapshot:
     def state(self) -> dict[str, Any]:
         """Plain JSON values; the caller's own."""
         assert self._write is not None
-        state = self._write()
-        self._write = None
-        return state
+        return self._write()
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker sends its step with the state written out: what would write it stays behind.
