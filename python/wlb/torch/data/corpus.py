@@ -60,7 +60,7 @@ def _read(array: NDArray[Any]) -> Facts:
         chunk = _chunk(array, first)
         shortest, longest = min(shortest, int(chunk.min())), max(longest, int(chunk.max()))
         tokens += int(chunk.sum())
-        digest.update(chunk)
+        digest.update(chunk.data)
     return {"shortest": shortest, "longest": longest, "tokens": tokens, "fingerprint": digest.hexdigest()}
 
 

@@ -99,7 +99,7 @@ class Sidecar:
             starts = np.arange(0, self._array.size, _BLOCK)
         digest = hashlib.blake2b(digest_size=16)
         for start in starts.tolist():
-            digest.update(self._array[start : start + _BLOCK])
+            digest.update(self._array[start : start + _BLOCK].data)
         return digest.hexdigest()
 
     def _content(self) -> dict[str, Any] | None:
