@@ -96,7 +96,7 @@ def ddp(accumulated: bool, hook: Any = None, compiled: bool = False, **options: 
     wrapped = DistributedDataParallel(network(), **options)
     if hook is not None:
         wrapped.register_comm_hook(None, hook)
-    model = torch.compile(wrapped, backend="eager") if compiled else wrapped
+    model = torch.compile(wrapped, backend="aot_eager") if compiled else wrapped
     sum_gradients(model)
     sum_gradients(model)
     accumulate(model, wrapped.no_sync if accumulated else nullcontext)

@@ -2,68 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
+from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.filling import Offer, next_packing
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 
 FORMAT: Final = "wlb.batch_sampler"
 VERSION: Final = 2
-_CHUNK = 1 << 20  # lengths looked at together where all of them are
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The lengths of all documents, checked once; the array itself is neither copied nor changed.
-
-    Attributes:
-        lengths: int [documents], in memory or mapped from a file.
-        tokens: Their sum.
-        longest: The greatest.
-        fingerprint: A hash of them, whatever their type.
-    """
-
-    lengths: NDArray[Any]
-    tokens: int
-    longest: int
-    fingerprint: str
-
-    @classmethod
-    def of(cls, lengths: ArrayLike, *, longest: int | None) -> Corpus:
-        """Reads all lengths once, a block at a time.
-
-        Raises:
-            wlb.WlbError: A length is not positive, or above `longest`, or there is none.
-        """
-        array = np.asanyarray(lengths)
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            message = f"is {array.dtype} of shape {array.shape}, not integers [documents], at least one"
-            raise error("lengths", message, value=array.shape)
-        tokens, most, digest = 0, 0, hashlib.blake2b(digest_size=16)
-        for first in range(0, array.size, _CHUNK):
-            chunk = array[first : first + _CHUNK].astype("<i8")
-            bad = chunk < 1 if longest is None else (chunk < 1) | (chunk > longest)
-            if bad.any():
-                at = int(bad.argmax())
-                allowed = "at least 1" if longest is None else f"from 1 to max_document_tokens = {longest}"
-                message = f"= {chunk[at]}: a document has {allowed} tokens"
-                if chunk[at] > 0:
-                    message += '; a packer with oversize="split" or "truncate" accepts it'
-                raise error("lengths", message, index=first + at, value=int(chunk[at]))
-            tokens += int(chunk.sum())
-            most = max(most, int(chunk.max()))
-            digest.update(chunk.tobytes())
-        return cls(array, tokens, most, digest.hexdigest())
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from torch.utils.data import Sampler
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import seal
+from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.filling import batch_tokens, least_tokens, warn_of_long
-from wlb.torch.data.plan import Corpus, Order, Planner
+from wlb.torch.data.plan import Order, Planner
 from wlb.torch.data.state import Link, field
 
 
@@ -36,7 +37,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
     asks for, which keeps track of its workers by itself.
 
     Memory: the lengths, as given (not copied; a memory map stays one), and what waits in the packer. A shuffled order
-    is computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint them.
+    is computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint them; those of
+    a file that is mapped read-only, `np.load(path, mmap_mode="r")`, by one process of a machine in the first run, and
+    never again: what was found is kept beside it, in `<path>.wlb.json`, and taken as long as the file is the same.
 
     Args:
         lengths: int [documents], tokens of each, from 1. The same on every rank.

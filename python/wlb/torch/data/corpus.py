@@ -1,0 +1,85 @@
+"""The lengths of all documents of a run, checked."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._errors import error
+from wlb.torch.data.sidecar import Facts, Sidecar
+
+_CHUNK = 1 << 18  # lengths looked at together where all of them are: they fit into a cache
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The lengths of all documents, checked once; the array itself is neither copied nor changed.
+
+    Attributes:
+        lengths: int [documents], in memory or mapped from a file.
+        tokens: Their sum.
+        longest: The greatest.
+        fingerprint: A hash of them, whatever their type.
+    """
+
+    lengths: NDArray[Any]
+    tokens: int
+    longest: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, lengths: ArrayLike, *, longest: int | None) -> Corpus:
+        """Reads all lengths once, a block at a time; not even once if they are mapped from a file that is known.
+
+        Of an array that is mapped read-only, what is found is kept beside its file (:class:`Sidecar` says what is
+        trusted).
+
+        Complexity:
+            O(documents), about 10 ns each; where it is known, milliseconds.
+
+        Raises:
+            wlb.WlbError: A length is not positive, or above `longest`, or there is none.
+        """
+        array = np.asanyarray(lengths)
+        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+            message = f"is {array.dtype} of shape {array.shape}, not integers [documents], at least one"
+            raise error("lengths", message, value=array.shape)
+        sidecar = Sidecar.of(array)
+        facts = _read(array) if sidecar is None else sidecar.facts(lambda: _read(array))
+        if facts["shortest"] < 1 or (longest is not None and facts["longest"] > longest):
+            raise _refused(array, longest)
+        return cls(array, facts["tokens"], facts["longest"], facts["fingerprint"])
+
+
+def _read(array: NDArray[Any]) -> Facts:
+    shortest, longest, tokens = 2**63 - 1, -(2**63), 0
+    digest = hashlib.blake2b(digest_size=16)
+    for first in range(0, array.size, _CHUNK):
+        chunk = _chunk(array, first)
+        shortest, longest = min(shortest, int(chunk.min())), max(longest, int(chunk.max()))
+        tokens += int(chunk.sum())
+        digest.update(chunk.data)
+    return {"shortest": shortest, "longest": longest, "tokens": tokens, "fingerprint": digest.hexdigest()}
+
+
+def _chunk(array: NDArray[Any], first: int) -> NDArray[np.int64]:
+    return np.ascontiguousarray(array[first : first + _CHUNK], "<i8")
+
+
+def _refused(array: NDArray[Any], longest: int | None) -> Exception:
+    """The error for the first length that is not positive, or too long; there is one."""
+    for first in range(0, array.size, _CHUNK):
+        chunk = _chunk(array, first)
+        bad = chunk < 1 if longest is None else (chunk < 1) | (chunk > longest)
+        if bad.any():
+            break
+    at = int(bad.argmax())
+    allowed = "at least 1" if longest is None else f"from 1 to max_document_tokens = {longest}"
+    message = f"= {chunk[at]}: a document has {allowed} tokens"
+    if chunk[at] > 0:
+        message += '; a packer with oversize="split" or "truncate" accepts it'
+    return error("lengths", message, index=first + at, value=int(chunk[at]))

@@ -1,0 +1,175 @@
+"""What is known of a memory-mapped array, kept in a file beside the one that is mapped: found once, read ever after."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT: Final = "wlb.lengths"
+VERSION: Final = 1
+_BLOCKS, _BLOCK = 256, 1024  # what is sampled, in blocks and elements
+_WAIT = 120.0  # seconds at most for another process of this machine
+_SLOW = 1.0  # seconds: what takes longer is worth a warning if it cannot be kept
+
+Facts = dict[str, Any]
+
+
+class Sidecar:
+    """`lengths.npy.wlb.json`, beside `lengths.npy`: facts about arrays that map it.
+
+    **What is trusted.** What it says is taken if the file has the size and the modification time (in nanoseconds) that
+    it had then, the array is the same part of it, of the same type, and 256 blocks of 1,024 elements, evenly over the
+    array with its first and last, have the same hash. So a file that was written anew is seen, also where its time was
+    set back, and an array of up to 262,144 elements is compared as a whole; a few elements changed in place in a larger
+    one, with the old modification time restored, are not seen.
+
+    Written to a temporary file that then takes its name, so no reader sees half of it. A damaged one is replaced, with
+    a warning. Delete it to have the facts found anew.
+
+    Args:
+        path: The mapped file.
+        array: Mapped from it, contiguous.
+        offset: Of its first element in the file, in bytes.
+    """
+
+    def __init__(self, path: Path, array: NDArray[Any], offset: int) -> None:
+        self._path = path.with_name(f"{path.name}.wlb.json")
+        self._mapped = path
+        self._array = array
+        self._key = f"{array.dtype.str}[{array.size}]@{offset}"  # of the array among those of the file
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Sidecar | None:
+        """That of an array, or of a view of one, that `np.load(..., mmap_mode="r")` or `np.memmap(..., mode="r")` gave.
+
+        None if it is in memory, is not contiguous, or may be written to: then memory need not be what the file is.
+        """
+        mapped = array
+        while isinstance(mapped.base, np.ndarray):
+            mapped = mapped.base
+        if not isinstance(mapped, np.memmap) or mapped.mode != "r" or mapped.filename is None:
+            return None
+        if not array.flags.c_contiguous:
+            return None
+        inside = array.__array_interface__["data"][0] - mapped.__array_interface__["data"][0]
+        return cls(Path(mapped.filename), array, mapped.offset + inside)
+
+    def facts(self, find: Callable[[], Facts]) -> Facts:
+        """What is kept, or else what `find` gives, plain JSON values, which is kept then.
+
+        Of processes that ask at the same time on one machine, one finds and the others wait, unless nothing can be
+        kept in that folder.
+        """
+        kept = self._read()
+        if kept is not None:
+            return kept
+        with self._alone():
+            kept = self._read()
+            if kept is not None:
+                return kept
+            before, started = self._stamp(), time.perf_counter()
+            facts = find()
+            if before is not None and self._stamp() == before:  # it was not written to meanwhile
+                self._write(before, facts, seconds=time.perf_counter() - started)
+            return facts
+
+    def _stamp(self) -> Facts | None:
+        """What changes with the file; None if it is gone."""
+        try:
+            found = self._mapped.stat()
+        except OSError:
+            return None
+        return {"format": FORMAT, "version": VERSION, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+
+    def _samples(self) -> str:
+        """A hash of some blocks of the array."""
+        starts = np.linspace(0, max(self._array.size - _BLOCK, 0), _BLOCKS).astype(np.int64)
+        if self._array.size <= _BLOCKS * _BLOCK:
+            starts = np.arange(0, self._array.size, _BLOCK)
+        digest = hashlib.blake2b(digest_size=16)
+        for start in starts.tolist():
+            digest.update(self._array[start : start + _BLOCK].data)
+        return digest.hexdigest()
+
+    def _content(self) -> dict[str, Any] | None:
+        """All of the file that still holds; None if there is nothing."""
+        try:
+            text = self._path.read_text()
+        except (OSError, UnicodeDecodeError) as problem:
+            if isinstance(problem, OSError):
+                return None
+            text = ""
+        try:
+            content = json.loads(text)
+            sound = content.pop("digest") == _digest(content)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            warnings.warn(f"{self._path} is damaged: the lengths are read again, and it is replaced", stacklevel=2)
+            return None
+        stamp = self._stamp()
+        same = stamp is not None and stamp.items() <= content.items()
+        return content if same else None
+
+    def _read(self) -> Facts | None:
+        content = self._content()
+        kept = content and content["arrays"].get(self._key)
+        if not kept or kept.pop("samples") != self._samples():
+            return None
+        facts: Facts = kept
+        return facts
+
+    def _write(self, stamp: Facts, facts: Facts, *, seconds: float) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is damaged was said
+            others = (self._content() or {"arrays": {}})["arrays"]
+        content = {**stamp, "arrays": {**others, self._key: {**facts, "samples": self._samples()}}}
+        temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            with temporary.open("x") as file:
+                json.dump({**content, "digest": _digest(content)}, file)
+            temporary.replace(self._path)
+        except OSError as problem:
+            if seconds > _SLOW:
+                message = f"reading all lengths took {seconds:.1f} s and will again: cannot keep the result, {problem}"
+                warnings.warn(message, stacklevel=2)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Among the processes of this machine, while they can keep what they find; for at most two minutes."""
+        try:
+            import fcntl
+
+            file = self._mapped.open("rb")
+        except (ImportError, OSError):
+            yield
+            return
+        with file:  # closing it, or the end of the process, lets the next one in
+            until = time.monotonic() + (_WAIT if os.access(self._path.parent, os.W_OK) else 0.0)
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+                except OSError:  # a file system without locks
+                    break
+            yield
+
+
+def _digest(content: Facts) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
