@@ -7,8 +7,9 @@ A run is killed and started again until it is done: on one process, or on two ra
 context. One rank dies first, chosen at random, or both at once. Half of the kills are aimed at a save: the moment when
 its folder appears, and up to as long as a save takes; whether one hit is read from what lies in the folder after all
 ranks are dead. At the end, of every run: each line that any of its lives logged has the loss, the gradient norm and the
-digest of the plan of the run without kills, bit for bit, no step is missing, and the files of the last checkpoint
-(weights, moments of the optimizer, state of the packer) are byte for byte the same.
+digest of the plan of the run without kills, bit for bit, no step is missing, the files of the last checkpoint (weights,
+moments of the optimizer, sealed state of the packer) are byte for byte the same, and its ledger proves that every
+document was trained once.
 
 Then single bits of the newest checkpoint are flipped, in any of its files: each must be seen, and the checkpoint before
 be taken. Prints the tables, writes benches/records/kills.json. Ends with an error if anything differs.
@@ -47,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import checkpoints
 import train
+from wlb.ledger import audit
 
 RECORD = RECORDS / "kills.json"
 STEPS = 20
@@ -213,6 +215,8 @@ class Reference:
         missing = set(range(1, STEPS + 1)) - {row[0] for row in run.rows()}
         found += [f"has not logged steps {sorted(missing)}"] if missing else []
         files = run.last_files()
+        proof = audit(run.saves / "ledger")
+        found += [f"has a ledger of {proof.num_steps} steps: {finding}" for finding in proof.findings]
         names = sorted(files | self.files)
         return found + [f"has another {name}" for name in names if files.get(name) != self.files.get(name)]
 

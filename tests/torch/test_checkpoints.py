@@ -18,6 +18,7 @@ import torch.distributed as dist
 from test_train import CONFIG, SETTINGS, checkpoints, example, rows, run
 from torch.distributed.checkpoint.api import CheckpointException
 
+from wlb.ledger import audit
 from wlb.torch.data import Step, collate
 from wlb.torch.groups import build_mesh
 
@@ -174,6 +175,8 @@ def test_a_damaged_checkpoint_costs_no_more_than_itself(tmp_path: Path, capfd: p
     same = ("step", "loss", "gradient_norm", "digest")
     again = rows(tmp_path / "again.jsonl")
     assert [[row[key] for key in same] for row in again] == [[row[key] for key in same] for row in whole[2:]]
+    proof = audit(tmp_path / "run" / "ledger")
+    assert (proof.findings, proof.num_steps, proof.superseded) == ((), 5, 3)
 
 
 def step_without_labels(rank: int) -> tuple[bool, bool]:
