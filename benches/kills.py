@@ -55,12 +55,12 @@ STEPS = 20
 LIFE_SECONDS = 120.0  # no life takes so long: it hangs
 # Ranks, and the options of the trainer; kills of each number of ranks are dealt to its layouts in turn.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1 process": (1, {}),
-    "1 process, 1 data worker": (1, {"workers": 1}),
-    "2 ranks, dp 2": (2, {}),
-    "2 ranks, pp 2": (2, {"pp": 2}),
-    "2 ranks, cp 2": (2, {"cp": 2}),
-    "2 ranks, dynamic cp": (2, {"plan": "dynamic_cp"}),
+    "alone": (1, {}),
+    "data worker": (1, {"workers": 1}),
+    "dp 2": (2, {}),
+    "pp 2": (2, {"pp": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "dynamic cp": (2, {"plan": "dynamic_cp"}),
 }
 # So small that a life takes about a second, most of it its start; every other step is saved.
 OPTIONS: dict[str, Any] = {
@@ -342,21 +342,23 @@ def main() -> None:
                 (folder / str(number)).mkdir()
                 rows.append(kills(folder / str(number), folder / "corpus", layout, count, arguments.seed))
                 console.print(f"{layout}: {rows[-1]['kills']} kills, {rows[-1]['seconds_per_kill']:.2f} s for each")
-        run = Run(folder / "flips", folder / "corpus", "2 ranks, dp 2")
+        run = Run(folder / "flips", folder / "corpus", "dp 2")
         Reference(run)
         flipped = flips(run, arguments.flips, arguments.seed)
 
     places = ("the start", "a step", "a save")
-    table = Table("", "kills", *(f"in {place}" for place in places), "runs", "that differ", "s/kill")
-    table.title = "Killed with SIGKILL, started again until done; compared with a run that nobody killed"
+    table = Table("ranks", "", "kills", *(f"in {place}" for place in places), "runs", "differ", "s/kill")
+    table.title = "Killed with SIGKILL, and beside a run that nobody killed"
     for row in rows:
         differ = len({text.split(":")[0] for text in row["differences"]})
         hits = [str(row["in"].get(place, 0)) for place in places]
         numbers = [str(row["runs"]), str(differ), f"{row['seconds_per_kill']:.2f}"]
-        table.add_row(row["layout"], str(row["kills"]), *hits, *numbers)
+        table.add_row(str(LAYOUTS[row["layout"]][0]), row["layout"], str(row["kills"]), *hits, *numbers)
     console.print(table)
-    unseen = len(flipped["differences"])
-    console.print(f"{arguments.flips} single bits flipped in the newest checkpoint; not seen: {unseen}")
+    total, in_saves = sum(row["kills"] for row in rows), sum(row["in"].get("a save", 0) for row in rows)
+    differ, unseen = sum(len(row["differences"]) for row in rows), len(flipped["differences"])
+    console.print(f"{total} kills, {in_saves} of them in a save: {differ} differences")
+    console.print(f"{arguments.flips} bits flipped in the newest checkpoint: {unseen} not seen")
     differences = [text for row in rows for text in row["differences"]] + flipped["differences"]
     command = f"make kills KILLS_FLAGS='{' '.join(sys.argv[1:])}'" if sys.argv[1:] else "make kills"
     record = {"machine": machine(["torch"]), "command": command, "kills": rows, "flips": flipped}
