@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long lint bench bench-peers compare loss-curves fuzz clean
+.PHONY: demo test test-long lint bench bench-peers compare loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -50,6 +50,10 @@ compare: $(VENV)/.wlb-peers $(VENV)/peers
 ## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
 loss-curves: $(VENV)/.wlb-examples
 	$(BIN)/python examples/loss_curves.py $(LOSS_CURVES_FLAGS)
+
+## Kill the example trainer at 200 random moments, half of them in a save, and compare with a run that nobody killed.
+kills: $(VENV)/.wlb-examples
+	$(BIN)/python benches/kills.py $(KILLS_FLAGS)
 
 ## Fuzz each target for FUZZ_SECONDS; needs a nightly toolchain and `cargo install cargo-fuzz`.
 fuzz:

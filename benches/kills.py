@@ -7,8 +7,9 @@ A run is killed and started again until it is done: on one process, or on two ra
 context. One rank dies first, chosen at random, or both at once. Half of the kills are aimed at a save: the moment when
 its folder appears, and up to as long as a save takes; whether one hit is read from what lies in the folder after all
 ranks are dead. At the end, of every run: each line that any of its lives logged has the loss, the gradient norm and the
-digest of the plan of the run without kills, bit for bit, no step is missing, and the files of the last checkpoint
-(weights, moments of the optimizer, state of the packer) are byte for byte the same.
+digest of the plan of the run without kills, bit for bit, no step is missing, the files of the last checkpoint (weights,
+moments of the optimizer, sealed state of the packer) are byte for byte the same, and its ledger proves that every
+document was trained once.
 
 Then single bits of the newest checkpoint are flipped, in any of its files: each must be seen, and the checkpoint before
 be taken. Prints the tables, writes benches/records/kills.json. Ends with an error if anything differs.
@@ -47,18 +48,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import checkpoints
 import train
+from wlb.ledger import audit
 
 RECORD = RECORDS / "kills.json"
 STEPS = 20
 LIFE_SECONDS = 120.0  # no life takes so long: it hangs
 # Ranks, and the options of the trainer; kills of each number of ranks are dealt to its layouts in turn.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1 process": (1, {}),
-    "1 process, 1 data worker": (1, {"workers": 1}),
-    "2 ranks, dp 2": (2, {}),
-    "2 ranks, pp 2": (2, {"pp": 2}),
-    "2 ranks, cp 2": (2, {"cp": 2}),
-    "2 ranks, dynamic cp": (2, {"plan": "dynamic_cp"}),
+    "alone": (1, {}),
+    "data worker": (1, {"workers": 1}),
+    "dp 2": (2, {}),
+    "pp 2": (2, {"pp": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "dynamic cp": (2, {"plan": "dynamic_cp"}),
 }
 # So small that a life takes about a second, most of it its start; every other step is saved.
 OPTIONS: dict[str, Any] = {
@@ -213,6 +215,8 @@ class Reference:
         missing = set(range(1, STEPS + 1)) - {row[0] for row in run.rows()}
         found += [f"has not logged steps {sorted(missing)}"] if missing else []
         files = run.last_files()
+        proof = audit(run.saves / "ledger")
+        found += [f"has a ledger of {proof.num_steps} steps: {finding}" for finding in proof.findings]
         names = sorted(files | self.files)
         return found + [f"has another {name}" for name in names if files.get(name) != self.files.get(name)]
 
@@ -338,21 +342,23 @@ def main() -> None:
                 (folder / str(number)).mkdir()
                 rows.append(kills(folder / str(number), folder / "corpus", layout, count, arguments.seed))
                 console.print(f"{layout}: {rows[-1]['kills']} kills, {rows[-1]['seconds_per_kill']:.2f} s for each")
-        run = Run(folder / "flips", folder / "corpus", "2 ranks, dp 2")
+        run = Run(folder / "flips", folder / "corpus", "dp 2")
         Reference(run)
         flipped = flips(run, arguments.flips, arguments.seed)
 
     places = ("the start", "a step", "a save")
-    table = Table("", "kills", *(f"in {place}" for place in places), "runs", "that differ", "s/kill")
-    table.title = "Killed with SIGKILL, started again until done; compared with a run that nobody killed"
+    table = Table("ranks", "", "kills", *(f"in {place}" for place in places), "runs", "differ", "s/kill")
+    table.title = "Killed with SIGKILL, and beside a run that nobody killed"
     for row in rows:
         differ = len({text.split(":")[0] for text in row["differences"]})
         hits = [str(row["in"].get(place, 0)) for place in places]
         numbers = [str(row["runs"]), str(differ), f"{row['seconds_per_kill']:.2f}"]
-        table.add_row(row["layout"], str(row["kills"]), *hits, *numbers)
+        table.add_row(str(LAYOUTS[row["layout"]][0]), row["layout"], str(row["kills"]), *hits, *numbers)
     console.print(table)
-    unseen = len(flipped["differences"])
-    console.print(f"{arguments.flips} single bits flipped in the newest checkpoint; not seen: {unseen}")
+    total, in_saves = sum(row["kills"] for row in rows), sum(row["in"].get("a save", 0) for row in rows)
+    differ, unseen = sum(len(row["differences"]) for row in rows), len(flipped["differences"])
+    console.print(f"{total} kills, {in_saves} of them in a save: {differ} differences")
+    console.print(f"{arguments.flips} bits flipped in the newest checkpoint: {unseen} not seen")
     differences = [text for row in rows for text in row["differences"]] + flipped["differences"]
     command = f"make kills KILLS_FLAGS='{' '.join(sys.argv[1:])}'" if sys.argv[1:] else "make kills"
     record = {"machine": machine(["torch"]), "command": command, "kills": rows, "flips": flipped}

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --cp 2 --steps 20 --checkpoint-dir run
     python examples/train.py --steps 20                       # the same on one process, with the same losses
 
-Killed? The same command again goes on from the last checkpoint, on the same documents. The layout may be another:
-dp is what `--pp`, `--cp` and `--tp` leave of the world.
+Killed? The same command again goes on from the newest whole checkpoint, on the same documents. The layout may be another:
+dp is what `--pp`, `--cp` and `--tp` leave of the world. `wlb audit run` proves that every document was trained once.
 
 Read from `train` downwards. Everything that wlb does is in the few lines that mention it: a packer plans every global
 batch, a sampler hands each data-parallel rank its micro-batches, `collate` keeps what this context-parallel rank
@@ -437,6 +437,8 @@ def resume(
     """Loads the newest whole checkpoint, if there is one; gives the steps done."""
     checkpoint = checkpoints.newest(settings.checkpoint_dir) if settings.checkpoint_dir else None
     if checkpoint is None:
+        if settings.checkpoint_dir and dist.get_rank() == 0:
+            print(f"begins anew: {settings.checkpoint_dir} has no checkpoint", flush=True)
         return 0
     state = state_of(0, stages, optimizers, {})
     dcp.load(state, checkpoint_id=checkpoint)

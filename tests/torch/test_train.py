@@ -23,6 +23,7 @@ import checkpoints
 import llama
 import train as example
 from llama import LlamaConfig
+from wlb.ledger import audit
 from wlb.torch.data import collate
 from wlb.torch.groups import build_mesh
 from wlb.torch.loss import token_normalized_loss
@@ -226,9 +227,13 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: s
     assert resumed[0]["step"] == saved + 1
     same = ("step", "loss", "gradient_norm", "digest", "imbalance", "delay_mean")
     assert [[row[key] for key in same] for row in resumed] == [[row[key] for key in same] for row in whole[saved:]]
+    proof = audit(tmp_path / "checkpoints" / "ledger")
+    assert (proof.findings, proof.num_steps) == ((), 6)
 
     other = replace(settings, cp=1, metrics_file=tmp_path / "other.jsonl", checkpoint_dir=tmp_path / "copy")
     processes.run(4, run, other)  # dp 2 x cp 2 becomes dp 4
     moved = rows(tmp_path / "other.jsonl")
     assert [row["digest"] for row in moved] == [row["digest"] for row in whole[saved:]]
     assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole[saved:]], rel=1e-4)
+    proof = audit(tmp_path / "copy" / "ledger")
+    assert (proof.findings, proof.num_steps) == ((), 6)

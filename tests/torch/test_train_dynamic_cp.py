@@ -15,6 +15,7 @@ import torch
 from test_train import CONFIG, SETTINGS, documents, example, mesh_of, rows, run
 
 import wlb
+from wlb.ledger import audit
 from wlb.torch.data import DynamicCpLoader, collate
 from wlb.torch.groups import data_and_context
 from wlb.torch.loss import token_normalized_loss
@@ -173,12 +174,14 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     resumed = rows(tmp_path / "killed.jsonl")[before:]
     same = ("step", "loss", "gradient_norm", "digest", "micro_batches", "imbalance", "delay_mean")
     assert [[row[key] for key in same] for row in resumed] == [[row[key] for key in same] for row in whole[2:]]
+    assert audit(tmp_path / "checkpoints" / "ledger").findings == ()
 
     other = replace(settings, pp=2, metrics_file=tmp_path / "other.jsonl", checkpoint_dir=tmp_path / "copy")
     processes.run(4, run, other)  # four ranks become two stages of two
     moved = rows(tmp_path / "other.jsonl")
     assert [row["tokens"] for row in moved] == [row["tokens"] for row in whole[2:]]
     assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole[2:]], rel=1e-4)
+    assert audit(tmp_path / "copy" / "ledger").findings == ()
     static = replace(other, plan="static", pp=1, metrics_file=tmp_path / "static.jsonl", checkpoint_dir=None)
     processes.run(4, run, static)
     assert [row["loss"] for row in rows(tmp_path / "static.jsonl")] == pytest.approx(
