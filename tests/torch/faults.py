@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import functools
+import logging
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -62,6 +63,16 @@ def fail(kind: str) -> None:
         time.sleep(1)
 
 
+@contextmanager
+def logged(texts: list[str]) -> Iterator[None]:
+    """What wlb logs meanwhile."""
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wlb").addHandler(handler)
+    yield
+    logging.getLogger("wlb").removeHandler(handler)
+
+
 class Fault:
     """Happens on one rank, in the step after `step`, and tells when."""
 
@@ -109,19 +120,16 @@ def collating(fault: Fault) -> None:
         time.sleep(0.02)
 
 
-def dynamic(batches: Any, *, prepare: Any = None, before: Any = None) -> DynamicCpLoader[Any]:
-    plan = functools.partial(
-        wlb.plan_dynamic_cp, world_size=dist.get_world_size(), num_stages=1, max_tokens_per_rank=128, cost_model=COST
+def plan(lengths: Any, max_tokens_per_rank: int = 128) -> wlb.DynamicCpPlan:
+    size = dist.get_world_size()
+    return wlb.plan_dynamic_cp(
+        lengths, world_size=size, num_stages=1, max_tokens_per_rank=max_tokens_per_rank, cost_model=COST
     )
 
-    def planned(lengths: Any) -> Any:
-        if before is not None:
-            before(0)
-        return plan(lengths)
 
-    return DynamicCpLoader(
-        batches, plan=planned, group=dist.group.WORLD, prepare=prepare, timeout=timedelta(seconds=TIMEOUT)
-    )
+def dynamic(batches: Any, *, plan: Any = plan, prepare: Any = None) -> DynamicCpLoader[Any]:
+    timeout = timedelta(seconds=TIMEOUT)
+    return DynamicCpLoader(batches, plan=plan, group=dist.group.WORLD, prepare=prepare, timeout=timeout)
 
 
 def reading_for_dynamic_cp(fault: Fault) -> None:
@@ -131,7 +139,12 @@ def reading_for_dynamic_cp(fault: Fault) -> None:
 
 def planning_dynamic_cp(fault: Fault) -> None:
     calls = iter(range(1_000_000))
-    for _step in dynamic(([document] for document in text(None)), before=lambda _: fault(next(calls))):
+
+    def planned(lengths: Any) -> wlb.DynamicCpPlan:
+        fault(next(calls))
+        return plan(lengths)
+
+    for _step in dynamic(([document] for document in text(None)), plan=planned):
         time.sleep(0.02)
 
 
@@ -275,7 +288,7 @@ def _main(
     rank: int, world_size: int, store: Path | int, writer: Connection, work: Callable[..., None], fault: Fault
 ) -> None:
     torch.set_num_threads(1)
-    atexit._clear()
+    atexit._clear()  # what the parent registered is not for here
     atexit.register(heartbeat._at_exit)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(store, int):
@@ -290,8 +303,5 @@ def _main(
         names = [cls.__name__ for cls in type(reason).__mro__]
         writer.send(Ending(names, str(reason), getattr(reason, "rank", None), time.monotonic()))
     writer.close()
-    # What the interpreter does as it ends, without what the parent had to do.
-    from wlb.torch import heartbeat
-
-    getattr(heartbeat, "_at_exit", lambda: None)()
+    atexit._run_exitfuncs()  # as the interpreter does when it ends
     os._exit(0)
