@@ -135,6 +135,7 @@ class Together:
         try:
             if heart is None:
                 raise StoreGone("it takes no connection")
+            heart.failure_known = True
             if isinstance(own, PeerFailed):
                 self._leave(heart, _Failure(own.rank, rank, own.step, str(own), own.reason))
                 return own
@@ -177,7 +178,6 @@ class Together:
 
     def _leave(self, heart: Heartbeat, failure: _Failure) -> _Failure:
         """The failure that was left first: this one, or another."""
-        heart.failure_known = True
         text = json.dumps(asdict(failure))
         key = self.activity.key
         found = self.activity.failure or heart.ask(lambda store: store.compare_set(key, "", text))

@@ -133,7 +133,7 @@ class Heartbeat:
         interval: Seconds; longer in large worlds, so that the store is not busy with beats alone.
         store: The store of the default process group.
         keeper: Who keeps it, in words; then None if that is no rank, else the rank.
-        failure_known: Whether a failure was left in the store.
+        failure_known: Whether something has failed, which others may still want to read about in the store.
     """
 
     def __init__(self, store: Store) -> None:
