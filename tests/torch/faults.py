@@ -1,15 +1,24 @@
-"""Ranks that fail on purpose, each in its own way, and what the others make of it."""
+"""Ranks that fail on purpose, each in its own way, and what the others make of it.
+
+`python tests/torch/faults.py --trials 200 --seed 0` has a random rank fail in a random way, place and moment.
+"""
 
 from __future__ import annotations
 
+import argparse
 import atexit
-import functools
+import logging
 import os
+import random
+import re
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -42,6 +51,8 @@ KINDS = {
     "stopped": "has no heartbeat any more",
     "hangs": "its heartbeat goes on, its step does not; it is at .*faults.py:.* in fail",
 }
+# At any moment, from a thread beside.
+SIGNALS = {"SIGKILL": "killed", "SIGSTOP": "stopped", "SIGINT": "KeyboardInterrupt"}
 
 
 def fail(kind: str) -> None:
@@ -62,16 +73,34 @@ def fail(kind: str) -> None:
         time.sleep(1)
 
 
+@contextmanager
+def logged(texts: list[str]) -> Iterator[None]:
+    """What wlb logs meanwhile."""
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wlb").addHandler(handler)
+    yield
+    logging.getLogger("wlb").removeHandler(handler)
+
+
 class Fault:
     """Happens on one rank, in the step after `step`, and tells when."""
 
     def __init__(self, kind: str, *, here: bool, step: int, moment: Any) -> None:
-        self.kind, self.here, self.step, self.moment = kind, here, step, moment
+        self.kind, self.here, self.step, self.moment, self.sent = kind, here, step, moment, False
 
     def __call__(self, step: int) -> None:
         if self.here and step >= self.step:
-            self.moment.value = time.monotonic()
-            fail(self.kind)
+            if self.kind not in SIGNALS:
+                self.moment.value = time.monotonic()
+                fail(self.kind)
+            elif not self.sent:
+                self.sent = True
+                threading.Timer(random.random() * 0.2, self.send).start()
+
+    def send(self) -> None:
+        self.moment.value = time.monotonic()
+        signal.pthread_kill(threading.main_thread().ident or 0, getattr(signal, self.kind))
 
 
 # --- what the ranks do, without end ----------------------------------------------------------------------------------
@@ -109,19 +138,16 @@ def collating(fault: Fault) -> None:
         time.sleep(0.02)
 
 
-def dynamic(batches: Any, *, prepare: Any = None, before: Any = None) -> DynamicCpLoader[Any]:
-    plan = functools.partial(
-        wlb.plan_dynamic_cp, world_size=dist.get_world_size(), num_stages=1, max_tokens_per_rank=128, cost_model=COST
+def plan(lengths: Any, max_tokens_per_rank: int = 128) -> wlb.DynamicCpPlan:
+    size = dist.get_world_size()
+    return wlb.plan_dynamic_cp(
+        lengths, world_size=size, num_stages=1, max_tokens_per_rank=max_tokens_per_rank, cost_model=COST
     )
 
-    def planned(lengths: Any) -> Any:
-        if before is not None:
-            before(0)
-        return plan(lengths)
 
-    return DynamicCpLoader(
-        batches, plan=planned, group=dist.group.WORLD, prepare=prepare, timeout=timedelta(seconds=TIMEOUT)
-    )
+def dynamic(batches: Any, *, plan: Any = plan, prepare: Any = None) -> DynamicCpLoader[Any]:
+    timeout = timedelta(seconds=TIMEOUT)
+    return DynamicCpLoader(batches, plan=plan, group=dist.group.WORLD, prepare=prepare, timeout=timeout)
 
 
 def reading_for_dynamic_cp(fault: Fault) -> None:
@@ -131,7 +157,12 @@ def reading_for_dynamic_cp(fault: Fault) -> None:
 
 def planning_dynamic_cp(fault: Fault) -> None:
     calls = iter(range(1_000_000))
-    for _step in dynamic(([document] for document in text(None)), before=lambda _: fault(next(calls))):
+
+    def planned(lengths: Any) -> wlb.DynamicCpPlan:
+        fault(next(calls))
+        return plan(lengths)
+
+    for _step in dynamic(([document] for document in text(None)), plan=planned):
         time.sleep(0.02)
 
 
@@ -245,11 +276,36 @@ def endings(
             readers[number] = reader
             processes.append(process)
         try:
-            return _gather(readers, {rank} if kind in ("stopped", "hangs") else set(), moment)
+            return _gather(readers, {rank} if kind in ("stopped", "hangs", "SIGSTOP") else set(), moment)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def wrong(found: dict[int, Ending], kind: str, *, world_size: int, failed: int, keeper: bool = False) -> str:
+    """What is not as it should be: every survivor ends in time with an error that says who failed, where and why.
+
+    With `keeper`, the rank that failed kept the store: then it is enough to say that it is gone.
+    """
+    survivors = set(range(world_size)) - {failed}
+    if not set(found) >= survivors:
+        return f"only ranks {sorted(found)} ended"
+    for rank in sorted(survivors):
+        ending = found[rank]
+        reason = KINDS[SIGNALS.get(kind, kind)] + ("|which keeps the store, is gone or hangs" if keeper else "")
+        for holds in (
+            "WlbError" in ending.names,
+            f"rank {failed}" in ending.text,
+            re.search(reason, ending.text),
+            re.search(r"step \d+", ending.text),
+            "by peer" not in ending.text.partition(" (Connection")[0],
+            ending.rank in (failed, None),
+            ending.seconds < TIMEOUT + LOOKING,
+        ):
+            if not holds:
+                return f"rank {rank}: {ending}"
+    return ""
 
 
 def _gather(readers: dict[int, Connection], never: set[int], moment: Any) -> dict[int, Ending]:
@@ -275,7 +331,7 @@ def _main(
     rank: int, world_size: int, store: Path | int, writer: Connection, work: Callable[..., None], fault: Fault
 ) -> None:
     torch.set_num_threads(1)
-    atexit._clear()
+    atexit._clear()  # what the parent registered is not for here
     atexit.register(heartbeat._at_exit)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(store, int):
@@ -290,8 +346,45 @@ def _main(
         names = [cls.__name__ for cls in type(reason).__mro__]
         writer.send(Ending(names, str(reason), getattr(reason, "rank", None), time.monotonic()))
     writer.close()
-    # What the interpreter does as it ends, without what the parent had to do.
-    from wlb.torch import heartbeat
-
-    getattr(heartbeat, "_at_exit", lambda: None)()
+    atexit._run_exitfuncs()  # as the interpreter does when it ends
     os._exit(0)
+
+
+def free_port() -> int:
+    """Of a store that waits for nobody."""
+    return int(dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False).port)  # type: ignore[attr-defined]
+
+
+def main(trials: int, seed: int) -> None:
+    """Counts how many trials held."""
+    chance = random.Random(seed)
+    held: Counter[str] = Counter()
+    tried: Counter[str] = Counter()
+    latest: dict[str, float] = {}
+    for trial in range(trials):
+        kind, place = chance.choice([*KINDS, *SIGNALS]), chance.choice([*PLACES])
+        world_size, tcp = chance.randint(2, 4), chance.random() < 0.5
+        failed, step = chance.randrange(world_size), chance.randrange(12)
+        options = {"rank": failed, "step": step, "tcp": free_port() if tcp else 0}
+        what = f"{trial}: {kind} in {place}, rank {failed} of {world_size}, step {step}, {'TCP' if tcp else 'file'}"
+        tried[kind] += 1
+        try:
+            found = endings(world_size, PLACES[place], kind, **options)
+            problem = wrong(found, kind, world_size=world_size, failed=failed, keeper=tcp and failed == 0)
+            survivors = [ending.seconds for rank, ending in found.items() if rank != failed]
+            latest[kind] = max(latest.get(kind, 0.0), *survivors)
+        except TimeoutError as reason:
+            problem = str(reason)
+        held[kind] += not problem
+        if problem:
+            print(f"{what}: {problem}", flush=True)
+    for kind, count in sorted(tried.items()):
+        print(f"{kind:18} {held[kind]:4} of {count:4} held; the last rank ended after {latest[kind]:.1f} s")
+    print(f"{held.total()} of {tried.total()}, timeout {TIMEOUT:g} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))

@@ -267,16 +267,16 @@ def failing(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("read", "batches failed on rank 1: OSError: disk gone"),
-        ("type", "batches failed on rank 1: WlbError: batches[0] holds float32"),
+        ("read", "batches failed in step 1 on rank 1: OSError: disk gone"),
+        ("type", "batches failed in step 1 on rank 1: WlbError: batches[0] holds float32"),
         ("long", "document 1, which rank 1 read: lengths[1] = 400 exceeds"),
         ("plan", "group has ranks [2] with another plan than rank 0"),
-        ("id", f"batches failed on rank 1: WlbError: batches[0] has id = {2**63}: must be from 0 to 2**63 - 1"),
+        ("id", f"in step 1 on rank 1: WlbError: batches[0] has id = {2**63}: must be from 0 to 2**63 - 1"),
         ("name", "batches[0] has id = '3': must be an integer"),
         ("start", "batches[0] has start = -1: must be from 0"),
         ("next_token", "batches[0] has next_token = 0.5: must be an integer"),
-        ("prepare", "step failed on rank 2: MemoryError: nothing to pin"),
-        ("state", "step failed on rank 3: OSError: state gone"),
+        ("prepare", "step 0 failed on rank 2: MemoryError: nothing to pin"),
+        ("state", "step 0 failed on rank 3: OSError: state gone"),
     ],
 )
 def test_all_ranks_fail_alike(what: str, text: str) -> None:

@@ -1,28 +1,211 @@
-"""A rank that fails, ends or hangs is named by all others, in time."""
+"""A rank that fails, ends, hangs or gets other data is named by all others, in time."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import pickle
 import re
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import faults
+import processes
 import pytest
+import torch
+import torch.distributed as dist
 from faults import KINDS, PLACES
 
-
-def check(found: dict[int, faults.Ending], kind: str, *, world_size: int, failed: int) -> None:
-    survivors = set(range(world_size)) - {failed}
-    assert set(found) >= survivors
-    for rank in survivors:
-        ending = found[rank]
-        assert "WlbError" in ending.names, ending
-        assert f"rank {failed}" in ending.text, ending
-        assert re.search(KINDS[kind], ending.text), ending
-        assert re.search(r"step \d+", ending.text), ending
-        assert ending.seconds < faults.TIMEOUT + faults.LOOKING, ending
+import wlb
+from wlb.torch import heartbeat
+from wlb.torch.data import PackedBatch, collate
+from wlb.torch.pipeline import PeerFailed, failures_explained, pipeline_step
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_every_failure_everywhere(place: str, kind: str) -> None:
-    check(faults.endings(3, PLACES[place], kind, rank=1), kind, world_size=3, failed=1)
+    assert not faults.wrong(faults.endings(3, PLACES[place], kind, rank=1), kind, world_size=3, failed=1)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("reading_a_stream", "SystemExit"),
+        ("reading_a_stream", "killed"),
+        ("reading_a_stream", "hangs"),
+        ("collating", "KeyboardInterrupt"),
+        ("reading_for_dynamic_cp", "os._exit"),
+        ("preparing_dynamic_cp", "SystemExit"),
+        ("planning_dynamic_cp", "hangs"),
+        ("between_steps", "raises"),
+        ("between_steps", "SystemExit"),
+        ("training", "KeyboardInterrupt"),
+        ("training", "killed"),
+        ("training", "hangs"),
+        ("in_the_pipeline", "SystemExit"),
+        ("in_the_pipeline", "stopped"),
+    ],
+)
+def test_a_failure_is_named_by_all_others(place: str, kind: str) -> None:
+    assert not faults.wrong(faults.endings(3, PLACES[place], kind, rank=1), kind, world_size=3, failed=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("killed", "rank 0, which keeps the store, is gone or hangs"),
+        ("raises", "rank 0 failed first, in step 3 of training:.*the reason"),
+    ],
+)
+def test_the_rank_that_keeps_the_store(kind: str, text: str) -> None:
+    found = faults.endings(3, PLACES["training"], kind, rank=0, tcp=faults.free_port())
+    for rank in (1, 2):
+        assert found[rank].rank == 0
+        assert re.search(text, found[rank].text, re.DOTALL), found[rank]
+        assert found[rank].seconds < faults.TIMEOUT + faults.LOOKING
+
+
+# --- other data ------------------------------------------------------------------------------------------------------
+
+
+def other_micro_batches(_fault: Any) -> None:
+    stage = faults.pipeline(lambda: None)
+    for step in itertools.count():
+        sizes = [3, 1, 5, 2] if step < 3 or dist.get_rank() != 1 else [3, 1, 5, 1]
+        pipeline_step([stage], faults.micro_batches(sizes), loss_fn=faults.summed)
+
+
+def without_a_loss(_fault: Any) -> None:
+    stage = faults.pipeline(lambda: None)
+    pipeline_step([stage], faults.micro_batches([3, 1]), loss_fn=None if dist.get_rank() == 1 else faults.summed)
+
+
+@pytest.mark.parametrize(
+    ("work", "there", "here"),
+    [
+        (other_micro_batches, "4 of 11 tokens by Schedule1F1B with", "4 of 10 tokens by Schedule1F1B with"),
+        (without_a_loss, "2 of 4 tokens by Schedule1F1B with backward", "2 of 4 tokens by Schedule1F1B without"),
+    ],
+)
+def test_other_micro_batches_are_refused_before_they_are_sent(work: Any, there: str, here: str) -> None:
+    found = faults.endings(2, work)
+    assert sorted(found) == [0, 1]
+    refused = next(rank for rank in found if "PeerFailed" not in found[rank].names)  # who came second
+    mine, theirs = (here, there) if refused == 1 else (there, here)
+    assert f"micro_batches differ from those of rank {1 - refused}: here {mine}" in found[refused].text
+    assert f"there {theirs}" in found[refused].text
+    assert f"rank {refused} failed first" in found[1 - refused].text
+    assert "micro_batches differ" in found[1 - refused].text
+
+
+def another_plan(_fault: Any) -> None:
+    longest = 128 if dist.get_rank() != 1 else 96
+    next(faults.dynamic([[list(range(100))]], plan=functools.partial(faults.plan, max_tokens_per_rank=longest)))
+
+
+def test_other_plans_of_dynamic_cp_name_the_rank() -> None:
+    found = faults.endings(2, another_plan)
+    assert {ending.text for ending in found.values()} == {"group has ranks [1] with another plan than rank 0"}
+
+
+# --- when nothing fails ----------------------------------------------------------------------------------------------
+
+
+def slow(rank: int) -> list[int]:
+    """One rank is far behind the patience of those who wait, but not behind the timeout."""
+
+    def collated(documents: Any) -> PackedBatch:
+        time.sleep(1.5 * rank)
+        return collate(documents)
+
+    of = faults.stream(collate_fn=collated)
+    numbers = [next(of).number, next(of).number]
+    of.close()
+    return numbers
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    assert processes.run(2, slow) == [[0, 1]] * 2
+
+
+def beating(rank: int) -> float:
+    """Milliseconds of a context, once it beats."""
+    with failures_explained():
+        heart = heartbeat.heartbeat()
+        assert heart is not None
+        assert heart is heartbeat.heartbeat()
+    started = time.perf_counter()
+    for _ in range(1000):
+        with failures_explained():
+            pass
+    took = time.perf_counter() - started
+    dist.barrier()
+    assert heart.read([0, 1])[1 - rank].does["training"].count >= 1
+    return took
+
+
+def test_a_context_costs_next_to_nothing() -> None:
+    assert max(processes.run(2, beating)) < 1.0, "a millisecond each"
+
+
+@failures_explained(7)
+def train(group: dist.ProcessGroup | None) -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("no document")
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def left_alone(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    records: list[str] = []
+    with faults.logged(records), pytest.raises(PeerFailed if rank == 0 else LookupError):
+        train(group)
+    dist.barrier()
+    if rank == 0:
+        assert "rank 0 waits in step 7 of training in vain: rank 1 failed first, in step 7" in records[0]
+        assert "no document" in records[0]
+
+
+def test_who_waits_for_a_failed_rank_says_so_before_the_timeout() -> None:
+    processes.run(2, left_alone)
+
+
+def test_a_peer_failed_may_be_pickled() -> None:
+    error = PeerFailed("rank 3 ended")
+    error.rank, error.step, error.reason = 3, 5, None
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.rank, again.step) == ("rank 3 ended", 3, 5)
+    assert isinstance(again, wlb.WlbError)
+
+
+MAIN = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+from wlb.torch.failures import failures_explained
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=100))
+with failures_explained(41):
+    dist.barrier()
+if rank == 1:
+    raise SystemExit(3) if sys.argv[3] == "exit" else LookupError("no more")
+with failures_explained(42):
+    dist.barrier()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "text"), [("exit", "ended after step 41, its program done"), ("raise", "no more")])
+def test_a_program_that_ends(how: str, text: str, tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", MAIN, str(rank), str(tmp_path / "store"), how] for rank in range(2)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate(timeout=200)[1] for process in running]
+    assert running[1].returncode == (3 if how == "exit" else 1)
+    assert "PeerFailed: rank 1 ended after step 41" in errors[0]
+    assert text in errors[0]

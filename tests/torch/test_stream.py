@@ -309,7 +309,7 @@ def test_a_failing_stream_fails_all_ranks_with_its_reason() -> None:
     answers = processes.run(4, failure, [Text(0, 50), Failing(1, 50), Text(2, 50)], {})
     assert all(answer == answers[0] for answer in answers)
     first, then = answers[0]
-    assert first == "streams failed on rank 1: OSError: the disk is gone"
+    assert first == "streams failed in step 1 on rank 1: OSError: the disk is gone"
     assert "earlier step" in then
 
 
@@ -342,7 +342,7 @@ def bad_collate(documents: list[Document]) -> PackedBatch:
 def test_a_collate_fn_that_fails_on_one_rank_fails_all() -> None:
     answers = processes.run(2, failure, TEXTS, {"collate_fn": bad_collate})
     assert answers[0] == answers[1]
-    assert answers[0][0] == "step failed on rank 1: KeyError: 'x'"
+    assert answers[0][0] == "step 0 failed on rank 1: KeyError: 'x'"
 
 
 def test_a_step_is_made_while_the_one_before_is_trained() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 import sys
 import threading
@@ -17,11 +18,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Final
 
 import torch.distributed as dist
 
 import wlb
-from wlb.torch.heartbeat import Activity, Beat, Heartbeat, Place, StoreGone, heartbeat
+from wlb.torch.heartbeat import Activity, Beat, Heartbeat, StoreGone, heartbeat
 
 
 class PeerFailed(wlb.WlbError, RuntimeError):
@@ -84,14 +87,18 @@ class Together:
 
     Attributes:
         activity: How far this rank is.
-        attempt: A failure in one does not explain that in another.
     """
 
     def __init__(self, name: str, ranks: Sequence[int] | None, *, what: str) -> None:
-        self.activity = Activity(name)
-        self.attempt = ""
+        self.activity = Activity(name, key=f"wlb/failure/{name}")
         self._ranks = ranks
         self._what = what
+
+    def attempt(self, number: int) -> None:
+        """What comes is another attempt: no failure in those before explains one in it."""
+        activity = self.activity
+        activity.failure, activity.count, activity.key = None, number, f"wlb/failure/{activity.name}/{number}"
+        activity.in_vain = self._say
 
     def begin(self, step: int) -> None:
         """This rank, in this thread, is in the step."""
@@ -112,8 +119,15 @@ class Together:
     def explained(self, own: BaseException) -> BaseException:
         """What to raise for what was raised here: itself, or `PeerFailed` for what another rank did. Tells the others.
 
-        Takes up to about two seconds after communication failed.
+        Takes up to about two seconds after communication failed, three if the store hangs.
         """
+        if getattr(own, _EXPLAINED, None) == self.activity.key:  # by a context inside this one
+            return own
+        result = self._explained(own)
+        setattr(result, _EXPLAINED, self.activity.key)
+        return result
+
+    def _explained(self, own: BaseException) -> BaseException:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return own
         rank, heart = dist.get_rank(), heartbeat()
@@ -121,6 +135,7 @@ class Together:
         try:
             if heart is None:
                 raise StoreGone("it takes no connection")
+            heart.failure_known = True
             if isinstance(own, PeerFailed):
                 self._leave(heart, _Failure(own.rank, rank, own.step, str(own), own.reason))
                 return own
@@ -133,19 +148,19 @@ class Together:
             if not communication:
                 return own
             keeper, keeping = ("whoever keeps the store", None) if heart is None else heart.keeper
-            text = f"{keeper} is gone or hangs ({gone}), and took along why communication failed {self._place()}: {own}"
+            text = f"{keeper} is gone or hangs, and took along why communication failed {self._place()} ({gone})"
             return _Failure(keeping, rank, None, text).error(rank)
 
     def failure(self) -> PeerFailed | None:
-        """What another rank has left. One round trip to the store."""
-        heart = heartbeat()
-        if heart is None:
-            return None
-        try:
-            first = self._first(heart)
-        except StoreGone:
-            return None
-        return None if first is None else first.error(heart.rank)
+        """What another rank has left, as the heartbeat saw it last."""
+        known = self.activity.failure
+        return None if known is None else _Failure(**json.loads(known)).error(dist.get_rank())
+
+    def _say(self, failure: bytes) -> None:
+        """For a rank that waits in C++ until its timeout, or, with NCCL, until the watchdog ends it."""
+        first = _Failure(**json.loads(failure))
+        if first.rank != dist.get_rank():
+            _LOG.warning("rank %d waits %s in vain: %s", dist.get_rank(), self._place(), first.text)
 
     def _place(self) -> str:
         return f"in step {self.activity.step} of {self._what}"
@@ -156,105 +171,115 @@ class Together:
 
     # In the store.
 
-    @property
-    def _key(self) -> str:
-        return f"wlb/failure/{self.activity.name}/{self.attempt}"
-
     def _first(self, heart: Heartbeat) -> _Failure | None:
-        text = heart.ask(lambda store: store.get(self._key) if store.check([self._key]) else None)
+        key = self.activity.key
+        text = self.activity.failure or heart.ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if text is None else _Failure(**json.loads(text))
 
     def _leave(self, heart: Heartbeat, failure: _Failure) -> _Failure:
         """The failure that was left first: this one, or another."""
-        heart.failure_known = True
         text = json.dumps(asdict(failure))
-        return _Failure(**json.loads(heart.ask(lambda store: store.compare_set(self._key, "", text))))
+        key = self.activity.key
+        found = self.activity.failure or heart.ask(lambda store: store.compare_set(key, "", text))
+        return _Failure(**json.loads(found))
 
     def _found(self, heart: Heartbeat, own: BaseException) -> _Failure:
         """Why communication failed. One rank looks at the heartbeats, the others wait for what it finds."""
-        ask = f"{self._key}/asks"
-        looks = heart.ask(lambda store: store.compare_set(ask, "", str(heart.rank))) == str(heart.rank).encode()
-        until = time.monotonic() + (4 if looks else 8) * heart.interval
+        asks, me = f"{self.activity.key}/asks", str(heart.rank)
+        first = self._first(heart)
+        looks = first is None and heart.ask(lambda store: store.compare_set(asks, "", me)) == me.encode()
         ranks = [rank for rank in self._ranks or range(heart.size) if rank != heart.rank]
+        until = time.monotonic() + (4 if looks else 8) * heart.interval
         before = heart.read(ranks) if looks else {}
-        while True:
-            if (first := self._first(heart)) is not None:
-                return first
+        while first is None:
             late = time.monotonic() > until
-            if late and not looks:  # who looked is gone too
-                looks, until = True, time.monotonic() + 4 * heart.interval
-                before = heart.read(ranks)
-            elif looks:
-                now = heart.read(ranks)
-                silent = [
-                    rank
-                    for rank in ranks
-                    if rank not in now or (rank in before and now[rank].number == before[rank].number)
-                ]
+            if looks:
+                beats = heart.read(ranks)
+                silent = {rank for rank in ranks if _silent(before.get(rank), beats.get(rank))}
                 if late or not silent:
-                    return self._leave(heart, self._blamed(heart, own, now, silent))
+                    return self._leave(heart, self._blamed(heart, own, beats, silent))
+            elif late:  # who looked is gone too
+                looks, until, before = True, time.monotonic() + 4 * heart.interval, heart.read(ranks)
             time.sleep(heart.interval / 4)
+            first = self._first(heart)
+        return first
 
-    def _blamed(self, heart: Heartbeat, own: BaseException, beats: dict[int, Beat], silent: list[int]) -> _Failure:
-        """Who has ended, else who has no heartbeat, else who is not where the others wait for it."""
-        name, mine = self.activity.name, self.activity
-        lost = any(word in str(own).lower() for word in ("closed", "reset", "broken pipe"))
-
-        ended: list[tuple[int, str]] = []
-        gone: list[tuple[int, str]] = []
-        behind: list[tuple[int, str]] = []
-        unclear: list[tuple[int, str]] = []
+    def _blamed(self, heart: Heartbeat, own: BaseException, beats: dict[int, Beat], silent: set[int]) -> _Failure:
+        """Those whose fault it is most likely."""
+        mine = self.activity
+        lost = re.search(r"[Cc]losed|reset|[Bb]roken pipe", str(own)) is not None
+        found: dict[_Guilt, list[tuple[int, str]]] = {}
         for rank in [rank for rank in self._ranks or range(heart.size) if rank != heart.rank]:
-            beat = beats.get(rank)
-            place = None if beat is None else beat.does.get(name)
-            if beat is None:
-                gone.append((rank, "has never been heard of"))
-            elif beat.ended is not None:
-                ended.append(
-                    (rank, f"ended{_last(place)}" + (f":\n{beat.ended}" if beat.ended else ", its program done"))
-                )
-            elif rank in silent:
-                how = (
-                    "ended without a word"
-                    if lost
-                    else "has no heartbeat any more: it is gone, or holds the interpreter"
-                )
-                gone.append((rank, f"{how}{_last(place)}"))
-            elif place is None:
-                behind.append((rank, f"takes no part, or not any more: it is at {beat.main}"))
-            elif place.busy and place.waits is not True:
-                text = (
-                    f"hangs or is slow{_last(place)}: its heartbeat goes on, its step does not; it is at {place.where}"
-                )
-                (behind if place.waits is False else unclear).append((rank, text))
-            elif not place.busy and place.count < mine.count:
-                behind.append((rank, f"does not go on{_last(place)}: its heartbeat goes on, it is at {beat.main}"))
-        blamed = ended or gone or behind or unclear
-        if not blamed:
+            guilt, text = _judged(beats.get(rank), mine, silent=rank in silent, lost=lost)
+            found.setdefault(guilt, []).append((rank, text))
+        guilt = min(found)
+        if guilt == _Guilt.NONE:
             text = f"communication failed {self._place()}, though all ranks live and wait, as if for different things"
-            return _Failure(None, heart.rank, mine.step, f"{text}: {own}")
-        rank = blamed[0][0]
-        of_rank = beats.get(rank)
-        last = None if of_rank is None or name not in of_rank.does else of_rank.does[name].step
-        text = "; ".join(f"rank {rank} {what}" for rank, what in blamed[:8])
-        if len(blamed) > 8:
-            text += f"; so do {len(blamed) - 8} more"
-        reason = None if of_rank is None else of_rank.ended or None
-        return _Failure(rank, heart.rank, last, f"{text} (others wait {self._place()})", reason)
+            return _Failure(None, heart.rank, mine.step, text)
+        text = "; ".join(f"rank {rank} {text}" for rank, text in found[guilt][:8])
+        if len(found[guilt]) > 8:
+            text += f"; so do {len(found[guilt]) - 8} more"
+        rank = found[guilt][0][0]
+        beat = beats.get(rank, Beat(0, ""))
+        step = beat.does[mine.name].step if mine.name in beat.does else None
+        return _Failure(rank, heart.rank, step, f"{text} (others wait {self._place()})", beat.ended or None)
 
 
-def _last(place: Place | None) -> str:
-    return "" if place is None else f" in step {place.step}" if place.busy else f" after step {place.step}"
+class _Guilt(IntEnum):
+    """Of a rank that communication failed, the greatest first."""
+
+    ENDED = 0
+    NO_HEARTBEAT = 1
+    NOT_THERE = 2
+    MAYBE = 3
+    FOLLOWED = 4
+    NONE = 5
+
+
+def _silent(before: Beat | None, now: Beat | None) -> bool:
+    if now is None:
+        return True
+    return now.ended is None and before is not None and before.number == now.number
+
+
+def _judged(beat: Beat | None, mine: Activity, *, silent: bool, lost: bool) -> tuple[_Guilt, str]:
+    """What a rank's heartbeat says of it.
+
+    Args:
+        beat: Its last.
+        mine: Where this rank waits.
+        silent: Whether it was its last for some time.
+        lost: Whether a connection was closed: so that it is gone.
+    """
+    if beat is None:
+        return _Guilt.NO_HEARTBEAT, "was never heard of"
+    place = beat.does.get(mine.name)
+    last = "" if place is None else f" in step {place.step}" if place.busy else f" after step {place.step}"
+    if beat.ended is not None:
+        text = f"ended{last}" + (f":\n{beat.ended}" if beat.ended else ", its program done")
+        return _Guilt.FOLLOWED if _COMMUNICATION.search(beat.ended) else _Guilt.ENDED, text
+    if silent:
+        text = f"has no heartbeat any more{last}: its process is gone or stopped, or does not let Python run"
+        return _Guilt.NO_HEARTBEAT, f"ended without a word{last}" if lost else text
+    if place is None:
+        return _Guilt.NOT_THERE, f"takes no part, or not any more: its heartbeat goes on; it is at {beat.main}"
+    still = f"hangs or is slow{last}: its heartbeat goes on, its step does not; it is at"
+    if place.busy and place.waits is not True:
+        return _Guilt.MAYBE if place.waits is None else _Guilt.NOT_THERE, f"{still} {place.where}"
+    if not place.busy and place.count < mine.count:
+        return _Guilt.NOT_THERE, f"{still} {beat.main}"
+    return _Guilt.NONE, ""
+
+
+_EXPLAINED: Final = "_wlb_explained"  # of an exception: the key of the failure that it is
+_LOG: Final = logging.getLogger("wlb")
+_COMMUNICATION: Final = re.compile(r"gloo|NCCL|Connection |[Tt]imed out|Broken pipe")
 
 
 def _is_communication(reason: BaseException) -> bool:
     """Whether it says that communication failed, and so nothing of why."""
-    if isinstance(reason, dist.DistError):
-        return True
-    text = str(reason)
-    return (
-        type(reason) is RuntimeError and re.search(r"gloo|NCCL|Connection |[Tt]imed out|Broken pipe", text) is not None
-    )
+    known = type(reason) is RuntimeError and _COMMUNICATION.search(str(reason)) is not None
+    return known or isinstance(reason, dist.DistError)
 
 
 _training = Together("training", None, what="training")
@@ -285,9 +310,11 @@ def failures_explained(step: int | None = None) -> Iterator[None]:
 
     When do the others notice? With gloo, as soon as the failed process ends, or else after the timeout of the process
     group; finding out takes up to two seconds more. NCCL reports nothing to Python: after the timeout, its watchdog
-    ends the process, which then cannot raise `PeerFailed`. The reason is in what the failed rank itself prints, and in
-    the store, which under torchrun outlives the workers; otherwise rank 0 keeps it, and says so if it is rank 0 that
-    is gone.
+    ends the process, which then cannot raise `PeerFailed`. But whoever waits for a rank that has failed logs why, with
+    the logger "wlb", within a second or so.
+
+    The store outlives the workers under torchrun. Otherwise rank 0 keeps it: when it fails it stays for a second, so
+    that the others know why; when it is killed they say that it is gone.
 
     Args:
         step: Its number, to tell. By default contexts are counted from 1.
@@ -299,14 +326,13 @@ def failures_explained(step: int | None = None) -> Iterator[None]:
     global _depth, _attempts
     if not _depth:
         _attempts += 1
-        _training.attempt, _training.activity.count = str(_attempts), _attempts
+        _training.attempt(_attempts)
     if not _depth or step is not None:
         _training.begin(_attempts if step is None else step)
     _depth += 1
     try:
         yield
     except _Escape as escape:
-        assert escape.__cause__ is not None
         own = escape.__cause__
     except BaseException as reason:
         own = reason
@@ -316,6 +342,7 @@ def failures_explained(step: int | None = None) -> Iterator[None]:
         _depth -= 1
         if not _depth:
             _training.end()
+    assert own is not None
     told = _training.explained(own)
     if told is own:
         raise own

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 INTERVAL: Final = 0.5  # seconds between two beats of a rank
 BEATS_A_SECOND: Final = 2000  # of all ranks together: what one store has to take
-PATIENCE: Final = 5.0  # seconds until a store that does not answer counts as gone
+PATIENCE: Final = 3.0  # seconds until a store that does not answer counts as gone
 
 _HERE = str(Path(__file__).parent)
 _WAITS_IN_WLB = tuple(str(Path(_HERE) / name) for name in ("failures.py", "heartbeat.py"))
@@ -54,6 +54,9 @@ class Activity:
             behind.
         busy: Whether it is in a step.
         thread: That which does it.
+        key: Where in the store the first failure in it is left, "" if none is looked for.
+        failure: What was found there: known also after the store is gone.
+        in_vain: Called once with it if this rank is still in the step a beat later; from the heartbeat's thread.
     """
 
     name: str
@@ -61,6 +64,9 @@ class Activity:
     count: int = 0
     busy: bool = False
     thread: int = 0
+    key: str = ""
+    failure: bytes | None = None
+    in_vain: Callable[[bytes], None] | None = None
 
     def told(self, frames: dict[int, FrameType]) -> Place:
         """What it tells now; `frames` by thread."""
@@ -127,7 +133,7 @@ class Heartbeat:
         interval: Seconds; longer in large worlds, so that the store is not busy with beats alone.
         store: The store of the default process group.
         keeper: Who keeps it, in words; then None if that is no rank, else the rank.
-        failure_known: Whether a failure was left in the store.
+        failure_known: Whether something has failed, which others may still want to read about in the store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -140,6 +146,7 @@ class Heartbeat:
         self._activities: dict[str, Activity] = {}
         self._number = 0
         self._ended: str | None = None
+        self._gone = ""  # or why the store is
         self._asked: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="wlb-heartbeat", daemon=True)
         self._thread.start()
@@ -168,12 +175,12 @@ class Heartbeat:
 
         def answered() -> None:
             try:
-                answer.set_result(work(self._connection))
+                answer.set_result(self._use(work))
             except BaseException as reason:
                 answer.set_exception(reason)
 
-        if not self.alive:
-            raise StoreGone("the heartbeat has ended")
+        if self._gone or not self.alive:
+            raise StoreGone(self._gone or "the heartbeat has ended")
         self._asked.put(answered)
         try:
             return answer.result(patience)
@@ -218,7 +225,7 @@ class Heartbeat:
                 return
             try:
                 work()
-            except RuntimeError:  # whoever keeps the store is gone: who asks is told, and a beat is for nobody
+            except RuntimeError:  # of a beat, which nobody waits for
                 continue
 
     def _beat(self) -> None:
@@ -229,7 +236,29 @@ class Heartbeat:
         frames = sys._current_frames()
         does = {activity.name: activity.told(frames) for activity in list(self._activities.values())}
         beat = Beat(self._number, _where(frames.get(main.ident or 0)), self._ended, does)
-        self._connection.set(_key(self.rank), beat.text())
+        self._use(lambda store: store.set(_key(self.rank), beat.text()))
+        for activity in list(self._activities.values()):
+            if activity.busy and activity.failure is None:
+                self._look(activity, activity.key)
+            elif activity.busy and activity.failure is not None and activity.in_vain is not None:
+                activity.in_vain(activity.failure)
+                activity.in_vain = None
+
+    def _look(self, activity: Activity, key: str) -> None:
+        """Whether a rank left a failure: known before whoever keeps the store is gone too, and told while one waits."""
+        found = self._use(lambda store: store.get(key) if store.check([key]) else None)
+        if found is not None and activity.key == key:
+            activity.failure = found
+
+    def _use(self, work: Callable[[Store], T]) -> T:
+        """`work` on the connection, unless it is broken: torch reports each further use of it at length."""
+        if self._gone:
+            raise StoreGone(self._gone)
+        try:
+            return work(self._connection)
+        except dist.DistNetworkError as reason:
+            self._gone = str(reason).partition("\n")[0]
+            raise StoreGone(self._gone) from reason
 
 
 _of_process: Heartbeat | None = None

@@ -122,7 +122,8 @@ class Peers:
             failures = [f"all ranks: {parts[0]['failure']}"]
         if failures:
             step = self._together.activity.step
-            raise error(argument, f"failed in step {step} on {'; '.join(failures)}") from failure
+            failed = f"{step} failed" if argument == "step" else f"failed in step {step}"
+            raise error(argument, f"{failed} on {'; '.join(failures)}") from failure
         pairs = zip(self.ranks, parts, strict=True)
         others = [rank for rank, part in pairs if part["agreement"] != parts[0]["agreement"]]
         if others:

@@ -42,7 +42,8 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
     heart = heartbeat() if dist.get_world_size(group) > 1 else None
     if heart is None:
         return
-    name = (dist.group.WORLD if group is None else group).group_name
+    group = group or dist.distributed_c10d._get_default_group()
+    name = group.group_name
     tokens = [micro_batch.tokens for micro_batch in micro_batches]
     _steps[name] += 1
     digest = hashlib.blake2b(repr((tokens, how)).encode(), digest_size=16).hexdigest()
