@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -733,3 +735,26 @@ def test_model_may_be_a_config_file(run: Any, npy: Path, tmp_path: Path) -> None
 def test_import_wlb_needs_none_of_the_commands_packages() -> None:
     code = "import sys, wlb; assert not {'typer', 'rich', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ctrl_c_ends_the_command_quietly(tmp_path: Path) -> None:
+    """From its first line on, so also while it imports: no traceback, one line at most, status 130."""
+    # What is before that line is Python's own start.
+    code = "import os; from wlb_command import main; os.write(1, b'.'); main()"
+    command = ["simulate", "--steps", "2000", "--quiet", "--output-dir", str(tmp_path)]
+    outcomes: Counter[int] = Counter()
+    for delay in (0.005, 0.02, 0.1, 0.3, 0.8, 2.0):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"."
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        sent = time.perf_counter()
+        _, stderr = process.communicate(timeout=30)
+        outcomes[process.returncode] += 1
+        assert process.returncode in (130, 0), stderr.decode()
+        assert stderr in (b"", b"wlb: interrupted\n")
+        assert time.perf_counter() - sent < 3.0
+    assert outcomes[130] > 0

@@ -1,5 +1,5 @@
 """`python -m wlb.cli`."""
 
-from wlb.cli import main
+from wlb_command import main
 
 main()

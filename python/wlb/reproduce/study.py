@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import starmap
 from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -95,8 +96,7 @@ class Study:
             call = partial(function, self.steps, self.source)
             stream: Iterable[Result]
             if self.workers > 1 and len(tasks) > 1:
-                pool = stack.enter_context(ProcessPoolExecutor(self.workers, mp_context=get_context("spawn")))
-                stream = pool.map(call, *zip(*tasks, strict=True))
+                stream = stack.enter_context(_pool(self.workers)).imap(partial(_starred, call), tasks)
             else:
                 stream = starmap(call, tasks)
             for result in stream:
@@ -110,6 +110,19 @@ class Study:
         if missing:
             self._speedups |= zip(missing, self.map(title, speedups, missing), strict=True)
         return [self._speedups[task] for task in tasks]
+
+
+def _starred(function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
+    return function(*arguments)
+
+
+def _pool(workers: int) -> Pool:
+    """Processes that end at once where the `with` block does. Ctrl-C is for this process alone to see."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return get_context("spawn").Pool(workers)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run(
