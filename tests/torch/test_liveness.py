@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
-from wlb.torch.data import BalancedBatchSampler, BalancedStream, collate
+from wlb.torch.data import BalancedBatchSampler, BalancedStream
 
 CONTEXT, MICRO_BATCHES = 64, 4
 COST = wlb.CostModel(attention=1.0, linear=20.0)
@@ -131,7 +131,7 @@ def test_a_stream_that_starves_in_its_packer_holds_little() -> None:
     stream = BalancedStream([documents([39] * 3000)], packer=packer("adaptive"), collate_fn=list)
     sizes = [len(json.dumps(step.state)) for step in stream]
     stream.close()
-    assert max(sizes[-120:]) <= max(sizes[20:120]) < 20_000
+    assert max(sizes[-120:]) <= 1.1 * max(sizes[20:120]) < 4000  # counters grow by a digit
 
 
 def test_a_least_number_of_tokens_is_checked() -> None:
