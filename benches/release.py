@@ -38,6 +38,7 @@ DRAWN = 0.55
 ROOMS = (1.5, 2.0)  # max_tokens in contexts
 MORE_ROOMS = (1.1, 1.2, 1.3, 1.4, 1.6, 1.75, 2.5, 3.0)  # for the picture
 MAX_DELAYS = (None, 16, 8)
+NO_LIMIT = 1 << 53  # the adaptive rule has one by default
 PRICES = tuple(round(0.5 / 1.45**k, 5) for k in range(17))
 NEARER = 5  # more prices, ever nearer to where the delay passes the goal's
 GOALS = {1.5: (0.50, 1.012, 1.06), 2.0: (0.40, 1.005, None)}  # delay, mean and p95 of the imbalance
@@ -81,6 +82,8 @@ def stream(lengths: Lengths, micro_batches: int, steps: int) -> list[Lengths]:
 
 def adaptive(batches: list[Lengths], options: dict[str, Any], price: float) -> Row:
     """The stream at one price."""
+    limit = NO_LIMIT if options["max_delay"] is None else options["max_delay"]
+    options = {**options, "max_delay": limit}
     packer = wlb.Packer(release="adaptive", delay_price=price, max_document_tokens=CONTEXT, **options)
     for batch in batches:
         packer.push(batch)

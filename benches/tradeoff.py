@@ -37,6 +37,7 @@ import wlb
 MICRO_BATCHES, GPUS, STAGES = 16, 16, 4
 ROOMS = (1.1, 1.5, 2.0)  # max_tokens in contexts
 LIMITED, MAX_DELAYS = 1.5, (None, 32, 16, 8, 4)
+NO_LIMIT = 1 << 53  # the adaptive rule has one by default
 MAX_DELAY = 16
 DEAR = (16.0, 8.0, 4.0, 2.0, 1.0)  # above those of release.py
 NEVER = "#8c959f"
@@ -96,7 +97,10 @@ def limited(batches: list[Lengths]) -> list[Row]:
     """The default price under limits of the delay."""
     sizes: Row = {"num_micro_batches": MICRO_BATCHES, "max_tokens": int(LIMITED * CONTEXT), "cost_model": COST}
     timers = {"adaptive": static, "both": dynamic(LIMITED)}
-    found = [(limit, streamed(batches, sizes, timers, release="adaptive", max_delay=limit)) for limit in MAX_DELAYS]
+    found = [
+        (limit, streamed(batches, sizes, timers, release="adaptive", max_delay=NO_LIMIT if limit is None else limit))
+        for limit in MAX_DELAYS
+    ]
     return [{"room": LIMITED, "max_delay": limit, **row} for limit, rows in found for row in rows]
 
 
