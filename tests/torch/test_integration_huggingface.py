@@ -10,6 +10,7 @@ import numpy as np
 import processes
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
@@ -313,6 +314,35 @@ def test_documents_of_one_token_have_nothing_to_predict() -> None:
     documents = DataLoader(numbers, batch_sampler=sampler(lengths=[1] * 9), collate_fn=list)
     with pytest.raises(wlb.WlbError, match="nothing to predict"):
         next(iter(MicroBatchLoader(StepLoader(documents))))
+
+
+def micro_batches_of_masked(rank: int, labelled: int) -> int:
+    """Micro-batches that the Trainer gets of two steps; only documents of the first one, on one rank, have labels."""
+    features: Any = [
+        feature | {"labels": torch.full_like(feature["input_ids"], -100)} for feature in documents([9] * 8)
+    ]
+    packer = wlb.Packer(
+        num_micro_batches=4, max_tokens=20, max_document_tokens=9, cost_model=wlb.CostModel(attention=1.0, linear=1.0)
+    )
+    batches = BalancedBatchSampler(
+        [9] * 8, packer=packer, dp_rank=rank, dp_size=dist.get_world_size(), tokens_per_batch=36, shuffle=False
+    )
+    if rank == labelled:
+        for feature in features[:4]:
+            feature["labels"] = feature["input_ids"]
+    loader = MicroBatchLoader(StepLoader(DataLoader(features, batch_sampler=batches, collate_fn=PackedCollator())))
+    with pytest.warns(UserWarning, match="step 1 has no label that counts on any rank"):
+        return len(list(loader))
+
+
+@pytest.mark.parametrize("labelled", [0, 1])
+def test_a_step_is_passed_over_if_no_rank_has_a_label(labelled: int) -> None:
+    """On all ranks or none: the model's loss would be 0 / 0."""
+    nothing = llama()(
+        **PackedCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}]), num_items_in_batch=0 * torch.ones(())
+    )
+    assert nothing.loss.isnan()
+    assert processes.run(2, micro_batches_of_masked, labelled) == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -48,18 +48,21 @@ Layers that are no attention (convolutions, state-space layers) mix documents un
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from wlb._errors import error
-from wlb.torch.data import BalancedStream, StepLoader
+from wlb.torch.data import BalancedStream, Step, StepLoader
 from wlb.torch.data.state import Snapshot, field
+from wlb.torch.loss import count_valid_tokens
 
 __all__ = ["MicroBatchCallback", "MicroBatchLoader", "PackedCollator"]
 
@@ -145,25 +148,43 @@ class MicroBatchLoader:
         None once a stream has ended.
 
         A step in which all documents wait, or no token has another to predict, is passed over: the Trainer would divide
-        by its labels, of which there are none.
+        by its labels, of which there are none, and make every weight NaN. If that is because all labels on all ranks
+        are masked, it warns. Ranks agree on it by an all-reduce a step.
 
         Raises:
-            wlb.WlbError: In two epochs all documents that were not waiting had one token.
+            wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
         """
         given, barren, empty = False, 0, 0
         while not given and empty < 2:  # an epoch may have no further step, but not the next one too
             if barren > 1:
-                raise error("steps", "have documents of one token only: there is nothing to predict")
+                raise error("steps", "have documents of one token or without labels only: there is nothing to predict")
             trained, any_step = False, False
             for step in self.steps:
                 any_step = True
                 trained |= any(map(len, step.packing))
-                if any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
+                if _has_labels(step):
                     given = True
                     if self.untrained is not None and step.snapshot is not None:
                         self.untrained.append(step.snapshot)
                     yield from step.micro_batches
             barren, empty = barren + trained, 0 if any_step else empty + 1
+
+
+def _has_labels(step: Step[Any]) -> bool:
+    """Whether a token of the step has another to predict, on any rank: the same answer on all."""
+    if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
+        return False
+    labels: list[Any] = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in step.micro_batches]
+    if any(of_batch is None for of_batch in labels):  # another collator, on all ranks: known to it alone
+        return True
+    group, device = None, "cpu"
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        device = "cpu" if "cpu" in dist.get_backend_config() else str(torch.accelerator.current_accelerator())
+    if count_valid_tokens((int((of_batch != IGNORE).sum()) for of_batch in labels), group=group, device=device):
+        return True
+    warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=3)
+    return False
 
 
 class MicroBatchCallback(TrainerCallback, ExportableState):
