@@ -89,6 +89,12 @@ class Pieces:
         return cls(np.cumsum(columns[0]), columns[1], columns[2])
 
 
+def waiting_pieces(packer: Mapping[str, Any]) -> Pieces:
+    """The pieces that wait in a `wlb.Packer`, from its state. O(pieces)."""
+    levels = [packer["carried"], *packer["queues"]]
+    return Pieces.of(*([level[name] for level in levels] for name in ("ids", "starts", "lengths")))
+
+
 _UNSIGNED: Final = ("u1", "u2", "u4", "u8")
 
 
@@ -389,10 +395,7 @@ def _belongs(state: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> li
 def _waiting_in(state: Mapping[str, Any]) -> Pieces | None:
     """The pieces that wait in a state; None if it has no packer."""
     inner = state.get("batches", state)
-    if not isinstance(inner, Mapping) or "packer" not in inner:
-        return None
-    levels = [inner["packer"]["carried"], *inner["packer"]["queues"]]
-    return Pieces.of(*([level[name] for level in levels] for name in ("ids", "starts", "lengths")))
+    return waiting_pieces(inner["packer"]) if isinstance(inner, Mapping) and "packer" in inner else None
 
 
 @dataclass(frozen=True)
