@@ -89,6 +89,12 @@ class Pieces:
         return cls(np.cumsum(columns[0]), columns[1], columns[2])
 
 
+def waiting_pieces(packer: Mapping[str, Any]) -> Pieces:
+    """The pieces that wait in a `wlb.Packer`, from its state. O(pieces)."""
+    levels = [packer["carried"], *packer["queues"]]
+    return Pieces.of(*([level[name] for level in levels] for name in ("ids", "starts", "lengths")))
+
+
 _UNSIGNED: Final = ("u1", "u2", "u4", "u8")
 
 
@@ -389,10 +395,7 @@ def _belongs(state: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> li
 def _waiting_in(state: Mapping[str, Any]) -> Pieces | None:
     """The pieces that wait in a state; None if it has no packer."""
     inner = state.get("batches", state)
-    if not isinstance(inner, Mapping) or "packer" not in inner:
-        return None
-    levels = [inner["packer"]["carried"], *inner["packer"]["queues"]]
-    return Pieces.of(*([level[name] for level in levels] for name in ("ids", "starts", "lengths")))
+    return waiting_pieces(inner["packer"]) if isinstance(inner, Mapping) and "packer" in inner else None
 
 
 @dataclass(frozen=True)
@@ -471,22 +474,26 @@ class _Coverage:
         else:
             findings += whole.without_waiting(int(read[-1]))
             proof = "every document read was trained once; nothing waits"
-        if (
-            not findings
-            and documents
-            and about["longest"] is None
-            and lengths is None
-            and last["read"] in (0, documents)
-        ):
-            expected = about["tokens"] * (last["epoch"] + (last["read"] == documents))
-            found = trained.tokens + rest[1]
-            if found != expected:
-                text = f"{found} tokens were trained or wait, but the documents read have {expected}"
-                findings.append(Finding(text))
+        if not findings and documents and about["longest"] is None and lengths is None:
+            findings += _all_tokens(trained, waiting, last, documents, about["tokens"])
         return cls(findings, whole.epochs(last, documents), proof)
 
 
 _NAMES: Final = ("ids", "starts", "lengths")
+
+
+def _all_tokens(
+    trained: Pieces, waiting: Pieces | None, last: Mapping[str, Any], documents: int, tokens: int
+) -> list[Finding]:
+    """Whether the epochs that were read to their end have all their tokens, if it is known whose tokens wait."""
+    epochs = last["epoch"] + (last["read"] == documents)
+    if waiting is None and last["waiting"][0] and last["read"] not in (0, documents):
+        return []
+    found = int(trained.lengths[trained.ids < epochs * documents].sum())
+    found += last["waiting"][1] if waiting is None else int(waiting.lengths[waiting.ids < epochs * documents].sum())
+    if found == epochs * tokens:
+        return []
+    return [Finding(f"{found} tokens were trained or wait, but the documents read have {epochs * tokens}")]
 
 
 def _skipped(steps: Sequence[Mapping[str, Any]], documents: int | None) -> list[Finding]:

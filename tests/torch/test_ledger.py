@@ -209,6 +209,7 @@ def test_what_diverges_is_named(change: Any, text: str, step: int | None, rank: 
         assert str(step) in str(found.findings[0])
     else:
         assert (found.num_steps, found.state) == (0, None)
+        assert not audit(tmp_path, state=states[-4]).sound, "with a state, though documents wait"
     if change in (moved_pieces, lost_pieces):
         assert found.findings[0].documents
 

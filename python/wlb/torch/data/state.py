@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from wlb._errors import error
 from wlb._seal import seal
+from wlb.ledger import waiting_pieces
 
 T = TypeVar("T")
 
@@ -107,8 +108,8 @@ class Progress:
     @classmethod
     def of(cls, documents: int, packer: Mapping[str, Any]) -> Progress:
         """From a packer's state; O(pieces that wait)."""
-        waiting = [packer["carried"]["lengths"], *(level["lengths"] for level in packer["queues"])]
-        return cls(documents, sum(map(len, waiting)), sum(map(sum, waiting)))
+        waiting = waiting_pieces(packer)
+        return cls(documents, waiting.ids.size, waiting.tokens)
 
 
 class Snapshot:
