@@ -31,7 +31,8 @@ from wlb._seal import check_seal
 FORMAT: Final = "wlb.ledger"
 VERSION: Final = 1
 _COLUMNS: Final = 3  # of pieces: ids, starts, lengths
-_NAMED = 5  # documents that a finding names
+_NAMED: Final = 5  # documents that a finding names
+_ENDLESS: Final = 1 << 62  # documents of a stream's only epoch
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,12 @@ class Pieces:
             columns.append(np.frombuffer(data, f"<{dtype}", int(count), at).astype(np.int64))
             at += int(count) * int(dtype[1:])
         return cls(np.cumsum(columns[0]), columns[1], columns[2])
+
+
+def waiting_pieces(packer: Mapping[str, Any]) -> Pieces:
+    """The pieces that wait in a `wlb.Packer`, from its state. O(pieces)."""
+    levels = [packer["carried"], *packer["queues"]]
+    return Pieces.of(*([level[name] for level in levels] for name in ("ids", "starts", "lengths")))
 
 
 _UNSIGNED: Final = ("u1", "u2", "u4", "u8")
@@ -162,7 +169,8 @@ class Audit:
     Attributes:
         findings: What does not hold, in the order of steps; empty: the run is sound.
         first_step: Number of the first step in the ledger.
-        num_steps: Steps that are proved, one after the other from there: all before the first finding.
+        num_steps: Steps that are proved, one after the other from there: all before the first finding, none if it is
+            not known in which step that shows.
         state: Digest of the state after the last of them. From it, or from one before it, the run goes on soundly.
         epochs: What was trained of each epoch, up to there.
         superseded: Lines of steps that a continuation trained anew.
@@ -225,8 +233,7 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
         message = f"has {lengths.size} documents; the ledger is of {about['documents']}"
         raise error("lengths", message, value=lengths.size)
     findings = [finding for rank in ranks.values() for finding in rank.findings]
-    until = None if state is None else int(state["step"])
-    steps, diverged = _walk(ranks, until)
+    steps, diverged = _walk(ranks, None if state is None else int(state["step"]))
     findings += diverged
     waiting = None
     if state is not None:
@@ -234,8 +241,11 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
         waiting = _waiting_in(state)
     coverage = _Coverage.of(steps, about, waiting, lengths)
     findings += coverage.findings
-    findings.sort(key=lambda finding: (finding.step is None, finding.step or 0, finding.rank or 0))
-    sound = [line for line in steps if not findings or findings[0].step is None or line["step"] < findings[0].step]
+    findings.sort(
+        key=lambda finding: (finding.step is None, finding.step or 0, finding.rank is None, finding.rank or 0)
+    )
+    until = min((0 if finding.step is None else finding.step for finding in findings), default=len(steps))
+    sound = [line for line in steps if line["step"] < until]
     return Audit(
         findings=tuple(findings),
         first_step=steps[0]["step"] if steps else 0,
@@ -385,10 +395,7 @@ def _belongs(state: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> li
 def _waiting_in(state: Mapping[str, Any]) -> Pieces | None:
     """The pieces that wait in a state; None if it has no packer."""
     inner = state.get("batches", state)
-    if not isinstance(inner, Mapping) or "packer" not in inner:
-        return None
-    levels = [inner["packer"]["carried"], *inner["packer"]["queues"]]
-    return Pieces.of(*([level[name] for level in levels] for name in ("ids", "starts", "lengths")))
+    return waiting_pieces(inner["packer"]) if isinstance(inner, Mapping) and "packer" in inner else None
 
 
 @dataclass(frozen=True)
@@ -421,7 +428,7 @@ class _Coverage:
         if steps[-1]["read"] is None:
             return cls([], (), "plans and states agree; how many documents were read is not known")
         documents = about["documents"]
-        per_epoch = documents or 1 << 62
+        per_epoch = documents or _ENDLESS
         trained = Pieces.of(*([getattr(part, name) for line in steps for part in line["parts"]] for name in _NAMES))
         sizes = [(line["step"], rank, part.ids.size) for line in steps for rank, part in enumerate(line["parts"])]
         step_of = np.repeat([step for step, _, _ in sizes], [size for *_, size in sizes])
@@ -443,7 +450,9 @@ class _Coverage:
         if (lost := np.flatnonzero(untrained > pieces_waiting)).size:
             at = int(lost[0])
             count = int(untrained[at] - pieces_waiting[at])
-            findings.append(Finding(f"{_counted(count)} neither trained nor waiting", steps[at]["step"]))
+            text = f"{_counted(count)} neither trained nor waiting"
+            of_all = _untrained(seen, waiting, int(read[-1]), per_epoch) if waiting or not last["waiting"][0] else []
+            findings.append(Finding(text, steps[at]["step"], documents=tuple(of_all[:_NAMED])))
         if (more := np.flatnonzero(untrained < 0)).size:
             findings.append(Finding("trains documents that were not read", steps[int(more[0])]["step"]))
         if findings:
@@ -553,10 +562,7 @@ class _Whole:
         unseen = read - ids.size
         if not partly.size and not unseen:
             return []
-        names = [*_names(partly, self.per_epoch)]
-        known = self.per_epoch > read or read % self.per_epoch == 0  # which were read: all, or all of the epochs
-        if unseen and len(names) < _NAMED and known:
-            names += _names(np.setdiff1d(np.arange(read), ids), self.per_epoch)
+        names = [*_names(partly, self.per_epoch), *_untrained(ids, None, read, self.per_epoch)]
         count = partly.size + unseen
         return [Finding(f"{_counted(count)} not trained, or not whole", documents=tuple(names[:_NAMED]))]
 
@@ -570,6 +576,14 @@ class _Whole:
             trained = int(self.complete[here].sum())
             result.append(EpochAudit(epoch, read, trained, read - trained, int(self.tokens[here].sum())))
         return tuple(result)
+
+
+def _untrained(seen: NDArray[np.int64], waiting: Pieces | None, read: int, per_epoch: int) -> list[tuple[int, int]]:
+    """Documents that were read and neither seen nor wait; none if it is not known which were read of an epoch."""
+    if read % per_epoch and per_epoch != _ENDLESS:
+        return []
+    known = seen if waiting is None else np.concatenate([seen, waiting.ids])
+    return list(_names(np.setdiff1d(np.arange(read), known), per_epoch))
 
 
 def _names(ids: NDArray[np.int64], per_epoch: int) -> Iterable[tuple[int, int]]:

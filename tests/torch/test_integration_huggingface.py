@@ -1,6 +1,7 @@
 """Packed micro-batches in real Hugging Face models and the real `Trainer`, against one document at a time."""
 
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import (
 
 import wlb
 from wlb.integrations.huggingface import MicroBatchCallback, MicroBatchLoader, PackedCollator
-from wlb.torch.data import BalancedBatchSampler, StepLoader
+from wlb.torch.data import BalancedBatchSampler, BalancedStream, StepLoader
 
 VOCABULARY = 64
 
@@ -222,6 +223,71 @@ def test_trainer_takes_the_steps_of_one_document_at_a_time(tmp_path: Path) -> No
     ((found, found_parameters),) = processes.run(1, train, tmp_path, 1, 8)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(found_parameters, parameters, rtol=0, atol=1e-6 * np.abs(parameters).max())
+
+
+class StreamTrainer(Trainer):
+    """Documents of streams, which no index describes."""
+
+    def get_train_dataloader(self) -> MicroBatchLoader:
+        packer = wlb.Packer(
+            num_micro_batches=MICRO_BATCHES,
+            max_tokens=64,
+            max_document_tokens=40,
+            outlier_thresholds=(30,),
+            cost_model=wlb.CostModel(attention=1.0, linear=10.0),
+        )
+        documents: Any = self.train_dataset
+        streams = [documents[number::4] for number in range(4)]
+        self.stream = BalancedStream(
+            streams, packer=packer, collate_fn=self.collated, group=torch.distributed.group.WORLD, tokens_per_batch=80
+        )
+        return MicroBatchLoader(self.stream)
+
+    def collated(self, documents: list[Any]) -> dict[str, Any]:
+        collator: Any = self.data_collator
+        batch: dict[str, Any] = collator([{"input_ids": np.asarray(document.tokens, int)} for document in documents])
+        return batch
+
+
+def train_stream(rank: int, folder: Path, dp_size: int, stop: int) -> tuple[list[float], int]:
+    """As `train`; also the steps that the checkpoint says are done."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    arguments = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        max_steps=stop,
+        gradient_accumulation_steps=MICRO_BATCHES // dp_size,
+        ignore_data_skip=True,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_steps=stop,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = StreamTrainer(
+        llama(),
+        arguments,
+        train_dataset=documents(LENGTHS * 3),
+        data_collator=PackedCollator(),
+        callbacks=[MicroBatchCallback()],
+    )
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    trainer.stream.close()
+    saved = json.loads((folder / f"checkpoint-{stop}" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, saved["stateful_callbacks"]["MicroBatchCallback"]["steps"]["step"]
+
+
+def test_trainer_takes_a_stream(tmp_path: Path) -> None:
+    """Rank 0 alone writes the checkpoint, with documents of both; it goes on from there on one rank."""
+    ((expected, _),) = processes.run(1, train_stream, tmp_path / "whole", 1, 8)
+    (_, done), _ = processes.run(2, train_stream, tmp_path / "parts", 2, 5)
+    assert done == 5
+    ((found, _),) = processes.run(1, train_stream, tmp_path / "parts", 1, 8)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def micro_batch_loader() -> MicroBatchLoader:

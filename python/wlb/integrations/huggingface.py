@@ -26,9 +26,10 @@ then; steps without a label, which `total_steps` counts, are passed over.
 loss by the tokens of the whole global batch, over all ranks (`average_tokens_across_devices=True`, its default).
 
 The Trainer resumes by skipping as many micro-batches as it has trained, within one epoch, and knows of no queues.
-:class:`MicroBatchCallback` puts the state of the `StepLoader` into the checkpoint instead; for that to count,
-`ignore_data_skip=True`. A resumed run trains the documents of one that was not interrupted, on another number of ranks
-or workers too.
+:class:`MicroBatchCallback` puts the state of the last step that was trained into the checkpoint instead, whatever has
+been fetched since; for that to count, `ignore_data_skip=True`. A resumed run trains the documents of one that was not
+interrupted, on another number of ranks or workers too. The Trainer asks one rank alone for the state, which needs no
+communication. Documents without an index come from a `BalancedStream` in the place of the `StepLoader`.
 
 The loader is not given to `accelerator.prepare`: the sampler yields this rank's part alone, and `accelerate` would
 share it out a second time.
@@ -47,6 +48,7 @@ Layers that are no attention (convolutions, state-space layers) mix documents un
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +58,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from wlb._errors import error
-from wlb.torch.data import StepLoader
-from wlb.torch.data.state import field
+from wlb.torch.data import BalancedStream, StepLoader
+from wlb.torch.data.state import Snapshot, field
 
 __all__ = ["MicroBatchCallback", "MicroBatchLoader", "PackedCollator"]
 
@@ -122,20 +124,25 @@ class PackedCollator:
 
 
 class MicroBatchLoader:
-    """Gives the Trainer one micro-batch at a time of the steps that a `StepLoader` reads.
+    """Gives the Trainer one micro-batch at a time of the steps that a `StepLoader` or a `BalancedStream` gives.
 
     No `DataLoader`, and without a length or `set_epoch`: the sampler goes from epoch to epoch by itself, and goes on
     where it stood after a resume, which the Trainer's epochs know nothing of.
 
     Attributes:
-        steps: Where the micro-batches come from; its state is that of the last step of which one was given.
+        steps: Where the micro-batches come from.
+        untrained: States of the steps that were given and of which it is not known that they were trained; None: nobody
+            asks.
     """
 
-    def __init__(self, steps: StepLoader[Any]) -> None:
+    def __init__(self, steps: StepLoader[Any] | BalancedStream[Any]) -> None:
         self.steps = steps
+        self.untrained: deque[Snapshot] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches of the rest of the epoch; of the next one if it has none: the Trainer would stop there.
+
+        None once a stream has ended.
 
         A step in which all documents wait, or no token has another to predict, is passed over: the Trainer would divide
         by its labels, of which there are none.
@@ -143,24 +150,33 @@ class MicroBatchLoader:
         Raises:
             wlb.WlbError: In two epochs all documents that were not waiting had one token.
         """
-        given, barren = False, 0
-        while not given:
+        given, barren, empty = False, 0, 0
+        while not given and empty < 2:  # an epoch may have no further step, but not the next one too
             if barren > 1:
                 raise error("steps", "have documents of one token only: there is nothing to predict")
-            trained = False
+            trained, any_step = False, False
             for step in self.steps:
+                any_step = True
                 trained |= any(map(len, step.packing))
                 if any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
                     given = True
+                    if self.untrained is not None and step.snapshot is not None:
+                        self.untrained.append(step.snapshot)
                     yield from step.micro_batches
-            barren += trained
+            barren, empty = barren + trained, 0 if any_step else empty + 1
 
 
 class MicroBatchCallback(TrainerCallback, ExportableState):
-    """Keeps in the Trainer's checkpoints where a :class:`MicroBatchLoader` stands, and goes on there."""
+    """Keeps in the Trainer's checkpoints the state of the last step trained, and goes on after it.
+
+    A step counts as trained once the optimizer has taken it, however many micro-batches the Trainer, or what stands
+    between it and the :class:`MicroBatchLoader`, has fetched since.
+    """
 
     def __init__(self) -> None:
-        self._steps: StepLoader[Any] | None = None
+        self._untrained: deque[Snapshot] = deque()
+        self._trained: Snapshot | None = None  # after the last step since training began
+        self._began: dict[str, Any] | None = None  # where it did
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -186,9 +202,17 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             callbacks: Any = state.stateful_callbacks  # in a checkpoint a dict
             saved = field(callbacks, type(self).__name__, dict)
             loader.steps.load_state_dict(field(saved, "steps", dict))
-        self._steps = loader.steps
+        self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
+        loader.untrained = self._untrained
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The optimizer has taken a step: the first of those that were given and not yet trained."""
+        self._trained = self._untrained.popleft()
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank."""
-        steps = None if self._steps is None else self._steps.state_dict()
+        """What the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank.
+
+        Read by one rank alone, without communication.
+        """
+        steps = self._began if self._trained is None else self._trained.state
         return {"args": {}, "attributes": {}, "steps": steps}

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
+from wlb.ledger import waiting_pieces
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
@@ -250,9 +251,20 @@ class Planner:
         check_seal(state)
         same(field(state, "lengths", dict), self._lengths(), "this corpus")
         same(state, {"shuffle": self._order.shuffle, "seed": self._order.seed}, "this sampler")
-        position = field(state, "position", int)
-        if position > self._order.corpus.lengths.size:
+        total, position, epoch = (
+            self._order.corpus.lengths.size,
+            field(state, "position", int),
+            field(state, "epoch", int),
+        )
+        if position > total:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
+        if (epoch + 1) * total >= 2**63:
+            raise error("state", f"has 'epoch' = {epoch}, beyond what ids can count", value=epoch)
+        planner = Planner(self._order, self._config)
+        planner._restore(state, allow_config_change=allow_config_change)
+        latest = int(waiting_pieces(planner._state()["packer"]).ids.max(initial=-1))
+        if latest >= (epoch + 1) * total:
+            raise error("state", f"has document {latest} waiting, of an epoch after 'epoch' = {epoch}", value=latest)
         self._restore(state, allow_config_change=allow_config_change)
 
     def _restore(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:

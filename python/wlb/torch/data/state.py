@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from wlb._errors import error
 from wlb._seal import seal
+from wlb.ledger import waiting_pieces
 
 T = TypeVar("T")
 
@@ -107,8 +108,8 @@ class Progress:
     @classmethod
     def of(cls, documents: int, packer: Mapping[str, Any]) -> Progress:
         """From a packer's state; O(pieces that wait)."""
-        waiting = [packer["carried"]["lengths"], *(level["lengths"] for level in packer["queues"])]
-        return cls(documents, sum(map(len, waiting)), sum(map(sum, waiting)))
+        waiting = waiting_pieces(packer)
+        return cls(documents, waiting.ids.size, waiting.tokens)
 
 
 class Snapshot:
@@ -131,9 +132,7 @@ class Snapshot:
     def state(self) -> dict[str, Any]:
         """Plain JSON values; the caller's own."""
         assert self._write is not None
-        state = self._write()
-        self._write = None
-        return state
+        return self._write()
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker sends its step with the state written out: what would write it stays behind.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import Hashed, check_seal
+from wlb.ledger import waiting_pieces
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.packer import StepPacker
 from wlb.torch.data.peers import Peers, told
@@ -163,6 +164,10 @@ class BalancedStream(Generic[T]):
         saved_documents = field(state, "waiting", list)
         waiting = {field(saved, "id", int): _Waiting.of(saved, len(streams)) for saved in saved_documents}
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
+        if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
+            raise error("state", f"has a document that waits twice, or one beyond 'next_id' = {next_id}", value=next_id)
+        if waiting.keys() != set(waiting_pieces(packer.state_dict()["packer"]).ids.tolist()):
+            raise error("state", "has other documents in 'waiting' than in 'packer'")
         self._number, self._next_id, self._link = number, next_id, link
         self._packer, self._streams, self._waiting = packer, streams, waiting
         self._steps.standing = self._latest = self._standing()
