@@ -97,7 +97,7 @@ def verify(checkpoint: Path) -> dict[str, str]:
 
 # --- checksums -------------------------------------------------------------------------------------------------------
 
-ENTRY = len("01234567 0123456789abcdef ")  # what stands before the name of a file in the manifest
+ENTRY = len("2656ae7a   1099511627776 ")  # what stands before the name of a file in the manifest
 
 
 def checksums(folder: Path, names: list[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -131,12 +131,12 @@ def checksum(path: Path) -> tuple[str, str | None]:
         return "", "is missing"
     except (OSError, ValueError) as problem:  # ValueError: a damaged manifest may hold impossible names
         return "", f"cannot be read: {problem}"
-    return f"{crc:08x} {size:016x} ", None
+    return f"{crc:08x} {size:15} ", None
 
 
 def manifest(entries: dict[str, str]) -> str:
     """A line for each file, of fixed columns, so that a damaged manifest can still be split into lines and names."""
-    lines = [f"CRC-32, bytes (hexadecimal) and name of {len(entries)} files\n"]
+    lines = [f"CRC-32, bytes and name of {len(entries)} files\n"]
     return "".join(lines + [f"{entries[name]}{name}\n" for name in sorted(entries)])
 
 

@@ -209,6 +209,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: s
     assert len({row["digest"] for row in whole}) == 6
     assert whole[-1]["loss"] < whole[0]["loss"], "it learns"
     assert whole[-1]["delay_mean"] > 0, "documents wait"
+    assert whole[-1]["delay_max"] >= 1
+    assert any(row["pending_tokens"] > 0 for row in whole)
 
     killed = replace(settings, metrics_file=tmp_path / "killed.jsonl", checkpoint_dir=tmp_path / "checkpoints")
     if killed_in == "checksums":
