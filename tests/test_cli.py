@@ -741,7 +741,7 @@ def test_ctrl_c_ends_the_command_quietly(tmp_path: Path) -> None:
     """From its first line on, so also while it imports: no traceback, one line at most, status 130."""
     # What is before that line is Python's own start.
     code = "import os; from wlb_command import main; os.write(1, b'.'); main()"
-    command = ["simulate", "--steps", "2000", "--quiet", "--output-dir", str(tmp_path)]
+    command = ["demo", "--quiet", "--output-dir", str(tmp_path)]
     outcomes: Counter[int] = Counter()
     for delay in (0.005, 0.02, 0.1, 0.3, 0.8, 2.0):
         process = subprocess.Popen(
@@ -754,7 +754,8 @@ def test_ctrl_c_ends_the_command_quietly(tmp_path: Path) -> None:
         sent = time.perf_counter()
         _, stderr = process.communicate(timeout=30)
         outcomes[process.returncode] += 1
-        assert process.returncode in (130, 0), stderr.decode()
+        # At its very end Python has taken its handlers away.
+        assert process.returncode in (130, 0, -signal.SIGINT), stderr.decode()
         assert stderr in (b"", b"wlb: interrupted\n")
         assert time.perf_counter() - sent < 3.0
     assert outcomes[130] > 0
