@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb.ledger import Pieces, as_line, audit
+from wlb.audit import audit
+from wlb.ledger import Pieces, as_line
 from wlb.torch.data import (
     BalancedBatchSampler,
     BalancedStream,

@@ -21,7 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wlb
 from wlb._seal import seal
-from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Piece, Step, StepLoader, collate
+from wlb.audit import audit
+from wlb.torch.data import BalancedBatchSampler, Documents, Ledger, PackedBatch, Piece, Step, StepLoader, collate
 from wlb.torch.data.permutation import Permutation
 
 COST = wlb.CostModel(attention=1e-3, linear=1e-2)
@@ -498,6 +499,7 @@ def train(rank: int, folder: Path, dp_size: int, cp_size: int, num_workers: int,
     """Trains from the last checkpoint on, writing what each rank saw; `kill`: rank, step, before or after saving."""
     of = sampler(rank // cp_size, dp_size, num_epochs=2)
     loader = step_loader(of, cp=(rank % cp_size, cp_size), num_workers=num_workers)
+    ledger = Ledger(folder / "ledger", dp_rank=rank // cp_size, dp_size=dp_size, source=loader)
     checkpoint = folder / "checkpoint.json"
     if checkpoint.exists():
         loader.load_state_dict(json.loads(checkpoint.read_text()))
@@ -508,10 +510,13 @@ def train(rank: int, folder: Path, dp_size: int, cp_size: int, num_workers: int,
                 restore = batch.shard.restore_indices.tolist()
                 name = f"{step.number}-{index}-{cp_size}-{rank % cp_size}.json"
                 (folder / name).write_text(json.dumps([*seen, restore]))
+            if rank % cp_size == 0:
+                ledger.record(step)
+            dist.barrier()  # as ranks meet where they save together
             if kill == (rank, step.number, False):
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 0:
-                (folder / "next.json").write_text(json.dumps(loader.state_dict()))
+                (folder / "next.json").write_text(json.dumps(step.state))
                 os.replace(folder / "next.json", checkpoint)
             if kill == (rank, step.number, True):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -549,6 +554,9 @@ def die_and_go_on(folder: Path, dp_size: int, cp_size: int, num_workers: int, se
     after = seen(folder, cp_size)
     assert before.keys().isdisjoint(after)
     assert before | after == expected
+    proof = audit(folder / "ledger", state=json.loads(checkpoint.read_text()), lengths=LENGTHS)
+    assert proof.sound, proof.findings
+    assert [epoch.trained for epoch in proof.epochs] == [LENGTHS.size] * 2
 
 
 @pytest.mark.parametrize(("dp_size", "cp_size", "num_workers"), [(2, 1, 0), (4, 1, 2), (2, 2, 1)])

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from wlb.audit import Audit
+from wlb.audit import audit as audit_ledger
 from wlb.cli import options
 from wlb.cli.console import CliError, counted, results
 from wlb.cli.tables import Table
-from wlb.ledger import Audit
-from wlb.ledger import audit as audit_ledger
 
 
 def audit(

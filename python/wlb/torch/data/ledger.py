@@ -52,6 +52,9 @@ class Ledger:
     need not be told. The first step that it records says from which state the run went on, and lines of that step and
     later ones, written before the crash, no longer count.
 
+    Record a step before a checkpoint of it is saved: where ranks save together all have their lines then. A checkpoint
+    of a step that some rank has no line of leaves a gap that the audit names.
+
     A line is in the hands of the operating system before `record` returns: it survives the death of the process. One
     that was cut off in the middle is passed over by the audit.
 

@@ -1,0 +1,503 @@
+"""The proof from a run's ledger that every document was trained once an epoch, or what diverges and where.
+
+Is the chain of states unbroken, did all ranks train the same plan, was every token of every document trained once? What
+is proved exactly stands in docs/semantics.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._errors import error
+from wlb._seal import check_seal
+from wlb.ledger import FORMAT, VERSION, Pieces, line_check, waiting_pieces
+
+_NAMED: Final = 5  # documents that a finding names
+_ENDLESS: Final = 1 << 62  # documents of a stream's only epoch
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that does not hold.
+
+    Attributes:
+        text: What.
+        step: The first step in which it shows; None: it shows only in all of them together.
+        rank: The data-parallel rank, if it is one rank's doing.
+        documents: Documents that it is about, the first few: (epoch, document).
+    """
+
+    text: str
+    step: int | None = None
+    rank: int | None = None
+    documents: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        """One line: where, and what."""
+        where = [f"{name} {value}" for name, value in (("step", self.step), ("rank", self.rank)) if value is not None]
+        return f"{', '.join(where)}: {self.text}" if where else self.text
+
+
+@dataclass(frozen=True)
+class EpochAudit:
+    """What was trained of one epoch.
+
+    Attributes:
+        epoch: Its number; 0 for a stream.
+        read: Documents that were read of it; None if the ledger does not know.
+        trained: Documents of which every piece that there is was trained, once.
+        waiting: Documents that were read and not yet trained, or not all of them.
+        tokens: Tokens trained.
+    """
+
+    epoch: int
+    read: int | None
+    trained: int
+    waiting: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The answer of `audit`.
+
+    Attributes:
+        findings: What does not hold, in the order of steps; empty: the run is sound.
+        first_step: Number of the first step in the ledger.
+        num_steps: Steps that are proved, one after the other from there: all before the first finding, none if it is
+            not known in which step that shows.
+        state: Digest of the state after the last of them. From it, or from one before it, the run goes on soundly.
+        epochs: What was trained of each epoch, up to there.
+        superseded: Lines of steps that a continuation trained anew.
+        proof: What the completeness of documents rests on, in words.
+    """
+
+    findings: tuple[Finding, ...]
+    first_step: int
+    num_steps: int
+    state: str | None
+    epochs: tuple[EpochAudit, ...]
+    superseded: int
+    proof: str
+
+    @property
+    def sound(self) -> bool:
+        """Whether everything holds."""
+        return not self.findings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "sound": self.sound,
+            "findings": [{**vars(finding), "documents": list(finding.documents)} for finding in self.findings],
+            "first_step": self.first_step,
+            "num_steps": self.num_steps,
+            "state": self.state,
+            "epochs": [vars(epoch) for epoch in self.epochs],
+            "superseded": self.superseded,
+            "proof": self.proof,
+        }
+
+
+def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths: NDArray[Any] | None = None) -> Audit:
+    """Reads a ledger and proves what was trained, up to its end or to the first step that does not hold.
+
+    Proved are, step by step: every rank has a line that nobody changed, of the same plan and the same states; each step
+    begins at the state that the one before it left; no token of a document is trained twice; and no more documents are
+    missing than wait in the packer, none where nothing waits. The last step may be missing on ranks that were killed.
+
+    Args:
+        folder: Has the files of all ranks.
+        state: A state that this run saved, as the loader gave it: proves everything up to it to the last token, for it
+            has the documents that wait. What was trained after it is left aside.
+        lengths: int [documents], tokens of each: proves every document's end also while others wait, and of documents
+            that the packer truncates.
+
+    Raises:
+        wlb.WlbError: There is no ledger in the folder; the state was changed after it was saved; or there are not as
+            many lengths as documents.
+
+    Complexity:
+        O(pieces log pieces) time; 40 bytes of memory a piece.
+    """
+    ranks = _read_folder(Path(folder))
+    if state is not None:
+        check_seal(state)
+    about = ranks[0].about[-1]
+    if lengths is not None and about["documents"] not in (None, lengths.size):
+        message = f"has {lengths.size} documents; the ledger is of {about['documents']}"
+        raise error("lengths", message, value=lengths.size)
+    findings = [finding for rank in ranks.values() for finding in rank.findings]
+    steps, diverged = _walk(ranks, None if state is None else int(state["step"]))
+    findings += diverged
+    waiting = None
+    if state is not None:
+        findings += _belongs(state, steps)
+        waiting = _waiting_in(state)
+    coverage = _Coverage.of(steps, about, waiting, lengths)
+    findings += coverage.findings
+    findings.sort(
+        key=lambda finding: (finding.step is None, finding.step or 0, finding.rank is None, finding.rank or 0)
+    )
+    until = min((0 if finding.step is None else finding.step for finding in findings), default=len(steps))
+    sound = [line for line in steps if line["step"] < until]
+    return Audit(
+        findings=tuple(findings),
+        first_step=steps[0]["step"] if steps else 0,
+        num_steps=len(sound),
+        state=sound[-1]["state"] if sound else None,
+        epochs=coverage.epochs,
+        superseded=ranks[0].superseded,
+        proof=coverage.proof,
+    )
+
+
+@dataclass
+class _RankLedger:
+    """One file: the lines that count, by step, and what each run said of itself.
+
+    Attributes:
+        lines: Those of steps, with the `dp_size` of their run; later ones supersede earlier ones.
+        about: The first line of every run.
+        superseded: Lines that later runs trained anew.
+        findings: Damaged lines.
+    """
+
+    lines: dict[int, dict[str, Any]]
+    about: list[dict[str, Any]]
+    superseded: int
+    findings: list[Finding]
+
+
+def _read_folder(folder: Path) -> dict[int, _RankLedger]:
+    ranks = {}
+    for path in sorted(folder.glob("ledger-*.jsonl")):
+        number = path.stem.removeprefix("ledger-")
+        if number.isdigit():
+            ranks[int(number)] = _read_file(path, int(number))
+    if 0 not in ranks or not ranks[0].about:
+        raise error("folder", f"= {str(folder)!r} has no ledger of rank 0 (ledger-00000.jsonl)", value=str(folder))
+    return ranks
+
+
+def _read_file(path: Path, rank: int) -> _RankLedger:
+    result = _RankLedger({}, [], 0, [])
+    texts = path.read_bytes().split(b"\n")
+    cut_off: int | None = None  # number of a line that is none, perhaps since a run died while it wrote it
+    for number, text in enumerate([*texts[:-1], None], start=1):
+        line = None if not text else _parsed(text)
+        begins = line is not None and "format" in line
+        if cut_off is not None and not begins:
+            at = max(result.lines, default=-1) + 1
+            result.findings.append(Finding(f"line {cut_off} of {path.name} was changed or is damaged", at, rank))
+        cut_off = number if text and line is None else None
+        if line is None:
+            continue
+        if begins:
+            if (line["format"], line["version"]) != (FORMAT, VERSION):
+                message = f"has {path.name} of {line['format']} {line['version']}; this wlb reads {FORMAT} {VERSION}"
+                raise error("folder", message, value=line["version"])
+            anew = [step for step in result.lines if step >= line["step"]]
+            for step in anew:
+                del result.lines[step]
+            result.superseded += len(anew)
+            result.findings = [found for found in result.findings if (found.step or 0) < line["step"]]
+            result.about.append(line)
+        elif result.about:
+            result.lines[line["step"]] = {**line, "dp_size": result.about[-1]["dp_size"]}
+        else:
+            result.findings.append(Finding(f"{path.name} has no beginning", line["step"], rank))
+    return result
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The line, if it is whole and nobody changed it."""
+    try:
+        line = json.loads(text)
+        told = line.pop("check")
+        return line if told == line_check(line) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+_AGREED: Final = {
+    "dp_size": "number of ranks",
+    "plan": "plan",
+    "previous": "state before the step",
+    "state": "state",
+    "epoch": "epoch",
+    "read": "number of documents read",
+    "waiting": "number of documents waiting",
+}
+
+
+def _walk(ranks: Mapping[int, _RankLedger], until: int | None) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """The steps that hold, one after the other, each rank 0's line with the "parts" of all ranks; and why it ends."""
+    main = ranks[0]
+    corpora = [(rank, about) for rank, of in ranks.items() for about in of.about]
+    for rank, about in corpora:
+        for name in ("documents", "tokens", "fingerprint"):
+            if about[name] != main.about[0][name]:
+                text = f"trains other documents: {name} = {about[name]}, rank 0 began with {main.about[0][name]}"
+                return [], [Finding(text, about["step"], rank)]
+    steps: list[dict[str, Any]] = []
+    numbers = sorted(step for step in main.lines if until is None or step < until)
+    if not numbers:
+        return [], []
+    if numbers[0]:
+        return [], [Finding(f"the ledger begins here: {numbers[0]} steps before are not in it", numbers[0])]
+    for expected, number in enumerate(numbers):
+        line = main.lines[number]
+        if number != expected:
+            return steps, [Finding("is not in the ledger of rank 0", expected, 0)]
+        if steps and line["previous"] != steps[-1]["state"]:
+            text = f"begins at state {line['previous']}; the step before left {steps[-1]['state']}"
+            return steps, [Finding(text, number)]
+        parts = []
+        for rank in range(line["dp_size"]):
+            theirs = ranks[rank].lines.get(number) if rank in ranks else None
+            if theirs is None:
+                if number == max(main.lines):  # killed before this rank wrote its last line
+                    return steps, []
+                return steps, [Finding("is not in the ledger of this rank", number, rank)]
+            for name, what in _AGREED.items():
+                if theirs[name] != line[name]:
+                    text = f"has another {what} than rank 0: {theirs[name]} instead of {line[name]}"
+                    return steps, [Finding(text, number, rank)]
+            pieces = None
+            if theirs["pieces"] is not None:
+                try:
+                    pieces = Pieces.decode(theirs["pieces"])
+                except (ValueError, zlib.error) as cause:
+                    return steps, [Finding(f"has pieces that cannot be read: {cause}", number, rank)]
+            parts.append(pieces)
+        steps.append({**line, "parts": parts})
+    return steps, []
+
+
+def _belongs(state: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Whether the chain of steps leads to a state."""
+    number = int(state["step"])
+    head = state["previous"] if state["moved"] else state["digest"]
+    if number > len(steps):
+        return [Finding(f"the state is of step {number}; the ledger holds up to step {len(steps)}", len(steps))]
+    if number and steps[number - 1]["state"] != head:
+        text = f"leaves state {steps[number - 1]['state']}, but the state given is {head}: it is of another run"
+        return [Finding(text, number - 1)]
+    return []
+
+
+def _waiting_in(state: Mapping[str, Any]) -> Pieces | None:
+    """The pieces that wait in a state; None if it has no packer."""
+    inner = state.get("batches", state)
+    return waiting_pieces(inner["packer"]) if isinstance(inner, Mapping) and "packer" in inner else None
+
+
+@dataclass(frozen=True)
+class _Coverage:
+    """Which documents were trained.
+
+    Attributes:
+        findings: What does not hold.
+        epochs: Epoch by epoch.
+        proof: In words.
+    """
+
+    findings: list[Finding]
+    epochs: tuple[EpochAudit, ...]
+    proof: str
+
+    @classmethod
+    def of(
+        cls,
+        steps: Sequence[Mapping[str, Any]],
+        about: Mapping[str, Any],
+        waiting: Pieces | None,
+        lengths: NDArray[Any] | None,
+    ) -> _Coverage:
+        """Of steps that agree."""
+        if not steps:
+            return cls([], (), "no step was recorded by all ranks")
+        if any(part is None for line in steps for part in line["parts"]):
+            return cls([], (), "plans and states agree; which documents they are of is not known")
+        if steps[-1]["read"] is None:
+            return cls([], (), "plans and states agree; how many documents were read is not known")
+        documents = about["documents"]
+        per_epoch = documents or _ENDLESS
+        trained = Pieces.of(*([getattr(part, name) for line in steps for part in line["parts"]] for name in _NAMES))
+        sizes = [(line["step"], rank, part.ids.size) for line in steps for rank, part in enumerate(line["parts"])]
+        step_of = np.repeat([step for step, _, _ in sizes], [size for *_, size in sizes])
+        rank_of = np.repeat([rank for _, rank, _ in sizes], [size for *_, size in sizes])
+        findings = _skipped(steps, documents) + _twice(trained, step_of, rank_of, per_epoch)
+
+        last = steps[-1]
+        read = np.array([line["epoch"] * (documents or 0) + line["read"] for line in steps])
+        pieces_waiting = np.array([line["waiting"][0] for line in steps])
+        seen, first = np.unique(trained.ids, return_index=True)
+        limit = int(read[-1]) if documents is None else (last["epoch"] + 1) * documents
+        if seen.size and seen[-1] >= limit:
+            at = int(step_of[trained.ids >= limit].min())
+            strange = tuple(_names(seen[seen >= limit], per_epoch))
+            findings.append(Finding("trains documents that were not read", at, documents=strange))
+        # Documents of which nothing was trained, after each step: they wait, or are lost.
+        by_step = np.bincount(step_of[first], minlength=len(steps))[: len(steps)].cumsum()
+        untrained = read - by_step
+        if (lost := np.flatnonzero(untrained > pieces_waiting)).size:
+            at = int(lost[0])
+            count = int(untrained[at] - pieces_waiting[at])
+            text = f"{_counted(count)} neither trained nor waiting"
+            of_all = _untrained(seen, waiting, int(read[-1]), per_epoch) if waiting or not last["waiting"][0] else []
+            findings.append(Finding(text, steps[at]["step"], documents=tuple(of_all[:_NAMED])))
+        if (more := np.flatnonzero(untrained < 0)).size:
+            findings.append(Finding("trains documents that were not read", steps[int(more[0])]["step"]))
+        if findings:
+            return cls(findings, (), "broken off at what does not hold")
+
+        whole = _Whole(trained, per_epoch, about["longest"], lengths)
+        rest = last["waiting"]
+        if waiting is not None:
+            findings += whole.with_waiting(waiting, int(read[-1]))
+            proof = "every token of every document read was trained once or waits in the state given"
+        elif rest[0]:
+            missing = int(read[-1]) - int(whole.complete.sum())
+            if missing > rest[0]:
+                findings.append(Finding(f"{_counted(missing)} incomplete, but only {rest[0]} pieces wait"))
+            proof = (
+                f"no token was trained twice; {_counted(missing)} incomplete, and {rest[0]} pieces of documents wait:"
+                " give a state to prove that they are the same"
+            )
+        else:
+            findings += whole.without_waiting(int(read[-1]))
+            proof = "every document read was trained once; nothing waits"
+        if not findings and documents and about["longest"] is None and lengths is None:
+            findings += _all_tokens(trained, waiting, last, documents, about["tokens"])
+        return cls(findings, whole.epochs(last, documents), proof)
+
+
+_NAMES: Final = ("ids", "starts", "lengths")
+
+
+def _all_tokens(
+    trained: Pieces, waiting: Pieces | None, last: Mapping[str, Any], documents: int, tokens: int
+) -> list[Finding]:
+    """Whether the epochs that were read to their end have all their tokens, if it is known whose tokens wait."""
+    epochs = last["epoch"] + (last["read"] == documents)
+    if waiting is None and last["waiting"][0] and last["read"] not in (0, documents):
+        return []
+    found = int(trained.lengths[trained.ids < epochs * documents].sum())
+    found += last["waiting"][1] if waiting is None else int(waiting.lengths[waiting.ids < epochs * documents].sum())
+    if found == epochs * tokens:
+        return []
+    return [Finding(f"{found} tokens were trained or wait, but the documents read have {epochs * tokens}")]
+
+
+def _skipped(steps: Sequence[Mapping[str, Any]], documents: int | None) -> list[Finding]:
+    """Whether an epoch was left before all of it was read."""
+    for before, line in itertools.pairwise(steps):
+        if documents and line["epoch"] != before["epoch"]:
+            unread = documents - before["read"] + (line["epoch"] - before["epoch"] - 1) * documents
+            if unread:
+                return [
+                    Finding(f"epoch {line['epoch']} begins; {_counted(unread)} of those before not read", line["step"])
+                ]
+    if documents and steps[0]["epoch"]:
+        return [Finding(f"the run begins with epoch {steps[0]['epoch']}", steps[0]["step"])]
+    return []
+
+
+def _twice(trained: Pieces, step_of: NDArray[Any], rank_of: NDArray[Any], per_epoch: int) -> list[Finding]:
+    """The first step that trains tokens which were trained before, or on another rank."""
+    order = np.lexsort((trained.starts, trained.ids))
+    ids, starts, ends = trained.ids[order], trained.starts[order], (trained.starts + trained.lengths)[order]
+    again = np.flatnonzero((ids[1:] == ids[:-1]) & (starts[1:] < ends[:-1]))
+    if not again.size:
+        return []
+    earlier, later = order[again], order[again + 1]
+    second = np.where(step_of[earlier] > step_of[later], earlier, later)
+    worst = int(second[step_of[second].argmin()])
+    in_step = np.unique(trained.ids[second[step_of[second] == step_of[worst]]])
+    text = f"{_counted(np.unique(ids[again]).size)} trained twice, the first of them here"
+    names = tuple(_names(in_step, per_epoch))
+    return [Finding(text, int(step_of[worst]), int(rank_of[worst]), names)]
+
+
+class _Whole:
+    """Which documents are complete: their pieces, none of which overlap, reach from the first token to the last."""
+
+    def __init__(self, trained: Pieces, per_epoch: int, longest: int | None, lengths: NDArray[Any] | None) -> None:
+        self.trained, self.per_epoch, self.longest, self.lengths = trained, per_epoch, longest, lengths
+        self.ids, self.complete, self.tokens = self._complete(trained)
+
+    def _complete(self, pieces: Pieces) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+        """Of each document its id, whether it is complete, and its tokens."""
+        ids, row = np.unique(pieces.ids, return_inverse=True)
+        tokens, ends = np.zeros(ids.size, np.int64), np.zeros(ids.size, np.int64)
+        np.add.at(tokens, row, pieces.lengths)
+        np.maximum.at(ends, row, pieces.starts + pieces.lengths)
+        complete = tokens == ends
+        if self.lengths is not None:
+            whole = np.asarray(self.lengths[ids % self.per_epoch], np.int64)
+            complete &= tokens == (whole if self.longest is None else np.minimum(whole, self.longest))
+        return ids, complete, tokens
+
+    def with_waiting(self, waiting: Pieces, read: int) -> list[Finding]:
+        """Whether what was trained and what waits are together all that was read, once."""
+        together = Pieces.of(*([getattr(self.trained, name), getattr(waiting, name)] for name in _NAMES))
+        nowhere = np.zeros(together.ids.size, np.int64)
+        if again := _twice(together, nowhere, nowhere, self.per_epoch):
+            return [Finding("documents wait in the state that were trained", documents=again[0].documents)]
+        ids, complete, _ = self._complete(together)
+        whole = self.complete.copy()
+        whole[np.isin(self.ids, waiting.ids)] = False
+        self.complete = whole
+        return self._missing(ids, complete, read)
+
+    def without_waiting(self, read: int) -> list[Finding]:
+        """Whether all that was read was trained."""
+        return self._missing(self.ids, self.complete, read)
+
+    def _missing(self, ids: NDArray[np.int64], complete: NDArray[np.bool_], read: int) -> list[Finding]:
+        partly = ids[~complete]
+        unseen = read - ids.size
+        if not partly.size and not unseen:
+            return []
+        names = [*_names(partly, self.per_epoch), *_untrained(ids, None, read, self.per_epoch)]
+        count = partly.size + unseen
+        return [Finding(f"{_counted(count)} not trained, or not whole", documents=tuple(names[:_NAMED]))]
+
+    def epochs(self, last: Mapping[str, Any], documents: int | None) -> tuple[EpochAudit, ...]:
+        """One by one."""
+        epoch_of = self.ids // self.per_epoch
+        result = []
+        for epoch in range(last["epoch"] + 1):
+            here = epoch_of == epoch
+            read = last["read"] if documents is None or epoch == last["epoch"] else documents
+            trained = int(self.complete[here].sum())
+            result.append(EpochAudit(epoch, read, trained, read - trained, int(self.tokens[here].sum())))
+        return tuple(result)
+
+
+def _untrained(seen: NDArray[np.int64], waiting: Pieces | None, read: int, per_epoch: int) -> list[tuple[int, int]]:
+    """Documents that were read and neither seen nor wait; none if it is not known which were read of an epoch."""
+    if read % per_epoch and per_epoch != _ENDLESS:
+        return []
+    known = seen if waiting is None else np.concatenate([seen, waiting.ids])
+    return list(_names(np.setdiff1d(np.arange(read), known), per_epoch))
+
+
+def _names(ids: NDArray[np.int64], per_epoch: int) -> Iterable[tuple[int, int]]:
+    """The first few as epoch and document."""
+    return [(int(id) // per_epoch, int(id) % per_epoch) for id in ids[:_NAMED]]
+
+
+def _counted(count: int) -> str:
+    return "1 document is" if count == 1 else f"{count} documents are"
