@@ -28,7 +28,7 @@ from corpus import read_corpus
 from llama import LlamaConfig
 
 TRAIN = Path(__file__).parent / "train.py"
-LAYOUTS = {"pp 2 x cp 2, ring": (4, ["--pp", "2", "--cp", "2", "--transport", "ring"]), "one process": (1, [])}
+LAYOUTS = {"pp 2 x cp 2": (4, ["--pp", "2", "--cp", "2", "--transport", "ring"]), "1 process": (1, [])}
 TOLERANCE = 1e-4  # float32, summed in another order; a wrong mask, position or gradient shows in the first digits
 UNEVEN = 1.2  # the least imbalance of the documents as they arrive, for the comparison to prove something
 CONTEXT = 2048
@@ -91,8 +91,8 @@ def main(steps: Annotated[int, typer.Option(help="Global batches.", min=1)] = 8)
         arrivals = imbalance_of_arrivals(Path(folder), steps)
         common += ["--corpus", folder]
         several, one = (train(processes, layout, common) for processes, layout in LAYOUTS.values())
-    table = Table("step", "documents", "lengths", "micro-batches", *LAYOUTS, "difference")
-    table.title = "Documents, distinct lengths, tokens of the micro-batches, and the loss of the same global batches"
+    table = Table("step", "docs", "lengths", "tokens", *LAYOUTS, "difference")
+    table.title = "The same global batches: documents, distinct lengths, tokens of micro-batches, loss"
     worst, distinct, unequal = 0.0, [], 0
     for ours, alone in zip(several, one, strict=True):
         difference = abs(ours["loss"] - alone["loss"]) / alone["loss"]
