@@ -121,10 +121,10 @@ class Together:
 
         Takes up to about two seconds after communication failed, three if the store hangs.
         """
-        if getattr(own, _EXPLAINED, None) == self.activity.key:  # by a context inside this one
+        if vars(own).get(_EXPLAINED) == self.activity.key:  # by a context inside this one
             return own
         result = self._explained(own)
-        setattr(result, _EXPLAINED, self.activity.key)
+        vars(result)[_EXPLAINED] = self.activity.key
         return result
 
     def _explained(self, own: BaseException) -> BaseException:
@@ -211,7 +211,7 @@ class Together:
         for rank in [rank for rank in self._ranks or range(heart.size) if rank != heart.rank]:
             guilt, text = _judged(beats.get(rank), mine, silent=rank in silent)
             found.setdefault(guilt, []).append((rank, text))
-        guilt = min(found)
+        guilt = min(found, default=_Guilt.NONE)
         if guilt == _Guilt.NONE:
             text = f"communication failed {self._place()}, though all ranks live and wait, as if for different things"
             return _Failure(None, heart.rank, mine.step, text)
