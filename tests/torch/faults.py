@@ -46,9 +46,9 @@ KINDS = {
     "raises": "the reason",
     "SystemExit": "SystemExit: 3",
     "KeyboardInterrupt": "KeyboardInterrupt",
-    "os._exit": "ended without a word|has no heartbeat",
-    "killed": "ended without a word|has no heartbeat",
-    "stopped": "has no heartbeat any more",
+    "os._exit": "ended without a word",
+    "killed": "ended without a word",
+    "stopped": "was stopped",
     "hangs": "its heartbeat goes on, its step does not; it is at .*faults.py:.* in fail",
 }
 # At any moment, from a thread beside.
@@ -370,6 +370,8 @@ def main(trials: int, seed: int) -> None:
         tried[kind] += 1
         try:
             found = endings(world_size, PLACES[place], kind, **options)
+            while any(ending.seconds < 0 for ending in found.values()):  # the machine was too busy to get that far
+                found = endings(world_size, PLACES[place], kind, **{**options, "tcp": free_port() if tcp else 0})
             problem = wrong(found, kind, world_size=world_size, failed=failed, keeper=tcp and failed == 0)
             survivors = [ending.seconds for rank, ending in found.items() if rank != failed]
             latest[kind] = max(latest.get(kind, 0.0), *survivors)

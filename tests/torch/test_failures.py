@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import wlb
 from wlb.torch import heartbeat
 from wlb.torch.data import PackedBatch, collate
 from wlb.torch.pipeline import PeerFailed, failures_explained, pipeline_step
+from wlb.torch.pipeline.agreement import check_same
 
 
 @pytest.mark.long
@@ -102,6 +104,29 @@ def test_other_micro_batches_are_refused_before_they_are_sent(work: Any, there: 
     assert f"there {theirs}" in found[refused].text
     assert f"rank {refused} failed first" in found[1 - refused].text
     assert "micro_batches differ" in found[1 - refused].text
+
+
+def far_apart(rank: int) -> None:
+    """Nobody waits in the check, so one rank may be far ahead; only the same step is compared."""
+    same = faults.micro_batches([3, 1])
+    for turn in range(2):
+        if rank == turn:
+            for step in range(150):
+                check_same(None, faults.micro_batches([3, step]), "some schedule")
+        dist.barrier()
+    for _ in range(150):
+        check_same(None, same, "some schedule")
+    dist.barrier()
+    if rank == 1:
+        dist.barrier()
+    with pytest.raises(wlb.WlbError, match="micro_batches differ") if rank == 1 else nullcontext():
+        check_same(None, faults.micro_batches([rank]), "some schedule")
+    if rank == 0:
+        dist.barrier()
+
+
+def test_ranks_far_apart_are_not_taken_for_others() -> None:
+    processes.run(2, far_apart)
 
 
 def another_plan(_fault: Any) -> None:
@@ -186,6 +211,7 @@ def test_a_peer_failed_may_be_pickled() -> None:
 
 MAIN = """
 import sys, torch.distributed as dist
+from contextlib import nullcontext
 from datetime import timedelta
 from wlb.torch.failures import failures_explained
 rank = int(sys.argv[1])

@@ -121,10 +121,10 @@ class Together:
 
         Takes up to about two seconds after communication failed, three if the store hangs.
         """
-        if getattr(own, _EXPLAINED, None) == self.activity.key:  # by a context inside this one
+        if vars(own).get(_EXPLAINED) == self.activity.key:  # by a context inside this one
             return own
         result = self._explained(own)
-        setattr(result, _EXPLAINED, self.activity.key)
+        vars(result)[_EXPLAINED] = self.activity.key
         return result
 
     def _explained(self, own: BaseException) -> BaseException:
@@ -143,7 +143,7 @@ class Together:
                 first = self._leave(heart, self._own(rank, own))
                 # A plain RuntimeError may be communication's, in words that are not known here.
                 return own if first.rank == rank or type(own) is not RuntimeError else first.error(rank)
-            return self._found(heart, own).error(rank)
+            return self._found(heart).error(rank)
         except StoreGone as gone:
             if not communication:
                 return own
@@ -183,7 +183,7 @@ class Together:
         found = self.activity.failure or heart.ask(lambda store: store.compare_set(key, "", text))
         return _Failure(**json.loads(found))
 
-    def _found(self, heart: Heartbeat, own: BaseException) -> _Failure:
+    def _found(self, heart: Heartbeat) -> _Failure:
         """Why communication failed. One rank looks at the heartbeats, the others wait for what it finds."""
         asks, me = f"{self.activity.key}/asks", str(heart.rank)
         first = self._first(heart)
@@ -197,22 +197,21 @@ class Together:
                 beats = heart.read(ranks)
                 silent = {rank for rank in ranks if _silent(before.get(rank), beats.get(rank))}
                 if late or not silent:
-                    return self._leave(heart, self._blamed(heart, own, beats, silent))
+                    return self._leave(heart, self._blamed(heart, beats, silent))
             elif late:  # who looked is gone too
                 looks, until, before = True, time.monotonic() + 4 * heart.interval, heart.read(ranks)
             time.sleep(heart.interval / 4)
             first = self._first(heart)
         return first
 
-    def _blamed(self, heart: Heartbeat, own: BaseException, beats: dict[int, Beat], silent: set[int]) -> _Failure:
+    def _blamed(self, heart: Heartbeat, beats: dict[int, Beat], silent: set[int]) -> _Failure:
         """Those whose fault it is most likely."""
         mine = self.activity
-        lost = re.search(r"[Cc]losed|reset|[Bb]roken pipe", str(own)) is not None
         found: dict[_Guilt, list[tuple[int, str]]] = {}
         for rank in [rank for rank in self._ranks or range(heart.size) if rank != heart.rank]:
-            guilt, text = _judged(beats.get(rank), mine, silent=rank in silent, lost=lost)
+            guilt, text = _judged(beats.get(rank), mine, silent=rank in silent)
             found.setdefault(guilt, []).append((rank, text))
-        guilt = min(found)
+        guilt = min(found, default=_Guilt.NONE)
         if guilt == _Guilt.NONE:
             text = f"communication failed {self._place()}, though all ranks live and wait, as if for different things"
             return _Failure(None, heart.rank, mine.step, text)
@@ -242,14 +241,13 @@ def _silent(before: Beat | None, now: Beat | None) -> bool:
     return now.ended is None and before is not None and before.number == now.number
 
 
-def _judged(beat: Beat | None, mine: Activity, *, silent: bool, lost: bool) -> tuple[_Guilt, str]:
+def _judged(beat: Beat | None, mine: Activity, *, silent: bool) -> tuple[_Guilt, str]:
     """What a rank's heartbeat says of it.
 
     Args:
         beat: Its last.
         mine: Where this rank waits.
         silent: Whether it was its last for some time.
-        lost: Whether a connection was closed: so that it is gone.
     """
     if beat is None:
         return _Guilt.NO_HEARTBEAT, "was never heard of"
@@ -259,8 +257,8 @@ def _judged(beat: Beat | None, mine: Activity, *, silent: bool, lost: bool) -> t
         text = f"ended{last}" + (f":\n{beat.ended}" if beat.ended else ", its program done")
         return _Guilt.FOLLOWED if _COMMUNICATION.search(beat.ended) else _Guilt.ENDED, text
     if silent:
-        text = f"has no heartbeat any more{last}: its process is gone or stopped, or does not let Python run"
-        return _Guilt.NO_HEARTBEAT, f"ended without a word{last}" if lost else text
+        text = f"has no heartbeat any more{last}: it ended without a word, was stopped, or does not let Python run"
+        return _Guilt.NO_HEARTBEAT, text
     if place is None:
         return _Guilt.NOT_THERE, f"takes no part, or not any more: its heartbeat goes on; it is at {beat.main}"
     still = f"hangs or is slow{last}: its heartbeat goes on, its step does not; it is at"

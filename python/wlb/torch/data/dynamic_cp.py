@@ -163,6 +163,7 @@ class DynamicCpLoader(Generic[T]):
         Raises:
             wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every
                 rank. Or the loader is closed.
+            PeerFailed: A rank ended, or hangs for longer than the timeout.
         """
         started = time.perf_counter()
         step = self._steps.take()

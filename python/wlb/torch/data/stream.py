@@ -126,6 +126,7 @@ class BalancedStream(Generic[T]):
         Raises:
             wlb.WlbError: A stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
                 different configurations, or the packer refuses a document. Or it is closed.
+            PeerFailed: A rank ended, or hangs for longer than the timeout.
         """
         step = self._steps.take()
         if step is None:

@@ -7,18 +7,27 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from wlb._errors import error
-from wlb.torch.heartbeat import StoreGone, heartbeat
+from wlb.torch.heartbeat import Heartbeat, StoreGone, heartbeat
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 
-STEPS_APART: Final = 64  # further than one rank gets ahead of another; as many keys are in use
+SLOTS: Final = 64  # of the store, used in turn: of ranks further apart, the last does not compare
 
-# By name of the group: what this rank agreed to in its last steps, the oldest first.
-_agreed: defaultdict[str, deque[str]] = defaultdict(lambda: deque([""] * STEPS_APART, STEPS_APART))
-_steps: defaultdict[str, int] = defaultdict(int)
+
+class _Group:
+    """What this rank knows of a pipeline: its steps so far, and what was found in the slots, the next step's first."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.found = deque([""] * SLOTS, SLOTS)
+
+
+# By heartbeat, so by store; then by name.
+_groups: WeakKeyDictionary[Heartbeat, defaultdict[str, _Group]] = WeakKeyDictionary()
 
 
 def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[PipelineMicroBatch], how: str) -> None:
@@ -43,23 +52,23 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
     if heart is None:
         return
     group = group or dist.distributed_c10d._get_default_group()
-    name = group.group_name
+    name = f"{group.group_name}/{dist.get_process_group_ranks(group)[0]}"  # some ranks' groups are named alike
+    known = _groups.setdefault(heart, defaultdict(_Group))[name]
+    known.steps += 1
+    number, found = known.steps, known.found[0]
     tokens = [micro_batch.tokens for micro_batch in micro_batches]
-    _steps[name] += 1
     digest = hashlib.blake2b(repr((tokens, how)).encode(), digest_size=16).hexdigest()
     text = f"{len(tokens)} of {sum(tokens)} tokens by {how}"
-    mine = json.dumps([_steps[name], digest, heart.rank, text])
-    key = f"wlb/micro_batches/{name}/{_steps[name] % STEPS_APART}"
-    before = _agreed[name][0]
-    try:
-        # Left by whoever comes first, in place of what all agreed to long ago.
-        found = heart.ask(lambda store: store.compare_set(key, before, mine)).decode()
-    except StoreGone:  # what keeps it fails, and so will communication
-        return
-    _agreed[name].append(found)
+    mine = json.dumps([number, digest, heart.rank, text])
+    key = f"wlb/micro_batches/{name}/{number % SLOTS}"
+    if not found or json.loads(found)[0] < number:
+        before = found
+        try:
+            # Whoever comes first puts it in place of what all found there before, the others find it.
+            found = heart.ask(lambda store: store.compare_set(key, before, mine)).decode()
+        except StoreGone:  # who keeps it has failed, and so will communication
+            return
+    known.found.append(found)
     step, theirs, rank, what = json.loads(found)
-    if (step, theirs) == (_steps[name], digest):
-        return
-    if step != _steps[name]:
-        what = f"another step, {step} where this one is in {_steps[name]}"
-    raise error("micro_batches", f"differ from those of rank {rank}: here {text}, there {what}", value=tokens)
+    if step == number and theirs != digest:
+        raise error("micro_batches", f"differ from those of rank {rank}: here {text}, there {what}", value=tokens)
