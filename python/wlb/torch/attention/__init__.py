@@ -80,7 +80,7 @@ def context_parallel_attention(
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
         softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
-        window: A token sees tokens less than this many positions away: with 1, itself. None, or 2**31 - 1 or more: no limit.
+        window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
         kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `sdpa` (plain, exact,
             any device and dtype), or `auto`: the fastest that can do it here.
