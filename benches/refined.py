@@ -2,6 +2,7 @@
 
     python benches/refined.py                      # prints the tables, writes benches/records/refined.json
     python benches/refined.py --lengths x.npy ...  # also on real lengths, split at 16K, 32K and 128K
+    python benches/refined.py --scaling            # only times, up to 100,000 micro-batches
 
 50 to 500 documents in 4 to 64 micro-batches that may hold little more than the mean. Only instances where Algorithm 1
 could not always follow the cost are kept. The optimum is rarely known: the yardstick is the greater of two lower
@@ -16,6 +17,7 @@ import argparse
 import itertools
 import json
 import sys
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,17 @@ import wlb.exact
 
 DOCUMENTS = (50, 100, 200, 350, 500)
 MICRO_BATCHES = (4, 8, 16, 32, 64)
+SIZES = (
+    (500, 16),
+    (1500, 64),
+    (8700, 64),
+    (30_000, 1024),
+    (60_000, 25_000),
+    (300_000, 10_000),
+    (300_000, 100_000),
+    (1_000_000, 10_000),
+    (1_000_000, 100_000),
+)  # documents, micro-batches
 ROOM = (1.02, 1.1, 1.5)
 Instance = tuple[str, Lengths, dict[str, Any]]  # where the lengths are from, and how they are packed
 
@@ -139,16 +152,51 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
     return row
 
 
+def scaling(console: Console) -> None:
+    """Time of `refined` over that of `var_length`, by size: at most 3, and a millisecond."""
+    columns = ("documents", "micro-batches", "max_tokens / mean", "var_length, ms", "refined, ms", "ratio")
+    table = Table(*columns, title="refined over var_length")
+    for documents, micro_batches in SIZES:
+        lengths = np.exp(np.random.default_rng(0).normal(7.0, 1.2, documents)).astype(np.int64).clip(16, 131072)
+        longest, mean = int(lengths.max()), int(lengths.sum()) / micro_batches
+        for room in (1.02, 1.1, 1.5):
+            options = {"num_micro_batches": micro_batches, "max_tokens": max(int(room * mean), longest)}
+            scaled(table, lengths, options | {"leftover": "return"}, f"{options['max_tokens'] / mean:.2f}")
+        for contexts in (1, 2):
+            scaled(table, lengths, {"num_micro_batches": None, "max_tokens": contexts * longest}, "")
+    console.print(table)
+
+
+def scaled(table: Table, lengths: Lengths, options: dict[str, Any], room: str) -> None:
+    plan = wlb.pack(lengths, cost_model=COST, **options)
+    methods: tuple[Any, ...] = ("var_length", "refined")
+    least = [
+        min(
+            timeit.repeat(
+                lambda method=method: wlb.pack(lengths, cost_model=COST, method=method, **options), number=1, repeat=5
+            )
+        )
+        for method in methods
+    ]
+    label = f"{len(plan):,}" if options["num_micro_batches"] else f"as few as hold it: {len(plan):,}"
+    times = [f"{1e3 * seconds:.2f}" for seconds in least]
+    table.add_row(f"{len(lengths):,}", label, room, *times, f"{least[1] / least[0]:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
     parser.add_argument("--seeds", type=int, default=2, help="instances of each kind")
     parser.add_argument("--solver-seconds", type=float, default=5.0, help="time limit of HiGHS, for one instance")
     parser.add_argument("--record", type=Path, default=RECORDS / "refined.json", help="where the raw record goes")
+    parser.add_argument("--scaling", action="store_true", help="only print its time over var_length's, by size")
     arguments = parser.parse_args()
     if wlb.BUILD_PROFILE != "release":
         sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
 
+    if arguments.scaling:
+        scaling(Console())
+        return
     with Progress(console=Console(stderr=True), transient=True) as progress:
         found = progress.track(list(instances(arguments.lengths, arguments.seeds)), description="refined")
         rows = [measure(*instance, arguments.solver_seconds) for instance in found]

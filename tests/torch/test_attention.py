@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wlb
-from wlb.torch.attention import context_parallel_attention, kernels, merge, plans, prepare_attention
+from wlb.torch.attention import arguments, context_parallel_attention, kernels, merge, plans, prepare_attention
 from wlb.torch.attention.segments import Call
 
 HEAD_DIM = 8
@@ -948,3 +948,9 @@ def second_derivatives(rank: int) -> None:
 
 def test_there_is_no_second_derivative() -> None:
     processes.run(2, second_derivatives)
+
+
+@pytest.mark.parametrize("window", [None, 2**31 - 1, 2**31, 2**63])
+def test_a_window_that_no_sequence_fills_is_none(window: int | None) -> None:
+    assert arguments.reach(window) is None
+    assert arguments.reach(2**31 - 2) == 2**31 - 2

@@ -149,7 +149,10 @@ def refined(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, 
 
 
 def refine(start: Plan, lengths: Sequence[int], *, cost: Cost) -> Plan:
-    """Plans by slope for up to three targets; then exchanges with the heaviest micro-batch."""
+    """Plans by slope for up to three targets; then exchanges with the heaviest micro-batch.
+
+    For batches of some hundred documents: it does not count at how many micro-batches it looks.
+    """
     ceiling = max(start.costs)
     bound = max([sum_in_order(start.costs) / len(start.costs), *start.document_costs])
 

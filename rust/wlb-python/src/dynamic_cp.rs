@@ -6,9 +6,8 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
 use wlb_core::packing::MAX_MICRO_BATCHES;
-use wlb_core::schedule::dynamic_cp::{self as core, Communication, DynamicCpOptions};
+use wlb_core::schedule::dynamic_cp::{self as core, Communication, DynamicCpOptions, MAX_WORLD_SIZE};
 use wlb_core::schedule::order::MAX_STAGES;
-use wlb_core::sharding::MAX_CP_SIZE;
 
 use crate::convert::{array, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;
@@ -97,11 +96,11 @@ fn plan_dynamic_cp(
         value.map(|value| size(name, value, 1, most as i64)).transpose()
     };
     let options = DynamicCpOptions {
-        world_size: size("world_size", world_size, 1, MAX_CP_SIZE as i64)?,
+        world_size: size("world_size", world_size, 1, MAX_WORLD_SIZE as i64)?,
         num_stages: size("num_stages", num_stages, 1, MAX_STAGES as i64)?,
         num_virtual_stages: count("num_virtual_stages", num_virtual_stages, MAX_STAGES)?.unwrap_or(1),
         max_tokens_per_rank: positive("max_tokens_per_rank", max_tokens_per_rank)?,
-        max_cp_size: count("max_cp_size", max_cp_size, MAX_CP_SIZE)?,
+        max_cp_size: count("max_cp_size", max_cp_size, MAX_WORLD_SIZE)?,
         num_micro_batches: count("num_micro_batches", num_micro_batches, MAX_MICRO_BATCHES)?,
         min_micro_batches: count("min_micro_batches", min_micro_batches, MAX_MICRO_BATCHES)?,
         max_micro_batches: count("max_micro_batches", max_micro_batches, MAX_MICRO_BATCHES)?,

@@ -14,7 +14,10 @@ mod schedule;
 mod sharding;
 
 /// The engine of wlb. Private: import its names from `wlb`.
-#[pymodule]
+///
+/// It needs the GIL, so that a free-threaded Python takes it back, with a warning: what is shared is guarded by locks that are held
+/// only with the GIL, which a process that forks relies on.
+#[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // A benchmark refuses a debug build.

@@ -80,7 +80,7 @@ def context_parallel_attention(
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
         softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
-        window: A token sees tokens less than this many positions away: with 1, itself. None: no limit.
+        window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
         kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `sdpa` (plain, exact,
             any device and dtype), or `auto`: the fastest that can do it here.
@@ -96,6 +96,7 @@ def context_parallel_attention(
     arguments.check_tensors(q, k, v, shard, rank)
     arguments.check_heads(transport, degree, q.shape[1], k.shape[1])
     arguments.check_scores(q, softmax_scale, window, alibi_slopes)
+    window = arguments.reach(window)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if alibi_slopes is not None:
         share = q.shape[1] // degree
@@ -149,6 +150,7 @@ def prepare_attention(
     arguments.check_rank(rank, shard.cp_size)
     degree = arguments.check_transport(transport, ulysses_size, shard.cp_size)
     arguments.check_window(window)
+    window = arguments.reach(window)
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     if transport == "all_gather":
         plans.gather_plan(shard, rank, window=window, biased=alibi, device=device)

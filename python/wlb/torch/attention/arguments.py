@@ -129,6 +129,11 @@ def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, ali
         _check_slopes(alibi_slopes, q)
 
 
+def reach(window: int | None) -> int | None:
+    """The window, if it is one: no sequence has 2**31 tokens, and kernels count to there."""
+    return None if window is None or window >= 2**31 - 1 else window
+
+
 def check_window(window: int | None) -> None:
     """It is a number of tokens."""
     if window is not None and not (isinstance(window, int) and not isinstance(window, bool) and window > 0):

@@ -2,6 +2,9 @@
 
 use crate::interrupt::Meter;
 
+/// Steps of a search that count by themselves towards the next check.
+const LONG_WALK: usize = 64;
+
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
 /// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
@@ -82,7 +85,7 @@ impl Ladder {
         let mut above = if self.finger == index { heavier } else { self.finger };
         self.rungs[index as usize].weight = weight;
 
-        let mut steps = 1;
+        let mut steps = 0;
         while self.is_below(above, index) {
             above = self.rungs[above as usize].heavier;
             steps += 1;
@@ -95,7 +98,10 @@ impl Ladder {
             above = below;
             steps += 1;
         }
-        self.meter.spend(steps);
+        // Shorter walks are counted with what is being placed.
+        if steps > LONG_WALK {
+            self.meter.spend(steps);
+        }
         self.insert_below(index, above);
         self.finger = index;
     }

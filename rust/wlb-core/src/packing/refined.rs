@@ -16,6 +16,10 @@ pub(super) const CLOSE: f64 = 1.0001;
 const TARGETS: usize = 3;
 /// No further target is tried once the maximum is this close to the lower bound: exchanges do the rest, in less time.
 const NEAR: f64 = 1.001;
+/// Most micro-batches that all of them together look at: so many for every document and micro-batch, and so many more, which are enough
+/// for any batch of some hundred documents. Algorithm 1 takes as long for a few of them.
+const LOOKS_EACH: usize = 8;
+const LOOKS_MORE: usize = 1 << 17;
 
 /// Algorithm 1, then [`refine`].
 ///
@@ -36,7 +40,8 @@ pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
 /// the heaviest micro-batch of the best plan.
 ///
 /// # Complexity
-/// O(n) and, on average, a few steps for each document and target, O(n N) at worst; and a bounded number of exchanges tried.
+/// O(n + N), like Algorithm 1's plan for most batches, and about twice its time: a bounded number of micro-batches looked at
+/// for each document, and of exchanges tried.
 pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
     let ceiling = start.max_cost();
     let placed = start.assignment.iter().zip(costs).filter(|&(&micro_batch, _)| micro_batch >= 0);
@@ -53,8 +58,9 @@ pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
     let better = |best: Placement, other: Placement| if other.is_better_than(&best, ceiling) { other } else { best };
     let (mut below, mut above, mut target) = (bound, bound.max(ceiling), bound);
     let mut best = start.clone();
+    let mut looks = LOOKS_EACH * (lengths.len() + start.tokens.len()) + LOOKS_MORE;
     for _ in 0..TARGETS {
-        let found = steepest(&documents, &start, target, ceiling);
+        let found = steepest(&documents, &start, target, ceiling, &mut looks);
         if found.as_ref().is_some_and(|found| found.max_cost() <= target) {
             above = target;
         } else {
@@ -65,7 +71,7 @@ pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
         if is_within(&best, CLOSE) {
             return best;
         }
-        if is_within(&best, NEAR) {
+        if is_within(&best, NEAR) || looks == 0 {
             break;
         }
     }
@@ -109,8 +115,14 @@ impl<'a> Documents<'a> {
 /// long ones, one with a heavy document and room to spare can take the many short ones: so both run out together.
 ///
 /// `None` where a document that `start` places finds no room. What `start` left over is tried last, and placed where the
-/// cost stays within `ceiling`.
-fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
+/// cost stays within `ceiling`. `None`, too, and no `looks` left, where that takes more of them.
+fn steepest(
+    documents: &Documents,
+    start: &Placement,
+    target: f64,
+    ceiling: f64,
+    looks: &mut usize,
+) -> Option<Placement> {
     let mut placement = Placement::new(documents.lengths.len(), start.tokens.len());
     placement.length_fallbacks = start.length_fallbacks;
     let num_micro_batches = start.tokens.len();
@@ -131,13 +143,32 @@ fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64)
             continue;
         }
         let (length, cost) = (documents.lengths[index], documents.costs[index]);
-        let fits = |&j: &usize| room(&placement, j) >= i64::from(length) && placement.costs[j] + cost <= target;
-        let j = by_slope.ascending().find(fits).or_else(|| least_cost(&placement, length))?;
+        let fits = |j: usize| room(&placement, j) >= i64::from(length) && placement.costs[j] + cost <= target;
+        let looked = by_slope.ascending().take(*looks).enumerate().find(|&(_, j)| fits(j));
+        let j = match looked {
+            Some((others, j)) => {
+                *looks -= others + 1;
+                j
+            }
+            None => {
+                *looks = looks.saturating_sub(2 * num_micro_batches);
+                least_cost(&placement, length).filter(|_| *looks > 0)?
+            }
+        };
         placement.put(index, j, length, cost);
         by_slope.set(j, slope(&placement, j));
     }
+    let most_room = (0..num_micro_batches).map(|j| room(&placement, j)).max().unwrap_or(0);
     for &index in &start.leftover {
         let (length, cost) = (documents.lengths[index], documents.costs[index]);
+        if i64::from(length) > most_room {
+            placement.leftover.push(index);
+            continue;
+        }
+        *looks = looks.saturating_sub(num_micro_batches);
+        if *looks == 0 {
+            return None;
+        }
         match least_cost(&placement, length).filter(|&j| placement.costs[j] + cost <= ceiling) {
             Some(j) => placement.put(index, j, length, cost),
             None => placement.leftover.push(index),

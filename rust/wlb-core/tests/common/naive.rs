@@ -166,7 +166,8 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
     refine(var_length(lengths, num_micro_batches, max_tokens, cost), lengths, max_tokens, cost)
 }
 
-/// Plans by slope for up to three targets; then exchanges with the heaviest micro-batch. Pieces are `whole`.
+/// Plans by slope for up to three targets; then exchanges with the heaviest micro-batch. Pieces are `whole`. For batches of some
+/// hundred documents: it does not count at how many micro-batches it looks.
 fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Plan {
     let num_micro_batches = start.costs.len();
     let placed = start.micro_batches.iter().flatten().map(|piece| cost.cost(piece.length));

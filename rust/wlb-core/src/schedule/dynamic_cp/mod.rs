@@ -30,7 +30,6 @@ use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range};
 use crate::lengths::{Lengths, MAX_TOKENS};
 use crate::packing::MAX_MICRO_BATCHES;
-use crate::sharding::MAX_CP_SIZE;
 
 use super::Schedule;
 use super::order::{Layout, MAX_STAGES};
@@ -39,6 +38,9 @@ use super::times::Times;
 use cost::GroupCost;
 use relaxed::Relaxed;
 use solver::{Draft, Problem};
+
+/// More ranks than any pipeline stage has.
+pub const MAX_WORLD_SIZE: usize = 1 << 20;
 
 /// Most (micro-batch, rank) pairs of a plan: a mistyped number is an error, not an exhausted memory.
 pub const MAX_CELLS: usize = 1 << 22;
@@ -166,7 +168,7 @@ pub fn plan_dynamic_cp(
 fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel, cost: &GroupCost) -> Result<usize> {
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let size = |argument, value: usize, most: usize| check_range(argument, value as i64, 1, most as i64);
-    size("world_size", world_size, MAX_CP_SIZE)?;
+    size("world_size", world_size, MAX_WORLD_SIZE)?;
     size("num_stages", num_stages, MAX_STAGES)?;
     size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
     check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
