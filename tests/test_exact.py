@@ -44,7 +44,7 @@ def test_no_assignment_is_better(lengths: list[int], cost: AnalyticCost, n: int,
     assert [piece.length for piece in placed] == lengths
     assert [piece.id for piece in placed] == list(range(len(lengths)))
 
-    greedy = wlb.pack(lengths, **sizes, cost_model=cost.model())
+    greedy = wlb.pack(lengths, **sizes, cost_model=cost.model(), leftover="return")
     if greedy.leftover.size == 0:
         assert greedy.lower_bound <= best <= max(greedy.costs)
         if greedy.length_fallbacks == 0:

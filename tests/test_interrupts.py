@@ -12,6 +12,9 @@ import pytest
 
 import wlb
 
+# Far more than the packer admits.
+pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
+
 COST = wlb.CostModel(attention=1e-9, linear=1e-5)
 LENGTHS = np.exp(np.random.default_rng(0).normal(7.0, 1.2, 1_000_000)).astype(np.int64).clip(16, 131072)
 PACKER: dict[str, Any] = {"num_micro_batches": 16, "max_tokens": 200_000, "cost_model": COST}

@@ -299,7 +299,7 @@ def _belongs(state: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> li
 def _waiting_in(state: Mapping[str, Any]) -> Pieces | None:
     """The pieces that wait in a state; None if it has no packer."""
     inner = state.get("batches", state)
-    return waiting_pieces(inner["packer"]) if isinstance(inner, Mapping) and "packer" in inner else None
+    return waiting_pieces(inner) if isinstance(inner, Mapping) and "packer" in inner else None
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,13 @@ class Pieces:
         return cls(np.cumsum(columns[0]), columns[1], columns[2])
 
 
-def waiting_pieces(packer: Mapping[str, Any]) -> Pieces:
-    """The pieces that wait in a `wlb.Packer`, from its state. O(pieces)."""
-    levels = [packer["carried"], *packer["queues"]]
+def waiting_pieces(state: Mapping[str, Any]) -> Pieces:
+    """The pieces that were read and not trained, from the state of a sampler or stream. O(pieces).
+
+    They wait in its packer, or "outside": read, and not yet admitted.
+    """
+    packer = state["packer"]
+    levels = [packer["carried"], *packer["queues"], state["outside"]]
     return Pieces.of(*([level[name] for level in levels] for name in ("ids", "starts", "lengths")))
 
 

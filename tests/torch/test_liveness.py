@@ -6,14 +6,17 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
 import wlb
-from wlb.torch.data import BalancedBatchSampler, BalancedStream
+from wlb.audit import audit
+from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, Ledger, StepLoader, collate
 
 CONTEXT, MICRO_BATCHES = 64, 4
 COST = wlb.CostModel(attention=1.0, linear=20.0)
@@ -93,6 +96,27 @@ def test_a_sampler_keeps_its_word(rule: str, kind: str) -> None:
     if rule == "adaptive":
         assert bounds.delay == 16
     assert steps == planner.step <= 2 * lengths.sum() / least
+
+
+@pytest.mark.filterwarnings("ignore:the longest document")
+@pytest.mark.parametrize("kind", ["some of many global batches", "0.6 of a context"])
+def test_a_ledger_proves_documents_that_enter_piece_by_piece(kind: str, tmp_path: Path) -> None:
+    lengths = KINDS[kind](np.random.default_rng(0))
+    data = [np.zeros(length, np.int64) for length in lengths.tolist()]
+    sampler = BalancedBatchSampler(lengths, packer=packer("adaptive"), dp_rank=0, dp_size=1)
+    loader = StepLoader(DataLoader(Documents(data), batch_sampler=sampler, collate_fn=collate))
+    ledger = Ledger(tmp_path, dp_rank=0, dp_size=1, source=loader)
+    halves = 0
+    for step in loader:
+        ledger.record(step)
+        halves += bool(step.state["outside"]["ids"])
+        if step.number % 20 == 0:
+            assert audit(tmp_path, state=step.state, lengths=lengths).findings == ()
+            assert audit(tmp_path).findings == ()
+    found = audit(tmp_path, lengths=lengths)
+    assert found.sound
+    assert found.epochs[0].trained == lengths.size
+    assert (halves > 0) == (kind == "some of many global batches")
 
 
 def documents(lengths: list[int]) -> Iterator[NDArray[np.int64]]:

@@ -390,7 +390,8 @@ def disagree(rank: int) -> str:
 def test_ranks_with_other_settings_are_named() -> None:
     answers = processes.run(4, disagree)
     assert set(answers) == {
-        "group has ranks [2, 3] with another packer, tokens_per_batch, number of streams or step than rank 0"
+        "group has ranks [2, 3] with another packer, tokens_per_batch, min_step_tokens, number of streams or step "
+        "than rank 0"
     }
 
 

@@ -16,7 +16,7 @@ from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.filling import Offer, next_packing
 from wlb.torch.data.permutation import Permutation
-from wlb.torch.data.state import Link, Progress, Snapshot, field, same
+from wlb.torch.data.state import Link, Progress, Snapshot, field, outside, read_outside, same
 
 FORMAT: Final = "wlb.batch_sampler"
 VERSION: Final = 2
@@ -234,7 +234,8 @@ class Planner:
     def snapshot(self) -> Snapshot:
         """The state, to be written out later; it does not change when the planner goes on."""
         state = self._state()
-        return Snapshot.of(state, Progress.of(self._position, state["packer"]))
+        read = self._position + (self._offset > 0)
+        return Snapshot.of(state, Progress.of(read, state))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; O(documents that wait)."""
@@ -260,13 +261,21 @@ class Planner:
                     "seed": self._order.seed,
                     "epoch": self.epoch,
                     "position": self._position,
-                    "offset": self._offset,
+                    "outside": self._outside(),
                     "step": self.step,
                     "micro_batches": 0,
                     "packer": self._packer.state_dict(),
                 }
             )
         return self._saved
+
+    def _outside(self) -> dict[str, list[int]]:
+        """The rest of the document that has entered in part."""
+        if not self._offset:
+            return outside()
+        documents, lengths = self._order.documents(self.epoch, self._position, self._position + 1)
+        id, length = self.epoch * self._order.corpus.lengths.size + int(documents[0]), int(lengths[0])
+        return outside([id], [self._offset], [length - self._offset])
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved one stood; on an error nothing has changed.
@@ -286,26 +295,22 @@ class Planner:
         )
         if position > total:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
-        offset = field(state, "offset", int)
-        if offset and (self._order.oversize != "split" or offset >= self._length_at(state, position)):
-            raise error("state", f"has 'offset' = {offset} in a document that has no such piece", value=offset)
         if (epoch + 1) * total >= 2**63:
             raise error("state", f"has 'epoch' = {epoch}, beyond what ids can count", value=epoch)
         planner = Planner(self._order, self._config)
         planner._restore(state, allow_config_change=allow_config_change)
-        latest = int(waiting_pieces(planner._state()["packer"]).ids.max(initial=-1))
+        if read_outside(planner._state()) != read_outside(state):
+            raise error("state", "has a piece in 'outside' that is not the rest of the document at 'position'")
+        latest = int(waiting_pieces(planner._state()).ids.max(initial=-1))
         if latest >= (epoch + 1) * total:
             raise error("state", f"has document {latest} waiting, of an epoch after 'epoch' = {epoch}", value=latest)
         self._restore(state, allow_config_change=allow_config_change)
 
-    def _length_at(self, state: Mapping[str, Any], position: int) -> int:
-        """Tokens of the document that a state stands in; 0 behind the last."""
-        end = min(position + 1, self._order.corpus.lengths.size)
-        return int(self._order.documents(field(state, "epoch", int), position, end)[1].sum())
-
     def _restore(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Stands where `state` does, which has been checked but for its packer."""
-        position, offset, epoch, step = (field(state, name, int) for name in ("position", "offset", "epoch", "step"))
+        position, epoch, step = (field(state, name, int) for name in ("position", "epoch", "step"))
+        rest = read_outside(state)
+        offset = rest[0][1] if rest else 0
         packer, link = self._config.empty_copy(), Link.of(state)
         packer.load_state_dict(field(state, "packer", dict), allow_config_change=allow_config_change)
         self._packer, self._position, self._offset, self.epoch, self.step = packer, position, offset, epoch, step

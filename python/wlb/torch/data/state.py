@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,6 +88,25 @@ class Link:
         return Link(head, head)
 
 
+def outside(ids: Iterable[int] = (), starts: Iterable[int] = (), lengths: Iterable[int] = ()) -> dict[str, list[int]]:
+    """Pieces that were read and have not entered the packer, as a state has them: the rest of each document."""
+    return {"ids": list(ids), "starts": list(starts), "lengths": list(lengths)}
+
+
+def read_outside(state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """What `outside` gave: id, start and length of each piece.
+
+    Raises:
+        wlb.WlbError: The state has something else.
+    """
+    saved = field(state, "outside", dict)
+    columns = [field(saved, name, list) for name in ("ids", "starts", "lengths")]
+    rows = list(zip(*columns, strict=False))
+    if len({len(column) for column in columns}) > 1 or not all(isinstance(value, int) for row in rows for value in row):
+        raise error("state", "has no pieces in 'outside'")
+    return rows
+
+
 # --- the state that travels with a step ------------------------------------------------------------------------------
 
 
@@ -106,9 +125,9 @@ class Progress:
     tokens: int | None = None
 
     @classmethod
-    def of(cls, documents: int, packer: Mapping[str, Any]) -> Progress:
-        """From a packer's state; O(pieces that wait)."""
-        waiting = waiting_pieces(packer)
+    def of(cls, documents: int, state: Mapping[str, Any]) -> Progress:
+        """From the state of a sampler or stream; O(pieces that wait)."""
+        waiting = waiting_pieces(state)
         return cls(documents, waiting.ids.size, waiting.tokens)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,7 +21,7 @@ from wlb.ledger import waiting_pieces
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.torch.data.peers import Peers, told
-from wlb.torch.data.state import Link, Progress, Snapshot, field, same
+from wlb.torch.data.state import Link, Progress, Snapshot, field, outside, read_outside, same
 from wlb.torch.data.step import Step
 from wlb.torch.data.thread import Made, StepsAhead
 
@@ -172,12 +173,20 @@ class BalancedStream(Generic[T]):
         saved_streams = zip(self._streams, field(state, "streams", list), strict=True)
         streams = [stream.restored(saved) for stream, saved in saved_streams]
         saved_documents = field(state, "waiting", list)
-        waiting = {field(saved, "id", int): _Waiting.of(saved, len(streams)) for saved in saved_documents}
+        rest = {id: (start, length) for id, start, length in read_outside(state)}
+        waiting = {}
+        for saved in saved_documents:
+            id = field(saved, "id", int)
+            waiting[id] = _Waiting.of(saved, len(streams), rest.get(id))
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
         if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
             raise error("state", f"has a document that waits twice, or one beyond 'next_id' = {next_id}", value=next_id)
-        if waiting.keys() != set(waiting_pieces(packer.state_dict()["packer"]).ids.tolist()):
-            raise error("state", "has other documents in 'waiting' than in 'packer'")
+        pieces = waiting_pieces({"packer": packer.state_dict(), "outside": state["outside"]})
+        left: dict[int, int] = defaultdict(int)
+        for id, length in zip(pieces.ids.tolist(), pieces.lengths.tolist(), strict=True):
+            left[id] += length
+        if left != {id: document.left for id, document in waiting.items()}:
+            raise error("state", "has other documents in 'waiting' than in 'packer' and 'outside'")
         self._number, self._next_id, self._link = number, next_id, link
         self._packer, self._streams, self._waiting = packer, streams, waiting
         self._steps.standing = self._latest = self._standing()
@@ -191,7 +200,7 @@ class BalancedStream(Generic[T]):
 
     def _standing(self) -> _Standing:
         waiting = dict(self._waiting)
-        packer = self._packer.state_dict()
+        unentered = [id for id, document in sorted(waiting.items()) if document.rest]
         known: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -204,12 +213,14 @@ class BalancedStream(Generic[T]):
                     "id": id,
                     "stream": document.stream,
                     "left": document.left,
-                    "entered": document.entered,
                     **(document.hashes or {}),
                 }
                 for id, document in waiting.items()
             ],
-            "packer": packer,
+            "packer": self._packer.state_dict(),
+            "outside": outside(
+                unentered, (waiting[id].entered for id in unentered), (waiting[id].rest for id in unentered)
+            ),
         }
         known = self._link.sealed(known)
 
@@ -219,7 +230,7 @@ class BalancedStream(Generic[T]):
                 record.update(document.texts())
             return state
 
-        snapshot = Snapshot(known, Progress.of(self._next_id, known["packer"]), write)
+        snapshot = Snapshot(known, Progress.of(self._next_id, known), write)
         return _Standing(self._number, snapshot, Link.after(known), self._packer.metrics())
 
     def _make(self) -> Made[Step[T], _Standing]:
@@ -244,12 +255,12 @@ class BalancedStream(Generic[T]):
 
     def _plan(self) -> wlb.Packing | None:
         """The plan of the next step; None after the last."""
-        outside = _Outside(self._waiting, self._packer, self._read, self._longest)
-        if outside.tokens < self._tokens_per_batch:
-            outside.read()
-        if not outside.ids:
+        unentered = _Outside(self._waiting, self._packer, self._read)
+        if unentered.tokens < self._tokens_per_batch:
+            unentered.read()
+        if not unentered.ids:
             return self._packer.drain() if self._packer.pending else None
-        self._packer, packing = next_packing(self._packer, outside, min_step_tokens=self._min_step_tokens)
+        self._packer, packing = next_packing(self._packer, unentered, min_step_tokens=self._min_step_tokens)
         return packing
 
     def _read(self) -> dict[int, _Waiting] | None:
@@ -298,7 +309,7 @@ class BalancedStream(Generic[T]):
             for at, (length, labelled) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
                 document = read[number][at] if number in read else None
-                new[self._next_id] = _Waiting(number, length, labelled, left, 0, document, None)
+                new[self._next_id] = _Waiting(number, length, labelled, left, left, 0, document, None)
                 self._next_id += 1
                 if self._config.oversize == "split" and not self._warned:
                     self._warned = length > self._tokens_per_batch
@@ -383,7 +394,8 @@ class _Waiting:
         length: All its tokens.
         labelled: Whether it brings labels.
         left: Tokens that the plan has not yet given out.
-        entered: Tokens that have entered the packer, from the first on.
+        rest: Tokens that have not entered the packer, at its end.
+        entered: Tokens that have.
         document: Of arrays, under any name; None if another rank has read it in this step.
         hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
     """
@@ -392,6 +404,7 @@ class _Waiting:
     length: int
     labelled: bool
     left: int
+    rest: int
     entered: int
     document: Document | None
     hashes: dict[str, Hashed | None] | None
@@ -422,20 +435,21 @@ class _Waiting:
         return {"tokens": _text(self.document.tokens), "labels": None if labels is None else _text(labels)}
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any], num_streams: int) -> _Waiting:
-        """As it stands in a state."""
+    def of(cls, saved: Mapping[str, Any], num_streams: int, outside: tuple[int, int] | None) -> _Waiting:
+        """As it stands in a state; `outside`: where what has not entered the packer begins, and its tokens."""
         tokens, labels = _tokens(field(saved, "tokens", str)), None
         if field(saved, "labels", object) is not None:
             labels = _tokens(field(saved, "labels", str))
-        stream, left, entered = (field(saved, name, int) for name in ("stream", "left", "entered"))
+        stream, left = field(saved, "stream", int), field(saved, "left", int)
+        start, length = outside or (tokens.size, 0)
         if (
             stream >= num_streams
             or not 0 < left <= tokens.size
-            or entered > tokens.size
+            or not 0 <= start <= start + length <= tokens.size
             or (labels is not None and labels.size != tokens.size)
         ):
             raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
-        waiting = cls(stream, tokens.size, labels is not None, left, entered, None, None)
+        waiting = cls(stream, tokens.size, labels is not None, left, length, start, None, None)
         return waiting.kept(Document(tokens, 0, labels=labels))
 
 
@@ -447,20 +461,18 @@ class _Outside:
         waiting: dict[int, _Waiting],
         packer: wlb.Packer,
         read: Callable[[], dict[int, _Waiting] | None],
-        longest: int | None,
     ) -> None:
         self._waiting = waiting
         self._limit = packer.max_document_tokens
         self._split = packer.oversize == "split"
         self._read = read
-        self._longest = longest
         self._ended = False
-        self.ids = [id for id in sorted(waiting) if self._left(id)]
+        self.ids = [id for id in sorted(waiting) if waiting[id].rest]
 
     @property
     def tokens(self) -> int:
         """Of all these documents."""
-        return sum(map(self._left, self.ids))
+        return sum(self._waiting[id].rest for id in self.ids)
 
     def read(self) -> None:
         """Further documents, if there are any."""
@@ -475,7 +487,7 @@ class _Outside:
         """See `Source`."""
         if extra or not self.ids:
             self.read()
-        lengths = np.array([self._left(id) for id in self.ids], np.int64)
+        lengths = np.array([self._waiting[id].rest for id in self.ids], np.int64)
         ids, starts = np.array(self.ids, np.int64), None
         if self._split and lengths.size:
             at, starts, lengths = wlb.split_documents(lengths, max_document_tokens=self._limit)
@@ -488,14 +500,8 @@ class _Outside:
         """See `Source`."""
         for id, length in zip(*(row[:pieces] for row in self._offered), strict=True):
             waiting = self._waiting[id]
-            self._waiting[id] = replace(waiting, entered=waiting.entered + length)
-        self.ids = [id for id in self.ids if self._left(id)]
-
-    def _left(self, id: int) -> int:
-        """Tokens that have not entered."""
-        waiting = self._waiting[id]
-        counted = waiting.length if self._longest is None else min(waiting.length, self._longest)
-        return counted - waiting.entered
+            self._waiting[id] = replace(waiting, entered=waiting.entered + length, rest=waiting.rest - length)
+        self.ids = [id for id in self.ids if self._waiting[id].rest]
 
 
 def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:
