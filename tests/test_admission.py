@@ -67,8 +67,9 @@ def test_what_waits_stays_within_the_bounds(
         del ahead[:admitted]
         assert packer.pending_tokens <= bounds.tokens
         assert bounds.delay is None or packer.oldest_wait <= bounds.delay
-    packer.flush()
     assert bounds.delay is None or packer.metrics().delay_max <= bounds.delay
+    assert len(packer.flush()) <= bounds.drain
+    assert bounds.delay is None or packer.metrics().delay_max <= bounds.delay + bounds.drain
     assert packer.metrics().backlog_max <= bounds.tokens
     assert packer.pending_tokens == 0
     assert packer.room == micro_batches * max_tokens * (2 if release == "adaptive" else 1)
@@ -107,7 +108,8 @@ def test_a_push_that_is_refused_for_its_backlog_changes_nothing(as_error: str) -
 
 def test_the_adaptive_rule_has_a_limit_by_default() -> None:
     assert (tight().max_delay, tight(release="fifo").max_delay, tight(max_delay=3).max_delay) == (16, None, 3)
-    assert (tight().bounds().delay, tight().bounds().tokens) == (16, 800)
+    bounds = tight().bounds()
+    assert (bounds.delay, bounds.tokens, bounds.drain) == (16, 800, 5)
     assert tight(release="fifo", outlier_thresholds=(50,)).bounds().delay is None
 
 

@@ -97,8 +97,11 @@ proptest! {
             steps += 1;
             prop_assert!(steps < 100_000, "what is offered is never admitted");
         }
-        reader.packer.flush();
-        reader.check();
+        let bounds = reader.packer.bounds();
+        prop_assert!(reader.packer.flush().len() as u64 <= bounds.drain);
+        if let Some(delay) = bounds.delay {
+            prop_assert!(reader.packer.metrics().delay_max() <= delay + bounds.drain);
+        }
     }
 }
 

@@ -553,15 +553,22 @@ impl Bounds {
         self.0.tokens
     }
 
-    /// Most iterations that a document waits; ``None``: nothing limits it (queues without ``max_delay``).
+    /// Most iterations that a document waits while documents come; ``None``: nothing limits it (queues without ``max_delay``).
+    /// Draining the rest at the end of the stream adds :attr:`drain` at most.
     #[getter]
     fn delay(&self) -> Option<u64> {
         self.0.delay
     }
 
+    /// Most iterations that it takes to drain what waits: the global batches of a flush.
+    #[getter]
+    fn drain(&self) -> u64 {
+        self.0.drain
+    }
+
     fn __repr__(&self) -> String {
         let delay = self.0.delay.map_or_else(|| "None".to_owned(), |delay| delay.to_string());
-        format!("Bounds(tokens={}, delay={delay})", self.0.tokens)
+        format!("Bounds(tokens={}, delay={delay}, drain={})", self.0.tokens, self.0.drain)
     }
 }
 

@@ -39,16 +39,22 @@ named_choices! {
 pub struct Bounds {
     /// Most tokens that ever wait after a push.
     pub tokens: i64,
-    /// Most iterations that a document waits; none if nothing limits that: queues without `max_delay`, where an outlier
-    /// waits for others of its length, however rare they are.
+    /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds no more than
+    /// [`Bounds::drain`]. None if nothing limits it: queues without `max_delay`, where an outlier waits for others of its
+    /// length, however rare they are.
     pub delay: Option<u64>,
+    /// Most iterations that it takes to drain what waits.
+    pub drain: u64,
 }
 
 impl Bounds {
     pub(super) fn of(config: &PackerConfig) -> Self {
         let capacity = config.capacity();
         match config.release {
-            Release::Adaptive => Self { tokens: ADAPTIVE_BACKLOG * capacity, delay: config.max_delay },
+            Release::Adaptive => {
+                let tokens = ADAPTIVE_BACKLOG * capacity;
+                Self { tokens, delay: config.max_delay, drain: service(tokens, capacity) }
+            }
             Release::Fifo => {
                 let ends = config.outlier_thresholds.iter().skip(1).map(|&next| i64::from(next) - 1);
                 let longest = ends.chain([i64::from(config.max_document_tokens)]);
@@ -58,11 +64,17 @@ impl Bounds {
                 let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));
                 let tokens = queued.saturating_add(capacity);
                 let queue_delay = if config.outlier_thresholds.is_empty() { Some(0) } else { config.max_delay };
-                let delay = queue_delay.map(|delay| delay.saturating_add(2 * (tokens / capacity) as u64 + 1));
-                Self { tokens, delay }
+                let drain = service(tokens, capacity);
+                Self { tokens, delay: queue_delay.map(|delay| delay.saturating_add(drain)), drain }
             }
         }
     }
+}
+
+/// Most iterations until a document is placed that goes after fewer than `tokens` others: two in a row place `capacity` of
+/// them.
+fn service(tokens: i64, capacity: i64) -> u64 {
+    2 * (tokens / capacity) as u64 + 1
 }
 
 impl Packer {

@@ -2,8 +2,9 @@
 
 use crate::interrupt::Meter;
 
-/// Steps of a search that count by themselves towards the next check.
-const LONG_WALK: usize = 64;
+/// Micro-batches from which on the steps of a search are counted towards the next check. With fewer, a search is short enough to
+/// be counted with what is placed, and counting is a tenth of all work.
+const COUNTED_FROM: usize = 1024;
 
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
@@ -80,6 +81,15 @@ impl Ladder {
     /// Sets one weight.
     #[inline]
     pub(crate) fn set(&mut self, index: usize, weight: f64) {
+        if self.rungs.len() < COUNTED_FROM {
+            self.place::<false>(index, weight)
+        } else {
+            self.place::<true>(index, weight)
+        }
+    }
+
+    #[inline]
+    fn place<const COUNTED: bool>(&mut self, index: usize, weight: f64) {
         let heavier = self.unlink(index);
         let index = index as u32;
         let mut above = if self.finger == index { heavier } else { self.finger };
@@ -88,7 +98,7 @@ impl Ladder {
         let mut steps = 0;
         while self.is_below(above, index) {
             above = self.rungs[above as usize].heavier;
-            steps += 1;
+            steps += usize::from(COUNTED);
         }
         loop {
             let below = self.rungs[above as usize].lighter;
@@ -96,10 +106,9 @@ impl Ladder {
                 break;
             }
             above = below;
-            steps += 1;
+            steps += usize::from(COUNTED);
         }
-        // Shorter walks are counted with what is being placed.
-        if steps > LONG_WALK {
+        if COUNTED {
             self.meter.spend(steps);
         }
         self.insert_below(index, above);

@@ -70,13 +70,15 @@ impl Placement {
             offsets.push(total);
         }
         let mut pieces = vec![Piece { id: 0, start: 0, length: 0 }; total];
-        let mut meter = Meter::default();
-        for (index, &micro_batch) in self.assignment.iter().enumerate() {
-            meter.spend(1);
-            if micro_batch >= 0 {
-                let cursor = &mut cursors[(micro_batch + 1) as usize];
-                pieces[*cursor] = piece(index);
-                *cursor += 1;
+        let mut index = 0;
+        for part in parts(&self.assignment) {
+            for &micro_batch in part {
+                if micro_batch >= 0 {
+                    let cursor = &mut cursors[(micro_batch + 1) as usize];
+                    pieces[*cursor] = piece(index);
+                    *cursor += 1;
+                }
+                index += 1;
             }
         }
         Packing {
