@@ -115,14 +115,14 @@ class Layer:
         return time.perf_counter()
 
     def parity(self) -> dict[str, float]:
-        """Largest deviation of output and gradients from the plain kernel in float64, relative to the largest value."""
+        """Largest deviation of output and gradients from the reference kernel in float64, over the largest value."""
         shard = wlb.shard([700, 1, 130, 5, 260], cp_size=1)
         plan = plans.gather_plan(shard, 0, window=None, biased=False, device=self.device)
         found = []
         for dtype in (torch.bfloat16, torch.float64):
             *leaves, d_out = (x.to(dtype) for x in self.tensors(shard.num_tokens))
             q, k, v = (x.requires_grad_() for x in leaves)
-            kernel = self.choose(q) if dtype == torch.bfloat16 else kernels.PlainKernel(self.head_dim**-0.5)
+            kernel = self.choose(q) if dtype == torch.bfloat16 else kernels.ReferenceKernel(self.head_dim**-0.5)
             out = attention(q, k, v, GatheredKeys(plan, k[:0], v[:0]), kernel)
             out.backward(d_out)
             found.append([out.detach(), q.grad, k.grad, v.grad])
@@ -181,7 +181,7 @@ def main() -> None:
     add("--heads", type=int, default=32 if gpu else 4)
     add("--kv-heads", type=int, help="default: as many as heads")
     add("--head-dim", type=int, default=128 if gpu else 32)
-    add("--kernel", choices=["auto", "flash_attn", "varlen", "sdpa"], default="auto")
+    add("--kernel", choices=["auto", "flash_attn", "varlen", "reference"], default="auto")
     add("--repeats", type=int, default=5 if gpu else 2)
     add("--record", type=Path, help="where the raw record goes")
     arguments = parser.parse_args()
