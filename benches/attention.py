@@ -13,9 +13,7 @@ show that it runs, and writes a record only where told to.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine import RECORDS, Lengths, machine, synthetic
+from common import RECORDS, Lengths, bars, machine, options, read_lengths, synthetic, write_record
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
@@ -170,7 +167,7 @@ def measure(layer: Layer, lengths: Lengths, tokens: int, strategy: str, cp_size:
 
 def main() -> None:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     add = parser.add_argument
     add("--lengths", type=Path, help=".npy file of document lengths; default: synthetic")
     add("--tokens", type=int, nargs="+", default=[65536, 131072] if gpu else [512, 1024], help="per micro-batch")
@@ -193,7 +190,7 @@ def main() -> None:
         longest = max(arguments.tokens)
         lengths = synthetic(8000) if gpu else np.maximum(1, synthetic(8000) * longest // 131072)
     else:
-        lengths = np.load(arguments.lengths).astype(np.int64)
+        lengths = read_lengths(arguments.lengths)
     name = torch.cuda.get_device_name(device) if gpu else "CPU"
     record: dict[str, Any] = {
         "what": "attention of one layer, bf16, forward + backward, rank by rank on one device, no communication",
@@ -207,7 +204,7 @@ def main() -> None:
         "machine": machine(),
         "rows": [],
     }
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         total = len(arguments.tokens) * arguments.micro_batches * len(arguments.strategies)
         task = progress.add_task("attention", total=total)
         for tokens in arguments.tokens:
@@ -219,8 +216,7 @@ def main() -> None:
 
     path = arguments.record or (RECORDS / f"attention-{name.replace(' ', '-').lower()}.json" if gpu else None)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(path, record, indent=1)
     report(record)
 
 
