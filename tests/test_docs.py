@@ -185,7 +185,7 @@ def test_readme_takes_a_minute() -> None:
 def test_lines_are_no_longer_than_a_screen() -> None:
     """120 characters, but in tables, blocks, and what a program writes."""
     for page in PAGES:
-        if page.name in ("comparison.md", "reproduce.md"):  # written by `make compare`, `wlb reproduce`
+        if page.name == "comparison.md":  # written by `make compare`
             continue
         for line in prose(page).splitlines():
             assert len(line) <= 120 or line.startswith("|"), f"{name_of(page)}: {line}"
