@@ -10,15 +10,11 @@ Times of the choice are the least of many bursts, beside `shard(per_document)` i
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-from engine import COST, synthetic
+from common import COST, options, parse, samples, sources, synthetic
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -74,48 +70,31 @@ def gains(batches: list[NDArray[np.int32]], model: wlb.KernelModel) -> Table:
     return table
 
 
-def least(work: Callable[[], object], seconds: float = 1.0) -> float:
-    """Microseconds a call, the least of bursts of 20."""
-    best, until = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        started = time.perf_counter()
-        for _ in range(20):
-            work()
-        best = min(best, (time.perf_counter() - started) / 20 * 1e6)
-    return best
-
-
 def times(lengths: NDArray[np.int64], model: wlb.KernelModel) -> list[float]:
     """Microseconds of a shard per document, of the best hybrid, of adaptive, and of sorting the lengths."""
-    return [
-        least(lambda: wlb.shard(lengths, cp_size=8)),
-        least(lambda: wlb.shard(lengths, cp_size=8, strategy="hybrid", kernel_model=model)),
-        least(lambda: wlb.shard(lengths, cp_size=8, strategy="adaptive", kernel_model=model)),
-        least(lambda: np.sort(lengths)),
-    ]
+    work = (
+        lambda: wlb.shard(lengths, cp_size=8),
+        lambda: wlb.shard(lengths, cp_size=8, strategy="hybrid", kernel_model=model),
+        lambda: wlb.shard(lengths, cp_size=8, strategy="adaptive", kernel_model=model),
+        lambda: np.sort(lengths),
+    )
+    return [min(samples(call, 1.0)) for call in work]
 
 
 def main() -> None:
-    """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser = options(__doc__, lengths=True)
     parser.add_argument("--profile", help="path or name of a measured profile")
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=320)
-    options = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        parser.error("this is a debug build: its times say nothing")
-    if options.profile:
-        model = wlb.KernelModel.from_profile(options.profile)
+    arguments = parse(parser)
+    if arguments.profile:
+        model = wlb.KernelModel.from_profile(arguments.profile)
     else:
         model = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
     console = Console()
-    sources = {path.stem: np.load(path).astype(np.int64) for path in options.lengths} or {
-        "synthetic": synthetic(200_000)
-    }
-    for name, lengths in sources.items():
-        console.print(f"\n[bold]{name}[/bold], {options.tokens} tokens a micro-batch")
-        console.print(gains(micro_batches(lengths, options.tokens, options.micro_batches), model))
+    for name, lengths in sources(arguments.lengths, documents=200_000).items():
+        console.print(f"\n[bold]{name}[/bold], {arguments.tokens} tokens a micro-batch")
+        console.print(gains(micro_batches(lengths, arguments.tokens, arguments.micro_batches), model))
     table = Table("documents", "per_document", "best hybrid", "adaptive", "numpy.sort")
     table.title = "microseconds a call from Python, the shard included; CP 8"
     for documents in (10, 30, 64, 200):

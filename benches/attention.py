@@ -13,9 +13,7 @@ show that it runs, and writes a record only where told to.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine import RECORDS, Lengths, machine, synthetic
+from common import RECORDS, Lengths, bars, machine, options, read_lengths, synthetic, write_record
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
@@ -115,14 +112,14 @@ class Layer:
         return time.perf_counter()
 
     def parity(self) -> dict[str, float]:
-        """Largest deviation of output and gradients from the plain kernel in float64, relative to the largest value."""
+        """Largest deviation of output and gradients from the reference kernel in float64, over the largest value."""
         shard = wlb.shard([700, 1, 130, 5, 260], cp_size=1)
         plan = plans.gather_plan(shard, 0, window=None, biased=False, device=self.device)
         found = []
         for dtype in (torch.bfloat16, torch.float64):
             *leaves, d_out = (x.to(dtype) for x in self.tensors(shard.num_tokens))
             q, k, v = (x.requires_grad_() for x in leaves)
-            kernel = self.choose(q) if dtype == torch.bfloat16 else kernels.PlainKernel(self.head_dim**-0.5)
+            kernel = self.choose(q) if dtype == torch.bfloat16 else kernels.ReferenceKernel(self.head_dim**-0.5)
             out = attention(q, k, v, GatheredKeys(plan, k[:0], v[:0]), kernel)
             out.backward(d_out)
             found.append([out.detach(), q.grad, k.grad, v.grad])
@@ -170,7 +167,7 @@ def measure(layer: Layer, lengths: Lengths, tokens: int, strategy: str, cp_size:
 
 def main() -> None:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     add = parser.add_argument
     add("--lengths", type=Path, help=".npy file of document lengths; default: synthetic")
     add("--tokens", type=int, nargs="+", default=[65536, 131072] if gpu else [512, 1024], help="per micro-batch")
@@ -181,7 +178,7 @@ def main() -> None:
     add("--heads", type=int, default=32 if gpu else 4)
     add("--kv-heads", type=int, help="default: as many as heads")
     add("--head-dim", type=int, default=128 if gpu else 32)
-    add("--kernel", choices=["auto", "flash_attn", "varlen", "sdpa"], default="auto")
+    add("--kernel", choices=["auto", "flash_attn", "varlen", "reference"], default="auto")
     add("--repeats", type=int, default=5 if gpu else 2)
     add("--record", type=Path, help="where the raw record goes")
     arguments = parser.parse_args()
@@ -193,7 +190,7 @@ def main() -> None:
         longest = max(arguments.tokens)
         lengths = synthetic(8000) if gpu else np.maximum(1, synthetic(8000) * longest // 131072)
     else:
-        lengths = np.load(arguments.lengths).astype(np.int64)
+        lengths = read_lengths(arguments.lengths)
     name = torch.cuda.get_device_name(device) if gpu else "CPU"
     record: dict[str, Any] = {
         "what": "attention of one layer, bf16, forward + backward, rank by rank on one device, no communication",
@@ -207,7 +204,7 @@ def main() -> None:
         "machine": machine(),
         "rows": [],
     }
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         total = len(arguments.tokens) * arguments.micro_batches * len(arguments.strategies)
         task = progress.add_task("attention", total=total)
         for tokens in arguments.tokens:
@@ -219,8 +216,7 @@ def main() -> None:
 
     path = arguments.record or (RECORDS / f"attention-{name.replace(' ', '-').lower()}.json" if gpu else None)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(path, record, indent=1)
     report(record)
 
 

@@ -11,11 +11,8 @@ imported is named as missing. Goals about real lengths are only decided on real 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -29,7 +26,7 @@ import numpy as np
 import peers
 import refined
 import release
-from engine import RECORDS, Lengths, machine, synthetic
+from common import DOCS, Lengths, Row, bars, machine, options, parse, rounded, sources, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -37,7 +34,6 @@ from rich.table import Table
 import wlb
 from wlb.testing.dynamic_cp import violations
 
-DOCS = RECORDS.parents[1] / "docs"
 NEEDS = "needs real lengths"
 SECTIONS = {
     "dynamic": "Dynamic-CP: 64 ranks a stage, PP 8, 8,192 tokens a rank",
@@ -64,7 +60,6 @@ NOTES = {
     "document can wait longer ([semantics.md](semantics.md)).",
 }
 """What a reader has to know of a section before its figures."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -125,11 +120,11 @@ def mean_score(row: Row) -> Row:
 # --- the release rule ------------------------------------------------------------------------------------------------
 
 
-def release_rows(sources: dict[str, Lengths], steps: int, progress: Progress) -> list[Row]:
+def release_rows(streams: dict[str, Lengths], steps: int, progress: Progress) -> list[Row]:
     """The adaptive rule with `max_delay` 16, 8 and none; queues without one, as the paper has them."""
     settings = list(itertools.product(release.COSTS, release.MICRO_BATCHES, release.ROOMS, release.MAX_DELAYS))
     rows = []
-    for name, lengths in sources.items():
+    for name, lengths in streams.items():
         for efficiency, n, room, max_delay in progress.track(settings, description=f"release, {name}"):
             options: Row = {"attention_efficiency": efficiency, "micro_batches": n, "room": room}
             options |= {"max_delay": max_delay, "queues_up_to": 3 if max_delay is None else 0}
@@ -393,28 +388,21 @@ def markdown(table: Table) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser = options(__doc__, lengths=True, record="comparison.json")
     parser.add_argument("--steps", type=int, default=120, help="global batches of a release stream; half of it for 64")
     parser.add_argument("--seeds", type=int, default=10, help="global batches for Dynamic-CP")
     parser.add_argument("--fuzz", type=int, default=100_000, help="plans to fuzz")
     parser.add_argument("--solver-seconds", type=float, default=2.0, help="time limit of HiGHS, for one packing")
-    parser.add_argument("--record", type=Path, default=RECORDS / "comparison.json", help="where the record goes")
     parser.add_argument("--page", type=Path, default=DOCS / "comparison.md", help="where the page goes")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    arguments = parse(parser)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # peers miss GPUs that they do not need here
 
     real = bool(arguments.lengths)
-    sources = {path.stem: np.load(path).astype(np.int64) for path in arguments.lengths} or {
-        "synthetic": synthetic(60_000)
-    }
     limits = ["--solver-seconds", str(arguments.solver_seconds), "--lengths", *map(str, arguments.lengths)]
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         dynamic_rows = [row for count in (2048, 256) for row in dynamic_cp.measure(count, arguments.seeds, progress)]
-        released = release_rows(sources, arguments.steps, progress)
+        released = release_rows(sources(arguments.lengths, documents=60_000), arguments.steps, progress)
         instances = list(refined.instances(arguments.lengths, seeds=1))
         tracked = progress.track(instances, description="refined")
         refined_rows = [refined.measure(*instance, arguments.solver_seconds) for instance in tracked]
@@ -429,7 +417,9 @@ def main() -> None:
         *fuzz_lines(plans, found),
     ]
     described = machine(peers.PACKAGES)
-    tables = [peers.table(stream, [row for row in peer_rows if row["lengths"] == stream.name]) for stream in streams]
+    rows_of_peers = [
+        peers.table(stream, [row for row in peer_rows if row["lengths"] == stream.name]) for stream in streams
+    ]
     names = " ".join(path.name for path in arguments.lengths)
     flags = " ".join(
         f"--{key.replace('_', '-')} {getattr(arguments, key)}"
@@ -445,12 +435,11 @@ def main() -> None:
         "broken_plans": found,
         "peers": peer_rows,
     }
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(release.rounded(record), indent=1) + "\n")
-    arguments.page.write_text(page(lines, peer_rows, tables, command, described))
+    write_record(arguments.record, rounded(record), indent=1)
+    arguments.page.write_text(page(lines, peer_rows, rows_of_peers, command, described))
 
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    for table in tables:
+    console = tables(170)
+    for table in rows_of_peers:
         console.print(table)
     print_lines(console, lines)
     for line in missing(peer_rows):

@@ -12,17 +12,12 @@ to others.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import os
-import platform
 import statistics
 import time
 
 import numpy as np
-import torch
-from engine import CONTEXT, COST, RECORDS, synthetic
+from common import CONTEXT, COST, machine, options, parse, synthetic, write_record
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +26,6 @@ from torch.utils.data import DataLoader
 import wlb
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, StepLoader, collate
 
-RECORD = RECORDS / "data_path.json"
 MICRO_BATCHES = 16
 CP_SIZES = (1, 4, 16)
 
@@ -103,50 +97,44 @@ def stalls(lengths: NDArray[np.int64], cp_size: int, steps: int, step_seconds: f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, record="data_path.json")
     parser.add_argument("--step", type=float, default=3.0, help="seconds of a training step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="measured for the costs (default: %(default)s)")
     parser.add_argument("--stall-steps", type=int, default=5, help="measured for stalls (default: %(default)s)")
-    options = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        parser.error("this is a debug build")
+    arguments = parse(parser)
     console = Console()
     lengths = synthetic(200_000)
 
-    costs = {cp_size: work_per_step(lengths, cp_size, options.steps) for cp_size in CP_SIZES}
+    costs = {cp_size: work_per_step(lengths, cp_size, arguments.steps) for cp_size in CP_SIZES}
     table = Table(title=f"{MICRO_BATCHES} micro-batches of {CONTEXT} tokens: ms of a step, least / median")
-    for column in ("CP", "planning", "reading", "collate", f"planning + collate, % of {options.step:g} s"):
+    for column in ("CP", "planning", "reading", "collate", f"planning + collate, % of {arguments.step:g} s"):
         table.add_column(column, justify="right")
     for cp_size, cost in costs.items():
         cells = [f"{min(cost[name]) * 1e3:.2f} / {statistics.median(cost[name]) * 1e3:.2f}" for name in cost]
-        both = [sum(pair) / options.step for pair in zip(cost["planning"], cost["collate"], strict=True)]
+        both = [sum(pair) / arguments.step for pair in zip(cost["planning"], cost["collate"], strict=True)]
         table.add_row(str(cp_size), *cells, f"{min(both):.2%} / {statistics.median(both):.2%}")
     console.print(table)
 
-    waited = {workers: stalls(lengths, 4, options.stall_steps, options.step, workers) for workers in (0, 1)}
-    table = Table(title=f"Waiting for a step's micro-batches, {options.step:g} s steps, CP 4: ms")
+    waited = {workers: stalls(lengths, 4, arguments.stall_steps, arguments.step, workers) for workers in (0, 1)}
+    table = Table(title=f"Waiting for a step's micro-batches, {arguments.step:g} s steps, CP 4: ms")
     for column in ("workers", "least", "median", "worst", "median, % of a step"):
         table.add_column(column, justify="right")
     for workers, seconds in waited.items():
         middle = statistics.median(seconds)
         cells = [f"{value * 1e3:.2f}" for value in (min(seconds), middle, max(seconds))]
-        table.add_row(str(workers), *cells, f"{middle / options.step:.3%}")
+        table.add_row(str(workers), *cells, f"{middle / arguments.step:.3%}")
     console.print(table)
 
     record = {
-        "wlb": wlb.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg()},
+        "machine": machine(["torch"]),
         "context": CONTEXT,
         "micro_batches": MICRO_BATCHES,
-        "step_seconds": options.step,
+        "step_seconds": arguments.step,
         "seconds": {str(cp_size): cost for cp_size, cost in costs.items()},
         "waited_seconds": {str(workers): seconds for workers, seconds in waited.items()},
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    console.print(f"wrote {RECORD}")
+    write_record(arguments.record, record, indent=1)
+    console.print(f"wrote {arguments.record}")
 
 
 if __name__ == "__main__":

@@ -21,17 +21,13 @@ time compares, its path only shows what such plans would cost in a pipeline. A p
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine import RECORDS, Lengths, machine, package_version
+from common import Lengths, bars, machine, options, package_version, parse, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -227,20 +223,16 @@ def over(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, record="dynamic_cp.json")
     parser.add_argument("--seeds", type=int, default=10, help="global batches to average over")
-    parser.add_argument("--record", type=Path, default=RECORDS / "dynamic_cp.json", help="where the raw record goes")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    arguments = parse(parser)
+    with bars() as progress:
         rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds, progress)]
         worlds = measure_worlds(arguments.seeds)
         priced = measure_priced(arguments.seeds)
     record = {"machine": machine(["megatron-core"]), "rows": rows, "worlds": worlds, "priced": priced}
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(record) + "\n")
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    write_record(arguments.record, record)
+    console = tables(150)
     report(console, rows)
     report_worlds(console, worlds)
     report_priced(console, priced)

@@ -9,70 +9,20 @@ ratios. Each sample is the mean of a burst; the record keeps all of them, the ta
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
-import platform
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from common import CONTEXT, COST, Lengths, bars, machine, options, parse, read_lengths, samples, synthetic, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import wlb
 
-RECORDS = Path(__file__).parent / "records"
-CONTEXT = 131072
 TIGHT = 1.02  # max_tokens over the mean where the limit is meant to bind
-Lengths = NDArray[np.int64]
-
-
-def llama_7b(attention_efficiency: float) -> wlb.CostModel:
-    """LLaMA2-7B, the paper's model."""
-    return wlb.CostModel.from_flops(
-        hidden_size=4096,
-        ffn_hidden_size=11008,
-        num_layers=32,
-        num_heads=32,
-        vocab_size=32000,
-        attention_efficiency=attention_efficiency,
-    )
-
-
-COST = llama_7b(0.55)
-
-
-def synthetic(documents: int, seed: int = 0) -> Lengths:
-    """Lengths close to the paper's histogram: 97.25 % uniform up to 6,250 tokens, the rest log-uniform to 125,000."""
-    rng = np.random.default_rng(seed)
-    short = rng.integers(1, 6251, documents)
-    long = np.exp(rng.uniform(np.log(6250), np.log(125000), documents)).astype(np.int64)
-    return np.where(rng.random(documents) < 0.9725, short, long)
-
-
-def samples(work: Callable[[], object], seconds: float = 0.6) -> list[float]:
-    """Microseconds per call, one value per burst."""
-    started = time.perf_counter()
-    work()
-    once = time.perf_counter() - started
-    burst = max(1, int(0.002 / max(once, 1e-7)))
-    result = []
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until or not result:
-        started = time.perf_counter()
-        for _ in range(burst):
-            work()
-        result.append(round((time.perf_counter() - started) / burst * 1e6, 3))
-    return result
 
 
 def speed(progress: Progress) -> list[dict[str, Any]]:
@@ -154,7 +104,7 @@ def balance(path: Path, progress: Progress) -> list[dict[str, Any]]:
     Two ways to tune: on the first quarter of the stream (lengths to come are unknown), and on all of it (they are not).
     """
     bins = 16
-    lengths = np.random.default_rng(0).permutation(np.load(path).astype(np.int64))
+    lengths = np.random.default_rng(0).permutation(read_lengths(path))
     _, _, pieces = wlb.split_documents(lengths, max_document_tokens=CONTEXT)
     offsets = wlb.batch_offsets(pieces, tokens_per_batch=bins * CONTEXT)
     batches = [pieces[a:b] for a, b in itertools.pairwise(offsets)]
@@ -205,51 +155,16 @@ def pair_ratios(packing: wlb.Packing, strategy: str) -> list[float]:
     return [float(ranks.max() / ranks.mean()) for ranks in pairs if ranks.sum() > 0]
 
 
-def machine(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What the numbers depend on."""
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load": list(os.getloadavg()),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "wlb": wlb.__version__,
-        "profile": wlb.BUILD_PROFILE,
-        "commit": commit.stdout.strip(),
-        "packages": {name: package_version(name) for name in packages},
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def package_version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "missing"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
-    parser.add_argument("--record", type=Path, default=RECORDS / "engine.json", help="where the raw record goes")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    arguments = parse(options(__doc__, lengths=True, record="engine.json"))
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         record: dict[str, Any] = {
             "machine": machine(),
             "speed": speed(progress),
             "balance": [row for path in arguments.lengths for row in balance(path, progress)],
         }
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(record) + "\n")
+    write_record(arguments.record, record)
 
     console = Console()
     table = Table("work", "goal", "us", "x numpy.sort", "max / lower bound", title="wlb from Python")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import highspy
 import numpy as np
-from engine import CONTEXT, Lengths
+from common import CONTEXT, Lengths
 
 import wlb
 

@@ -17,7 +17,6 @@ be taken. Prints the tables, writes benches/records/kills.json. Ends with an err
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -40,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine import RECORDS, machine
+from common import machine, options, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -48,9 +47,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import checkpoints
 import train
-from wlb.ledger import audit
+from wlb.audit import audit
 
-RECORD = RECORDS / "kills.json"
 STEPS = 20
 LIFE_SECONDS = 120.0  # no life takes so long: it hangs
 # Ranks, and the options of the trainer; kills of each number of ranks are dealt to its layouts in turn.
@@ -324,11 +322,10 @@ def write_corpus(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, record="kills.json")
     parser.add_argument("--kills", type=int, default=100, help="of each number of ranks")
     parser.add_argument("--flips", type=int, default=100, help="single bits")
     parser.add_argument("--seed", type=int, default=0, help="of the moments, victims and bits")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where the raw record goes")
     arguments = parser.parse_args()
     console = Console()
     rows = []
@@ -362,7 +359,7 @@ def main() -> None:
     differences = [text for row in rows for text in row["differences"]] + flipped["differences"]
     command = f"make kills KILLS_FLAGS='{' '.join(sys.argv[1:])}'" if sys.argv[1:] else "make kills"
     record = {"machine": machine(["torch"]), "command": command, "kills": rows, "flips": flipped}
-    arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(arguments.record, record, indent=1)
     if differences:
         sys.exit("\n".join(differences))
 

@@ -11,7 +11,6 @@ a step?
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine import COST, RECORDS, synthetic
+from common import COST, options, parse, read_lengths, synthetic, write_record
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -30,7 +29,6 @@ from rich.table import Table
 import wlb
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, collate
 
-RECORD = RECORDS / "liveness.json"
 CONTEXT, MICRO_BATCHES, STEPS = 2048, 16, 1500
 
 
@@ -116,10 +114,10 @@ def stream() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", help="a .npy file of token lengths")
-    options = parser.parse_args()
-    lengths = np.load(options.lengths).astype(np.int64) if options.lengths else synthetic(60_000)
+    parser = options(__doc__, record="liveness.json")
+    parser.add_argument("--lengths", type=Path, help=".npy file of document lengths; synthetic ones without")
+    arguments = parse(parser)
+    lengths = read_lengths(arguments.lengths) if arguments.lengths else synthetic(60_000)
     console = Console()
     cases = [
         (room, release, reader)
@@ -159,8 +157,8 @@ def main() -> None:
     for row in grown:
         table.add_row(str(row["step"]), f"{row['resident_mb']:.0f}", f"{row['state_mb']:.2f}")
     console.print(table)
-    source = Path(options.lengths).name if options.lengths else "synthetic"
-    RECORD.write_text(json.dumps({"lengths": source, "waits": rows, "stream": grown}, indent=1) + "\n")
+    source = arguments.lengths.name if arguments.lengths else "synthetic"
+    write_record(arguments.record, {"lengths": source, "waits": rows, "stream": grown}, indent=1)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import heapq
 import importlib
 import importlib.util
 import itertools
-import json
 import logging
 import sys
 import time
@@ -42,8 +41,9 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+import common
 import numpy as np
-from engine import COST, RECORDS, Lengths, machine, synthetic
+from common import COST, Lengths, bars, machine, parse, read_lengths, synthetic, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -489,7 +489,7 @@ def streams(arguments: argparse.Namespace) -> Iterator[Stream]:
     n, context = arguments.micro_batches, arguments.context
     rng = np.random.default_rng(0)
     sources = {"synthetic": synthetic(2 * arguments.batches * n * context // 4000)}
-    sources |= {path.stem: rng.permutation(np.load(path).astype(np.int64)) for path in arguments.lengths}
+    sources |= {path.stem: rng.permutation(read_lengths(path)) for path in arguments.lengths}
     for name, lengths in sources.items():
         pieces = wlb.split_documents(lengths, max_document_tokens=context)[2]
         offsets = wlb.batch_offsets(pieces, tokens_per_batch=n * context)
@@ -509,8 +509,7 @@ def streams(arguments: argparse.Namespace) -> Iterator[Stream]:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser = common.options(__doc__, lengths=True, record="peers.json")
     parser.add_argument("--batches", type=int, default=8, help="global batches of each stream")
     parser.add_argument("--micro-batches", type=int, default=16, help="micro-batches of a global batch")
     parser.add_argument(
@@ -520,7 +519,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages of the simulated step")
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="time limit of HiGHS, for one step")
     parser.add_argument("--solver-batches", type=int, default=2, help="steps that HiGHS gets")
-    parser.add_argument("--record", type=Path, default=RECORDS / "peers.json", help="where the raw record goes")
     return parser
 
 
@@ -537,18 +535,15 @@ def compare(arguments: argparse.Namespace, progress: Progress) -> tuple[list[Str
 
 
 def main() -> None:
-    arguments = options().parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    arguments = parse(options())
     logging.disable(logging.WARNING)
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         all_streams, rows = compare(arguments, progress)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("lengths", "record")}
     record = {"machine": machine(PACKAGES), "settings": settings}
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(record | {"rows": rows, "unreleased": UNRELEASED}) + "\n")
-    report(Console(width=None if sys.stdout.isatty() else 170), all_streams, rows)
+    write_record(arguments.record, record | {"rows": rows, "unreleased": UNRELEASED})
+    report(tables(170), all_streams, rows)
 
 
 def report(console: Console, all_streams: list[Stream], rows: list[dict[str, Any]]) -> None:

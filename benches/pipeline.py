@@ -9,16 +9,12 @@ is compared on the micro-batches of real lengths, or of synthetic ones like the 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine import CONTEXT, COST
+from common import CONTEXT, COST, options, parse, samples, sources, tables
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -36,15 +32,9 @@ LAYOUTS: list[dict[str, Any]] = [
 ALL_ORDERS = np.array(list(itertools.permutations(range(8))))
 
 
-def best_time(work: Callable[[], Any], calls: int, bursts: int = 10) -> float:
-    """Seconds of one call: the least of several means, for the machine may be busy."""
-    best = float("inf")
-    for _ in range(bursts):
-        started = time.perf_counter()
-        for _ in range(calls):
-            work()
-        best = min(best, (time.perf_counter() - started) / calls)
-    return best
+def seconds(work: Callable[[], object]) -> float:
+    """Of one call: the least of several bursts, for the machine may be busy."""
+    return min(samples(work)) / 1e6
 
 
 def speed(console: Console) -> None:
@@ -62,19 +52,19 @@ def speed(console: Console) -> None:
         ends = max(end for _, end in peer().values())
         if abs(ends - timeline.seconds) > 1e-9 * ends:
             raise SystemExit("the Python simulation gives another makespan: this would compare different things")
-        ours = best_time(lambda costs=costs, layout=layout: wlb.simulate_pipeline(costs, **layout), 20)
-        theirs = best_time(peer, 1, bursts=3)
+        ours = seconds(lambda costs=costs, layout=layout: wlb.simulate_pipeline(costs, **layout))
+        theirs = seconds(peer)
         row = f"simulate_pipeline, {layout['schedule']}, {count} micro-batches"
         table.add_row(row, f"{len(timeline):,}", _time(ours), f"{len(timeline) / ours:,.0f}", f"{theirs / ours:,.0f}")
     steps = rng.lognormal(size=(500, 4, 16))
     ops = 500 * 4 * 2 * 16 * 8
-    ours = best_time(lambda: wlb.simulate_steps(steps, **LAYOUTS[1]), 1)
+    ours = seconds(lambda: wlb.simulate_steps(steps, **LAYOUTS[1]))
     table.add_row(
         "simulate_steps, 500 steps, DP 4, 16 micro-batches", f"{ops:,}", _time(ours), f"{ops / ours:,.0f}", ""
     )
     for layout, count in ((LAYOUTS[0], 4), (LAYOUTS[0], 8), (LAYOUTS[1], 16)):
         costs = rng.lognormal(size=count)
-        ours = best_time(lambda costs=costs, layout=layout: wlb.order_micro_batches(costs, **layout), 20)
+        ours = seconds(lambda costs=costs, layout=layout: wlb.order_micro_batches(costs, **layout))
         table.add_row(f"order_micro_batches, {layout['schedule']}, {count} micro-batches", "", _time(ours), "", "")
     console.print(table)
 
@@ -98,14 +88,14 @@ def placement(console: Console, name: str, lengths: NDArray[np.int64]) -> None:
                 "arrival": [np.arange(micro_batches).reshape(dp_size, count)] * len(plans),
                 "deal": [p.deal(dp_size) for p in plans],
             }
-            seconds = {
+            steps = {
                 way: wlb.simulate_steps(
                     np.stack([p.costs[rows] for p, rows in zip(plans, found, strict=True)]), **layout
                 )
                 for way, found in orders.items()
             }
-            placed = seconds["placed"].seconds
-            over = [f"{np.mean(seconds[way].seconds / placed) - 1:+.2%}" for way in ("arrival", "deal")]
+            placed = steps["placed"].seconds
+            over = [f"{np.mean(steps[way].seconds / placed) - 1:+.2%}" for way in ("arrival", "deal")]
             best = ""
             if (dp_size, count) == (1, 8):
                 least = [wlb.simulate_steps(p.costs[ALL_ORDERS][:, None], **layout).seconds.min() for p in plans]
@@ -115,30 +105,16 @@ def placement(console: Console, name: str, lengths: NDArray[np.int64]) -> None:
     console.print(table)
 
 
-def synthetic() -> NDArray[np.int64]:
-    """97.25 % uniform 1..6250, 2.75 % log-uniform 6250..125000."""
-    rng = np.random.default_rng(0)
-    long = np.exp(rng.uniform(np.log(6250), np.log(125_000), 170_000)).astype(np.int64)
-    return np.where(rng.random(long.size) < 0.0275, long, rng.integers(1, 6251, long.size))
-
-
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
-    console = Console(width=120)
+    arguments = parse(options(__doc__, lengths=True))
+    console = tables(120)
     speed(console)
-    for path in arguments.lengths:
-        shuffled = np.random.default_rng(0).permutation(np.load(path).astype(np.int64))
-        placement(console, path.stem, shuffled)
-    if not arguments.lengths:
-        placement(console, "synthetic lengths", synthetic())
+    for name, lengths in sources(arguments.lengths, documents=170_000).items():
+        placement(console, name, np.random.default_rng(0).permutation(lengths))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ cut at will.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import sys
 import timeit
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +21,8 @@ from typing import Any
 
 import highspy
 import numpy as np
-from engine import COST, RECORDS, Lengths, machine, samples, synthetic
+from common import COST, Lengths, bars, machine, options, parse, samples, synthetic, tables, write_record
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import wlb
@@ -184,25 +180,20 @@ def scaled(table: Table, lengths: Lengths, options: dict[str, Any], room: str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser = options(__doc__, lengths=True, record="refined.json")
     parser.add_argument("--seeds", type=int, default=2, help="instances of each kind")
     parser.add_argument("--solver-seconds", type=float, default=5.0, help="time limit of HiGHS, for one instance")
-    parser.add_argument("--record", type=Path, default=RECORDS / "refined.json", help="where the raw record goes")
     parser.add_argument("--scaling", action="store_true", help="only print its time over var_length's, by size")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    arguments = parse(parser)
 
     if arguments.scaling:
-        scaling(Console())
+        scaling(tables(150))
         return
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         found = progress.track(list(instances(arguments.lengths, arguments.seeds)), description="refined")
         rows = [measure(*instance, arguments.solver_seconds) for instance in found]
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps({"machine": machine(["highspy"]), "rows": rows}) + "\n")
-    report(Console(width=None if sys.stdout.isatty() else 150), rows, arguments.solver_seconds)
+    write_record(arguments.record, {"machine": machine(["highspy"]), "rows": rows})
+    report(tables(150), rows, arguments.solver_seconds)
 
 
 def report(console: Console, rows: list[dict[str, Any]], solver_seconds: float) -> None:

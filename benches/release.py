@@ -15,19 +15,34 @@ lengths, taken in turn. `--fluid-bound` adds what no rule could go below with in
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine import CONTEXT, RECORDS, Lengths, llama_7b, machine, synthetic
+from common import (
+    CONTEXT,
+    QUEUES,
+    STYLE,
+    WLB,
+    Lengths,
+    Row,
+    bars,
+    entitle,
+    front,
+    global_batches,
+    llama_7b,
+    machine,
+    options,
+    parse,
+    read_lengths,
+    rounded,
+    synthetic,
+    write_record,
+)
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import wlb
@@ -53,31 +68,6 @@ FIGURES = (
     "memory_skew_mean",
 )
 CURVE = ("delay_price", "imbalance_mean", "imbalance_p95", "imbalance_worst", "delay_mean", "delay_max")
-WLB, QUEUES = "#0a5c91", "#c9942f"
-STYLE: dict[str, Any] = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#eaeef2",
-    "axes.edgecolor": "#8c959f",
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
-Row = dict[str, Any]
-
-
-def stream(lengths: Lengths, micro_batches: int, steps: int) -> list[Lengths]:
-    """Global batches of the documents in random order."""
-    rng = np.random.default_rng(0)
-    tokens = micro_batches * CONTEXT
-    epochs = -(-(steps + 1) * tokens // int(lengths.sum()))
-    order = np.concatenate([rng.permutation(lengths) for _ in range(epochs)])
-    _, _, pieces = wlb.split_documents(order, max_document_tokens=CONTEXT)
-    offsets = wlb.batch_offsets(pieces, tokens_per_batch=tokens)[: steps + 1]
-    return [pieces[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 def adaptive(batches: list[Lengths], options: dict[str, Any], price: float) -> Row:
@@ -168,7 +158,7 @@ def measure(
     prices: Sequence[float] = PRICES,
 ) -> Row:
     """One setting: the adaptive rule at all prices, at the default one, its time, and tuned queues."""
-    batches = stream(lengths, micro_batches, steps)
+    batches = global_batches(lengths, micro_batches, steps)
     options: dict[str, Any] = {
         "num_micro_batches": micro_batches,
         "max_tokens": int(room * CONTEXT),
@@ -252,17 +242,6 @@ def report(console: Console, rows: list[Row]) -> None:
     console.print(table)
 
 
-def rounded(value: Any) -> Any:
-    """For a record: five digits."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return value
-
-
 def columns(points: list[Row], keys: Sequence[str]) -> Row:
     return {key: [point[key] for point in points] for key in keys}
 
@@ -313,28 +292,6 @@ def draw(path: Path, rows: list[Row]) -> None:
         fig.savefig(path, dpi=110)
 
 
-def entitle(fig: Any, ax: Any, title: str, *, ncols: int) -> None:
-    """A title, and below it the legend of one panel for all."""
-    fig.legend(
-        *ax.get_legend_handles_labels(),
-        loc="outside upper left",
-        ncols=ncols,
-        fontsize=10.5,
-        title=title,
-        alignment="left",
-        title_fontproperties={"weight": "bold", "size": 14},
-    )
-
-
-def front(points: list[Row], key: str) -> list[tuple[float, float]]:
-    """The best of them: less delay or better balance than all others."""
-    best: list[tuple[float, float]] = []
-    for delay, value in sorted((point["delay_mean"], point[key] - 1) for point in points):
-        if not best or value < best[-1][1]:
-            best.append((delay, value))
-    return best
-
-
 def delay_for(row: Row, excess: float) -> float | None:
     """Least mean delay at which the mean imbalance is at most `1 + excess`."""
     return min((p["delay_mean"] for p in row["adaptive"] if p["imbalance_mean"] <= 1 + excess), default=None)
@@ -350,22 +307,17 @@ def settings(first: bool) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="*", default=[], help=".npy files of document lengths")
+    parser = options(__doc__, lengths=True, record="release.json", picture="release.png")
     parser.add_argument("--steps", type=int, default=160, help="global batches of a stream; half of it for 64")
     parser.add_argument("--queues", type=int, default=3, choices=range(4), help="most queues to tune: most of the time")
     parser.add_argument("--fluid-bound", action="store_true", help="also a bound on any rule's delay; needs highspy")
-    parser.add_argument("--record", type=Path, default=RECORDS / "release.json", help="where the raw record goes")
-    parser.add_argument("--picture", type=Path, default=RECORDS.parents[1] / "docs" / "release.png")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    arguments = parse(parser)
 
-    sources = {path.stem: np.load(path).astype(np.int64) for path in arguments.lengths}
+    sources = {path.stem: read_lengths(path) for path in arguments.lengths}
     sources["synthetic"] = synthetic(60_000)
     rows: list[Row] = []
     bounds: dict[tuple[Any, ...], float | None] = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         for name, lengths in sources.items():
             of_source = list(settings(not rows))
             for setting in progress.track(of_source, description=name):
@@ -379,7 +331,6 @@ def main() -> None:
                         bounds[key] = fluid_bound(lengths, row)
                     row["fluid_bound"] = bounds[key]
                 rows.append(row)
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     for row in rows:
         # A small record: of the curves what is asked for, and fronts of the queues only where they are drawn.
@@ -389,7 +340,7 @@ def main() -> None:
             row["fifo_front"] = columns(points, ("imbalance_mean", "imbalance_p95", "delay_mean"))
         kept.append(row)
     record = {"machine": machine(), "rows": rounded(kept)}
-    arguments.record.write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    write_record(arguments.record, record)
     console = Console()
     report(Console(width=max(console.width, 130)), rows)
     draw(arguments.picture, rows)

@@ -16,18 +16,35 @@ Dynamic-CP on what it lets go, run at a range of prices.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import sys
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine import CONTEXT, COST, RECORDS, Lengths, machine, synthetic
-from release import PRICES, QUEUES, STYLE, WLB, entitle, front, rounded, stream
+from common import (
+    CONTEXT,
+    COST,
+    QUEUES,
+    STYLE,
+    WLB,
+    Lengths,
+    Row,
+    bars,
+    entitle,
+    front,
+    global_batches,
+    machine,
+    options,
+    parse,
+    read_lengths,
+    rounded,
+    synthetic,
+    tables,
+    write_record,
+)
+from release import PRICES
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -42,7 +59,6 @@ MAX_DELAY = 16
 DEAR = (16.0, 8.0, 4.0, 2.0, 1.0)  # above those of release.py
 NEVER = "#8c959f"
 BOTH = "#2f7d4f"
-Row = dict[str, Any]
 Timer = Callable[[list[wlb.Packing]], float]
 
 
@@ -192,25 +208,20 @@ def draw(path: Path, name: str, rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, record="tradeoff.json", picture="tradeoff.png")
     parser.add_argument("--lengths", type=Path, help=".npy file of document lengths; synthetic ones without")
     parser.add_argument("--steps", type=int, default=120, help="global batches of the stream")
-    parser.add_argument("--record", type=Path, default=RECORDS / "tradeoff.json", help="where the record goes")
-    parser.add_argument("--picture", type=Path, default=RECORDS.parents[1] / "docs" / "tradeoff.png")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build. Build a wheel: pip install .")
+    arguments = parse(parser)
     name = arguments.lengths.stem if arguments.lengths else "synthetic"
-    lengths = np.load(arguments.lengths).astype(np.int64) if arguments.lengths else synthetic(60_000)
-    batches = stream(lengths, MICRO_BATCHES, arguments.steps)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    lengths = read_lengths(arguments.lengths) if arguments.lengths else synthetic(60_000)
+    batches = global_batches(lengths, MICRO_BATCHES, arguments.steps)
+    with bars() as progress:
         rows = [row for room in ROOMS for row in measure(batches, room, progress)]
     limits_tried = limited(batches)
     record: Row = {"machine": machine(), "lengths": name, "steps": len(batches)}
     record |= {"rows": rounded(rows), "max_delay": rounded(limits_tried)}
-    arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    report(Console(width=None if sys.stdout.isatty() else 130), rows, limits_tried)
+    write_record(arguments.record, record)
+    report(tables(130), rows, limits_tried)
     draw(arguments.picture, name, rows)
 
 

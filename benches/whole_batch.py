@@ -16,19 +16,14 @@ ranks in one process, though verl's ranks split theirs at the same time: there o
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine import COST, RECORDS, Lengths, machine, samples
+from common import COST, Lengths, bars, machine, options, parse, read_lengths, samples, tables, write_record
 from peers import verl_balancing
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import wlb
@@ -93,25 +88,17 @@ def judged(plan: Plan, lengths: Lengths, ranks: int, max_tokens: int) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--lengths", type=Path, nargs="*", default=[], help=".npy files of lengths, beside synthetic ones"
-    )
+    parser = options(__doc__, lengths=True, record="whole_batch.json")
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks")
     parser.add_argument("--batch", type=int, default=512, help="samples of a batch, a multiple of the ranks")
     parser.add_argument("--max-tokens", type=int, default=16384, help="most tokens of a micro-batch")
     parser.add_argument("--batches", type=int, default=20, help="batches of each set of lengths")
-    parser.add_argument("--record", type=Path, default=RECORDS / "whole_batch.json", help="where the raw record goes")
-    arguments = parser.parse_args()
-    if wlb.BUILD_PROFILE != "release":
-        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    arguments = parse(parser)
 
     sets = {"lognormal": np.random.default_rng(0).lognormal(7.2, 1.0, 100_000).astype(np.int64).clip(1)}
-    sets |= {
-        path.stem: np.random.default_rng(0).permutation(np.load(path).astype(np.int64)) for path in arguments.lengths
-    }
+    sets |= {path.stem: np.random.default_rng(0).permutation(read_lengths(path)) for path in arguments.lengths}
     rows = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         work = progress.add_task("whole batches", total=len(sets) * arguments.batches)
         for name, lengths in sets.items():
             kept = lengths[lengths <= arguments.max_tokens]
@@ -123,8 +110,8 @@ def main() -> None:
                     rows.append(row | judged(call(), batch, arguments.ranks, arguments.max_tokens))
                 progress.advance(work)
     sizes = {name: getattr(arguments, name) for name in ("ranks", "batch", "max_tokens")}
-    arguments.record.write_text(json.dumps({"machine": machine(["verl"]), **sizes, "rows": rows}) + "\n")
-    report(Console(width=None if sys.stdout.isatty() else 150), rows, sizes)
+    write_record(arguments.record, {"machine": machine(["verl"]), **sizes, "rows": rows})
+    report(tables(150), rows, sizes)
 
 
 def report(console: Console, rows: list[dict[str, Any]], sizes: dict[str, int]) -> None:

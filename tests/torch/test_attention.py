@@ -645,13 +645,13 @@ OFF = {"rotary_interleaved": True, "num_splits": 1}
 
 
 class FlashStandIn:
-    """In place of flash-attn: its internal functions, with upstream's parameters, computed by the plain kernel on CPU.
+    """In place of flash-attn: its internal functions, with upstream's parameters, computed by the reference kernel.
 
     It shows that the adapters pass everything where it belongs, and no more: upstream's kernels do not run here, and
     that they do what their interface says is not tested. It knows what they are told, lengths and a window aligned
     bottom-right, not the true positions: ALiBi where the last query does not stand at the last key comes out wrong, as
     it would from them; and so does a window that they would take for another. It takes float32, so that the tolerances
-    are those of the plain kernel.
+    are those of the reference kernel.
     """
 
     def __init__(self, version: int | str) -> None:
@@ -697,7 +697,7 @@ class FlashStandIn:
             options[name].copy_(gradient)
         return options["softmax_lse"]
 
-    def as_told(self, options: dict[str, Any]) -> tuple[kernels.PlainKernel, Call]:
+    def as_told(self, options: dict[str, Any]) -> tuple[kernels.ReferenceKernel, Call]:
         edges = []
         for side in ("q", "k"):
             cu_seqlens = options[f"cu_seqlens_{side}"]
@@ -724,7 +724,7 @@ class FlashStandIn:
             shifts=np.zeros(q.size - 1, np.int64),
             fresh=True,
         )
-        return kernels.PlainKernel(options.get("softmax_scale") or options["scale"], slopes), call
+        return kernels.ReferenceKernel(options.get("softmax_scale") or options["scale"], slopes), call
 
     def window(self, options: dict[str, Any]) -> tuple[int, int]:
         """What the kernels make of a window: they take a side that is as wide as a limit for open, and fill it in."""
@@ -789,7 +789,7 @@ def test_alibi_is_true_to_positions_whatever_is_installed(flash: FlashStandIn, c
 
 @pytest.mark.parametrize("name", ["flash", "SDPA", None])
 def test_an_unknown_kernel_is_refused_where_all_can_run(name: Any, flash_modules: dict[str, Any]) -> None:
-    with pytest.raises(wlb.WlbError, match="must be one of auto, flash_attn, varlen, sdpa") as refused:
+    with pytest.raises(wlb.WlbError, match="must be one of auto, flash_attn, varlen, reference") as refused:
         kernels.choose(name, torch.zeros(4, 2, 8), scale=1.0, alibi_slopes=None, alibi_aligned=True)
     assert refused.value.argument == "kernel"
 
@@ -800,7 +800,7 @@ def test_flash_attn_by_name_refuses_alibi_that_it_has_not(flash: FlashStandIn) -
     with pytest.raises(wlb.WlbError, match=reason):
         kernels.choose("flash_attn", q, scale=1.0, alibi_slopes=slopes, alibi_aligned=False)
     chosen = kernels.choose("auto", q, scale=1.0, alibi_slopes=slopes, alibi_aligned=False)
-    assert isinstance(chosen, kernels.PlainKernel)
+    assert isinstance(chosen, kernels.ReferenceKernel)
 
 
 INTERFACES = {
@@ -852,7 +852,7 @@ def test_flash_kernels_are_for_ampere_and_newer(capability: tuple[int, int], mon
         q = torch.empty(4, 2, 8, dtype=torch.bfloat16, device="cuda")
     chosen = kernels.choose("auto", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
     old = capability < (8, 0)
-    assert isinstance(chosen, kernels.PlainKernel) == old
+    assert isinstance(chosen, kernels.ReferenceKernel) == old
     if old:
         with pytest.raises(wlb.WlbError, match=r"compute capability 8\.0, this GPU has 7\."):
             kernels.choose("varlen", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)

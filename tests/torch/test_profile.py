@@ -56,7 +56,7 @@ def test_both_models_read_what_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps(profile))
     kernel = wlb.KernelModel.from_profile(path)
-    assert kernel.source == "measured: CPU PlainKernel"
+    assert kernel.source == "measured: CPU ReferenceKernel"
     assert (kernel.num_heads, kernel.num_kv_heads, kernel.head_dim, kernel.causal) == (4, 2, 8, True)
     assert (wlb.CostModel.from_profile(path).cost([16, 64]) > 0).all()
 
@@ -299,7 +299,7 @@ def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     refused("measured with gpu 'NVIDIA H100', this is 'CPU'", header | {"gpu": "NVIDIA H100"}, shape)
     old = header | {"versions": header["versions"] | {"torch": "1.0"}}
     refused(f"measured with versions.torch '1.0', this is '{torch.__version__}'".replace("+", r"\+"), old, shape)
-    refused("measured with kernel 'FlashAttention3', this is 'PlainKernel'", header | {"kernel": "FlashAttention3"})
+    refused("measured with kernel 'FlashAttention3', this is 'ReferenceKernel'", header | {"kernel": "FlashAttention3"})
     refused("measured with num_heads 4, this is 2", header, shape, tp=2)
     refused("not a file of records", {"format": "wlb.profile"})
     refused("not a file of records", "[1]")
@@ -476,13 +476,13 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 def test_the_command(run: Any, tmp_path: Path) -> None:
     code, out, err = run(*CLI)
     assert (code, err) == (0, "")
-    assert "CPU, PlainKernel" in out
+    assert "CPU, ReferenceKernel" in out
     assert "Error of the model on 2 other segments: median" in out
     assert "says nothing about a GPU" in out
     code, out, err = run(*CLI, "--json")
     assert (code, err) == (0, "")
     summary = json.loads(out)
-    assert summary["source"] == "measured: CPU PlainKernel"
+    assert summary["source"] == "measured: CPU ReferenceKernel"
     assert summary["held_out"]["segments"] == 2
     assert summary["skipped"] == []
     assert (tmp_path / summary["profile"]).exists()
@@ -494,7 +494,7 @@ def test_the_command(run: Any, tmp_path: Path) -> None:
 def test_the_command_refuses_in_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("--model", "config.json", "--device", "cpu")
     cases: dict[tuple[object, ...], str] = {
-        (*small, "--kernel", "fast"): "kernel = 'fast': must be one of auto, flash_attn, varlen, sdpa",
+        (*small, "--kernel", "fast"): "kernel = 'fast': must be one of auto, flash_attn, varlen, reference",
         (*small, "--kernel", "varlen"): "runs on CUDA, not on cpu",
         (*small, "--tp", 3): "tp = 3: does not divide num_heads = 4",
         (*small, "--queries", 3, 8): "queries[0] = 3: must be a power of two",

@@ -42,7 +42,9 @@ def profile(
             rich_help_panel=_MEASURED,
         ),
     ] = None,
-    kernel: Annotated[str, typer.Option(help="auto, flash_attn, varlen or sdpa.", rich_help_panel=_MEASURED)] = "auto",
+    kernel: Annotated[
+        str, typer.Option(help="auto, flash_attn, varlen or reference.", rich_help_panel=_MEASURED)
+    ] = "auto",
     queries: Annotated[
         tuple[int, int],
         typer.Option(

@@ -58,11 +58,12 @@ def context_parallel_attention(
     - `usp`: both: `ulysses_size` neighbouring ranks exchange heads, a ring goes over those blocks:
       rank = ring position * ulysses_size + ulysses rank.
 
-    The window and ALiBi are exact on every transport with the kernel `sdpa`, and the window with the others too. ALiBi
-    needs `sdpa` or flash-attn 2; the latter on `ulysses`, on `all_gather` with a causal shard, or on one rank.
+    The window is exact on every transport with every kernel. ALiBi is exact on every transport with the kernel
+    `reference`; flash-attn 2 has it on `ulysses`, on `all_gather` with a causal shard, and on one rank; the others have
+    none.
 
     All arguments are checked before anything is sent. What differs only between ranks (their shards, say) cannot be
-    seen without communication, and is what a check of plan digests is for. The backward communicates as the forward
+    seen without communication: compare plans with `check_agreement`. The backward communicates as the forward
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
     kept for all layers: by the first, or before it by `prepare_attention`.
 
@@ -82,8 +83,8 @@ def context_parallel_attention(
         softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
         window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
-        kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `sdpa` (plain, exact,
-            any device and dtype), or `auto`: the fastest that can do it here.
+        kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
+            written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here.
 
     Returns:
         Output like `q`.

@@ -19,9 +19,9 @@ from torch import Tensor
 from wlb._errors import error
 from wlb.torch.attention.segments import Call
 
-KernelName = Literal["auto", "flash_attn", "varlen", "sdpa"]
+KernelName = Literal["auto", "flash_attn", "varlen", "reference"]
 
-_SCORES = 1 << 22  # scores that the plain kernel holds at once: 16 MiB in float32
+_SCORES = 1 << 22  # scores that the reference kernel holds at once: 16 MiB in float32
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -44,7 +44,7 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True)
-class PlainKernel:
+class ReferenceKernel:
     """Softmax written out, span by span and in tiles of queries: exact, on any device, in any dtype.
 
     torch's own SDPA gives no log-sum-exp, knows no window, aligns its causal mask top-left, and masks otherwise with a
@@ -339,30 +339,30 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     """The kernel for these tensors.
 
     `alibi_aligned` says that every span's last query stands at its last key, so that a flash kernel measures true
-    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels, and takes the plain kernel
-    on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
+    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels, and takes the reference
+    kernel on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or has not what was asked for.
     """
     if name not in get_args(KernelName):
         raise error("kernel", f"= {name!r}: must be one of {', '.join(get_args(KernelName))}", value=name)
-    if name == "sdpa":
-        return PlainKernel(scale, alibi_slopes)
+    if name == "reference":
+        return ReferenceKernel(scale, alibi_slopes)
     refusal = _flash_refusal(q)
     if name == "auto" and refusal:
-        return PlainKernel(scale, alibi_slopes)
+        return ReferenceKernel(scale, alibi_slopes)
     if refusal:
-        raise error("kernel", f"{name!r} {refusal}; 'sdpa' can do without", value=name)
+        raise error("kernel", f"{name!r} {refusal}; 'reference' can do without", value=name)
 
     has_2 = name != "varlen" and _flash_attn_2() is not None
     if alibi_slopes is not None:
         if has_2 and alibi_aligned:
             return FlashAttention2(scale, alibi_slopes.float())
         if name == "auto":
-            return PlainKernel(scale, alibi_slopes)
+            return ReferenceKernel(scale, alibi_slopes)
         reason = "measures ALiBi distances wrongly on this transport" if has_2 else "has no ALiBi"
-        raise error("kernel", f"{name!r} {reason}; 'sdpa' has it on every transport", value=name)
+        raise error("kernel", f"{name!r} {reason}; 'reference' has it on every transport", value=name)
     if name != "varlen":
         if torch.cuda.get_device_capability(q.device)[0] == 9 and _flash_attn_3() is not None:
             return FlashAttention3(scale)

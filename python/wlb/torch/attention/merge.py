@@ -101,7 +101,7 @@ class _Gradient:
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast would round what the plain kernel multiplies in the forward, and is off where backwards are run."""
+    """Autocast would round what the reference kernel multiplies in the forward, and is off where backwards are run."""
 
     @functools.wraps(function)
     def run(ctx: Any, x: Tensor, *args: Any) -> Any:

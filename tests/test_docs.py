@@ -1,0 +1,191 @@
+"""README and docs do what they say: Python blocks run as pasted, commands and options exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import re
+import shlex
+import socket
+import traceback
+from collections.abc import Iterator
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MAKE = re.compile(r"\bmake ([a-z][a-z-]*)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """Line on which a block's text begins, and the text."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        if found[1] == language:
+            yield text.count("\n", 0, found.start(2)) + 1, found[2]
+
+
+def pasted(page: Path) -> str:
+    """All Python blocks of a page, each on the lines where it stands, so that tracebacks name them."""
+    lines: list[str] = []
+    for first, text in blocks(page, "python"):
+        lines += [""] * (first - 1 - len(lines)) + text.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def prose(page: Path) -> str:
+    """What is not in a block."""
+    return BLOCK.sub("", page.read_text())
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command of a `console` block or of inline code, as words, with where it stands."""
+    for page in PAGES:
+        lines = [
+            (first + i, line) for first, text in blocks(page, "console") for i, line in enumerate(text.split("\n"))
+        ]
+        shown = [(number, line[2:]) for number, line in lines if line.startswith("$ ")]
+        inline = [(0, code) for code in re.findall(r"`([^`]+)`", prose(page))]
+        for number, command in [*shown, *inline]:
+            try:
+                words = shlex.split(command, comments=True)
+            except ValueError:  # an apostrophe: not a command
+                continue
+            yield f"{name_of(page)}:{number}", words
+
+
+def needs_torch(page: Path) -> bool:
+    return re.search(r"^import (torch|wlb\.torch)", pasted(page), re.MULTILINE) is not None
+
+
+def run(page: Path, folder: Path, torchrun: dict[str, str], writer: Connection) -> None:
+    """All blocks of a page as one script, in `folder`; sends the traceback, or nothing."""
+    os.environ |= torchrun
+    os.chdir(folder)
+    try:
+        exec(compile(pasted(page), name_of(page), "exec"), {"__name__": "__main__"})
+        writer.send("")
+    except BaseException:
+        writer.send(traceback.format_exc())
+    os._exit(0)
+
+
+def run_on_ranks(page: Path, folder: Path, ranks: list[dict[str, str]]) -> None:
+    """A forked process for each rank: to import torch anew would take most of the time."""
+    if needs_torch(page):
+        pytest.importorskip("torch").set_num_threads(1)
+        importlib.import_module("wlb.torch")
+    context = multiprocessing.get_context("fork")
+    processes = []
+    for torchrun in ranks:
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=run, args=(page, folder, torchrun, writer))
+        process.start()
+        writer.close()
+        processes.append((process, reader))
+    try:
+        for _, reader in processes:
+            assert reader.poll(120), "no answer"
+            failure = reader.recv()
+            assert not failure, failure
+    finally:
+        for process, _ in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if pasted(page).strip()], ids=name_of)
+def test_python_blocks_run_as_pasted(page: Path, tmp_path: Path) -> None:
+    """In one process, in order, with nothing but what the page shows."""
+    run_on_ranks(page, tmp_path, [{}])
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/dynamic_cp.md"])
+def test_blocks_run_under_torchrun_too(page: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    run_on_ranks(ROOT / page, tmp_path, [meeting | {"RANK": str(rank)} for rank in range(2)])
+
+
+def test_commands_and_options_exist() -> None:
+    typer = pytest.importorskip("typer")
+    from wlb.cli.app import app
+
+    command = typer.main.get_command(app)
+    seen = 0
+    for where, words in commands():
+        if words[:1] != ["wlb"] or len(words) < 2 or not re.fullmatch(r"[a-z]+", words[1]):
+            continue
+        assert words[1] in command.commands, f"{where}: wlb has no {words[1]}"
+        known = {option for parameter in command.commands[words[1]].params for option in parameter.opts}
+        known |= {option for parameter in command.commands[words[1]].params for option in parameter.secondary_opts}
+        for option in (word.split("=")[0] for word in words[2:] if word.startswith("--")):
+            assert option in known, f"{where}: wlb {words[1]} has no {option}"
+        seen += 1
+    assert seen > 20
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        code = "\n".join([*re.findall(r"`([^`]+)`", prose(page)), *(text for _, text in blocks(page, "console"))])
+        for target in MAKE.findall(code):
+            assert target in targets, f"{name_of(page)}: there is no `make {target}`"
+
+
+def test_scripts_exist_and_know_their_options() -> None:
+    for where, words in commands():
+        for script in (word for word in words if re.fullmatch(r"(benches|examples|studies)/\w+\.py", word)):
+            assert (ROOT / script).exists(), f"{where}: there is no {script}"
+            source = (ROOT / script).read_text() + (ROOT / "benches" / "common.py").read_text()
+            for option in (word for word in words[words.index(script) + 1 :] if word.startswith("--")):
+                spelled = option[2:].replace("-", "_")
+                assert option in source or re.search(rf"\b{spelled}\b", source), f"{where}: {script} has no {option}"
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in LINK.findall(prose(page)):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{name_of(page)}: {link} is not there"
+            if anchor:
+                assert anchor in anchors(target), f"{name_of(page)}: {link}: no such heading"
+
+
+def test_readme_takes_a_minute() -> None:
+    """The two commands early, and the rest short."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.partition("make demo")[0].split()) <= 80
+    assert len(text.split()) <= 1200
+    first = next(iter(blocks(ROOT / "README.md", "python")))[1]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 10
+
+
+def test_lines_are_no_longer_than_a_screen() -> None:
+    """120 characters, but in tables, blocks, and what a program writes."""
+    for page in PAGES:
+        if page.name == "comparison.md":  # written by `make compare`
+            continue
+        for line in prose(page).splitlines():
+            assert len(line) <= 120 or line.startswith("|"), f"{name_of(page)}: {line}"
