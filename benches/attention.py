@@ -29,8 +29,8 @@ from rich.table import Table
 from torch import Tensor
 
 import wlb
-from wlb.torch.attention import kernels, plans
-from wlb.torch.attention.all_gather import GatherPlan
+from wlb.torch.attention import kernels, routes
+from wlb.torch.attention.all_gather import GatherRoute
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.segments import Call
 
@@ -41,7 +41,7 @@ STRATEGIES = ["per_sequence", "per_document", "hybrid"]
 class GatheredKeys:
     """The keys of all ranks, as if the gather were over; their gradients stay where they are."""
 
-    plan: GatherPlan
+    plan: GatherRoute
     k: Tensor
     v: Tensor
 
@@ -82,7 +82,7 @@ class Layer:
     def rank_seconds(self, shard: wlb.Shard, rank: int, tensors: list[Tensor]) -> list[tuple[float, float]]:
         """Forward and backward of one rank, once for every repeat, after one that does not count."""
         everyone = [
-            plans.gather_plan(shard, r, window=None, biased=False, device=self.device) for r in range(len(shard))
+            routes.gather_route(shard, r, window=None, biased=False, device=self.device) for r in range(len(shard))
         ]
         plan = everyone[rank]
         gathered = torch.zeros(plan.cp_size * plan.rows, dtype=torch.int64, device=self.device)
@@ -114,7 +114,7 @@ class Layer:
     def parity(self) -> dict[str, float]:
         """Largest deviation of output and gradients from the reference kernel in float64, over the largest value."""
         shard = wlb.shard([700, 1, 130, 5, 260], cp_size=1)
-        plan = plans.gather_plan(shard, 0, window=None, biased=False, device=self.device)
+        plan = routes.gather_route(shard, 0, window=None, biased=False, device=self.device)
         found = []
         for dtype in (torch.bfloat16, torch.float64):
             *leaves, d_out = (x.to(dtype) for x in self.tensors(shard.num_tokens))

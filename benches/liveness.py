@@ -60,13 +60,13 @@ def waits(lengths: NDArray[np.int64], room: float, release: str, reader: str) ->
     if reader == "sampler":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            planner = BalancedBatchSampler(lengths, packer=config, dp_rank=0, dp_size=1, num_epochs=9).planner.copy()
+            planned = BalancedBatchSampler(lengths, packer=config, dp_rank=0, dp_size=1, num_epochs=9).reader.copy()
         packings = []
         while len(packings) < STEPS:
-            if planner.ended:
-                planner.next_epoch()
-            packings.append(planner.next_step())
-        pending, oldest, metrics = planner.pending, planner.oldest_wait, planner.metrics()
+            if planned.ended:
+                planned.next_epoch()
+            packings.append(planned.next_step())
+        pending, oldest, metrics = planned.pending, planned.oldest_wait, planned.metrics()
     else:
         packings = list(pushed(np.random.default_rng(0).permutation(lengths), config))
         pending, oldest, metrics = config.pending, config.oldest_wait, config.metrics()

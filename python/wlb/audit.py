@@ -362,7 +362,7 @@ class _Coverage:
         if findings:
             return cls(findings, (), "broken off at what does not hold")
 
-        whole = _Whole(trained, per_epoch, about["longest"], lengths)
+        whole = _CompleteDocuments(trained, per_epoch, about["longest"], lengths)
         rest = last["waiting"]
         if waiting is not None:
             findings += whole.with_waiting(waiting, int(read[-1]))
@@ -430,7 +430,7 @@ def _twice(trained: Pieces, step_of: NDArray[Any], rank_of: NDArray[Any], per_ep
     return [Finding(text, int(step_of[worst]), int(rank_of[worst]), names)]
 
 
-class _Whole:
+class _CompleteDocuments:
     """Which documents are complete: their pieces, none of which overlap, reach from the first token to the last."""
 
     def __init__(self, trained: Pieces, per_epoch: int, longest: int | None, lengths: NDArray[Any] | None) -> None:

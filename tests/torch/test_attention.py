@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wlb
-from wlb.torch.attention import arguments, context_parallel_attention, kernels, merge, plans, prepare_attention
+from wlb.torch.attention import arguments, context_parallel_attention, kernels, merge, prepare_attention, routes
 from wlb.torch.attention.segments import Call
 
 HEAD_DIM = 8
@@ -194,9 +194,9 @@ def test_equals_dense_attention_at_length(cp_size: int) -> None:
 def calls_of(shard: wlb.Shard, transport: str, rank: int, window: int | None = None) -> list[list[Call]]:
     device = torch.device("cpu")
     if transport == "all_gather":
-        gather = plans.gather_plan(shard, rank, window=window, biased=False, device=device)
+        gather = routes.gather_route(shard, rank, window=window, biased=False, device=device)
         return [gather.local, gather.remote]
-    return plans.ring_plan(shard, rank, degree=1, window=window, biased=False, device=device)[1].steps
+    return routes.ring_route(shard, rank, degree=1, window=window, biased=False, device=device)[1].steps
 
 
 def scores(calls: list[list[Call]]) -> int:
@@ -224,21 +224,21 @@ def test_only_keys_that_some_rank_lacks_are_gathered() -> None:
     whole = wlb.shard([8] * 16, cp_size=4, strategy="hybrid", hybrid_threshold=100)
     apart = wlb.shard([64, *[8] * 8], cp_size=4, strategy="hybrid", hybrid_threshold=64)
     device = torch.device("cpu")
-    assert plans.gather_plan(whole, 0, window=None, biased=False, device=device).rows == 0
-    assert plans.gather_plan(apart, 0, window=None, biased=False, device=device).rows == 16  # of 32 on each rank
-    assert plans.gather_plan(apart, 0, window=1, biased=False, device=device).rows == 0
+    assert routes.gather_route(whole, 0, window=None, biased=False, device=device).rows == 0
+    assert routes.gather_route(apart, 0, window=None, biased=False, device=device).rows == 16  # of 32 on each rank
+    assert routes.gather_route(apart, 0, window=1, biased=False, device=device).rows == 0
 
 
 def test_layers_share_a_plan() -> None:
     shard, same = (wlb.shard(MIXED, cp_size=2) for _ in range(2))
     options: dict[str, Any] = {"window": None, "biased": False, "device": torch.device("cpu")}
-    assert plans.gather_plan(shard, 1, **options) is plans.gather_plan(same, 1, **options)
-    assert plans.gather_plan(shard, 1, **options) is not plans.gather_plan(shard, 0, **options)
+    assert routes.gather_route(shard, 1, **options) is routes.gather_route(same, 1, **options)
+    assert routes.gather_route(shard, 1, **options) is not routes.gather_route(shard, 0, **options)
 
 
 def index_tensors(plan: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    plans._map_tensors(plan, found.append)
+    routes._map_tensors(plan, found.append)
     return found
 
 
@@ -246,7 +246,7 @@ def index_tensors(plan: Any) -> list[Tensor]:
 def test_index_arrays_of_a_plan_are_one_buffer(degree: int) -> None:
     shard = wlb.shard(MIXED, cp_size=4)
     options: dict[str, Any] = {"window": 5, "biased": False, "device": torch.device("cpu")}
-    for plan in (plans.gather_plan(shard, 2, **options), plans.ring_plan(shard, 2, degree=degree, **options)):
+    for plan in (routes.gather_route(shard, 2, **options), routes.ring_route(shard, 2, degree=degree, **options)):
         tensors = index_tensors(plan)
         assert len(tensors) >= 3
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
@@ -261,9 +261,9 @@ def test_planning_holds_little_more_than_the_plan(kind: str) -> None:
     tracemalloc.start()
     try:
         if kind == "gather":
-            plan: Any = plans.gather_plan(shard, 3, **options)
+            plan: Any = routes.gather_route(shard, 3, **options)
         else:
-            plan = plans.ring_plan(shard, 3, degree=1 if kind == "ring" else 2, **options)
+            plan = routes.ring_route(shard, 3, degree=1 if kind == "ring" else 2, **options)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -284,12 +284,12 @@ def misses(rank: int) -> list[tuple[int, int]]:
     """Plans made by preparing, then by two layers, for all of `PREPARED`."""
 
     def made() -> int:
-        return plans.gather_plan.cache_info().misses + plans.ring_plan.cache_info().misses
+        return routes.gather_route.cache_info().misses + routes.ring_route.cache_info().misses
 
     shard = shard_of(Case(), 2)
     q, k, v, _ = (x[: int(shard.tokens_per_rank[rank])] for x in inputs(Case()))
-    plans.gather_plan.cache_clear()  # of what the parent process has made
-    plans.ring_plan.cache_clear()
+    routes.gather_route.cache_clear()  # of what the parent process has made
+    routes.ring_route.cache_clear()
     counts = []
     for options in PREPARED:
         before = made()
@@ -438,7 +438,7 @@ def test_half_precision() -> None:
 
 def test_many_partial_results_are_summed_in_float32() -> None:
     # 64 blocks of keys that count alike: the output is their mean.
-    whole = plans.gather_plan(wlb.shard([4], cp_size=1), 0, window=None, biased=False, device=torch.device("cpu"))
+    whole = routes.gather_route(wlb.shard([4], cp_size=1), 0, window=None, biased=False, device=torch.device("cpu"))
     (call,) = whole.local
     q = torch.zeros(4, 1, HEAD_DIM, dtype=torch.bfloat16)
     parts = torch.randn(64, 4, 1, HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()

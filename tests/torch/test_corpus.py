@@ -31,7 +31,7 @@ def mapped(path: Path, mode: Any = "r") -> NDArray[Any]:
     return np.load(path, mmap_mode=mode)
 
 
-def beside(path: Path) -> Path:
+def sidecar_of(path: Path) -> Path:
     return path.with_name("lengths.npy.wlb.json")
 
 
@@ -136,16 +136,16 @@ def test_a_changed_file_is_read_again(change: Any, restored: bool, path: Path) -
 )
 def test_a_damaged_sidecar_is_replaced(damage: Any, path: Path) -> None:
     Corpus.of(mapped(path), longest=None)
-    text = beside(path).read_text()
-    beside(path).write_text(damage(text))
+    text = sidecar_of(path).read_text()
+    sidecar_of(path).write_text(damage(text))
     with pytest.warns(UserWarning, match="lengths.npy.wlb.json is damaged"):
         assert facts(Corpus.of(mapped(path), longest=None)) == EXPECTED
-    assert beside(path).read_text() == text
+    assert sidecar_of(path).read_text() == text
 
 
 def test_what_cannot_be_kept_is_found_every_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In silence where that is quick."""
-    beside(path).mkdir()
+    sidecar_of(path).mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert facts(Corpus.of(mapped(path), longest=None)) == EXPECTED

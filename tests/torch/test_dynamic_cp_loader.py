@@ -312,7 +312,7 @@ def test_a_micro_batch_finds_its_group() -> None:
     assert "is for rank 1 of 2 from None on; this is rank 1 of those from 2 on" in results[3][1]
 
 
-def beside(rank: int) -> list[list[int]]:
+def groups_made_before(rank: int) -> list[list[int]]:
     """Loaders of two pipeline positions, made after groups that not every rank is in; the documents of each step."""
     mesh = build_mesh(pp=2, dp=3, device_type="cpu")
     ContextParallelGroups(mesh)
@@ -329,7 +329,7 @@ def beside(rank: int) -> list[list[int]]:
 
 
 def test_any_groups_may_be_made_before() -> None:
-    assert processes.run(6, beside) == [[[*range(20)]]] * 6
+    assert processes.run(6, groups_made_before) == [[[*range(20)]]] * 6
 
 
 def test_one_process_needs_no_group() -> None:

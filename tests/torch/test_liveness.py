@@ -77,25 +77,25 @@ def test_a_sampler_keeps_its_word(rule: str, kind: str) -> None:
     config = packer(rule)
     bounds, least = config.bounds(), MICRO_BATCHES * CONTEXT // 10
     sampler = BalancedBatchSampler(lengths, packer=config, dp_rank=0, dp_size=1, num_epochs=2)
-    planner, trained, steps = sampler.planner.copy(), Trained(), 0
-    while planner.epoch < 2:
-        while not planner.ended:
-            draining = planner.epoch == 1 and planner.state_dict()["position"] == lengths.size
-            packing = planner.next_step()
+    reader, trained, steps = sampler.reader.copy(), Trained(), 0
+    while reader.epoch < 2:
+        while not reader.ended:
+            draining = reader.epoch == 1 and reader.state_dict()["position"] == lengths.size
+            packing = reader.next_step()
             trained.add(packing)
-            assert packing.num_tokens >= (1 if draining else least), f"step {planner.step} of epoch {planner.epoch}"
-            assert planner.pending_tokens <= bounds.tokens
+            assert packing.num_tokens >= (1 if draining else least), f"step {reader.step} of epoch {reader.epoch}"
+            assert reader.pending_tokens <= bounds.tokens
             steps += 1
             if steps % 50 == 0:
-                again = sampler.planner.copy()
-                again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
-                planner = again
-        planner.next_epoch()
+                again = sampler.reader.copy()
+                again.load_state_dict(json.loads(json.dumps(reader.state_dict())))
+                reader = again
+        reader.next_epoch()
     trained.check([*lengths.tolist(), *lengths.tolist()])
-    assert bounds.delay is None or planner.metrics().delay_max <= bounds.delay + bounds.drain
+    assert bounds.delay is None or reader.metrics().delay_max <= bounds.delay + bounds.drain
     if rule == "adaptive":
         assert bounds.delay == 16
-    assert steps == planner.step <= 2 * lengths.sum() / least
+    assert steps == reader.step <= 2 * lengths.sum() / least
 
 
 @pytest.mark.filterwarnings("ignore:the longest document")

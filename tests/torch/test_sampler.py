@@ -156,11 +156,11 @@ def test_documents_of_many_batches_do_not_pile_up() -> None:
     )
     with pytest.warns(UserWarning, match="the longest document has 1000 tokens, more than tokens_per_batch = 100"):
         of = BalancedBatchSampler(lengths, packer=config, dp_rank=0, dp_size=1)
-    planner = of.planner.copy()
+    reader = of.reader.copy()
     trained = 0
-    while not planner.ended:
-        trained += planner.next_step().num_tokens
-        assert planner.pending_tokens <= config.bounds().tokens == 100
+    while not reader.ended:
+        trained += reader.next_step().num_tokens
+        assert reader.pending_tokens <= config.bounds().tokens == 100
     assert trained == lengths.sum()
 
 

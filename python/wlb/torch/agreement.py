@@ -13,7 +13,7 @@ import torch.distributed as dist
 from wlb._errors import error
 
 
-class Plan(Protocol):
+class HasDigest(Protocol):
     """A `wlb.Packing`, a `wlb.Shard` or a `wlb.DynamicCpPlan`."""
 
     def digest(self) -> str:
@@ -22,7 +22,7 @@ class Plan(Protocol):
 
 
 def check_agreement(
-    plan: Plan | str,
+    plan: HasDigest | str,
     *,
     step: int = 0,
     group: dist.ProcessGroup | None = None,

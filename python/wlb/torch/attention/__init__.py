@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wlb
-from wlb.torch.attention import arguments, kernels, plans
+from wlb.torch.attention import arguments, kernels, routes
 from wlb.torch.attention.all_gather import AllGather
 from wlb.torch.attention.arguments import Transport, max_cp_size
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
@@ -107,14 +107,16 @@ def context_parallel_attention(
 
     biased = alibi_slopes is not None
     if transport == "all_gather":
-        gather = AllGather(plans.gather_plan(shard, rank, window=window, biased=biased, device=q.device), group)
+        gather = AllGather(routes.gather_route(shard, rank, window=window, biased=biased, device=q.device), group)
         return attention(q, k, v, gather, chosen)
-    heads_plan, ring_plan = plans.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
-    ring = Ring(ring_plan, range(rank % degree, size, degree), group)
-    if heads_plan is None:
+    heads_route, ring_route = routes.ring_route(
+        shard, rank, degree=degree, window=window, biased=biased, device=q.device
+    )
+    ring = Ring(ring_route, range(rank % degree, size, degree), group)
+    if heads_route is None:
         return attention(q, k, v, ring, chosen)
     block = rank - rank % degree
-    heads = HeadsExchange(heads_plan, range(block, block + degree), group)
+    heads = HeadsExchange(heads_route, range(block, block + degree), group)
     return join_heads(attention(*split_heads(q, k, v, heads), ring, chosen), heads)
 
 
@@ -154,6 +156,6 @@ def prepare_attention(
     window = arguments.reach(window)
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     if transport == "all_gather":
-        plans.gather_plan(shard, rank, window=window, biased=alibi, device=device)
+        routes.gather_route(shard, rank, window=window, biased=alibi, device=device)
     else:
-        plans.ring_plan(shard, rank, degree=degree, window=window, biased=alibi, device=device)
+        routes.ring_route(shard, rank, degree=degree, window=window, biased=alibi, device=device)

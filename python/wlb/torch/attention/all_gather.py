@@ -25,7 +25,7 @@ from wlb.torch.attention.segments import Call, Calls, Ints, Places, Segments, me
 
 
 @dataclass(frozen=True)
-class GatherPlan:
+class GatherRoute:
     """What one rank does in an all-gather of keys."""
 
     local: list[Call]  # over this rank's own keys
@@ -44,7 +44,7 @@ class GatherPlan:
         left: int,
         right: int,
         positions_matter: bool,
-    ) -> GatherPlan:
+    ) -> GatherRoute:
         """The plan of `rank`, where rank `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
@@ -92,7 +92,7 @@ class AllGather:
     The backward gathers again instead of keeping other ranks' keys; its reduce-scatter is not overlapped.
     """
 
-    plan: GatherPlan
+    plan: GatherRoute
     group: dist.ProcessGroup | None
 
     def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:

@@ -88,7 +88,7 @@ def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) ->
 
 
 def max_cp_size(transport: Transport, *, num_heads: int, num_kv_heads: int | None = None) -> int | None:
-    """The largest context-parallel group, a power of two, that the heads of a model allow: a limit for plans.
+    """The largest context-parallel group, a power of two, that the heads of a model allow: a limit for routes.
 
     Smaller powers of two are then allowed as well. For `wlb.plan_dynamic_cp(max_cp_size=...)`.
 

@@ -19,7 +19,7 @@ from wlb.torch.attention.segments import Segments, ranges
 
 
 @dataclass(frozen=True)
-class HeadsPlan:
+class HeadsRoute:
     """How `degree` ranks put their tokens together."""
 
     counts: list[int]  # tokens of each rank of the block
@@ -28,7 +28,7 @@ class HeadsPlan:
     by_rank: Tensor  # int32: the inverse
 
     @classmethod
-    def make(cls, held: Sequence[Segments], place: int) -> HeadsPlan:
+    def make(cls, held: Sequence[Segments], place: int) -> HeadsRoute:
         """The plan of the rank at `place` of the block in which rank `i` holds `held[i]`; tensors on the host."""
         together = Segments.concatenate(held)
         order = together.packed_order()
@@ -45,7 +45,7 @@ class HeadsPlan:
 class HeadsExchange:
     """The all-to-all of one block; `block` are its ranks in `group`."""
 
-    plan: HeadsPlan
+    plan: HeadsRoute
     block: range
     group: dist.ProcessGroup | None
 

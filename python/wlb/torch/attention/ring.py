@@ -20,7 +20,7 @@ from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Segments, meet
 
 
 @dataclass(frozen=True)
-class RingPlan:
+class RingRoute:
     """What one position of the ring does: `steps[s]` are the calls over the keys of position `self - s`."""
 
     position: int
@@ -36,7 +36,7 @@ class RingPlan:
         left: int,
         right: int,
         positions_matter: bool,
-    ) -> RingPlan:
+    ) -> RingRoute:
         """The plan of `position`, where position `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
@@ -59,7 +59,7 @@ class Ring:
     `peers` are the ranks of the positions in `group`. A position without keys sends nothing, and none waits for it.
     """
 
-    plan: RingPlan
+    plan: RingRoute
     peers: Sequence[int]
     group: dist.ProcessGroup | None
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb.torch.data.batch import IGNORE, PackedBatch
-from wlb.torch.data.documents import Document, as_arrays, whole_numbers
+from wlb.torch.data.documents import Document, as_arrays, integers
 
 
 def collate(
@@ -55,14 +55,14 @@ def collate(
     """
     named = [as_arrays(document, number, "documents") for number, document in enumerate(documents)]
     if document_ids is None:
-        ids = whole_numbers([document.id for document in named], "documents", "id")
+        ids = integers([document.id for document in named], "documents", "id")
     else:
         given = np.array(document_ids, object)  # every number as it is
         if given.shape != (len(named),):
             raise error("document_ids", f"has shape {given.shape}, not [{len(named)}]", value=given.shape)
-        ids = whole_numbers(given.tolist(), "document_ids", "id")
+        ids = integers(given.tolist(), "document_ids", "id")
     followers = [0 if document.next_token is None else document.next_token for document in named]
-    whole_numbers(followers, "documents", "next_token")
+    integers(followers, "documents", "next_token")
     lengths = np.array([document.tokens.size for document in named], np.int64)
     shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy, causal=causal, **sharding)  # type: ignore[arg-type]
     check_integer("cp_rank", cp_rank, minimum=0)

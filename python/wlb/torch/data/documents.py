@@ -146,7 +146,7 @@ def _not_as_many(labels: int, tokens: int, argument: str, index: int) -> wlb.Wlb
     return error(argument, f"has {labels} labels for {tokens} tokens", index=index, value=labels)
 
 
-def whole_number(value: Any, argument: str, name: str, index: int) -> int:
+def integer(value: Any, argument: str, name: str, index: int) -> int:
     """A number that says something of the document at `index`, as an int.
 
     Raises:
@@ -161,14 +161,14 @@ def whole_number(value: Any, argument: str, name: str, index: int) -> int:
     return number
 
 
-def whole_numbers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int64]:
-    """Of each document the `whole_number`: int64 [documents]; one that is none raises."""
+def integers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int64]:
+    """Of each document the `integer`: int64 [documents]; one that is none raises."""
     try:
         numbers = np.fromiter(map(operator.index, values), np.int64, len(values))
     except (TypeError, OverflowError):
         numbers = None
     if numbers is None or numbers.min(initial=0) < 0:  # some number is bad: which?
-        numbers = np.array([whole_number(value, argument, name, at) for at, value in enumerate(values)], np.int64)
+        numbers = np.array([integer(value, argument, name, at) for at, value in enumerate(values)], np.int64)
     return numbers
 
 

@@ -20,11 +20,11 @@ from wlb._seal import Hashed, check_seal
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
-from wlb.torch.data.documents import Document, as_arrays, num_labels, whole_number
-from wlb.torch.data.peers import Peers, told
+from wlb.torch.data.documents import Document, as_arrays, integer, num_labels
+from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
-from wlb.torch.data.thread import Made, StepsAhead
+from wlb.torch.data.thread import PreparedStep, StepsAhead
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 2
@@ -148,7 +148,7 @@ class DynamicCpLoader(Generic[T]):
         self._ended = False  # this rank's share of the iteration
         self._item: Step[Any] | None = None  # that was read last, if `batches` gives steps
         self._link = Link()
-        self._latest = self._standing()  # after the step that was made last
+        self._latest = self._position()  # after the step that was made last
         make = self._peers.making(self._make, lambda: self._number)
         self._steps = StepsAhead(make, self._latest, name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
@@ -173,7 +173,7 @@ class DynamicCpLoader(Generic[T]):
 
     def metrics(self) -> wlb.PackerMetrics:
         """Where `batches` is a `StepLoader`: delay of documents in its packer's queues, up to the last step given."""
-        metrics = self._steps.standing.metrics
+        metrics = self._steps.position.metrics
         if metrics is None:
             raise error("batches", "has no metrics", value=self._batches)
         return metrics
@@ -191,7 +191,7 @@ class DynamicCpLoader(Generic[T]):
         A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
         instead.
         """
-        return copy.deepcopy(self._steps.standing.snapshot.state)
+        return copy.deepcopy(self._steps.position.snapshot.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the saved one stood. No communication; before the first step.
@@ -213,7 +213,7 @@ class DynamicCpLoader(Generic[T]):
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
         self._link = link
-        self._steps.standing = self._latest = self._standing()
+        self._steps.position = self._latest = self._position()
 
     def close(self) -> None:
         """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
@@ -226,7 +226,7 @@ class DynamicCpLoader(Generic[T]):
 
     # In the thread.
 
-    def _standing(self) -> _Standing:
+    def _position(self) -> _Position:
         metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
         known = {"format": FORMAT, "version": VERSION, "step": self._number, "read": self._read, **self._reader()}
         within = self._item.snapshot if self._stateful and self._item is not None else None
@@ -237,9 +237,9 @@ class DynamicCpLoader(Generic[T]):
             known["batches"] = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
             known = self._link.sealed(known)
             snapshot = Snapshot.of(known, Progress())
-        return _Standing(self._number, snapshot, Link.after(known), metrics)
+        return _Position(self._number, snapshot, Link.after(known), metrics)
 
-    def _make(self) -> Made[DynamicCpStep[T], _Standing]:
+    def _make(self) -> PreparedStep[DynamicCpStep[T], _Position]:
         while True:
             documents, table = self._gather()
             if len(table.lengths):
@@ -250,11 +250,11 @@ class DynamicCpLoader(Generic[T]):
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
-        def finish() -> Made[DynamicCpStep[T], _Standing]:
+        def finish() -> PreparedStep[DynamicCpStep[T], _Position]:
             micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
             number, epoch = self._number, 0 if self._item is None else self._item.epoch
             self._number, self._link = number + 1, self._latest.link
-            self._latest = self._standing()
+            self._latest = self._position()
             step = DynamicCpStep(
                 number,
                 plan,
@@ -265,16 +265,16 @@ class DynamicCpLoader(Generic[T]):
                 pieces=self._pieces(plan, table),
                 snapshot=self._latest.snapshot,
             )
-            return Made(step, self._latest)
+            return PreparedStep(step, self._latest)
 
         return self._peers.finished(finish)
 
-    def _end(self) -> Made[DynamicCpStep[T], _Standing]:
+    def _end(self) -> PreparedStep[DynamicCpStep[T], _Position]:
         """After the last step of the iteration."""
         head = self._latest.link.previous
         self._link = Link(head, head)
-        self._latest = self._standing()
-        return Made(None, self._latest)
+        self._latest = self._position()
+        return PreparedStep(None, self._latest)
 
     def _pieces(self, plan: wlb.DynamicCpPlan, table: _Table) -> Pieces | None:
         """The documents of groups of which this rank is the first."""
@@ -318,7 +318,7 @@ class DynamicCpLoader(Generic[T]):
         named = zip(documents, names, strict=True)
         rows = np.array([(d.tokens.size, d.id, d.start, num_labels(d), name) for d, name in named], np.int64)
         part = {
-            "failure": told(failure),
+            "failure": failure_text(failure),
             "agreement": self._number,
             "rows": rows.reshape(-1, 5),
             "ended": self._ended,
@@ -337,7 +337,7 @@ class DynamicCpLoader(Generic[T]):
             if plan.world_size != self._peers.size:
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
-            _check_whole(plan, table.lengths)
+            _check_every_document(plan, table.lengths)
         except BaseException as cause:
             failure = cause
         seconds = time.perf_counter() - started
@@ -346,7 +346,7 @@ class DynamicCpLoader(Generic[T]):
             where = f"document {table.ids[row]}, which rank {self._peers.ranks[table.ranks[row]]} read"
             failure = error("batches", f"have {where}: {failure}", value=failure.value)
         digest = plan.digest() if failure is None and plan is not None else None
-        parts = self._peers.gather({"failure": told(failure), "agreement": digest})
+        parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest})
         self._peers.agree(parts, failure, argument="plan", what="plan")
         assert plan is not None
         return plan, seconds
@@ -401,7 +401,7 @@ class DynamicCpLoader(Generic[T]):
         return batches
 
 
-def _check_whole(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
+def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
     """Checks that the plan has every document once and whole: what it left out would be lost, yet counted in the loss.
 
     Raises:
@@ -432,12 +432,12 @@ def _checked(document: Document | Any, index: int) -> Document:
         numbers = {"id": named.id, "start": named.start}
         if named.next_token is not None:
             numbers["next_token"] = named.next_token
-        numbers = {name: whole_number(value, "batches", name, index) for name, value in numbers.items()}
+        numbers = {name: integer(value, "batches", name, index) for name, value in numbers.items()}
     return replace(named, **numbers)
 
 
 @dataclass(frozen=True, eq=False)
-class _Standing:
+class _Position:
     """Where the loader stands after a step.
 
     Attributes:

@@ -141,7 +141,7 @@ class Peers:
             result = [work()]
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
-        parts = self.gather({"failure": told(failure), "agreement": None})
+        parts = self.gather({"failure": failure_text(failure), "agreement": None})
         self.agree(parts, failure, argument="step", what="step")
         return result[0]
 
@@ -213,6 +213,6 @@ def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description
     return result
 
 
-def told(failure: BaseException | None) -> str | None:
+def failure_text(failure: BaseException | None) -> str | None:
     """A failure as the other ranks read it."""
     return None if failure is None else f"{type(failure).__name__}: {failure}"

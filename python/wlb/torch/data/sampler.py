@@ -16,7 +16,7 @@ from wlb._seal import seal
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.filling import batch_tokens, least_tokens, warn_of_long
-from wlb.torch.data.plan import Order, Planner
+from wlb.torch.data.reader import ReadingOrder, StepReader
 from wlb.torch.data.state import Link, field
 
 
@@ -89,7 +89,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self.num_micro_batches_per_rank = micro_batches // dp_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        order = Order(
+        order = ReadingOrder(
             corpus=Corpus.of(lengths, longest=limit if packer.oversize == "error" else None),
             tokens_per_batch=tokens_per_batch,
             min_step_tokens=least_tokens(packer, tokens_per_batch, min_step_tokens),
@@ -102,7 +102,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if packer.oversize == "split":
             warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)
         self._lengths = order.corpus.lengths
-        self._start = self._origin = Planner(order, packer)
+        self._start = self._origin = StepReader(order, packer)
         self._skip = 0
         self._followed = False  # whether a StepLoader tells where the next one begins
         self._yielded = (self._start.snapshot(), 0)
@@ -113,7 +113,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         return self._start.epoch
 
     @property
-    def planner(self) -> Planner:
+    def reader(self) -> StepReader:
         """Stands where the next iteration begins."""
         return self._start
 
@@ -135,9 +135,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             wlb.WlbError: It is an earlier one, and documents wait that would be trained twice.
         """
         if epoch != self._start.epoch:
-            planner = self._start.copy()
-            planner.set_epoch(epoch)
-            self._begin(planner, 0)
+            reader = self._start.copy()
+            reader.set_epoch(epoch)
+            self._begin(reader, 0)
 
     def __iter__(self) -> Iterator[list[int | Piece]]:
         """The micro-batches of this rank in the rest of the epoch."""
@@ -165,8 +165,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             wlb.WlbError: The state was changed after it was saved, or is of other lengths, of another order, of another
                 packer configuration (`allow_config_change` accepts that), or was not saved here.
         """
-        planner = self._start.copy()
-        planner.load_state_dict(state, allow_config_change=allow_config_change)
+        reader = self._start.copy()
+        reader.load_state_dict(state, allow_config_change=allow_config_change)
         yielded = field(state, "micro_batches", int)
         if yielded:
             saved_size = field(state, "dp_size", int)
@@ -175,9 +175,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             if (saved_size, saved) != (self._dp_size, now) or yielded >= self.num_micro_batches_per_rank:
                 message = f"was saved inside a step of {saved} micro-batches on {saved_size} data-parallel ranks"
                 raise error("state", f"{message}; it can not go on with {now} on {self._dp_size}", value=yielded)
-        self._begin(planner, yielded)
+        self._begin(reader, yielded)
 
-    def consumer(self) -> Planner:
+    def consumer(self) -> StepReader:
         """For `StepLoader`, which says from now on where the next iteration begins: where the latest one did.
 
         Raises:
@@ -189,9 +189,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._start, self._followed = self._origin, True
         return self._origin
 
-    def consumed(self, planner: Planner) -> None:
-        """For `StepLoader`: the next iteration begins where `planner` stands, which moves no more."""
-        self._start = planner
+    def consumed(self, reader: StepReader) -> None:
+        """For `StepLoader`: the next iteration begins where `reader` stands, which moves no more."""
+        self._start = reader
 
     def describe(self) -> dict[str, Any]:
         """What a ledger has to know of the documents. Plain JSON values."""
@@ -202,27 +202,27 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         mine: NDArray[np.int64] = packing.deal(self._dp_size)[self._dp_rank]
         return mine
 
-    def _begin(self, planner: Planner, skip: int) -> None:
-        self._start, self._skip = planner, skip
-        self._yielded = (planner.snapshot(), skip)
+    def _begin(self, reader: StepReader, skip: int) -> None:
+        self._start, self._skip = reader, skip
+        self._yielded = (reader.snapshot(), skip)
 
-    def _micro_batches(self, planner: Planner, skip: int) -> Iterator[list[int | Piece]]:
-        before = planner.snapshot()
-        while not planner.ended:
-            packing = planner.next_step()
-            after = planner.snapshot()
+    def _micro_batches(self, reader: StepReader, skip: int) -> Iterator[list[int | Piece]]:
+        before = reader.snapshot()
+        while not reader.ended:
+            packing = reader.next_step()
+            after = reader.snapshot()
             for done, index in enumerate(self.share(packing).tolist(), start=1):
                 if done > skip:
                     last = done == self.num_micro_batches_per_rank
                     self._yielded = (after, 0) if last else (before, done)
-                    yield self._elements(packing[index], planner)
+                    yield self._elements(packing[index], reader)
             before, skip = after, 0
-        planner.next_epoch()
+        reader.next_epoch()
         if not self._followed:
-            self._start, self._skip = planner, 0
+            self._start, self._skip = reader, 0
 
-    def _elements(self, micro_batch: wlb.MicroBatch, planner: Planner) -> list[int | Piece]:
-        documents = planner.documents(micro_batch)
+    def _elements(self, micro_batch: wlb.MicroBatch, reader: StepReader) -> list[int | Piece]:
+        documents = reader.documents(micro_batch)
         whole = np.asarray(self._lengths[documents]) == micro_batch.lengths
         rows = zip(
             documents.tolist(), micro_batch.starts.tolist(), micro_batch.lengths.tolist(), whole.tolist(), strict=True

@@ -18,10 +18,10 @@ import wlb
 from wlb._errors import error
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
-from wlb.torch.data.plan import Planner
+from wlb.torch.data.reader import StepReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.state import Snapshot
-from wlb.torch.data.thread import beside
+from wlb.torch.data.thread import background_thread
 
 T = TypeVar("T")
 
@@ -139,11 +139,11 @@ class StepLoader(Generic[T]):
             wlb.WlbError: The loader was restored inside a step, or gives a batch of other lengths than planned.
         """
         batches = iter(self._loader)
-        planner = self._sampler.consumer()
+        reader = self._sampler.consumer()
 
-        def next_step(planner: Planner) -> tuple[Step[T], Planner]:
-            """What follows `planner`, and where one stands after it. On an error nothing counts as consumed."""
-            following = planner.copy()  # the loader's own plans run ahead; planning again costs microseconds
+        def next_step(reader: StepReader) -> tuple[Step[T], StepReader]:
+            """What follows `reader`, and where one stands after it. On an error nothing counts as consumed."""
+            following = reader.copy()  # the loader's own plans run ahead; planning again costs microseconds
             micro_batches = list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
             started = time.perf_counter()
             packing = following.next_step()
@@ -153,21 +153,21 @@ class StepLoader(Generic[T]):
                 _check(batch, packing[index], following)
             if self._prepare is not None:
                 micro_batches = [self._prepare(batch) for batch in micro_batches]
-            step = Step(planner.step, planner.epoch, packing, indices, micro_batches, seconds, following.snapshot())
+            step = Step(reader.step, reader.epoch, packing, indices, micro_batches, seconds, following.snapshot())
             return step, following
 
         # What workers send must still be fetched from them, which takes time that a step would wait.
-        with beside("wlb-step-loader") if self._read_ahead else nullcontext() as reader:
-            ahead = reader and reader.submit(next_step, planner)
-            while not planner.ended:
-                step, planner = ahead.result() if ahead else next_step(planner)
-                ahead = reader and (None if planner.ended else reader.submit(next_step, planner))
-                self._sampler.consumed(planner)
+        with background_thread("wlb-step-loader") if self._read_ahead else nullcontext() as thread:
+            ahead = thread and thread.submit(next_step, reader)
+            while not reader.ended:
+                step, reader = ahead.result() if ahead else next_step(reader)
+                ahead = thread and (None if reader.ended else thread.submit(next_step, reader))
+                self._sampler.consumed(reader)
                 yield step
         next(batches, None)  # only so does a loader know that its epoch is over
-        planner = planner.copy()
-        planner.next_epoch()
-        self._sampler.consumed(planner)
+        reader = reader.copy()
+        reader.next_epoch()
+        self._sampler.consumed(reader)
 
     @property
     def num_micro_batches_per_rank(self) -> int:
@@ -180,7 +180,7 @@ class StepLoader(Generic[T]):
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay of the consumed steps."""
-        return self._sampler.planner.metrics()
+        return self._sampler.reader.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader stands: after the last step that it *gave*. Plain JSON values.
@@ -190,7 +190,7 @@ class StepLoader(Generic[T]):
         `state` of the step that was trained instead. Right between two iterations, and in a plain loop over this
         loader.
         """
-        return self._sampler.planner.state_dict()
+        return self._sampler.reader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """As `BalancedBatchSampler.load_state_dict`; the next iteration begins there.
@@ -200,7 +200,7 @@ class StepLoader(Generic[T]):
         self._sampler.load_state_dict(state, allow_config_change=allow_config_change)
 
 
-def _check(batch: object, planned: wlb.MicroBatch, planner: Planner) -> None:
+def _check(batch: object, planned: wlb.MicroBatch, reader: StepReader) -> None:
     """Whether `batch` has the lengths of the plan: the other ranks of a pipeline count on them."""
     if not isinstance(batch, PackedBatch):
         return
@@ -208,6 +208,6 @@ def _check(batch: object, planned: wlb.MicroBatch, planner: Planner) -> None:
     if lengths.size != planned.lengths.size:
         raise error("loader", f"gives {lengths.size} documents where the plan has {planned.lengths.size}")
     for at in np.flatnonzero(lengths != planned.lengths)[:1]:
-        number, wanted = int(planner.documents(planned)[at]), planned.lengths[at]
+        number, wanted = int(reader.documents(planned)[at]), planned.lengths[at]
         message = f"gives document {number} with {lengths[at]} tokens where the plan has {wanted}"
         raise error("loader", message, index=number, value=int(lengths[at]))

@@ -20,10 +20,10 @@ from wlb._seal import Hashed, check_seal
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
-from wlb.torch.data.peers import Peers, told
+from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, field, outside, read_outside, same
 from wlb.torch.data.step import Step
-from wlb.torch.data.thread import Made, StepsAhead
+from wlb.torch.data.thread import PreparedStep, StepsAhead
 
 FORMAT: Final = "wlb.balanced_stream"
 VERSION: Final = 2
@@ -112,7 +112,7 @@ class BalancedStream(Generic[T]):
         self._link = Link()
         self._next_id = 0
         self._number = 0  # of the step that is made next
-        self._latest = self._standing()  # after the step that was made last
+        self._latest = self._position()  # after the step that was made last
         make = self._peers.making(self._make, lambda: self._number)
         self._steps = StepsAhead(make, self._latest, name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
@@ -145,7 +145,7 @@ class BalancedStream(Generic[T]):
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay, up to the last step given."""
-        return self._steps.standing.metrics
+        return self._steps.position.metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Where this stream stands: after the last step that it *gave*, also where what follows has failed.
@@ -153,7 +153,7 @@ class BalancedStream(Generic[T]):
         A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
         instead. The same on every rank; no communication. Plain JSON values, but for what streams save of themselves.
         """
-        return copy.deepcopy(self._steps.standing.snapshot.state)
+        return copy.deepcopy(self._steps.position.snapshot.state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved one stood, on any number of ranks. No communication; before the first step.
@@ -163,7 +163,7 @@ class BalancedStream(Generic[T]):
                 configuration, or was not saved here.
         """
         if self._steps.begun:
-            number = self._steps.standing.number
+            number = self._steps.position.number
             raise error("state", f"is loaded after {number} steps; load it into a new stream", value=number)
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
         check_seal(state)
@@ -189,7 +189,7 @@ class BalancedStream(Generic[T]):
             raise error("state", "has other documents in 'waiting' than in 'packer' and 'outside'")
         self._number, self._next_id, self._link = number, next_id, link
         self._packer, self._streams, self._waiting = packer, streams, waiting
-        self._steps.standing = self._latest = self._standing()
+        self._steps.position = self._latest = self._position()
 
     def close(self) -> None:
         """Waits for what the thread does with the other ranks, and destroys its process group."""
@@ -198,7 +198,7 @@ class BalancedStream(Generic[T]):
 
     # In the thread.
 
-    def _standing(self) -> _Standing:
+    def _position(self) -> _Position:
         waiting = dict(self._waiting)
         unentered = [id for id, document in sorted(waiting.items()) if document.rest]
         known: dict[str, Any] = {
@@ -231,22 +231,22 @@ class BalancedStream(Generic[T]):
             return state
 
         snapshot = Snapshot(known, Progress.of(self._next_id, known), write)
-        return _Standing(self._number, snapshot, Link.after(known), self._packer.metrics())
+        return _Position(self._number, snapshot, Link.after(known), self._packer.metrics())
 
-    def _make(self) -> Made[Step[T], _Standing]:
+    def _make(self) -> PreparedStep[Step[T], _Position]:
         packing = self._plan()
         if packing is None:
-            return Made(None, self._latest)
+            return PreparedStep(None, self._latest)
         deal = packing.deal(self._size)
         documents = self._exchange(packing, deal)
 
-        def finish() -> Made[Step[T], _Standing]:
+        def finish() -> PreparedStep[Step[T], _Position]:
             micro_batches = [self._collate(part) for part in documents]
             number = self._number
             self._number, self._link = number + 1, self._latest.link
-            self._latest = self._standing()
+            self._latest = self._position()
             step = Step(number, 0, packing, deal[self._rank], micro_batches, snapshot=self._latest.snapshot)
-            return Made(step, self._latest)
+            return PreparedStep(step, self._latest)
 
         return self._peers.finished(finish)
 
@@ -283,7 +283,7 @@ class BalancedStream(Generic[T]):
             failure = cause
         parts = self._peers.gather(
             {
-                "failure": told(failure),
+                "failure": failure_text(failure),
                 "agreement": (
                     self._config.fingerprint,
                     self._config.num_micro_batches,
@@ -369,7 +369,7 @@ class BalancedStream(Generic[T]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Standing:
+class _Position:
     """Where the stream stands after a step.
 
     Attributes:

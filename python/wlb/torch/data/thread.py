@@ -17,7 +17,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 
-def beside(name: str) -> ThreadPoolExecutor:
+def background_thread(name: str) -> ThreadPoolExecutor:
     """One thread, on the CUDA device of the one that makes it, if CUDA is in use.
 
     A thread begins with device 0, where pinned memory and what it makes would go from all ranks.
@@ -28,11 +28,11 @@ def beside(name: str) -> ThreadPoolExecutor:
 
 
 @dataclass(frozen=True, eq=False)
-class Made(Generic[S, P]):
+class PreparedStep(Generic[S, P]):
     """A step, None where the iteration ends, and where its maker stands after it."""
 
     step: S | None
-    standing: P
+    position: P
 
 
 class StepsAhead(Generic[S, P]):
@@ -40,22 +40,22 @@ class StepsAhead(Generic[S, P]):
 
     Args:
         make: Makes the next step.
-        standing: Where one stands before the first.
+        position: Where one stands before the first.
         name: Of the thread.
         argument: What an error names that comes after a step that failed.
 
     Attributes:
-        standing: After the last step taken, whatever was made ahead.
+        position: After the last step taken, whatever was made ahead.
         begun: Whether a step was asked for.
     """
 
-    def __init__(self, make: Callable[[], Made[S, P]], standing: P, *, name: str, argument: str) -> None:
-        self.standing = standing
+    def __init__(self, make: Callable[[], PreparedStep[S, P]], position: P, *, name: str, argument: str) -> None:
+        self.position = position
         self.begun = False
         self._make = make
         self._argument = argument
-        self._thread = beside(name)
-        self._ahead: Future[Made[S, P]] | None = None
+        self._thread = background_thread(name)
+        self._ahead: Future[PreparedStep[S, P]] | None = None
         self._broken = False
         self._closed = False
 
@@ -75,7 +75,7 @@ class StepsAhead(Generic[S, P]):
         self._broken = True
         made = self._ahead.result()
         self._ahead = None if made.step is None else self._thread.submit(self._make)
-        self.standing, self._broken = made.standing, False
+        self.position, self._broken = made.position, False
         return made.step
 
     def after(self, work: Callable[[], T]) -> T:

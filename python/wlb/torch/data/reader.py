@@ -23,7 +23,7 @@ VERSION: Final = 2
 
 
 @dataclass(frozen=True)
-class Order:
+class ReadingOrder:
     """Which documents make a global batch, in which order: all that must not change in a run, but for the packer.
 
     Attributes:
@@ -71,7 +71,7 @@ class Ahead:
         offset: Its tokens that have entered.
     """
 
-    def __init__(self, order: Order, *, epoch: int, place: int, offset: int, guess: int) -> None:
+    def __init__(self, order: ReadingOrder, *, epoch: int, place: int, offset: int, guess: int) -> None:
         self._order = order
         self._epoch = epoch
         self.place = place
@@ -122,7 +122,7 @@ class Ahead:
             self.place, self.offset = (place + 1, 0) if finished else (place, end)
 
 
-class Planner:
+class StepReader:
     """Gives the `Packing` of one global step after the other, and stands between two of them.
 
     Document `i` of epoch `e` is known to the packer as `e * documents + i`: it may still wait when its epoch is over.
@@ -136,7 +136,7 @@ class Planner:
         step: Global steps so far.
     """
 
-    def __init__(self, order: Order, packer: wlb.Packer) -> None:
+    def __init__(self, order: ReadingOrder, packer: wlb.Packer) -> None:
         """Begins with epoch 0, with the configuration of `packer`, which is left alone."""
         self._order = order
         self._config = packer
@@ -168,9 +168,9 @@ class Planner:
         """Balance and delay so far."""
         return self._packer.metrics()
 
-    def copy(self) -> Planner:
+    def copy(self) -> StepReader:
         """One that goes on from here on its own."""
-        result = Planner(self._order, self._config)
+        result = StepReader(self._order, self._config)
         result._restore(self._state())
         return result
 
@@ -196,12 +196,12 @@ class Planner:
 
     def total_steps(self) -> int:
         """Global steps of the whole run, those done included; O(documents to come), for it plans them all."""
-        planner = self.copy()
-        while planner.epoch < self._order.num_epochs:
-            while not planner.ended:
-                planner.next_step()
-            planner.next_epoch()
-        return planner.step
+        reader = self.copy()
+        while reader.epoch < self._order.num_epochs:
+            while not reader.ended:
+                reader.next_step()
+            reader.next_epoch()
+        return reader.step
 
     def next_epoch(self) -> None:
         """Goes to the beginning of the next epoch."""
@@ -232,7 +232,7 @@ class Planner:
         return {**self._lengths(), "longest": order.longest, "num_epochs": order.num_epochs}
 
     def snapshot(self) -> Snapshot:
-        """The state, to be written out later; it does not change when the planner goes on."""
+        """The state, to be written out later; it does not change when the reader goes on."""
         state = self._state()
         read = self._position + (self._offset > 0)
         return Snapshot.of(state, Progress.of(read, state))
@@ -297,11 +297,11 @@ class Planner:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
         if (epoch + 1) * total >= 2**63:
             raise error("state", f"has 'epoch' = {epoch}, beyond what ids can count", value=epoch)
-        planner = Planner(self._order, self._config)
-        planner._restore(state, allow_config_change=allow_config_change)
-        if read_outside(planner._state()) != read_outside(state):
+        reader = StepReader(self._order, self._config)
+        reader._restore(state, allow_config_change=allow_config_change)
+        if read_outside(reader._state()) != read_outside(state):
             raise error("state", "has a piece in 'outside' that is not the rest of the document at 'position'")
-        latest = int(waiting_pieces(planner._state()).ids.max(initial=-1))
+        latest = int(waiting_pieces(reader._state()).ids.max(initial=-1))
         if latest >= (epoch + 1) * total:
             raise error("state", f"has document {latest} waiting, of an epoch after 'epoch' = {epoch}", value=latest)
         self._restore(state, allow_config_change=allow_config_change)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import wlb
-from wlb.torch.attention.all_gather import GatherPlan
-from wlb.torch.attention.heads import HeadsPlan
-from wlb.torch.attention.ring import RingPlan
+from wlb.torch.attention.all_gather import GatherRoute
+from wlb.torch.attention.heads import HeadsRoute
+from wlb.torch.attention.ring import RingRoute
 from wlb.torch.attention.segments import UNLIMITED, Segments
 
 # Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next, which
@@ -24,27 +24,27 @@ _Plan = TypeVar("_Plan")
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def gather_plan(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> GatherPlan:
+def gather_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> GatherRoute:
     """What `rank` does when keys are gathered. `biased`: scores have a bias by position."""
     left, right = _reach(shard, window)
     documents = Segments.of_documents(shard)
-    plan = GatherPlan.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
+    plan = GatherRoute.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
     return on_device(plan, device)
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def ring_plan(
+def ring_route(
     shard: wlb.Shard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
-) -> tuple[HeadsPlan | None, RingPlan]:
+) -> tuple[HeadsRoute | None, RingRoute]:
     """What `rank` does in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
     left, right = _reach(shard, window)
     held = _held(shard)
     heads = None
     if degree > 1:
         blocks = [held[i : i + degree] for i in range(0, len(held), degree)]
-        heads = HeadsPlan.make(blocks[rank // degree], rank % degree)
+        heads = HeadsRoute.make(blocks[rank // degree], rank % degree)
         held = [Segments.concatenate(block).in_packed_order() for block in blocks]
-    ring = RingPlan.make(held, rank // degree, left=left, right=right, positions_matter=biased)
+    ring = RingRoute.make(held, rank // degree, left=left, right=right, positions_matter=biased)
     return on_device((heads, ring), device)
 
 
