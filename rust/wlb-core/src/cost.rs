@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::interrupt::{Meter, check};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::lengths::Lengths;
+use crate::limits::MAX_TOKENS;
 
 /// Which keys a query attends to, inside its own document.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

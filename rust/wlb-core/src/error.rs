@@ -184,6 +184,11 @@ pub(crate) fn check_range(argument: &'static str, value: i64, minimum: i64, maxi
     }
 }
 
+/// A size as errors have it; what is more than int64 is out of any range.
+pub(crate) fn saturating_i64(value: usize) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
 /// Makes an enum of named choices: `FromStr` whose error lists them, and `as_str`.
 macro_rules! named_choices {
     ($(#[$meta:meta])* $name:ident, $argument:literal { $($(#[$doc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {

@@ -10,7 +10,9 @@
 //! | which documents go together in a micro-batch? | [`packing`] | sections 3.2, 4 |
 //! | which documents wait for others of their size? | [`packing::outlier_queue`], [`packing::packer`] | section 4.3, Algorithm 1 |
 //! | which tokens go to which context-parallel rank? | [`sharding`] | section 5 |
-//! | when does each stage of the pipeline compute what? | [`schedule`] | section 2.2 |
+//! | when does each stage of the pipeline compute what? | [`pipeline`] | section 2.2 |
+//! | how many ranks does each document get? | [`dynamic_cp`] | |
+//! | what may a caller ask for at most? | [`limits`] | |
 //!
 //! ```
 //! use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions, pack};
@@ -25,13 +27,15 @@
 #![forbid(unsafe_code)]
 
 pub mod cost;
+pub mod dynamic_cp;
 pub mod error;
 mod interrupt;
 pub mod lengths;
+pub mod limits;
 mod longest_first;
 pub mod packing;
+pub mod pipeline;
 pub mod profile;
-pub mod schedule;
 pub mod sharding;
 
 pub use cost::{CostModel, Mask};
@@ -39,5 +43,5 @@ pub use error::{Error, Result};
 pub use interrupt::interruptible;
 pub use lengths::Lengths;
 pub use packing::{Leftover, Method, PackOptions, Packing, pack, pack_whole};
-pub use schedule::{Pipeline, Schedule};
+pub use pipeline::{Pipeline, Schedule};
 pub use sharding::{Shard, ShardOptions, Strategy, shard};

@@ -7,7 +7,7 @@ use common::dynamic_cp::{in_equal_rounds, in_one_round, is_held, is_legal, optim
 use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
-use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {

@@ -1,10 +1,9 @@
 //! Micro-batches dealt to data-parallel ranks.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, saturating_i64};
 
 use super::ladder::Ladder;
 use super::plan::Packing;
-use super::saturating_i64;
 
 impl Packing {
     /// Deals the micro-batches of each step to `dp_size` ranks: equal counts, costs balanced, in schedule order.

@@ -29,11 +29,9 @@ pub use plan::{Packing, Piece};
 pub use whole::pack_whole;
 
 use crate::cost::CostModel;
-use crate::error::{Error, Result, check_range, named_choices};
-use crate::lengths::{Lengths, MAX_TOKENS};
-
-/// More micro-batches than any job has: a mistyped number is an error, not an exhausted memory.
-pub const MAX_MICRO_BATCHES: usize = 1 << 20;
+use crate::error::{Error, Result, check_range, named_choices, saturating_i64};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 
 named_choices! {
     /// How one global batch is packed.
@@ -189,8 +187,4 @@ fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
         limit: i64::from(max_tokens),
         hint: "; split it first (split_documents), or raise max_tokens",
     })
-}
-
-pub(crate) fn saturating_i64(value: usize) -> i64 {
-    i64::try_from(value).unwrap_or(i64::MAX)
 }

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::interrupt::{Meter, check};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_ITERATION, MAX_TOKENS};
 use crate::longest_first::longest_first_of;
 
 use super::adaptive;
@@ -53,9 +54,6 @@ impl StreamMethod {
         *self == Self::default()
     }
 }
-
-/// Highest iteration, arrival and delay: exact in any JSON reader.
-pub(super) const MAX_ITERATION: u64 = 1 << 53;
 
 /// How a stream is packed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

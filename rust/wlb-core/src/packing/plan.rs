@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, from_json};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::lengths::Lengths;
+use crate::limits::MAX_TOKENS;
 
 use super::placement::{Placement, whole};
 use super::{Method, check_micro_batches};

@@ -3,10 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, from_json};
+use crate::limits::MAX_ITERATION;
 
 use super::metrics::Metrics;
 use super::outlier_queue::Waiting;
-use super::packer::{MAX_ITERATION, Packer, PackerConfig};
+use super::packer::{Packer, PackerConfig};
 use super::plan::Piece;
 
 const FORMAT: &str = "wlb.packer";

@@ -1,7 +1,8 @@
 //! From a long list of documents to global batches.
 
 use crate::error::{Error, Result, check_range};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_CUTS, MAX_TOKENS};
 
 use super::plan::Piece;
 
@@ -48,10 +49,6 @@ pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Ve
     }
     Ok(pieces)
 }
-
-/// Most cuts that a push or a split makes, and so pieces more than documents: a mistyped limit is an error, not an
-/// exhausted memory.
-pub const MAX_CUTS: i64 = 1 << 23;
 
 /// Checks that cutting at `limit` takes no more than [`MAX_CUTS`].
 pub(super) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {

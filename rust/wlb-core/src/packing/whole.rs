@@ -3,10 +3,11 @@
 //! Fine-tuning and reinforcement learning have no stream to hold documents back in, and no given number of
 //! micro-batches: memory decides it, and data-parallel ranks must agree on it.
 
-use super::{Leftover, MAX_MICRO_BATCHES, Method, PackOptions, Packing, pack, saturating_i64};
+use super::{Leftover, Method, PackOptions, Packing, pack};
 use crate::cost::CostModel;
-use crate::error::{Error, Result, check_range};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::error::{Error, Result, check_range, saturating_i64};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 
 /// [`pack`] into as many micro-batches as leave nothing over.
 ///

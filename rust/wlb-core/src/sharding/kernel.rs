@@ -8,12 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::cost::{Mask, Passes};
 use crate::error::{Error, Result, check_range, named_choices};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_KERNEL_SIZE, MAX_TOKENS};
 
 use super::Shard;
-
-/// The largest number of heads, head width or tile that is believed.
-const MAX_SIZE: i64 = 1 << 20;
 
 /// Sums of latencies are sums of integers, so that they do not depend on the order of the segments, and equal plans are
 /// exactly equal. One tick is 2^-44 s, or 57 femtoseconds.
@@ -129,8 +127,8 @@ impl KernelModel {
             ("tile", description.tile),
         ];
         for (path, size) in sizes {
-            if !(1..=MAX_SIZE).contains(&size) {
-                return wrong(path, format!("{size} is not from 1 to {MAX_SIZE}"));
+            if !(1..=MAX_KERNEL_SIZE).contains(&size) {
+                return wrong(path, format!("{size} is not from 1 to {MAX_KERNEL_SIZE}"));
             }
         }
         ascending("query_lengths", &description.query_lengths)?;
@@ -213,7 +211,7 @@ impl KernelModel {
         mask: Mask,
     ) -> Result<Self> {
         for (argument, size) in [("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)] {
-            check_range(argument, size, 1, MAX_SIZE)?;
+            check_range(argument, size, 1, MAX_KERNEL_SIZE)?;
         }
         if num_heads % num_kv_heads != 0 {
             return Err(Error::Combination { argument: "num_kv_heads", requirement: "must divide num_heads" });
@@ -255,7 +253,7 @@ impl KernelModel {
     /// # Errors
     /// [`Error::OutOfRange`] for a number of heads.
     pub fn with_num_heads(&self, num_heads: i64) -> Result<Self> {
-        check_range("num_heads", num_heads, 1, MAX_SIZE)?;
+        check_range("num_heads", num_heads, 1, MAX_KERNEL_SIZE)?;
         let mut description = self.description.clone();
         let factor = num_heads as f64 / description.num_heads as f64;
         for table in [&mut description.forward, &mut description.backward] {

@@ -15,13 +15,11 @@ mod plan;
 pub use plan::{Segment, Shard};
 
 use crate::cost::Mask;
-use crate::error::{Error, Result, check_range, named_choices};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::error::{Error, Result, check_range, named_choices, saturating_i64};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_CP_SIZE, MAX_TOKENS};
 use kernel::KernelModel;
 use plan::Builder;
-
-/// More ranks than any context-parallel group has.
-pub const MAX_CP_SIZE: usize = 1 << 16;
 
 named_choices! {
     /// How a micro-batch is cut.
@@ -110,7 +108,7 @@ fn wrong<T>(argument: &'static str, requirement: &'static str) -> Result<T> {
 }
 
 fn check_size(lengths: &Lengths, cp_size: usize) -> Result<()> {
-    check_range("cp_size", i64::try_from(cp_size).unwrap_or(i64::MAX), 1, MAX_CP_SIZE as i64)?;
+    check_range("cp_size", saturating_i64(cp_size), 1, MAX_CP_SIZE as i64)?;
     let total = lengths.total();
     if total > MAX_TOKENS {
         return Err(Error::TotalTooLong { argument: "lengths", total });

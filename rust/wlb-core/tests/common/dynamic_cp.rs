@@ -4,8 +4,8 @@
 
 use std::collections::HashMap;
 
-use wlb_core::schedule::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
-use wlb_core::schedule::order::{Kind, Layout, Op};
+use wlb_core::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
 use wlb_core::{CostModel, Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
 
@@ -116,7 +116,7 @@ pub(crate) fn is_held(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> bool 
     let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
     let most_under_way = |num_micro_batches: usize, tokens: &dyn Fn(usize) -> i64| {
-        let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches };
+        let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches };
         let under_way = |sum: &mut i64, op: &Op| {
             let tokens = tokens(op.micro_batch as usize);
             *sum += if op.kind == Kind::Forward { tokens } else { -tokens };
@@ -205,7 +205,7 @@ pub(crate) fn group_seconds(
 pub(crate) fn step_seconds(micro_batches: &[Vec<Group>], options: &DynamicCpOptions) -> f64 {
     let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
     let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
-    let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches: micro_batches.len() };
+    let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches: micro_batches.len() };
     let orders = layout.orders().unwrap();
     let mut step = Step { micro_batches, options, orders: &orders, ends: HashMap::new() };
     let last = |stage: usize| orders[stage].len() - 1;

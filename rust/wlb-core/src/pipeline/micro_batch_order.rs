@@ -5,12 +5,12 @@
 //! one schedule is a bad one for the other, so the simulator decides: from a few sorted orders the best, and from there to
 //! what no swap and no move makes faster.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, saturating_i64};
 use crate::packing::deal::deal;
-use crate::packing::saturating_i64;
 
-use super::order::Layout;
-use super::pipeline::{Buffers, Pipeline};
+use super::makespan::Buffers;
+use super::options::PipelineOptions;
+use super::program::Pipeline;
 use super::times::Times;
 
 /// Ops that a search may simulate: a few milliseconds.
@@ -26,7 +26,7 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 /// rank is done early.
 ///
 /// # Arguments
-/// * `layout` - the pipeline of one rank; its number of micro-batches times `dp_size` are those of the step.
+/// * `options` - the pipeline of one rank; its number of micro-batches times `dp_size` are those of the step.
 /// * `times` - of all of them.
 ///
 /// Returns, concatenated, `dp_size` rows of micro-batch indices, the first of each row to go first.
@@ -37,18 +37,18 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 /// too many ops were simulated already keep that of `deal`.
 ///
 /// # Errors
-/// Those of [`Layout::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`] for `dp_size`.
+/// Those of [`PipelineOptions::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`] for `dp_size`.
 ///
 /// # Complexity
 /// About a million ops are simulated, or four orders of each rank if those are more: at most 2^24 ops and one order.
-pub fn order_micro_batches(layout: &Layout, times: &Times<'_>, dp_size: usize) -> Result<Vec<usize>> {
-    let pipeline = Pipeline::new(layout)?;
-    let per_rank = layout.num_micro_batches;
+pub fn order_micro_batches(options: &PipelineOptions, times: &Times<'_>, dp_size: usize) -> Result<Vec<usize>> {
+    let pipeline = Pipeline::new(options)?;
+    let per_rank = options.num_micro_batches;
     let Some(total) = per_rank.checked_mul(dp_size).filter(|&total| total > 0) else {
         let (value, maximum) = (saturating_i64(dp_size), i64::MAX / saturating_i64(per_rank));
         return Err(Error::OutOfRange { argument: "dp_size", value, minimum: 1, maximum });
     };
-    times.check_shape(total, layout.total_stages())?;
+    times.check_shape(total, options.total_stages())?;
     let costs: Vec<f64> = times.costs.chunks(times.costs.len() / total).map(|costs| costs.iter().sum()).collect();
     let mut search = Search { pipeline, times, left: MAX_SORTED_OPS, buffers: Buffers::default() };
     let mut rows: Vec<Row> = deal(&costs, dp_size).chunks(per_rank).map(|row| search.start(row, &costs)).collect();

@@ -7,11 +7,11 @@ use common::strategies::{checked, config, llama_7b};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
-use wlb_core::schedule::{Buffers, Detail, Layout, Times, order_micro_batches};
+use wlb_core::pipeline::{Buffers, Detail, PipelineOptions, Times, order_micro_batches};
 use wlb_core::{Error, Leftover, Method, PackOptions, Pipeline, Schedule, pack};
 
 /// Seconds of each row of an order.
-fn seconds(layout: &Layout, costs: &[f64], order: &[usize]) -> Vec<f64> {
+fn seconds(layout: &PipelineOptions, costs: &[f64], order: &[usize]) -> Vec<f64> {
     let pipeline = Pipeline::new(layout).unwrap();
     let row = |row: &[usize]| {
         let costs: Vec<f64> = row.iter().map(|&j| costs[j]).collect();
@@ -20,11 +20,11 @@ fn seconds(layout: &Layout, costs: &[f64], order: &[usize]) -> Vec<f64> {
     order.chunks(layout.num_micro_batches).map(row).collect()
 }
 
-fn slowest(layout: &Layout, costs: &[f64], order: &[usize]) -> f64 {
+fn slowest(layout: &PipelineOptions, costs: &[f64], order: &[usize]) -> f64 {
     seconds(layout, costs, order).into_iter().fold(0.0, f64::max)
 }
 
-fn layouts() -> impl Strategy<Value = Layout> {
+fn layouts() -> impl Strategy<Value = PipelineOptions> {
     let schedules = select(vec![
         (Schedule::GPipe, 1),
         (Schedule::OneForwardOneBackward, 1),
@@ -32,7 +32,7 @@ fn layouts() -> impl Strategy<Value = Layout> {
         (Schedule::ZbH1, 1),
         (Schedule::ZbV, 2),
     ]);
-    (schedules, 1_usize..5, 1_usize..4).prop_map(|((schedule, num_virtual_stages), p, rounds)| Layout {
+    (schedules, 1_usize..5, 1_usize..4).prop_map(|((schedule, num_virtual_stages), p, rounds)| PipelineOptions {
         schedule,
         num_stages: p,
         num_virtual_stages,
@@ -65,7 +65,7 @@ proptest! {
     #[test]
     fn no_swap_helps(layout in layouts(), dp_size in 1_usize..4, seed in vec(1_u32..1000, 9)) {
         let m = layout.num_micro_batches.min(2 * layout.num_stages);
-        let (layout, dp_size) = (Layout { num_micro_batches: m, ..layout }, dp_size.min((9 / m).max(1)));
+        let (layout, dp_size) = (PipelineOptions { num_micro_batches: m, ..layout }, dp_size.min((9 / m).max(1)));
         let costs: Vec<f64> = seed[..m * dp_size].iter().map(|&cost| f64::from(cost)).collect();
         let order = order_micro_batches(&layout, &Times::per_micro_batch(&costs).unwrap(), dp_size).unwrap();
         let before = seconds(&layout, &costs, &order);
@@ -109,7 +109,7 @@ fn close_to_the_best_of_all_orders() {
         // 1 / u: a long tail.
         (1.0 / ((state >> 40) as f64 / (1 << 24) as f64 + 0.05)).min(10.0)
     };
-    let layout = |schedule, num_stages, num_virtual_stages| Layout {
+    let layout = |schedule, num_stages, num_virtual_stages| PipelineOptions {
         schedule,
         num_stages,
         num_virtual_stages,
@@ -137,7 +137,7 @@ fn close_to_the_best_of_all_orders() {
 
 #[test]
 fn bad_sizes_are_refused() {
-    let layout = Layout {
+    let layout = PipelineOptions {
         schedule: Schedule::OneForwardOneBackward,
         num_stages: 2,
         num_virtual_stages: 1,

@@ -1,6 +1,6 @@
 //! What each micro-batch should take: the best of all plans whose short documents can be divided at will.
 
-use crate::schedule::pipeline::{Buffers, Pipeline};
+use crate::pipeline::{Buffers, Pipeline};
 
 use super::solver::Problem;
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, from_json};
-use crate::lengths::MAX_TOKENS;
+use crate::limits::MAX_TOKENS;
 
 /// Ranks that share the documents of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

@@ -7,7 +7,7 @@
 
 use crate::cost::CostModel;
 use crate::interrupt::Meter;
-use crate::lengths::MAX_TOKENS;
+use crate::limits::MAX_TOKENS;
 use crate::longest_first::longest_first;
 use crate::packing::ladder::Ladder;
 

@@ -1,21 +1,4 @@
-//! When everything runs: micro-batches through the stages of a pipeline.
-//!
-//! A schedule is plain data: for every pipeline rank, the order of its [`Op`]s ([`order`]). [`Pipeline`] makes a
-//! program of any such order, once; then, for any costs, it gives the makespan (for planners, in nanoseconds an op) or
-//! a whole [`Timeline`].
-
-pub mod dynamic_cp;
-pub mod order;
-pub mod pipeline;
-pub mod placement;
-mod timeline;
-mod times;
-
-pub use order::{Kind, Layout, Op};
-pub use pipeline::{Buffers, Pipeline};
-pub use placement::order_micro_batches;
-pub use timeline::{Record, StepTotals, Summary, Timeline};
-pub use times::{Detail, Times};
+//! What a pipeline is: its schedule, its stages, its micro-batches.
 
 use crate::error::named_choices;
 
@@ -38,5 +21,32 @@ named_choices! {
         InterleavedZeroBubble = "interleaved_zero_bubble",
         /// Two stages a rank, down the ranks and back up; the memory of 1F1B (Qi et al. 2024, ZB-V).
         ZbV = "zbv",
+    }
+}
+
+impl Schedule {
+    /// Whether ranks hold several stages.
+    pub(super) fn interleaves(self) -> bool {
+        matches!(self, Self::Interleaved | Self::InterleavedZeroBubble)
+    }
+}
+
+/// One pipeline and the micro-batches of one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PipelineOptions {
+    /// In which order.
+    pub schedule: Schedule,
+    /// Pipeline ranks `p`.
+    pub num_stages: usize,
+    /// Stages on each rank, `v`: the model is cut into `p * v`.
+    pub num_virtual_stages: usize,
+    /// Micro-batches of a step, `m`.
+    pub num_micro_batches: usize,
+}
+
+impl PipelineOptions {
+    /// Stages of the whole model.
+    pub fn total_stages(&self) -> usize {
+        self.num_stages * self.num_virtual_stages
     }
 }

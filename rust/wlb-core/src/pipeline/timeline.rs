@@ -1,6 +1,6 @@
 //! What happened in a simulated step, and what the idle time was waiting for.
 
-use super::order::{Kind, Op};
+use super::op::{Kind, Op};
 
 /// One op, when it ran.
 #[derive(Clone, Copy, Debug, PartialEq)]

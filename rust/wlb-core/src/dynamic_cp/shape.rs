@@ -1,6 +1,6 @@
 //! How much of the work each micro-batch should get: where the search for what it really should begins.
 
-use crate::schedule::order::Layout;
+use crate::pipeline::PipelineOptions;
 
 /// The first micro-batch, relative to the full ones, times the square root of the micro-batches that a stage has.
 const FIRST: f64 = 0.2;
@@ -24,8 +24,8 @@ const LEAST: f64 = 1.0 / 64.0;
 /// * `ends` - how heavy the ends are, relative to what suits a long step; above 1, only the first.
 /// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full micro-batches reach
 ///   it.
-pub(super) fn shape(layout: &Layout, mut ends: f64, heaviest: f64) -> Vec<f64> {
-    let &Layout { num_micro_batches, num_stages, num_virtual_stages, .. } = layout;
+pub(super) fn shape(options: &PipelineOptions, mut ends: f64, heaviest: f64) -> Vec<f64> {
+    let &PipelineOptions { num_micro_batches, num_stages, num_virtual_stages, .. } = options;
     loop {
         let shape = with_ends(num_micro_batches, num_stages, num_virtual_stages, ends);
         if ends <= LIGHTEST || heaviest * shape.iter().sum::<f64>() <= 1.0 {
@@ -36,8 +36,8 @@ pub(super) fn shape(layout: &Layout, mut ends: f64, heaviest: f64) -> Vec<f64> {
 }
 
 /// How heavy to try the first ones, too: where a stage has few micro-batches, light ones leave too much to the others.
-pub(super) fn heavier_first(layout: &Layout) -> Option<f64> {
-    (layout.num_stages > 1 && layout.num_micro_batches <= 4 * layout.num_stages).then_some(3.0)
+pub(super) fn heavier_first(options: &PipelineOptions) -> Option<f64> {
+    (options.num_stages > 1 && options.num_micro_batches <= 4 * options.num_stages).then_some(3.0)
 }
 
 /// Around documents so long that the pipeline fills and drains at their speed, in seconds. `None` if they are not.
@@ -56,8 +56,8 @@ pub(super) fn heavier_first(layout: &Layout) -> Option<f64> {
 /// # Arguments
 /// * `longest` - seconds of documents, longest first.
 /// * `work` - of all documents, spread evenly over the ranks.
-pub(super) fn around(layout: &Layout, mut longest: impl Iterator<Item = f64>, work: f64) -> Option<Vec<f64>> {
-    let &Layout { num_micro_batches, num_stages, num_virtual_stages, .. } = layout;
+pub(super) fn around(options: &PipelineOptions, mut longest: impl Iterator<Item = f64>, work: f64) -> Option<Vec<f64>> {
+    let &PipelineOptions { num_micro_batches, num_stages, num_virtual_stages, .. } = options;
     if num_virtual_stages > 1 || num_stages == 1 || num_micro_batches <= num_stages {
         return None;
     }

@@ -9,7 +9,7 @@
 //! the sum of all `x`. Facts of 1F1B: the last stage runs forward and backward of one micro-batch after the other; on the first stage
 //! the forward of micro-batch `j` comes behind all forwards before it and the backwards up to `j - p`.
 
-use super::DynamicCpOptions;
+use super::options::DynamicCpOptions;
 use super::solver::{Document, Problem};
 
 /// A step takes at least this long, whatever the plan, in seconds.

@@ -2,54 +2,12 @@
 
 use crate::error::{Error, Result, check_range};
 use crate::interrupt::Meter;
-use crate::packing::MAX_MICRO_BATCHES;
+use crate::limits::{MAX_CELLS, MAX_MICRO_BATCHES, MAX_STAGES};
 
-use super::Schedule;
+use super::op::{Kind, Op};
+use super::options::{PipelineOptions, Schedule};
 
-/// More pipeline ranks than any job has.
-pub const MAX_STAGES: usize = 1 << 12;
-/// Most (micro-batch, stage) pairs of one step: a mistyped number is an error, not an exhausted memory.
-pub const MAX_CELLS: usize = 1 << 22;
-
-/// What an op computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Kind {
-    /// Forward.
-    Forward = 0,
-    /// Gradients of input and weights together.
-    Backward = 1,
-    /// The gradient of the input: what the stage before waits for.
-    InputGradient = 2,
-    /// The gradient of the weights: nobody waits for it inside the step.
-    WeightGradient = 3,
-}
-
-/// One pass of one micro-batch through one stage.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Op {
-    /// Which pass.
-    pub kind: Kind,
-    /// Which micro-batch.
-    pub micro_batch: u32,
-    /// Which stage of the model, from 0 (the embedding) on; not which rank.
-    pub stage: u32,
-}
-
-/// How many of everything.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
-    /// In which order.
-    pub schedule: Schedule,
-    /// Pipeline ranks `p`.
-    pub num_stages: usize,
-    /// Stages on each rank, `v`: the model is cut into `p * v`.
-    pub num_virtual_stages: usize,
-    /// Micro-batches of a step, `m`.
-    pub num_micro_batches: usize,
-}
-
-impl Layout {
+impl PipelineOptions {
     /// The ops of every rank, in the order in which it runs them.
     ///
     /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a
@@ -72,11 +30,6 @@ impl Layout {
             ops
         };
         Ok((0..self.num_stages).map(of_rank).collect())
-    }
-
-    /// Stages of the whole model.
-    pub fn total_stages(&self) -> usize {
-        self.num_stages * self.num_virtual_stages
     }
 
     fn check(&self) -> Result<()> {
@@ -195,12 +148,5 @@ impl Layout {
         repeat(rank, &[(Kind::WeightGradient, UP)]);
         repeat(rank, &[(Kind::WeightGradient, DOWN)]);
         ops
-    }
-}
-
-impl Schedule {
-    /// Whether ranks hold several stages.
-    fn interleaves(self) -> bool {
-        matches!(self, Self::Interleaved | Self::InterleavedZeroBubble)
     }
 }

@@ -1,10 +1,9 @@
 //! How long a plan takes.
 
 use crate::interrupt::Meter;
-use crate::schedule::order::Kind;
-use crate::schedule::pipeline::Pipeline;
+use crate::pipeline::{Kind, Pipeline};
 
-use super::DynamicCpOptions;
+use super::options::DynamicCpOptions;
 use super::solver::Draft;
 
 /// Seconds of a step: the pipeline's ops on every rank, where the ranks of a group start together.
