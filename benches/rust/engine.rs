@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 
 use divan::Bencher;
 use wlb_core::cost::{FlopsOptions, Passes};
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
 use wlb_core::pipeline::{Buffers, PipelineOptions, Times, order_micro_batches};
 use wlb_core::sharding::Remainder;
 use wlb_core::sharding::kernel::{Generation, KernelModel};

@@ -8,7 +8,7 @@
 //! | --- | --- | --- |
 //! | what does a document cost? | [`cost`] | section 2.1, 3.1 |
 //! | which documents go together in a micro-batch? | [`packing`] | sections 3.2, 4 |
-//! | which documents wait for others of their size? | [`packing::outlier_queue`], [`packing::packer`] | section 4.3, Algorithm 1 |
+//! | which documents wait for others of their size? | [`packing::stream`] | section 4.3, Algorithm 1 |
 //! | which tokens go to which context-parallel rank? | [`sharding`] | section 5 |
 //! | when does each stage of the pipeline compute what? | [`pipeline`] | section 2.2 |
 //! | how many ranks does each document get? | [`dynamic_cp`] | |
@@ -30,6 +30,7 @@ pub mod cost;
 pub mod dynamic_cp;
 pub mod error;
 mod interrupt;
+mod ladder;
 pub mod lengths;
 pub mod limits;
 mod longest_first;

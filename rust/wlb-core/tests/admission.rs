@@ -5,8 +5,7 @@ mod common;
 
 use common::strategies::{checked, config, lengths, packer_config};
 use proptest::prelude::*;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, Push, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 /// A reader: takes what the packer admits of the next documents, cut into pieces where the packer would cut them.

@@ -7,9 +7,7 @@ use common::strategies::{checked, config, cost_model, lengths, method, packer_co
 use common::stream::{Event, run};
 use common::{check, naive};
 use proptest::prelude::*;
-use wlb_core::packing::metrics::Metrics;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Metrics, Oversize, Packer, PackerConfig, Release, StreamMethod};
 use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, pack};
 

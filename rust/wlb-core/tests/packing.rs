@@ -9,8 +9,7 @@ use common::strategies::{Memory, checked, config, cost_model, lengths, memory, n
 use proptest::prelude::*;
 use proptest::sample::Index;
 use wlb_core::limits::MAX_MICRO_BATCHES;
-use wlb_core::packing::Piece;
-use wlb_core::packing::stream::{batch_offsets, split_documents};
+use wlb_core::packing::{Piece, batch_offsets, split_documents};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack, pack_whole};
 
 const METHODS: [Method; 5] =

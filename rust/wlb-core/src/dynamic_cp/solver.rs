@@ -7,9 +7,9 @@
 
 use crate::cost::CostModel;
 use crate::interrupt::Meter;
+use crate::ladder::Ladder;
 use crate::limits::MAX_TOKENS;
 use crate::longest_first::longest_first;
-use crate::packing::ladder::Ladder;
 
 use super::cost::{GroupCost, Load};
 

@@ -1,8 +1,8 @@
 //! Micro-batches dealt to data-parallel ranks.
 
 use crate::error::{Error, Result, saturating_i64};
+use crate::ladder::Ladder;
 
-use super::ladder::Ladder;
 use super::plan::Packing;
 
 impl Packing {

@@ -6,7 +6,7 @@
 //! what no swap and no move makes faster.
 
 use crate::error::{Error, Result, saturating_i64};
-use crate::packing::deal::deal;
+use crate::packing::deal;
 
 use super::makespan::Buffers;
 use super::options::PipelineOptions;

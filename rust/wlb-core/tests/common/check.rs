@@ -2,9 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use wlb_core::packing::metrics::Metrics;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::Packer;
+use wlb_core::packing::stream::{Metrics, Packer, Release};
 use wlb_core::packing::{Packing, Piece};
 use wlb_core::sharding::layout::RankLayout;
 use wlb_core::sharding::{Remainder, Segment, Shard, ShardOptions, Strategy, shard};

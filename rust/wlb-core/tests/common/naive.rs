@@ -5,8 +5,7 @@
 use std::cmp::Reverse;
 
 use wlb_core::packing::Piece;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Mask};
 

@@ -3,7 +3,9 @@
 use crate::error::{Result, check_range, saturating_i64};
 use crate::lengths::Lengths;
 
-use super::{Search, TuneOptions, Tuned};
+use super::options::TuneOptions;
+use super::search::Search;
+use super::tuned::Tuned;
 
 /// Candidate thresholds of the first, coarse search.
 const COARSE_CANDIDATES: usize = 12;
@@ -19,7 +21,7 @@ const REFINEMENTS: u32 = 3;
 /// the one with the least delay if none keeps the limit.
 ///
 /// # Errors
-/// Those of [`PackerConfig::check`](crate::packing::packer::PackerConfig::check),
+/// Those of [`PackerConfig::check`](crate::packing::stream::PackerConfig::check),
 /// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
 /// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination) for a sample without documents.
 ///

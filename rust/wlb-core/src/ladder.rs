@@ -44,7 +44,7 @@ impl Ladder {
     }
 
     /// Index of the greatest weight, the lowest index of several.
-    pub(super) fn heaviest(&self) -> usize {
+    pub(crate) fn heaviest(&self) -> usize {
         let end = self.end();
         let mut heaviest = self.rungs[end as usize].lighter;
         loop {
@@ -63,7 +63,7 @@ impl Ladder {
     }
 
     /// Takes one out, until its weight is set again.
-    pub(super) fn remove(&mut self, index: usize) {
+    pub(crate) fn remove(&mut self, index: usize) {
         let heavier = self.unlink(index);
         let index = index as u32;
         if self.finger == index {

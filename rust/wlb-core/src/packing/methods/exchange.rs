@@ -1,8 +1,9 @@
 //! Documents exchanged between two micro-batches, so that the heaviest becomes lighter.
 
-use super::ladder::Ladder;
-use super::placement::Placement;
-use super::refined::{CLOSE, Documents};
+use crate::ladder::Ladder;
+use crate::packing::placement::Placement;
+
+use super::documents::Documents;
 
 /// Most binary searches for the last document of an exchange: a few hundred microseconds.
 const SEARCHES: usize = 4096;
@@ -12,18 +13,18 @@ const SEARCHES: usize = 4096;
 /// The heaviest gives one document for at most one, or, where no partner has such an exchange, up to two for up to two. Partners
 /// are tried from the lightest on: the first that has an exchange after which both cost less than the heaviest did gets its
 /// best one. So the costs, sorted from the heaviest on, only descend, and this ends: where no exchange is left, where the
-/// maximum is [`CLOSE`] to `bound`, or after [`SEARCHES`].
+/// maximum is `low_enough`, or after [`SEARCHES`].
 ///
 /// `None` if there is no such exchange.
 ///
 /// # Complexity
 /// O(n), at most [`SEARCHES`] binary searches in the documents of a micro-batch (and one document's more), O(N) an exchange.
-pub(super) fn exchange(documents: &Documents, start: &Placement, bound: f64) -> Option<Placement> {
+pub(super) fn exchange(documents: &Documents, start: &Placement, low_enough: f64) -> Option<Placement> {
     let mut contents = Contents::new(documents, start);
     let mut searches = 0;
     let mut improved = false;
     while let heaviest = contents.by_cost.heaviest()
-        && contents.costs[heaviest] > bound * CLOSE
+        && contents.costs[heaviest] > low_enough
         && let Some((partner, exchange)) = contents.find(heaviest, &mut searches)
     {
         contents.apply(heaviest, partner, &exchange);

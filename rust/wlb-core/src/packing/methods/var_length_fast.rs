@@ -4,10 +4,13 @@ use crate::cost::CostModel;
 use crate::interrupt::Meter;
 use crate::longest_first::longest_first_of;
 
-use super::Method;
-use super::placement::{Placement, whole};
-use super::plan::Packing;
-use super::var_length::{self, Bins};
+use crate::packing::options::Method;
+use crate::packing::piece::Piece;
+use crate::packing::placement::Placement;
+use crate::packing::plan::Packing;
+
+use super::bins::Bins;
+use super::var_length;
 
 /// A document is light up to this many times the mean cost. At most a quarter of any batch is heavier.
 const LIGHT: f64 = 4.0;
@@ -27,10 +30,15 @@ const TOLERANCE: f64 = 1.001;
 ///
 /// # Complexity
 /// O(n) and a sort of the documents not poured.
-pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+pub(in crate::packing) fn pack(
+    lengths: &[i32],
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+) -> Packing {
     match pour(lengths, num_micro_batches, max_tokens, cost_model) {
         Some(placement) => {
-            let piece = |index| whole(index, lengths[index]);
+            let piece = |index| Piece::whole(index, lengths[index]);
             placement.into_packing(Some(Method::VarLengthFast), max_tokens, cost_model, piece)
         }
         None => Packing {

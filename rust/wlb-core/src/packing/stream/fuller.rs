@@ -4,10 +4,11 @@
 //! empty while much waits: `N` documents of one token, carried over, go first, one into every micro-batch, and then no document of
 //! the full `max_tokens` finds room. An optimizer step on a handful of tokens is noise; balance matters less.
 
+use crate::packing::methods::bins::Bins;
+use crate::packing::placement::Placement;
+
+use super::config::PackerConfig;
 use super::outlier_queue::Waiting;
-use super::packer::PackerConfig;
-use super::placement::Placement;
-use super::var_length::Bins;
 
 /// The first of three placements of a step with `min_tokens` or more: the one given; all that is there, in `order`, where the
 /// tokens are fewest; the same into the first micro-batch with room. If none has so many, the one with the most.

@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, from_json};
-
-use super::plan::Packing;
+use crate::packing::plan::Packing;
 
 /// Steps of the imbalance histogram in one unit: percentiles are good to 0.001.
 const RESOLUTION: f64 = 1000.0;

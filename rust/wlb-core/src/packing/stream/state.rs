@@ -4,11 +4,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, from_json};
 use crate::limits::MAX_ITERATION;
+use crate::packing::piece::Piece;
 
+use super::config::PackerConfig;
 use super::metrics::Metrics;
-use super::outlier_queue::Waiting;
-use super::packer::{Packer, PackerConfig};
-use super::plan::Piece;
+use super::outlier_queue::{OutlierQueue, Waiting};
+use super::packer::Packer;
 
 const FORMAT: &str = "wlb.packer";
 const VERSION: u32 = 1;
@@ -101,7 +102,7 @@ impl Packer {
             let problem = format!("document {id} waits with {length} tokens, but max_document_tokens = {limit}");
             return Err(Error::State { path: "queues".to_owned(), problem });
         }
-        self.queue = config.queue();
+        self.queue = OutlierQueue::of(config);
         for waiting in waiting {
             match self.queue.level(waiting.piece.length) {
                 Some(level) => self.queue.push(level, waiting),
@@ -152,7 +153,7 @@ impl State {
             return wrong("metrics", problem);
         }
         let carried = self.carried.waiting("carried", &self)?;
-        let mut queue = self.config.queue();
+        let mut queue = OutlierQueue::of(&self.config);
         if self.queues.len() != queue.levels().len() {
             return wrong("queues", "there is not one for each level");
         }

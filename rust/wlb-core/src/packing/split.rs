@@ -1,37 +1,10 @@
-//! From a long list of documents to global batches.
+//! Documents cut into pieces that are no longer than a limit.
 
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
 use crate::limits::{MAX_CUTS, MAX_TOKENS};
 
-use super::plan::Piece;
-
-/// Cuts a stream into global batches of whole documents: as many as fit in `tokens_per_batch`, at least one each.
-///
-/// Batch `i` is `lengths[offsets[i]..offsets[i + 1]]`; no documents, no batch.
-///
-/// # Errors
-/// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
-///
-/// # Complexity
-/// O(n).
-pub fn batch_offsets(lengths: &Lengths, tokens_per_batch: i64) -> Result<Vec<usize>> {
-    check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
-    let mut offsets = vec![0];
-    let mut tokens = 0_i64;
-    for (index, &length) in lengths.iter().enumerate() {
-        let length = i64::from(length);
-        if index > 0 && tokens + length > tokens_per_batch {
-            offsets.push(index);
-            tokens = 0;
-        }
-        tokens += length;
-    }
-    if !lengths.is_empty() {
-        offsets.push(lengths.len());
-    }
-    Ok(offsets)
-}
+use super::piece::Piece;
 
 /// Cuts documents into pieces of at most `max_document_tokens`; a piece's id is its document's index.
 ///

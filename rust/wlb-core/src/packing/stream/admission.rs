@@ -6,21 +6,18 @@
 //! stands in `docs/semantics.md`.
 
 use crate::error::{Error, named_choices};
+use crate::ladder::Ladder;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first_of;
+use crate::packing::piece::Piece;
+use crate::packing::split::split;
 
-use super::ladder::Ladder;
-use super::outlier_queue::Release;
-use super::packer::{Oversize, Packer, PackerConfig};
-use super::plan::Piece;
-use super::stream::split;
+use super::config::{Oversize, PackerConfig, Release};
+use super::packer::Packer;
 
 /// How many full global batches (`N * max_tokens`) may wait under [`Release::Adaptive`]. Two are enough for the rule to
 /// choose from, and more makes it worse: what waits longer is forced out by `max_delay`, balanced or not.
 const ADAPTIVE_BACKLOG: i64 = 2;
-
-/// Iterations that a document waits at most under [`Release::Adaptive`], unless the user says otherwise.
-pub const ADAPTIVE_MAX_DELAY: u64 = 16;
 
 named_choices! {
     /// What is done about a push after which more waits than the packer's [`Bounds`] allow.

@@ -19,15 +19,12 @@ use std::cmp::Ordering;
 
 use crate::interrupt::check;
 use crate::longest_first::longest_first_of;
+use crate::packing::methods::bins::Bins;
+use crate::packing::placement::Placement;
 
+use super::config::{DELAY_PRICE, PackerConfig};
 use super::level::Level;
 use super::outlier_queue::Waiting;
-use super::packer::PackerConfig;
-use super::placement::Placement;
-use super::var_length::Bins;
-
-/// The default price of delay: for a step that is 3 % shorter, a global batch of tokens may wait one iteration.
-pub const DELAY_PRICE: f64 = 0.03;
 
 /// Cuts that are tried: more change almost nothing, and these bound the time.
 const MOST_CUTS: usize = 8;

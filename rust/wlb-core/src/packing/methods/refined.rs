@@ -1,17 +1,18 @@
 //! Algorithm 1's plan, made better where tokens run out before work does.
 
 use crate::cost::CostModel;
-use crate::longest_first::longest_first_of;
+use crate::ladder::Ladder;
+use crate::packing::options::Method;
+use crate::packing::piece::Piece;
+use crate::packing::placement::Placement;
+use crate::packing::plan::Packing;
 
-use super::Method;
+use super::documents::Documents;
 use super::exchange::exchange;
-use super::ladder::Ladder;
-use super::placement::{Placement, whole};
-use super::plan::Packing;
 use super::var_length;
 
 /// A plan is left as it is once its maximum is this close to the lower bound.
-pub(super) const CLOSE: f64 = 1.0001;
+const CLOSE: f64 = 1.0001;
 /// Most plans made by [`steepest`], each for another target cost.
 const TARGETS: usize = 3;
 /// No further target is tried once the maximum is this close to the lower bound: exchanges do the rest, in less time.
@@ -21,10 +22,15 @@ const NEAR: f64 = 1.001;
 ///
 /// # Complexity
 /// As [`refine`].
-pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+pub(in crate::packing) fn pack(
+    lengths: &[i32],
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+) -> Packing {
     let (start, costs) = var_length::place(lengths, num_micro_batches, max_tokens, cost_model);
     refine(start, lengths, &costs, max_tokens)
-        .into_packing(Some(Method::Refined), max_tokens, cost_model, |index| whole(index, lengths[index]))
+        .into_packing(Some(Method::Refined), max_tokens, cost_model, |index| Piece::whole(index, lengths[index]))
 }
 
 /// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was left over
@@ -37,7 +43,7 @@ pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
 ///
 /// # Complexity
 /// O(n) and, on average, a few steps for each document and target, O(n N) at worst; and a bounded number of exchanges tried.
-pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
+pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
     let ceiling = start.max_cost();
     let placed = start.assignment.iter().zip(costs).filter(|&(&micro_batch, _)| micro_batch >= 0);
     let largest = placed.map(|(_, &cost)| cost).fold(0.0, f64::max);
@@ -70,7 +76,7 @@ pub(super) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
         }
     }
     // Costs are summed anew there: rounding may lift a maximum that exchanges could hardly lower.
-    exchange(&documents, &best, bound).into_iter().fold(best, better)
+    exchange(&documents, &best, bound * CLOSE).into_iter().fold(best, better)
 }
 
 impl Placement {
@@ -82,23 +88,6 @@ impl Placement {
     fn is_better_than(&self, other: &Self, ceiling: f64) -> bool {
         let max = self.max_cost();
         max <= ceiling && (self.leftover.len(), max) < (other.leftover.len(), other.max_cost())
-    }
-}
-
-/// What is to be placed.
-pub(super) struct Documents<'a> {
-    pub(super) lengths: &'a [i32],
-    pub(super) costs: &'a [f64],
-    pub(super) max_tokens: i64,
-    /// Indices, longest first.
-    pub(super) longest_first: Vec<u32>,
-}
-
-impl<'a> Documents<'a> {
-    fn new(lengths: &'a [i32], costs: &'a [f64], max_tokens: i32) -> Self {
-        let longest_first =
-            longest_first_of(lengths.iter().copied().enumerate()).map(|(_, index)| index as u32).collect();
-        Self { lengths, costs, max_tokens: i64::from(max_tokens), longest_first }
     }
 }
 

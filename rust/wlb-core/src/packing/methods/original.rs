@@ -3,9 +3,10 @@
 use crate::cost::CostModel;
 use crate::interrupt::Meter;
 
-use super::Method;
-use super::placement::Cuts;
-use super::plan::{Packing, Piece};
+use crate::packing::cuts::Cuts;
+use crate::packing::options::Method;
+use crate::packing::piece::Piece;
+use crate::packing::plan::Packing;
 
 /// Concatenates the documents in arrival order and cuts every `max_tokens` tokens (Plain-4D).
 ///
@@ -13,7 +14,12 @@ use super::plan::{Packing, Piece};
 ///
 /// # Complexity
 /// O(n log n + N).
-pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+pub(in crate::packing) fn pack(
+    lengths: &[i32],
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let mut meter = Meter::default();
     let (mut micro_batch, mut room) = (0, max_tokens);

@@ -1,40 +1,11 @@
-//! Algorithm 1 of WLB-LLM: micro-batches of equal work and unequal length.
+//! Algorithm 1's rule: a document goes where the cost is least, or, without room there, where the tokens are fewest.
 
-use crate::cost::CostModel;
-use crate::longest_first::longest_first;
-
-use super::Method;
-use super::ladder::Ladder;
-use super::placement::{Placement, whole};
-use super::plan::Packing;
-
-/// Longest first, each document to the micro-batch with the least cost.
-///
-/// # Complexity
-/// O(n) for the sort, and a few steps for each document (see [`Ladder`]); O(n N) at worst.
-pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
-    let (placement, _) = place(lengths, num_micro_batches, max_tokens, cost_model);
-    placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| whole(index, lengths[index]))
-}
-
-/// Where [`pack`] puts documents, and what each of them costs.
-pub(super) fn place(
-    lengths: &[i32],
-    num_micro_batches: usize,
-    max_tokens: i32,
-    cost_model: &CostModel,
-) -> (Placement, Vec<f64>) {
-    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
-    let costs = cost_model.costs(lengths);
-    for (length, index) in longest_first(lengths) {
-        bins.place(index, length, costs[index]);
-    }
-    (bins.placement, costs)
-}
+use crate::ladder::Ladder;
+use crate::packing::placement::Placement;
 
 /// Micro-batches being filled by Algorithm 1's rule.
-pub(super) struct Bins {
-    pub(super) placement: Placement,
+pub(in crate::packing) struct Bins {
+    pub(in crate::packing) placement: Placement,
     max_tokens: i64,
     by_cost: Ladder,
     /// Built at the first document that does not fit where the cost is least: most batches never need it.
@@ -42,19 +13,19 @@ pub(super) struct Bins {
 }
 
 impl Bins {
-    pub(super) fn new(num_documents: usize, num_micro_batches: usize, max_tokens: i32) -> Self {
+    pub(in crate::packing) fn new(num_documents: usize, num_micro_batches: usize, max_tokens: i32) -> Self {
         Self::resume(Placement::new(num_documents, num_micro_batches), max_tokens)
     }
 
     /// Goes on from micro-batches that already hold documents.
-    pub(super) fn resume(placement: Placement, max_tokens: i32) -> Self {
+    pub(in crate::packing) fn resume(placement: Placement, max_tokens: i32) -> Self {
         let by_cost = Ladder::new(placement.costs.iter().copied());
         Self { placement, max_tokens: i64::from(max_tokens), by_cost, by_tokens: None }
     }
 
     /// Puts a document where the cost is least; else where the tokens are fewest; else leaves it over.
     #[inline]
-    pub(super) fn place(&mut self, index: usize, length: i32, cost: f64) {
+    pub(in crate::packing) fn place(&mut self, index: usize, length: i32, cost: f64) {
         let mut micro_batch = self.by_cost.lightest();
         if !self.has_room(micro_batch, length) {
             micro_batch = self.fewest_tokens();
@@ -71,7 +42,7 @@ impl Bins {
     ///
     /// Documents that all find room in this way find it too when some of them are taken away (no micro-batch gets longer then);
     /// that does not hold of [`Bins::place`].
-    pub(super) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
+    pub(in crate::packing) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
         let micro_batch = self.fewest_tokens();
         if self.has_room(micro_batch, length) {
             self.placement.length_fallbacks += usize::from(micro_batch != self.by_cost.lightest());

@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::ladder::Ladder;
-use super::placement::Placement;
+use crate::ladder::Ladder;
+use crate::packing::placement::Placement;
 
 /// Micro-batches being filled with documents from longest to shortest, so that want of room makes none the heaviest.
 pub(super) struct Level {

@@ -3,7 +3,9 @@
 //! Fine-tuning and reinforcement learning have no stream to hold documents back in, and no given number of
 //! micro-batches: memory decides it, and data-parallel ranks must agree on it.
 
-use super::{Leftover, Method, PackOptions, Packing, pack};
+use super::options::{Leftover, Method, PackOptions};
+use super::pack::pack;
+use super::plan::Packing;
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::lengths::Lengths;

@@ -4,9 +4,10 @@ use crate::cost::CostModel;
 use crate::interrupt::Meter;
 use crate::longest_first::longest_first;
 
-use super::Method;
-use super::placement::Cuts;
-use super::plan::{Packing, Piece};
+use crate::packing::cuts::Cuts;
+use crate::packing::options::Method;
+use crate::packing::piece::Piece;
+use crate::packing::plan::Packing;
 
 /// Longest first, each to the micro-batch with the least attention work that still has room (Fixed-4D).
 ///
@@ -15,7 +16,12 @@ use super::plan::{Packing, Piece};
 ///
 /// # Complexity
 /// O(n N).
-pub(super) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+pub(in crate::packing) fn pack(
+    lengths: &[i32],
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let mut pairs = vec![0_u128; num_micro_batches];
     let mut meter = Meter::default();
