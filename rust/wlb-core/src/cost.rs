@@ -1,6 +1,6 @@
 //! What a document costs: attention is quadratic in its length, everything else is linear.
 //!
-//! `W(d) = W_a(d) + W_l(d)`, in seconds or any one unit, `W(0) = 0`. Both parts are a [`Curve`] over an amount
+//! `W(d) = W_a(d) + W_l(d)`, in seconds or any one unit, `W(0) = 0`. Both parts are a `Curve` over an amount
 //! of work: pairs for attention, tokens for the rest. A constant per micro-batch is left out, because it cannot
 //! change which packing is best.
 

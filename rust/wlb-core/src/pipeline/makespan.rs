@@ -22,7 +22,7 @@ impl Pipeline {
     /// When the last op ends, in seconds.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when `times` are of another shape.
+    /// [`crate::Error::Mismatch`] when `times` are of another shape.
     ///
     /// # Complexity
     /// O(ops), nanoseconds each; nothing is allocated once `buffers` are large enough.

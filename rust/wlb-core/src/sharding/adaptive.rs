@@ -10,9 +10,11 @@ use crate::interrupt::Meter;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first;
 
+use super::builder::Ranks;
 use super::kernel::{Clock, KernelModel};
-use super::plan::{Ranks, Segment};
-use super::{Strategy, hybrid, per_document, per_sequence};
+use super::options::Strategy;
+use super::plan::Segment;
+use super::{hybrid, per_document, per_sequence};
 
 /// What was chosen.
 pub(super) struct Choice {

@@ -3,8 +3,8 @@
 use crate::interrupt::Meter;
 use crate::longest_first::longest_first_of;
 
+use super::builder::{Builder, Ranks};
 use super::per_document;
-use super::plan::{Builder, Ranks};
 
 /// Cuts documents of at least `threshold` tokens per document. The others go whole, longest first, to the rank with the
 /// most room left under its equal share of the tokens; one is cut only where a share ends, so at most

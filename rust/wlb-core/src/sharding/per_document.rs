@@ -3,7 +3,7 @@
 use crate::interrupt::Meter;
 use crate::longest_first::{longest_first, longest_first_of};
 
-use super::plan::{Ranks, owner};
+use super::builder::{Ranks, owner};
 
 /// Cuts every document into `2*cp` chunks; left-over tokens lengthen chunks by one each.
 ///

@@ -4,8 +4,7 @@
 
 use wlb_core::packing::stream::{Metrics, Packer, Release};
 use wlb_core::packing::{Packing, Piece};
-use wlb_core::sharding::layout::RankLayout;
-use wlb_core::sharding::{Remainder, Segment, Shard, ShardOptions, Strategy, shard};
+use wlb_core::sharding::{RankLayout, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
 use super::naive;

@@ -51,8 +51,8 @@ impl Packer {
     /// `assignment` follows `lengths`; its `leftover` is what is now carried over.
     ///
     /// # Errors
-    /// [`Error::TooLong`] under [`Oversize::Error`], [`Error::Number`] for a split into too many pieces,
-    /// [`Error::Mismatch`], [`Error::Combination`], [`Error::Entry`], [`Error::OutOfRange`], [`Error::DuplicateId`]; the
+    /// [`crate::Error::TooLong`] under [`Oversize::Error`], [`crate::Error::Number`] for a split into too many pieces,
+    /// [`crate::Error::Mismatch`], [`crate::Error::Combination`], [`crate::Error::Entry`], [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`]; the
     /// packer is then unchanged.
     ///
     /// Interrupted ([`crate::interruptible`]), the packer is half changed: push to a copy.
