@@ -185,8 +185,21 @@ pub struct CostModel {
 impl CostModel {
     /// `attention * pairs(d) + linear * d`.
     ///
+    /// # Arguments
+    /// * `attention`, `linear` - cost of a (query, key) pair and of a token, in seconds or any one unit.
+    ///
     /// # Errors
     /// [`Error::Number`] when a rate is negative or not finite, or both are zero.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::{CostModel, Mask};
+    ///
+    /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
+    /// // Ten tokens attend to 10 * 11 / 2 pairs.
+    /// assert_eq!(cost.cost(10), 55.0 + 1000.0);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
     pub fn analytic(attention: f64, linear: f64, mask: Mask) -> Result<Self> {
         // Adding zero makes -0.0 the 0.0 that it equals: equal models have equal hashes and fingerprints.
         let model = Self { attention: Curve::Rate(attention + 0.0), linear: Curve::Rate(linear + 0.0), mask };

@@ -206,12 +206,12 @@ macro_rules! named_choices {
         }
 
         impl std::str::FromStr for $name {
-            type Err = $crate::Error;
+            type Err = $crate::error::Error;
 
-            fn from_str(value: &str) -> $crate::Result<Self> {
+            fn from_str(value: &str) -> $crate::error::Result<Self> {
                 match value {
                     $($text => Ok(Self::$variant),)+
-                    _ => Err($crate::Error::Choice {
+                    _ => Err($crate::error::Error::Choice {
                         argument: $argument,
                         value: value.to_owned(),
                         choices: [$($text),+].map(|choice| format!("{choice:?}")).join(", "),
@@ -248,8 +248,8 @@ macro_rules! pickled_as_json {
             ///
             /// # Errors
             /// [`crate::Error::State`] for anything else.
-            pub fn from_json(json: &str) -> $crate::Result<Self> {
-                $crate::error::from_json(json).map_err(|(path, problem)| $crate::Error::State { path, problem })
+            pub fn from_json(json: &str) -> $crate::error::Result<Self> {
+                $crate::error::from_json(json).map_err(|(path, problem)| $crate::error::Error::State { path, problem })
             }
         }
     };

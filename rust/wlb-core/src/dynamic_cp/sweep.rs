@@ -31,6 +31,9 @@ const MAX_OPS: usize = 1 << 16;
 /// # Arguments
 /// * `ids` - names of the documents in the plan; their indices if not given.
 ///
+/// # Returns
+/// The groups of every micro-batch, their documents, the predicted time of the step, and a time that no plan beats.
+///
 /// # Errors
 /// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a document that exceeds the memory of the
 /// largest group; [`Error::Combination`] when the documents do not fit into the micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given);
@@ -40,6 +43,32 @@ const MAX_OPS: usize = 1 << 16;
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a dozen numbers of
 /// micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for the simulation of the best.
 /// In a world that is no power of two, up to O(n m log world_size) instead, and O(n m world_size) where memory binds.
+///
+/// # Example
+/// ```
+/// use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, plan_dynamic_cp};
+/// use wlb_core::{CostModel, Lengths, Mask};
+///
+/// let options = DynamicCpOptions {
+///     world_size: 4,
+///     num_stages: 1,
+///     num_virtual_stages: 1,
+///     max_tokens_per_rank: 1000,
+///     max_cp_size: None,
+///     num_micro_batches: Some(1),
+///     min_micro_batches: None,
+///     max_micro_batches: None,
+///     communication: Communication::default(),
+///     p2p_seconds: 0.0,
+///     micro_batch_seconds: 0.0,
+/// };
+/// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
+/// let plan = plan_dynamic_cp(&Lengths::new("lengths", &[2000, 1000, 1000])?, None, &options, &cost)?;
+/// // The long document gets two of the four ranks, the short ones one each.
+/// let sizes: Vec<u32> = plan.groups.iter().map(|group| group.cp_size).collect();
+/// assert_eq!((sizes.as_slice(), plan.seconds), (&[2, 1, 1][..], 1000.0));
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn plan_dynamic_cp(
     lengths: &Lengths,
     ids: Option<&[i64]>,

@@ -19,6 +19,20 @@ impl Packing {
     /// # Errors
     /// [`Error::Mismatch`], [`Error::OutOfRange`], [`Error::Entry`] for a micro-batch that does not exist, and
     /// [`Error::Combination`] if a micro-batch has more than `max_tokens` tokens.
+    ///
+    /// # Complexity
+    /// O(n + num_micro_batches).
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::{CostModel, Lengths, Mask, Packing};
+    ///
+    /// let lengths = Lengths::new("lengths", &[30, 20, 10])?;
+    /// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
+    /// let packing = Packing::from_assignment(&lengths, &[0, 1, 1], 2, 100, &cost)?;
+    /// assert_eq!((packing.tokens.as_slice(), packing.imbalance()), (&[30, 30][..], 1.0));
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
     pub fn from_assignment(
         lengths: &Lengths,
         assignment: &[i64],

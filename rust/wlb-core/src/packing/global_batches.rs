@@ -7,11 +7,27 @@ use crate::lengths::Lengths;
 ///
 /// Batch `i` is `lengths[offsets[i]..offsets[i + 1]]`; no documents, no batch.
 ///
+/// # Arguments
+/// * `lengths` - documents in arrival order.
+/// * `tokens_per_batch` - most tokens of a batch; a longer document is a batch by itself.
+///
+/// # Returns
+/// Where each batch begins among the documents; one entry more, their number.
+///
 /// # Errors
 /// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
 ///
 /// # Complexity
 /// O(n).
+///
+/// # Example
+/// ```
+/// use wlb_core::Lengths;
+/// use wlb_core::packing::batch_offsets;
+///
+/// assert_eq!(batch_offsets(&Lengths::new("lengths", &[60, 40, 50, 70])?, 100)?, [0, 2, 3, 4]);
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn batch_offsets(lengths: &Lengths, tokens_per_batch: i64) -> Result<Vec<usize>> {
     check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
     let mut offsets = vec![0];

@@ -15,6 +15,9 @@ use super::plan::Packing;
 /// * `lengths` - documents in arrival order; their ids are their indices. With a `window` of `g` they are the
 ///   documents of `g` global batches, and step `i` trains micro-batches `i * num_micro_batches ..`.
 ///
+/// # Returns
+/// The micro-batches of all steps, and under [`Leftover::Return`] what is left over.
+///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, [`Error::TooLong`] for a document over `max_tokens` (methods that keep
 /// documents whole), [`Error::Combination`] for a window that the method does not have,
@@ -23,6 +26,20 @@ use super::plan::Packing;
 /// # Complexity
 /// For `n` documents and `N` micro-batches: O(n) for the sort and, on average, a few steps for each document; O(n N) at
 /// worst, and always for [`Method::FixedLength`].
+///
+/// # Example
+/// ```
+/// use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions, pack};
+///
+/// let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
+/// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
+/// let (method, leftover) = (Method::VarLength, Leftover::Error);
+/// let packing = pack(&lengths, &PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover }, &cost)?;
+/// // The longest document has a micro-batch of its own: it is that much work.
+/// assert_eq!(packing.assignment, [0, 1, 1, 1, 1]);
+/// assert!(packing.max_cost() == packing.lower_bound());
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) -> Result<Packing> {
     let PackOptions { max_tokens, method, window, .. } = *options;
     check_micro_batches(options.num_micro_batches)?;

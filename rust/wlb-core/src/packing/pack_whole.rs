@@ -27,6 +27,20 @@ use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 /// # Complexity
 /// O(log n) times that of [`pack`]; once where as many do as the tokens need, and the documents longer than half of
 /// `max_tokens`.
+///
+/// # Example
+/// ```
+/// use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions, pack_whole};
+///
+/// let lengths = Lengths::new("lengths", &[700, 600, 300, 200, 100])?;
+/// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
+/// let (method, leftover) = (Method::VarLength, Leftover::Error);
+/// let options = PackOptions { num_micro_batches: 1, max_tokens: 1000, method, window: 1, leftover };
+/// // Two micro-batches hold the 1,900 tokens: one for each of two data-parallel ranks, and four ranks have four.
+/// assert_eq!(pack_whole(&lengths, 2, &options, &cost)?.num_micro_batches(), 2);
+/// assert_eq!(pack_whole(&lengths, 4, &options, &cost)?.num_micro_batches(), 4);
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn pack_whole(
     lengths: &Lengths,
     multiple_of: usize,

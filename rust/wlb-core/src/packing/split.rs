@@ -8,11 +8,30 @@ use super::piece::Piece;
 
 /// Cuts documents into pieces of at most `max_document_tokens`; a piece's id is its document's index.
 ///
+/// # Arguments
+/// * `lengths` - documents in arrival order.
+/// * `max_document_tokens` - tokens of all pieces of a document but the last, which has what remains.
+///
+/// # Returns
+/// The pieces of all documents, in order.
+///
 /// # Errors
 /// [`crate::Error::OutOfRange`] for `max_document_tokens`; [`crate::Error::Number`] where it takes more than [`MAX_CUTS`].
 ///
 /// # Complexity
 /// O(pieces).
+///
+/// # Example
+/// ```
+/// use wlb_core::Lengths;
+/// use wlb_core::packing::{Piece, split_documents};
+///
+/// let pieces = split_documents(&Lengths::new("lengths", &[250, 80])?, 100)?;
+/// let lengths: Vec<i32> = pieces.iter().map(|piece| piece.length).collect();
+/// assert_eq!(lengths, [100, 100, 50, 80]);
+/// assert_eq!(pieces[2], Piece { id: 0, start: 200, length: 50 });
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Vec<Piece>> {
     check_range("max_document_tokens", max_document_tokens, 1, MAX_TOKENS)?;
     check_cuts(lengths, max_document_tokens as i32)?;

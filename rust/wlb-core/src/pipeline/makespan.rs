@@ -21,11 +21,29 @@ pub struct Buffers {
 impl Pipeline {
     /// When the last op ends, in seconds.
     ///
+    /// # Arguments
+    /// * `times` - seconds of every micro-batch.
+    /// * `buffers` - room to work in, which may have served another pipeline.
+    ///
     /// # Errors
     /// [`crate::Error::Mismatch`] when `times` are of another shape.
     ///
     /// # Complexity
     /// O(ops), nanoseconds each; nothing is allocated once `buffers` are large enough.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::pipeline::{Buffers, PipelineOptions, Times};
+    /// use wlb_core::{Pipeline, Schedule};
+    ///
+    /// let schedule = Schedule::OneForwardOneBackward;
+    /// let options = PipelineOptions { schedule, num_stages: 2, num_virtual_stages: 1, num_micro_batches: 2 };
+    /// let pipeline = Pipeline::new(&options)?;
+    /// // 3 s on each of two stages: two micro-batches, and one forward and one backward to fill and drain.
+    /// let seconds = pipeline.makespan(&Times::per_micro_batch(&[6.0, 6.0])?, &mut Buffers::default())?;
+    /// assert_eq!(seconds, 9.0);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
     pub fn makespan(&self, times: &Times<'_>, buffers: &mut Buffers) -> Result<f64> {
         times.check_shape(self.num_micro_batches, self.total_stages)?;
         Ok(self.run(times, |j| j, buffers, |_, _, _, _| {}))

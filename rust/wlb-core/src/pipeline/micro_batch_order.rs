@@ -25,22 +25,38 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 /// Deals the micro-batches of a step to `dp_size` ranks in equal counts, in an order that suits the schedule, so that the slowest
 /// rank is done early.
 ///
-/// # Arguments
-/// * `options` - the pipeline of one rank; its number of micro-batches times `dp_size` are those of the step.
-/// * `times` - of all of them.
-///
-/// Returns, concatenated, `dp_size` rows of micro-batch indices, the first of each row to go first.
-///
 /// Deals by cost as [`crate::Packing::deal`] does, and orders each row: of the order of arrival, heaviest first, lightest first,
 /// and light ends, the fastest. Then, for the slowest rank of each time, swaps of two micro-batches and moves of one
 /// while they help, and swaps with other ranks while those do. So it is never slower than `deal`. Ranks for whose sorted orders
 /// too many ops were simulated already keep that of `deal`.
+///
+/// # Arguments
+/// * `options` - the pipeline of one rank; its number of micro-batches times `dp_size` are those of the step.
+/// * `times` - of all of them.
+/// * `dp_size` - data-parallel ranks.
+///
+/// # Returns
+/// Concatenated, `dp_size` rows of micro-batch indices, the first of each row to go first.
 ///
 /// # Errors
 /// Those of [`PipelineOptions::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`] for `dp_size`.
 ///
 /// # Complexity
 /// About a million ops are simulated, or four orders of each rank if those are more: at most 2^24 ops and one order.
+///
+/// # Example
+/// ```
+/// use wlb_core::Schedule;
+/// use wlb_core::pipeline::{PipelineOptions, Times, order_micro_batches};
+///
+/// let schedule = Schedule::OneForwardOneBackward;
+/// let options = PipelineOptions { schedule, num_stages: 2, num_virtual_stages: 1, num_micro_batches: 2 };
+/// let order = order_micro_batches(&options, &Times::per_micro_batch(&[4.0, 3.0, 2.0, 1.0])?, 2)?;
+/// let mut sorted = order.clone();
+/// sorted.sort_unstable();
+/// assert_eq!(sorted, [0, 1, 2, 3]);
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn order_micro_batches(options: &PipelineOptions, times: &Times<'_>, dp_size: usize) -> Result<Vec<usize>> {
     let pipeline = Pipeline::new(options)?;
     let per_rank = options.num_micro_batches;

@@ -21,6 +21,17 @@ impl PipelineOptions {
     ///
     /// # Complexity
     /// O(ops), that is O(p v m).
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::pipeline::{Kind, PipelineOptions, Schedule};
+    ///
+    /// let schedule = Schedule::OneForwardOneBackward;
+    /// let pipeline = PipelineOptions { schedule, num_stages: 2, num_virtual_stages: 1, num_micro_batches: 2 };
+    /// let kinds: Vec<Kind> = pipeline.orders()?[0].iter().map(|op| op.kind).collect();
+    /// assert_eq!(kinds, [Kind::Forward, Kind::Forward, Kind::Backward, Kind::Backward]);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
     pub fn orders(&self) -> Result<Vec<Vec<Op>>> {
         self.check()?;
         let mut meter = Meter::default();

@@ -13,12 +13,33 @@ use super::{hybrid, per_document, per_sequence};
 ///
 /// Ranks differ by at most one token, whatever the lengths.
 ///
+/// # Arguments
+/// * `lengths` - documents of the micro-batch, in packed order.
+/// * `options` - how to cut; what a kernel model decides must be filled in ([`ShardOptions::resolve`]).
+///
+/// # Returns
+/// The segments of every rank.
+///
 /// # Errors
 /// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::TotalTooLong`] when the tokens exceed
 /// int32, [`crate::Error::Combination`] for an option that does not go with the strategy.
 ///
 /// # Complexity
 /// O(n (log n + cp_size)) for `n` documents.
+///
+/// # Example
+/// ```
+/// use wlb_core::sharding::Remainder;
+/// use wlb_core::{Lengths, Mask, ShardOptions, Strategy, shard};
+///
+/// let (strategy, mask, remainder) = (Strategy::PerDocument, Mask::Causal, Remainder::Chunk);
+/// let options = ShardOptions { cp_size: 2, strategy, mask, remainder, hybrid_threshold: None };
+/// let shard = shard(&Lengths::new("lengths", &[8, 4])?, &options)?;
+/// // Each document in four chunks: the first and the last for one rank, the two in the middle for the other.
+/// assert_eq!(shard.token_indices(0)?, [0, 1, 6, 7, 8, 11]);
+/// assert_eq!((shard.pairs(0), shard.pairs(1)), (23, 23));
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
     let ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold } = *options;
     check_size(lengths, cp_size)?;

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `config` | how a stream is packed |
 //! | `packer` | what a [`Packer`] holds |
-//! | `push`, `check_push` | a global batch enters |
+//! | `arrivals`, `push` | a global batch enters |
 //! | `outlier_queue` | where documents wait that are too long to be balanced |
 //! | `release_fifo`, `release_adaptive`, `level` | which of them leave, and where these go |
 //! | `iteration`, `fuller` | one packing, made of what leaves |
@@ -14,7 +14,7 @@
 //! | `state` | a packer saved and loaded |
 
 mod admission;
-mod check_push;
+mod arrivals;
 mod config;
 mod drain;
 mod fuller;
@@ -29,8 +29,8 @@ mod release_fifo;
 mod state;
 
 pub use admission::{Bounds, OnBacklog};
+pub use arrivals::Push;
 pub use config::{ADAPTIVE_MAX_DELAY, DELAY_PRICE, Oversize, PackerConfig, Release, StreamMethod};
 pub use metrics::Metrics;
 pub use outlier_queue::{OutlierQueue, Waiting};
 pub use packer::Packer;
-pub use push::Push;

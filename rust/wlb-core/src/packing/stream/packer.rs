@@ -7,6 +7,31 @@ use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
 
 /// Packs a stream of global batches (WLB-LLM, Algorithm 1 with multi-level outlier queues).
+///
+/// # Example
+/// ```
+/// use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+/// use wlb_core::{CostModel, Lengths, Mask};
+///
+/// let mut packer = Packer::new(PackerConfig {
+///     num_micro_batches: 2,
+///     max_tokens: 1000,
+///     max_document_tokens: 1000,
+///     oversize: Oversize::Error,
+///     // Documents of 800 tokens and more wait until there are two of them.
+///     outlier_thresholds: vec![800],
+///     release: Release::Fifo,
+///     delay_price: None,
+///     max_delay: None,
+///     method: StreamMethod::VarLength,
+///     cost_model: CostModel::analytic(1.0, 100.0, Mask::Causal)?,
+/// })?;
+/// let first = packer.push(&Lengths::new("lengths", &[900, 300, 200, 100])?, None)?;
+/// assert_eq!((first.tokens.as_slice(), packer.pending_tokens()), (&[300, 300][..], 900));
+/// let second = packer.push(&Lengths::new("lengths", &[850, 100, 100])?, None)?;
+/// assert_eq!((second.tokens.as_slice(), packer.pending()), (&[1000, 950][..], 0));
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Packer {
     pub(super) config: PackerConfig,

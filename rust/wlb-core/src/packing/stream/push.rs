@@ -9,32 +9,11 @@ use crate::packing::piece::Piece;
 use crate::packing::plan::Packing;
 use crate::packing::split::split;
 
+use super::arrivals::Push;
 use super::config::{Oversize, Release};
 use super::iteration::{Batch, Occasion};
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
-
-/// What enters a packer in one iteration.
-#[derive(Clone, Copy, Debug)]
-pub struct Push<'a> {
-    /// Tokens of the new documents.
-    pub lengths: &'a Lengths,
-    /// Their names, unique among these and the pending ones; by default a running number.
-    pub ids: Option<&'a [i64]>,
-    /// Where each begins inside the document of its id, for a caller that cuts documents itself and lets their pieces enter
-    /// over several iterations; only with `ids`. By default all are whole documents.
-    pub starts: Option<&'a [i32]>,
-    /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
-    /// must not be nearly empty and has nothing further to read. 0: as the rule says.
-    pub min_step_tokens: i64,
-}
-
-impl<'a> Push<'a> {
-    /// Whole documents, named by a running number.
-    pub fn new(lengths: &'a Lengths) -> Self {
-        Self { lengths, ids: None, starts: None, min_step_tokens: 0 }
-    }
-}
 
 impl Packer {
     /// Packs one global batch of whole documents ([`Packer::push_pieces`] with the defaults).
@@ -47,8 +26,14 @@ impl Packer {
 
     /// Packs one global batch: the new documents, what was carried over, and the outliers whose time has come.
     ///
-    /// Documents that are no outliers and fit are emitted in the iteration they arrived in. The packing's
-    /// `assignment` follows `lengths`; its `leftover` is what is now carried over.
+    /// Documents that are no outliers and fit are emitted in the iteration they arrived in.
+    ///
+    /// # Arguments
+    /// * `push` - the new documents.
+    ///
+    /// # Returns
+    /// The micro-batches of this step. Its `assignment` follows `push.lengths`: -1 for a document that waits, or was cut. Its
+    /// `leftover` is what is now carried over.
     ///
     /// # Errors
     /// [`crate::Error::TooLong`] under [`Oversize::Error`], [`crate::Error::Number`] for a split into too many pieces,

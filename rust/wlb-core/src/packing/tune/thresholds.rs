@@ -20,6 +20,14 @@ const REFINEMENTS: u32 = 3;
 /// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there is always an answer; it is
 /// the one with the least delay if none keeps the limit.
 ///
+/// # Arguments
+/// * `lengths` - a sample of documents, in the order in which they would come.
+/// * `num_queues` - most levels of the queue, 0 to 4.
+/// * `options` - the packer, and the mean delay that is accepted.
+///
+/// # Returns
+/// The thresholds with the least mean imbalance within the delay limit, and the choices that no other beats.
+///
 /// # Errors
 /// Those of [`PackerConfig::check`](crate::packing::stream::PackerConfig::check),
 /// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,

@@ -1,13 +1,35 @@
-//! Everything that can be wrong with what enters a packer.
+//! What enters a packer, and everything that can be wrong with it.
 
 use crate::error::{Error, Result, check_range};
+use crate::lengths::Lengths;
 use crate::limits::MAX_ITERATION;
 use crate::packing::split::check_cuts;
 
 use super::config::Oversize;
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
-use super::push::Push;
+
+/// What enters a packer in one iteration.
+#[derive(Clone, Copy, Debug)]
+pub struct Push<'a> {
+    /// Tokens of the new documents.
+    pub lengths: &'a Lengths,
+    /// Their names, unique among these and the pending ones; by default a running number.
+    pub ids: Option<&'a [i64]>,
+    /// Where each begins inside the document of its id, for a caller that cuts documents itself and lets their pieces enter
+    /// over several iterations; only with `ids`. By default all are whole documents.
+    pub starts: Option<&'a [i32]>,
+    /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
+    /// must not be nearly empty and has nothing further to read. 0: as the rule says.
+    pub min_step_tokens: i64,
+}
+
+impl<'a> Push<'a> {
+    /// Whole documents, named by a running number.
+    pub fn new(lengths: &'a Lengths) -> Self {
+        Self { lengths, ids: None, starts: None, min_step_tokens: 0 }
+    }
+}
 
 impl Packer {
     /// Everything that can be wrong with a push, before anything changes. Gives the first default id and the next.
