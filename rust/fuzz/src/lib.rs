@@ -1,4 +1,5 @@
-//! What each fuzz target does with its bytes: read an input out of them, and assert what the tests of `wlb-core` assert.
+//! What each fuzz target does with its bytes: read an input out of them, and assert what the tests of `wlb-core`
+//! assert.
 //!
 //! A byte string that is too short for an input is an input all the same: `arbitrary` fills up with zeros.
 

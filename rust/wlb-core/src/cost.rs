@@ -33,8 +33,8 @@ impl Mask {
         }
     }
 
-    /// [`Mask::pairs`] rounded to a float, without the detour that keeps a loop from vectorising. The same to the last bit: the
-    /// product is rounded once, and halving is exact.
+    /// [`Mask::pairs`] rounded to a float, without the detour that keeps a loop from vectorising. The same to the last
+    /// bit: the product is rounded once, and halving is exact.
     #[inline]
     pub fn pairs_f64(self, length: i32) -> f64 {
         let d = f64::from(length);

@@ -73,8 +73,8 @@ pub enum Error {
     /// Documents that were to be packed do not all fit.
     #[error(
         "lengths: {documents} of {all} documents ({tokens} tokens) do not fit into {micro_batches} micro-batches of \
-         max_tokens={max_tokens}, the first of them lengths[{index}] = {value}; {remedy}; leftover=\"return\" packs the \
-         others, and lists what is left over"
+         max_tokens={max_tokens}, the first of them lengths[{index}] = {value}; {remedy}; leftover=\"return\" packs \
+         the others, and lists what is left over"
     )]
     #[allow(missing_docs)]
     LeftOver {
@@ -105,8 +105,8 @@ pub enum Error {
 
     /// More waits in a packer than its bounds allow.
     #[error(
-        "{pending_tokens} tokens wait after this push, more than the {bound} of packer.bounds(): documents arrive faster than \
-         they fit into the micro-batches. Push no more than packer.admits(lengths) says, or raise max_tokens"
+        "{pending_tokens} tokens wait after this push, more than the {bound} of packer.bounds(): documents arrive faster \
+         than they fit into the micro-batches. Push no more than packer.admits(lengths) says, or raise max_tokens"
     )]
     #[allow(missing_docs)]
     Backlog { pending_tokens: i64, bound: i64 },
@@ -191,7 +191,9 @@ pub(crate) fn saturating_i64(value: usize) -> i64 {
 
 /// Makes an enum of named choices: `FromStr` whose error lists them, and `as_str`.
 macro_rules! named_choices {
-    ($(#[$meta:meta])* $name:ident, $argument:literal { $($(#[$doc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+    ($(#[$meta:meta])* $name:ident, $argument:literal {
+        $($(#[$doc:meta])* $variant:ident = $text:literal),+ $(,)?
+    }) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
         pub enum $name {

@@ -1,7 +1,7 @@
 //! The most that a caller may ask for.
 //!
-//! Beyond each of these a number is a mistyped one: it is an error that names the argument, not an exhausted memory or an
-//! overflow. Every limit stands here and nowhere else; the Python package reads them from here.
+//! Beyond each of these a number is a mistyped one: it is an error that names the argument, not an exhausted memory or
+//! an overflow. Every limit stands here and nowhere else; the Python package reads them from here.
 
 /// Tokens of the longest document and of the longest packed sequence: `cu_seqlens` are int32 in every varlen attention
 /// kernel.

@@ -1,4 +1,5 @@
-//! Micro-batches placed for a schedule: every one once, never slower than dealt by cost, close to the best of all orders.
+//! Micro-batches placed for a schedule: every one once, never slower than dealt by cost, close to the best of all
+//! orders.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -60,8 +61,8 @@ proptest! {
         prop_assert_eq!(&order, &order_micro_batches(&layout, &times, dp_size).unwrap());
     }
 
-    /// No swap makes the slowest rank faster by what is worth it, neither inside it nor with another rank: where the search
-    /// is not cut off. With so few micro-batches it never is.
+    /// No swap makes the slowest rank faster by what is worth it, neither inside it nor with another rank: where the
+    /// search is not cut off. With so few micro-batches it never is.
     #[test]
     fn no_swap_helps(layout in layouts(), dp_size in 1_usize..4, seed in vec(1_u32..1000, 9)) {
         let m = layout.num_micro_batches.min(2 * layout.num_stages);

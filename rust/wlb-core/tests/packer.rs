@@ -62,7 +62,8 @@ proptest! {
         prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
     }
 
-    /// The reported points are what a packer really does with those thresholds, or at that price, and the best one is the best of them.
+    /// The reported points are what a packer really does with those thresholds, or at that price, and the best one is
+    /// the best of them.
     #[test]
     fn tuning_reports_what_a_packer_does(
         mut lengths in lengths(120, 20_000), last in 1..20_000, n in 1_usize..5,
@@ -179,7 +180,8 @@ fn nothing_waits_for_ever() {
     assert!(left.is_some() && packer.metrics().delay_max() > 10, "{:?}", packer.metrics());
 }
 
-/// Light documents make way where they would make a micro-batch with long ones the heaviest, because the others are full.
+/// Light documents make way where they would make a micro-batch with long ones the heaviest, because the others are
+/// full.
 #[test]
 fn light_documents_make_way() {
     let mut packer = Packer::new(adaptive(2, 0.01, Some(1))).unwrap();

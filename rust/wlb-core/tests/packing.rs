@@ -24,8 +24,8 @@ fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
 proptest! {
     #![proptest_config(config(400))]
 
-    /// Every method: the oracle bit for bit, each document once, never over `max_tokens`, the certificate, the promise of
-    /// `var_length_fast`, and the same plan from its own assignment.
+    /// Every method: the oracle bit for bit, each document once, never over `max_tokens`, the certificate, the promise
+    /// of `var_length_fast`, and the same plan from its own assignment.
     #[test]
     fn plans_are_the_oracles(
         lengths in lengths(600, 130_000), n in num_micro_batches(), window in 1_usize..4, memory in memory(1000),

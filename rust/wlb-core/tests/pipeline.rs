@@ -174,7 +174,8 @@ fn layouts() -> impl Strategy<Value = PipelineOptions> {
     })
 }
 
-/// Costs with their detail, latencies, activations: whole numbers such that every pass takes whole seconds, mostly small.
+/// Costs with their detail, latencies, activations: whole numbers such that every pass takes whole seconds, mostly
+/// small.
 #[derive(Clone, Debug)]
 struct Work {
     layout: PipelineOptions,

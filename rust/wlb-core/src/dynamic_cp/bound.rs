@@ -1,13 +1,14 @@
 //! What no plan can beat.
 //!
-//! A *path* is a chain of ops, each of which waits for the one before it; a step takes as long as any path. All paths here run on the
-//! same rank of every stage, and the bounds are sums over their micro-batches with factors that are the same for all ranks:
-//! so they hold for the mean over the ranks, and the mean time of a micro-batch is at least its work spread over all of them,
-//! however they are grouped.
+//! A *path* is a chain of ops, each of which waits for the one before it; a step takes as long as any path. All paths
+//! here run on the same rank of every stage, and the bounds are sums over their micro-batches with factors that are the
+//! same for all ranks: so they hold for the mean over the ranks, and the mean time of a micro-batch is at least its
+//! work spread over all of them, however they are grouped.
 //!
-//! From here on times are of one stage: `x` of a micro-batch, a third of it forward. `p` stages, `w = p - 1`, `m` micro-batches, `S`
-//! the sum of all `x`. Facts of 1F1B: the last stage runs forward and backward of one micro-batch after the other; on the first stage
-//! the forward of micro-batch `j` comes behind all forwards before it and the backwards up to `j - p`.
+//! From here on times are of one stage: `x` of a micro-batch, a third of it forward. `p` stages, `w = p - 1`, `m`
+//! micro-batches, `S` the sum of all `x`. Facts of 1F1B: the last stage runs forward and backward of one micro-batch
+//! after the other; on the first stage the forward of micro-batch `j` comes behind all forwards before it and the
+//! backwards up to `j - p`.
 
 use super::options::DynamicCpOptions;
 use super::solver::{Document, Problem};
@@ -17,8 +18,8 @@ use super::solver::{Document, Problem};
 /// The largest of
 /// - all work spread evenly over all ranks of all stages, and the constant part of `least` micro-batches;
 /// - the way of the longest document through the pipeline on its best group;
-/// - where the pipeline is not interleaved, what it takes to fill and drain it with `most` micro-batches ([`fill_and_drain`]), and
-///   around the `k` longest documents, for every `k` ([`around`]).
+/// - where the pipeline is not interleaved, what it takes to fill and drain it with `most` micro-batches
+///   ([`fill_and_drain`]), and around the `k` longest documents, for every `k` ([`around`]).
 ///
 /// All of them but the second with the hops to the last stage and back, which every path can be made to have.
 ///
@@ -60,7 +61,8 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     bound
 }
 
-/// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a longer document.
+/// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a
+/// longer document.
 #[derive(Clone, Copy)]
 struct Least {
     /// The mean over all ranks: its group takes no less than for it alone, other ranks no less than nothing takes.
@@ -88,16 +90,17 @@ impl Least {
 
 /// At most `most` micro-batches of together `sum`.
 ///
-/// A path: forwards on the first stage up to that of `i`, this up to the last stage, everything there up to `k >= i`, the backward of `k`
-/// down to the first stage, the backwards behind it there. It takes `S + F(i) + D(k)` with
+/// A path: forwards on the first stage up to that of `i`, this up to the last stage, everything there up to `k >= i`,
+/// the backward of `k` down to the first stage, the backwards behind it there. It takes `S + F(i) + D(k)` with
 ///
 /// `F(i) = w/3 x_i - 2/3 (sum before i)`, `D(k) = 2w/3 x_k - 1/3 (sum behind k)`.
 ///
-/// Let `Q` be the sum of the first `c` micro-batches, `R = S - Q` that of the others, and `F`, `D` the largest of `F(i)` among those,
-/// `D(k)` among these. `F(i) <= F` says `P_i + x_i + 3F/2 <= g (P_i + 3F/2)` for the sum `P_i` before `i`, with `g = 1 + 2/w`; from the first on, `Q +
-/// 3F/2 <= g^c 3F/2`: so `F >= Q / (1.5 (g^c - 1))`. In the same way, from the last on, `D >= R / (3 (h^(m-c) - 1))` with `h = 1 + 1/(2w)`.
-/// As `Q + R = S`, the least of the sum of these two is where one of `Q` and `R` is 0. That holds for every `c`. (Fewer
-/// micro-batches than `most` are some that take nothing.)
+/// Let `Q` be the sum of the first `c` micro-batches, `R = S - Q` that of the others, and `F`, `D` the largest of
+/// `F(i)` among those, `D(k)` among these. `F(i) <= F` says `P_i + x_i + 3F/2 <= g (P_i + 3F/2)` for the sum `P_i`
+/// before `i`, with `g = 1 + 2/w`; from the first on, `Q + 3F/2 <= g^c 3F/2`: so `F >= Q / (1.5 (g^c - 1))`. In the
+/// same way, from the last on, `D >= R / (3 (h^(m-c) - 1))` with `h = 1 + 1/(2w)`. As `Q + R = S`, the least of the sum
+/// of these two is where one of `Q` and `R` is 0. That holds for every `c`. (Fewer micro-batches than `most` are some
+/// that take nothing.)
 fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
     let way = stages - 1.0;
     let mut drain = vec![1.0_f64; most + 1];
@@ -115,23 +118,24 @@ fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
     sum + sum * part
 }
 
-/// Documents of together `t` (`together`), wherever they are; micro-batches with the shortest of them take at least `y` (`shortest`), with
-/// others `x` (`longer`, no less); `others` is the rest of `S`.
+/// Documents of together `t` (`together`), wherever they are; micro-batches with the shortest of them take at least `y`
+/// (`shortest`), with others `x` (`longer`, no less); `others` is the rest of `S`.
 ///
-/// Of the rest, `q` is in the `n <= w` micro-batches right before the first of them, `e` in those before, `s` behind the last. What
-/// is in between counts as `t`, in full on both paths. Say the first takes `x` and the last `y`: either both are one, with all of them,
-/// which takes more; or they have not both the shortest, and then these paths, with more of the last than of the first, are
-/// shortest so.
+/// Of the rest, `q` is in the `n <= w` micro-batches right before the first of them, `e` in those before, `s` behind
+/// the last. What is in between counts as `t`, in full on both paths. Say the first takes `x` and the last `y`: either
+/// both are one, with all of them, which takes more; or they have not both the shortest, and then these paths, with
+/// more of the last than of the first, are shortest so.
 ///
 /// - The first forward up, everything from the first to the last of them on the last stage, the last backward down. On
 ///   the first stage, all before that forward but the backwards of the last `n`, and all backwards behind:
 ///   `A = e + q/3 + w/3 x + t + 2w/3 y + 2/3 s`.
-/// - The path of [`fill_and_drain`], from one of the `n` to the last of them: `B = e + q + F + t + 2w/3 y + 2/3 s`, where `F >= (q + e - e
-///   g^n) / (1.5 (g^n - 1)) = q/u - 2/3 e` with `u = 1.5 (g^n - 1)`; less for fewer than `n`.
+/// - The path of [`fill_and_drain`], from one of the `n` to the last of them: `B = e + q + F + t + 2w/3 y + 2/3 s`,
+///   where `F >= (q + e - e g^n) / (1.5 (g^n - 1)) = q/u - 2/3 e` with `u = 1.5 (g^n - 1)`; less for fewer than `n`.
 ///
-/// No step takes less than `A` and `B` in any proportion `a : 1 - a`. With `a = (u + 3) / (2u + 3)` ([`balance`]), where a second in `q` and one in `s`
-/// count the same, 2/3, and one in `e` counts `1/3 + 2a/3`, no less, since `a >= 1/2`: so `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a
-/// = 1`, what counts least is `q`: `t + w/3 (x + 2y) + (e + q + s) / 3`. More in between than `t` is more in both.
+/// No step takes less than `A` and `B` in any proportion `a : 1 - a`. With `a = (u + 3) / (2u + 3)` ([`balance`]),
+/// where a second in `q` and one in `s` count the same, 2/3, and one in `e` counts `1/3 + 2a/3`, no less, since `a >=
+/// 1/2`: so `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a = 1`, what counts least is `q`: `t + w/3 (x + 2y) + (e + q
+/// + s) / 3`. More in between than `t` is more in both.
 fn around(together: f64, longer: f64, shortest: f64, others: f64, way: f64, a: f64) -> f64 {
     let ends = |a: f64| way / 3.0 * (a * longer + 2.0 * shortest);
     (together + others / 3.0 + ends(1.0)).max(together + others * 2.0 / 3.0 + ends(a))

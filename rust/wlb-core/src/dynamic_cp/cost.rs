@@ -14,8 +14,9 @@ pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
 
 /// What exchanging keys and values inside a context-parallel group costs, forward and backward, over all layers.
 ///
-/// On a group of `c` ranks with `T` tokens: `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`, of which as much
-/// is hidden as fits into `overlap` times the group's attention. The default is an exchange that costs nothing.
+/// On a group of `c` ranks with `T` tokens: `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`, of
+/// which as much is hidden as fits into `overlap` times the group's attention. The default is an exchange that costs
+/// nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Communication {
     /// Latency of handing keys and values on to the next rank.

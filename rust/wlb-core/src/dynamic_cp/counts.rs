@@ -9,7 +9,8 @@ use super::options::DynamicCpOptions;
 /// The sweep ends at this many times the micro-batches that it begins with.
 const SWEEP: usize = 4;
 
-/// A single round of more micro-batches than stages has nearly all of them under way: it must be so much faster than what has fewer.
+/// A single round of more micro-batches than stages has nearly all of them under way: it must be so much faster than
+/// what has fewer.
 const ONE_ROUND: f64 = 1.01;
 
 /// Most micro-batches of any plan on this machine.
@@ -20,8 +21,8 @@ pub(super) fn limit(options: &DynamicCpOptions) -> usize {
 
 /// Numbers of micro-batches to try.
 pub(super) struct Counts {
-    /// None with fewer is tried. The same as `start` without a constant part: fewer than there are stages are then faster only for a
-    /// handful of documents that exchange or hops cost much, and the schedules of torch take none.
+    /// None with fewer is tried. The same as `start` without a constant part: fewer than there are stages are then
+    /// faster only for a handful of documents that exchange or hops cost much, and the schedules of torch take none.
     pub(super) least: usize,
     /// Enough for the memory, and for every stage to have one.
     pub(super) start: usize,
@@ -51,7 +52,8 @@ impl Counts {
     }
 }
 
-/// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes equal rounds only.
+/// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes equal
+/// rounds only.
 pub(super) fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usize> {
     let mut counts: Vec<usize> = Vec::new();
     let mut count = least;
@@ -72,8 +74,8 @@ pub(super) fn candidates(options: &DynamicCpOptions, least: usize, most: usize) 
     counts
 }
 
-/// The number of micro-batches, in equal rounds if the pipeline is interleaved: rounded down, or up if there is a least number. `None` if that is
-/// more than `most`.
+/// The number of micro-batches, in equal rounds if the pipeline is interleaved: rounded down, or up if there is a least
+/// number. `None` if that is more than `most`.
 pub(super) fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
     let below = if options.num_virtual_stages > 1 { count - count % rounds(options, count) } else { count };
     let enough = below >= options.min_micro_batches.unwrap_or(1);
@@ -94,7 +96,8 @@ pub(super) fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
     (count / options.num_stages).max(1)
 }
 
-/// What numbers of micro-batches are compared by: the seconds, and something for what an interleaved pipeline then has under way.
+/// What numbers of micro-batches are compared by: the seconds, and something for what an interleaved pipeline then has
+/// under way.
 pub(super) fn price(options: &DynamicCpOptions, count: usize, seconds: f64) -> f64 {
     let one_round = options.num_virtual_stages > 1 && count > options.num_stages && rounds(options, count) == 1;
     if one_round { seconds * ONE_ROUND } else { seconds }

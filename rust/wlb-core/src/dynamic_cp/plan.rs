@@ -41,7 +41,8 @@ pub struct DynamicCpPlan {
     pub documents: Vec<i64>,
     /// Tokens of each of them.
     pub lengths: Vec<i32>,
-    /// Groups, micro-batch by micro-batch; inside one, in the order of their ranks, which are all ranks. A group may be empty.
+    /// Groups, micro-batch by micro-batch; inside one, in the order of their ranks, which are all ranks. A group may be
+    /// empty.
     pub groups: Vec<Group>,
     /// Group `g` has `documents[document_offsets[g]..document_offsets[g + 1]]`.
     pub document_offsets: Vec<usize>,
@@ -49,12 +50,13 @@ pub struct DynamicCpPlan {
     pub group_offsets: Vec<usize>,
     /// Predicted time of the step.
     pub seconds: f64,
-    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried; where their number (or the least) was given, none of that many (or more).
+    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried; where their number
+    /// (or the least) was given, none of that many (or more).
     pub lower_bound: f64,
     /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
     pub balanced_seconds: f64,
-    /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early, the time it would take
-    /// if short documents could be divided at will, already more than the plan's.
+    /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early,
+    /// the time it would take if short documents could be divided at will, already more than the plan's.
     pub sweep: Vec<(usize, f64)>,
 }
 

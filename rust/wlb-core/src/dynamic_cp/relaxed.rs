@@ -34,10 +34,10 @@ impl Relaxed {
 
     /// Goes on for a number of steps.
     ///
-    /// The time of a step is the greatest of sums over micro-batches, one for each path through the schedule. So of what is not the
-    /// best, work has to move from micro-batches that have more of the critical path than the average second has to those that
-    /// have less; each loses or gains in proportion to that difference and to what it has. (A subgradient step in the geometry
-    /// of proportions, of Polyak's length for the time that is hoped for.)
+    /// The time of a step is the greatest of sums over micro-batches, one for each path through the schedule. So of
+    /// what is not the best, work has to move from micro-batches that have more of the critical path than the average
+    /// second has to those that have less; each loses or gains in proportion to that difference and to what it has. (A
+    /// subgradient step in the geometry of proportions, of Polyak's length for the time that is hoped for.)
     ///
     /// # Complexity
     /// O(ops) a step.

@@ -14,16 +14,16 @@ const LEAST: f64 = 1.0 / 64.0;
 /// Relative work of each micro-batch, 1 for the full ones: light at both ends.
 ///
 /// A pipeline fills at the speed of its first micro-batches and drains at that of its last, and while it does, ranks
-/// idle. A micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, is
-/// no longer than the backwards of those before it: so sizes may rise by `1 + b / ((p - 1) f)` from one to the
-/// next, and fall by `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between have other micro-batches in hand than
-/// the last one, so a slower rise is better, and a faster fall leaves the full ones lighter: these numbers were found by search
-/// over shapes in the simulator. Virtual stages shorten the way.
+/// idle. A micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, is no longer
+/// than the backwards of those before it: so sizes may rise by `1 + b / ((p - 1) f)` from one to the next, and fall by
+/// `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between have other micro-batches in hand than the
+/// last one, so a slower rise is better, and a faster fall leaves the full ones lighter: these numbers were found by
+/// search over shapes in the simulator. Virtual stages shorten the way.
 ///
 /// # Arguments
 /// * `ends` - how heavy the ends are, relative to what suits a long step; above 1, only the first.
-/// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full micro-batches reach
-///   it.
+/// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full
+///   micro-batches reach it.
 pub(super) fn shape(options: &PipelineOptions, mut ends: f64, heaviest: f64) -> Vec<f64> {
     let &PipelineOptions { num_micro_batches, num_stages, num_virtual_stages, .. } = options;
     loop {
@@ -42,16 +42,17 @@ pub(super) fn heavier_first(options: &PipelineOptions) -> Option<f64> {
 
 /// Around documents so long that the pipeline fills and drains at their speed, in seconds. `None` if they are not.
 ///
-/// The longest is in micro-batch `p`, and what is before it makes three kinds of paths take the same (`x` are the sizes, `w = p - 1`):
+/// The longest is in micro-batch `p`, and what is before it makes three kinds of paths take the same (`x` are the
+/// sizes, `w = p - 1`):
 ///
-/// - forwards on the first stage up to one of the `w` micro-batches before `p`, this up to the last stage, everything there up to `p`.
-///   Each of these is then `g = 1 + 2/w` times the one before, `x_j = g^(j-1) x_1`;
+/// - forwards on the first stage up to one of the `w` micro-batches before `p`, this up to the last stage, everything
+///   there up to `p`. Each of these is then `g = 1 + 2/w` times the one before, `x_j = g^(j-1) x_1`;
 /// - the same with `p` itself, behind the backward of the first: `x_p = g^w x_1 - 2/w x_0`;
 /// - forwards on the first stage up to `w`; on the second this, the backward behind it, and `p`, up to the last stage:
 ///   `x_p = x_w + 2 (x_1 - x_0)`. Both together: `x_0 = x_1 (w - g^(w-1)) / (w - 1)`.
 ///
-/// In the bound of these documents, whatever is left counts the same wherever it is: so behind them sizes fall, at a rate that
-/// was found by search, until nothing is left.
+/// In the bound of these documents, whatever is left counts the same wherever it is: so behind them sizes fall, at a
+/// rate that was found by search, until nothing is left.
 ///
 /// # Arguments
 /// * `longest` - seconds of documents, longest first.

@@ -9,8 +9,8 @@ use super::solver::Draft;
 /// Seconds of a step: the pipeline's ops on every rank, where the ranks of a group start together.
 ///
 /// Each stage has `world_size` ranks, and rank `r` of a stage hands its micro-batches to rank `r` of the next. All of
-/// them run the same order of ops. A group's op starts when all of its ranks are free and have their input. Groups change from
-/// micro-batch to micro-batch, and so do the ranks that wait for one another.
+/// them run the same order of ops. A group's op starts when all of its ranks are free and have their input. Groups
+/// change from micro-batch to micro-batch, and so do the ranks that wait for one another.
 ///
 /// # Complexity
 /// O(ops * world_size).

@@ -1,9 +1,9 @@
 //! From documents to groups, for a given number of micro-batches.
 //!
-//! Three steps. A document that is too much for a block of `base` ranks opens a larger one of its own ([`Blocks::open`]). All
-//! others go, longest first, to the block with the least time beyond its target, or, where memory binds, to the one with
-//! the most room ([`Blocks::fill`]). Then every block is halved, and its halves again, while halves of equal work can be
-//! found in it ([`Halving`]): less to exchange, same time.
+//! Three steps. A document that is too much for a block of `base` ranks opens a larger one of its own
+//! ([`Blocks::open`]). All others go, longest first, to the block with the least time beyond its target, or, where
+//! memory binds, to the one with the most room ([`Blocks::fill`]). Then every block is halved, and its halves again,
+//! while halves of equal work can be found in it ([`Halving`]): less to exchange, same time.
 
 use crate::cost::CostModel;
 use crate::interrupt::Meter;
@@ -115,7 +115,8 @@ impl Problem {
         (0..=largest.ilog2()).map(|bit| 1 << bit)
     }
 
-    /// Whether no rank gets too many tokens (ranks differ by at most one), and the group no more than int32 `cu_seqlens` count.
+    /// Whether no rank gets too many tokens (ranks differ by at most one), and the group no more than int32
+    /// `cu_seqlens` count.
     #[inline]
     pub(super) fn fits(&self, load: &Load, cp_size: usize) -> bool {
         load.tokens <= self.capacity(cp_size)
@@ -144,12 +145,13 @@ impl Problem {
         self.capacity(block.cp_size as usize) - block.load.tokens
     }
 
-    /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where these will do.
-    /// `None` if the documents do not fit.
+    /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where
+    /// these will do. `None` if the documents do not fit.
     ///
     /// # Complexity
-    /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document that needs a
-    /// larger block. Where `base` does not divide `r`, up to O(m log r) more for any, and O(m r / base) where memory binds.
+    /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document
+    /// that needs a larger block. Where `base` does not divide `r`, up to O(m log r) more for any, and O(m r / base)
+    /// where memory binds.
     pub(super) fn solve(&self, targets: &[f64], base: usize) -> Option<Draft> {
         let mut blocks = Blocks::new(self, targets.to_vec());
         let opened = blocks.open(base);
@@ -157,8 +159,8 @@ impl Problem {
         Some(blocks.into_draft())
     }
 
-    /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of all work even
-    /// on the largest group, the longest where the shape is fullest, and so on.
+    /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of
+    /// all work even on the largest group, the longest where the shape is fullest, and so on.
     pub(super) fn floors(&self, shape: &[f64]) -> Vec<f64> {
         let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
         fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
@@ -256,8 +258,8 @@ impl<'a> Blocks<'a> {
         Self { problem, targets, blocks: Vec::new(), assignment }
     }
 
-    /// Opens a block for every document that needs more than `base` ranks, for memory or for time, while micro-batches have ranks left;
-    /// cuts what is left of them into blocks of `base`. Returns how many documents were placed.
+    /// Opens a block for every document that needs more than `base` ranks, for memory or for time, while micro-batches
+    /// have ranks left; cuts what is left of them into blocks of `base`. Returns how many documents were placed.
     fn open(&mut self, base: usize) -> usize {
         let Self { problem, targets, .. } = self;
         let full = targets.iter().copied().fold(0.0, f64::max);
@@ -300,16 +302,16 @@ impl<'a> Blocks<'a> {
         opened
     }
 
-    /// Places the other documents: each to the block that is furthest below its target; if it does not fit there, to the one
-    /// with the most room. `None` if it fits nowhere.
+    /// Places the other documents: each to the block that is furthest below its target; if it does not fit there, to
+    /// the one with the most room. `None` if it fits nowhere.
     fn fill(&mut self, opened: usize, base: usize) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
         let mut by_time = Sizes::new(blocks, over);
         let mut by_room: Option<Ladder> = None;
         let mut meter = Meter::default();
-        // A document takes the same time more on every block of a size where exchange is free; where it costs, about the same. 12, 24 or 48
-        // ranks have no more blocks of a size than this.
+        // A document takes the same time more on every block of a size where exchange is free; where it costs, about
+        // the same. 12, 24 or 48 ranks have no more blocks of a size than this.
         let many = if problem.cost.is_free() { 1 } else { targets.len() };
         for document in &problem.documents[opened..] {
             let with = |block: &Block| {
@@ -323,7 +325,8 @@ impl<'a> Blocks<'a> {
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
                 meter.spend(targets.len());
-                // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond its target.
+                // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond
+                // its target.
                 let found = by_time.lightest(many, |block| fits(&with(&blocks[block])));
                 let all = found.map(|block| (block, with(&blocks[block])));
                 (chosen, after) = all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)).then(a.0.cmp(&b.0)))?;
@@ -389,8 +392,8 @@ impl<'a> Blocks<'a> {
 }
 
 impl Problem {
-    /// The smallest group from `base` to `most` ranks on which a document takes at most `full` seconds; if there is none, the
-    /// one where it takes least.
+    /// The smallest group from `base` to `most` ranks on which a document takes at most `full` seconds; if there is
+    /// none, the one where it takes least.
     fn wanted(&self, load: &Load, base: usize, most: usize, full: f64) -> usize {
         let mut best = (most, f64::INFINITY);
         for size in self.group_sizes().filter(|&size| (base..=most).contains(&size) && self.fits(load, size)) {
@@ -425,8 +428,8 @@ impl Halving<'_> {
         draft.groups.push(Group { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
     }
 
-    /// Longest first, each to the half with less work, memory permitting; the documents of the first half come to the front. `None` if
-    /// that takes longer than the block and the limit, and the documents are as before.
+    /// Longest first, each to the half with less work, memory permitting; the documents of the first half come to the
+    /// front. `None` if that takes longer than the block and the limit, and the documents are as before.
     fn halves(&mut self, block: &Block, documents: &mut [u32], limit: f64) -> Option<(usize, [Block; 2])> {
         if block.cp_size == 1 || documents.len() < 2 {
             return None;

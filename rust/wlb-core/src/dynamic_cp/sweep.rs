@@ -1,4 +1,5 @@
-//! The plan of a step: numbers of micro-batches and sizes of blocks are tried, and what the simulation finds fastest is kept.
+//! The plan of a step: numbers of micro-batches and sizes of blocks are tried, and what the simulation finds fastest is
+//! kept.
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result};
@@ -21,7 +22,8 @@ const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.998;
-/// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
+/// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were
+/// so close to it.
 const CLOSE: f64 = 1.1;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
@@ -35,14 +37,16 @@ const MAX_OPS: usize = 1 << 16;
 /// The groups of every micro-batch, their documents, the predicted time of the step, and a time that no plan beats.
 ///
 /// # Errors
-/// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a document that exceeds the memory of the
-/// largest group; [`Error::Combination`] when the documents do not fit into the micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given);
-/// [`Error::Layout`] when an interleaved pipeline does not take that number of micro-batches; [`Error::InfiniteCost`].
+/// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
+/// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
+/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Layout`] when an interleaved
+/// pipeline does not take that number of micro-batches; [`Error::InfiniteCost`].
 ///
 /// # Complexity
-/// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a dozen numbers of
-/// micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for the simulation of the best.
-/// In a world that is no power of two, up to O(n m log world_size) instead, and O(n m world_size) where memory binds.
+/// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
+/// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
+/// the simulation of the best. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
+/// world_size) where memory binds.
 ///
 /// # Example
 /// ```
@@ -99,7 +103,8 @@ pub fn plan_dynamic_cp(
             DynamicCpOptions { max_micro_batches: Some(_), .. } => "max_micro_batches",
             _ => "max_tokens_per_rank",
         };
-        let requirement = "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank tokens";
+        let requirement = "no way was found to fit the documents into so few micro-batches of world_size * \
+                           max_tokens_per_rank tokens";
         return Err(Error::Combination { argument, requirement });
     };
     sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
@@ -193,7 +198,8 @@ impl Search<'_> {
         relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
     }
 
-    /// The candidate whose targets promise most first; of those that would be slower than the best before, no more than the promise.
+    /// The candidate whose targets promise most first; of those that would be slower than the best before, no more than
+    /// the promise.
     fn all(&mut self, counts: &[usize], base: usize) -> Result<Vec<Candidate>> {
         let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
@@ -212,8 +218,8 @@ impl Search<'_> {
 
     /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
     ///
-    /// The targets are those that the descent came to; those that it began with, if `start`; and where exchange costs, which they know
-    /// nothing of, those it came to, as much longer as the first solution took.
+    /// The targets are those that the descent came to; those that it began with, if `start`; and where exchange costs,
+    /// which they know nothing of, those it came to, as much longer as the first solution took.
     fn attempt(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
         let &Candidate { num_micro_batches, ref relaxed } = candidate;
         let pipeline = self.pipeline(num_micro_batches)?;
@@ -232,8 +238,8 @@ impl Search<'_> {
 
     /// The seconds of a solution, infinite if there is none.
     ///
-    /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and close where
-    /// micro-batches are balanced.
+    /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and
+    /// close where micro-batches are balanced.
     fn solve(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
         let num_micro_batches = candidate.num_micro_batches;
         let Some(draft) = self.problem.solve(targets, base) else { return Ok(f64::INFINITY) };
@@ -257,10 +263,11 @@ impl Search<'_> {
         Ok(seconds)
     }
 
-    /// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory was planned for.
+    /// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory
+    /// was planned for.
     ///
-    /// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So larger rounds hold
-    /// more micro-batches, unless these are small enough. What somebody asks for is taken as it is.
+    /// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So
+    /// larger rounds hold more micro-batches, unless these are small enough. What somebody asks for is taken as it is.
     fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
         let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = self.options;
         let whole = order.len() <= num_stages || order.len().is_multiple_of(num_stages);
@@ -274,7 +281,8 @@ impl Search<'_> {
         Ok(held <= passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64)
     }
 
-    /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no more.
+    /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
+    /// more.
     fn more(&mut self, most: usize) -> Result<()> {
         let round = if self.options.num_virtual_stages > 1 { self.options.num_stages } else { 1 };
         let limit = limit(self.options);
@@ -290,8 +298,8 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for those that
-    /// were close to it.
+    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for
+    /// those that were close to it.
     fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
         let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else {
             return Ok(());

@@ -1,4 +1,5 @@
-//! One global batch packed, or a window of them: the method that was asked for, and what is said of documents left over.
+//! One global batch packed, or a window of them: the method that was asked for, and what is said of documents left
+//! over.
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, saturating_i64};
@@ -34,7 +35,8 @@ use super::plan::Packing;
 /// let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
 /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
-/// let packing = pack(&lengths, &PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover }, &cost)?;
+/// let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover };
+/// let packing = pack(&lengths, &options, &cost)?;
 /// // The longest document has a micro-batch of its own: it is that much work.
 /// assert_eq!(packing.assignment, [0, 1, 1, 1, 1]);
 /// assert!(packing.max_cost() == packing.lower_bound());
@@ -103,8 +105,8 @@ fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackO
 
 /// Tokens of a micro-batch with which nothing is ever left over: the least, where documents are cut.
 ///
-/// A document kept whole is left over only if it finds no room where the tokens are fewest: those are at most the mean of
-/// what the others could fill.
+/// A document kept whole is left over only if it finds no room where the tokens are fewest: those are at most the mean
+/// of what the others could fill.
 fn enough_tokens(lengths: &Lengths, micro_batches: u64, method: Method) -> i64 {
     let total = lengths.total() as u64;
     let enough = match method {

@@ -16,7 +16,8 @@ use super::piece::Piece;
 /// The pieces of all documents, in order.
 ///
 /// # Errors
-/// [`crate::Error::OutOfRange`] for `max_document_tokens`; [`crate::Error::Number`] where it takes more than [`MAX_CUTS`].
+/// [`crate::Error::OutOfRange`] for `max_document_tokens`; [`crate::Error::Number`] where it takes more than
+/// [`MAX_CUTS`].
 ///
 /// # Complexity
 /// O(pieces).

@@ -58,9 +58,9 @@ impl Pipeline {
         self.run(times, |j| order[j], buffers, |_, _, _, _| {})
     }
 
-    /// The makespan of one cost for each micro-batch ([`Detail::MicroBatch`]), and into `parts` how much of each lies on one critical
-    /// path: ops that begin as soon as the one before them ends, the last of which ends last. So with any other costs `c` a step
-    /// takes at least the sum of `parts[j] * c[j]`, and the latencies of that path.
+    /// The makespan of one cost for each micro-batch ([`Detail::MicroBatch`]), and into `parts` how much of each lies
+    /// on one critical path: ops that begin as soon as the one before them ends, the last of which ends last. So with
+    /// any other costs `c` a step takes at least the sum of `parts[j] * c[j]`, and the latencies of that path.
     ///
     /// # Panics
     /// When there are fewer costs than micro-batches: both are the crate's own.
@@ -104,8 +104,8 @@ impl Pipeline {
         clocks[last]
     }
 
-    /// Calls `visit` with step, start, end and duration; gives the end of the last. `which` micro-batch of `times` each of
-    /// the schedule's is.
+    /// Calls `visit` with step, start, end and duration; gives the end of the last. `which` micro-batch of `times` each
+    /// of the schedule's is.
     #[inline]
     pub(super) fn run(
         &self,

@@ -1,9 +1,9 @@
 //! Which micro-batch on which data-parallel rank, and when.
 //!
 //! A pipeline takes the same micro-batches in any order, but not in the same time: while it fills and drains it is the
-//! first and the last that everybody waits for, and under an interleaved schedule whoever shares a round. A rule for the
-//! one schedule is a bad one for the other, so the simulator decides: from a few sorted orders the best, and from there to
-//! what no swap and no move makes faster.
+//! first and the last that everybody waits for, and under an interleaved schedule whoever shares a round. A rule for
+//! the one schedule is a bad one for the other, so the simulator decides: from a few sorted orders the best, and from
+//! there to what no swap and no move makes faster.
 
 use crate::error::{Error, Result, saturating_i64};
 use crate::packing::deal;
@@ -22,13 +22,13 @@ const MAX_SORTED_OPS: usize = 1 << 24;
 /// What is less of a gain than this is none.
 const WORTHWHILE: f64 = 1.0 - 1e-6;
 
-/// Deals the micro-batches of a step to `dp_size` ranks in equal counts, in an order that suits the schedule, so that the slowest
-/// rank is done early.
+/// Deals the micro-batches of a step to `dp_size` ranks in equal counts, in an order that suits the schedule, so that
+/// the slowest rank is done early.
 ///
-/// Deals by cost as [`crate::Packing::deal`] does, and orders each row: of the order of arrival, heaviest first, lightest first,
-/// and light ends, the fastest. Then, for the slowest rank of each time, swaps of two micro-batches and moves of one
-/// while they help, and swaps with other ranks while those do. So it is never slower than `deal`. Ranks for whose sorted orders
-/// too many ops were simulated already keep that of `deal`.
+/// Deals by cost as [`crate::Packing::deal`] does, and orders each row: of the order of arrival, heaviest first,
+/// lightest first, and light ends, the fastest. Then, for the slowest rank of each time, swaps of two micro-batches and
+/// moves of one while they help, and swaps with other ranks while those do. So it is never slower than `deal`. Ranks
+/// for whose sorted orders too many ops were simulated already keep that of `deal`.
 ///
 /// # Arguments
 /// * `options` - the pipeline of one rank; its number of micro-batches times `dp_size` are those of the step.
@@ -39,7 +39,8 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 /// Concatenated, `dp_size` rows of micro-batch indices, the first of each row to go first.
 ///
 /// # Errors
-/// Those of [`PipelineOptions::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`] for `dp_size`.
+/// Those of [`PipelineOptions::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`]
+/// for `dp_size`.
 ///
 /// # Complexity
 /// About a million ops are simulated, or four orders of each rank if those are more: at most 2^24 ops and one order.
@@ -127,8 +128,8 @@ impl Search<'_> {
         true
     }
 
-    /// Swaps and moves inside a row until none helps or nothing may be simulated any more: there are quadratically many,
-    /// too many even to pass over.
+    /// Swaps and moves inside a row until none helps or nothing may be simulated any more: there are quadratically
+    /// many, too many even to pass over.
     fn settle(&mut self, row: &mut Row) {
         let count = row.order.len();
         row.settled = true;

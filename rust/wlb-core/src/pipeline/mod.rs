@@ -1,8 +1,9 @@
 //! When everything runs: micro-batches through the stages of a pipeline.
 //!
-//! A schedule is plain data: for every pipeline rank, the order of its [`Op`]s ([`PipelineOptions::orders`]). [`Pipeline`]
-//! makes a program of any such order, once; then, for any costs, it gives the makespan (for planners, in nanoseconds an op)
-//! or a whole [`Timeline`]. [`order_micro_batches`] searches the order of micro-batches that is done first.
+//! A schedule is plain data: for every pipeline rank, the order of its [`Op`]s ([`PipelineOptions::orders`]).
+//! [`Pipeline`] makes a program of any such order, once; then, for any costs, it gives the makespan (for planners, in
+//! nanoseconds an op) or a whole [`Timeline`]. [`order_micro_batches`] searches the order of micro-batches that is done
+//! first.
 
 mod makespan;
 mod micro_batch_order;

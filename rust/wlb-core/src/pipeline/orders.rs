@@ -86,8 +86,8 @@ impl PipelineOptions {
         }
     }
 
-    /// `ahead` forwards (and, with several stages, those of a round through all but one), then a forward and a backward in
-    /// turn, then the backwards left over. With `put_off`, weight gradients are apart, and that many backwards late.
+    /// `ahead` forwards (and, with several stages, those of a round through all but one), then a forward and a backward
+    /// in turn, then the backwards left over. With `put_off`, weight gradients are apart, and that many backwards late.
     fn steady(&self, rank: usize, ahead: usize, put_off: Option<usize>) -> Vec<Op> {
         let (p, v, m) = (self.num_stages, self.num_virtual_stages, self.num_micro_batches);
         let passes = m * v;

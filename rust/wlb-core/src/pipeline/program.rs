@@ -45,8 +45,8 @@ impl Pipeline {
     /// Any order of ops for each rank. Where a stage lies follows from whose ops are its.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for sizes; [`Error::Order`] for an op that stands twice, is missing, belongs to a stage of another rank, or would wait for
-    /// ever.
+    /// [`Error::OutOfRange`] for sizes; [`Error::Order`] for an op that stands twice, is missing, belongs to a stage of
+    /// another rank, or would wait for ever.
     ///
     /// # Complexity
     /// O(ops).
@@ -123,8 +123,8 @@ impl Pipeline {
         }
     }
 
-    /// The ops in a sequence in which everything stands behind what it waits for: the rank that runs it, and whether it waits for
-    /// what another rank sends.
+    /// The ops in a sequence in which everything stands behind what it waits for: the rank that runs it, and whether it
+    /// waits for what another rank sends.
     pub(crate) fn program(&self) -> impl Iterator<Item = (Op, usize, bool)> {
         self.steps.iter().map(|step| (step.op, usize::from(step.rank), step.input != NOTHING))
     }

@@ -31,8 +31,8 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Seconds between two steps of ranks that start on the next without waiting for each other, which takes an optimizer
-    /// step that validates afterwards (Qi et al. 2023, section 4): the longest of the spans.
+    /// Seconds between two steps of ranks that start on the next without waiting for each other, which takes an
+    /// optimizer step that validates afterwards (Qi et al. 2023, section 4): the longest of the spans.
     pub fn period(&self) -> f64 {
         self.spans.iter().copied().fold(0.0, f64::max)
     }
@@ -101,8 +101,8 @@ impl Timeline {
     }
 }
 
-/// What the ranks of one step did, in seconds summed over all of them: data-parallel replicas of one pipeline, which wait
-/// for each other at the end of the step.
+/// What the ranks of one step did, in seconds summed over all of them: data-parallel replicas of one pipeline, which
+/// wait for each other at the end of the step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTotals {
     /// How long the step takes: until the slowest replica is done.

@@ -14,8 +14,8 @@ pub struct Times<'a> {
 /// What one entry of the costs is the time of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
-    /// `costs[j]`: micro-batch `j` through the whole model, forward and backward. Every stage takes an equal part of it, and of
-    /// that a third each the forward and the gradients of input and weights.
+    /// `costs[j]`: micro-batch `j` through the whole model, forward and backward. Every stage takes an equal part of
+    /// it, and of that a third each the forward and the gradients of input and weights.
     MicroBatch,
     /// `costs[j * stages + s]`: micro-batch `j` in stage `s` of the model, a third for each of its passes.
     Stage,
@@ -66,7 +66,8 @@ impl<'a> Times<'a> {
     /// the time is attributed to.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for another number of entries; [`Error::Entry`] for one that is negative or more than its cost.
+    /// [`Error::Mismatch`] for another number of entries; [`Error::Entry`] for one that is negative or more than its
+    /// cost.
     pub fn with_exposed(self, exposed: &'a [f64]) -> Result<Self> {
         expect("exposed", exposed.len(), "costs", self.costs.len())?;
         check("exposed", exposed)?;

@@ -49,7 +49,8 @@ pub(super) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
     }
 }
 
-/// Gives a short document to the rank with the most room, and what does not fit there to the next: `(rank, start, length)`.
+/// Gives a short document to the rank with the most room, and what does not fit there to the next: `(rank, start,
+/// length)`.
 #[inline]
 pub(super) fn deal(room: &mut [i64], length: i32, mut place: impl FnMut(usize, i32, i32)) {
     let mut start = 0;

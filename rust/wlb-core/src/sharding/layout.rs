@@ -28,8 +28,8 @@ impl Shard {
     /// The arrays of one rank.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when the keys of all its segments are
-    /// more than int32 `cu_seqlens_k` can count.
+    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when the keys of all its segments
+    /// are more than int32 `cu_seqlens_k` can count.
     ///
     /// # Complexity
     /// O(segments).

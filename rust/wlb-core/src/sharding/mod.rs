@@ -1,7 +1,7 @@
 //! Which tokens of a micro-batch go to which context-parallel rank (section 5 of WLB-LLM).
 //!
-//! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. What a rank feeds its
-//! attention kernel follows from them alone ([`Shard::layout`]). How long that takes is predicted in [`kernel`]; by that, and
+//! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. What a rank feeds its attention
+//! kernel follows from them alone ([`Shard::layout`]). How long that takes is predicted in [`kernel`]; by that, and
 //! from lengths only, [`ShardOptions::resolve`] chooses between the strategies.
 
 mod adaptive;

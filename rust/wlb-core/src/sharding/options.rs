@@ -16,7 +16,8 @@ named_choices! {
         PerDocument = "per_document",
         /// Long documents per document, short ones whole.
         Hybrid = "hybrid",
-        /// Whichever of these a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard is never of this one.
+        /// Whichever of these a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
+        /// is never of this one.
         Adaptive = "adaptive",
     }
 }

@@ -8,12 +8,13 @@ use super::kernel::KernelModel;
 use super::options::{ShardOptions, Strategy, check_size, wrong};
 
 impl ShardOptions {
-    /// The same options with what a kernel model decides filled in: [`Strategy::Adaptive`] becomes the strategy whose slowest
-    /// rank is predicted to finish first in a training step, [`Strategy::Hybrid`] without a threshold gets the best one.
+    /// The same options with what a kernel model decides filled in: [`Strategy::Adaptive`] becomes the strategy whose
+    /// slowest rank is predicted to finish first in a training step, [`Strategy::Hybrid`] without a threshold gets the
+    /// best one.
     ///
-    /// Of equally fast ones the simpler is taken: per sequence, per document, hybrid with the highest threshold. Candidates
-    /// for the threshold are "none is long" and all distinct lengths, longest first; of more than 64, those numbered from 64
-    /// on are searched in steps of 2, from 128 on of 3 and so on.
+    /// Of equally fast ones the simpler is taken: per sequence, per document, hybrid with the highest threshold.
+    /// Candidates for the threshold are "none is long" and all distinct lengths, longest first; of more than 64, those
+    /// numbered from 64 on are searched in steps of 2, from 128 on of 3 and so on.
     ///
     /// # Arguments
     /// * `lengths` - documents of the micro-batch, in packed order.
@@ -23,11 +24,12 @@ impl ShardOptions {
     /// Options that [`shard`](crate::shard()) takes.
     ///
     /// # Errors
-    /// [`crate::Error::Combination`] when a kernel model is missing, has no meaning, or is of another mask; and the errors of [`shard`](crate::shard()).
+    /// [`crate::Error::Combination`] when a kernel model is missing, has no meaning, or is of another mask; and the
+    /// errors of [`shard`](crate::shard()).
     ///
     /// # Complexity
-    /// O(n (log n + cp_size)), and O(n cp_size) for each candidate that is not abandoned before: at most 64 and about 44
-    /// for each doubling of the number of distinct lengths.
+    /// O(n (log n + cp_size)), and O(n cp_size) for each candidate that is not abandoned before: at most 64 and about
+    /// 44 for each doubling of the number of distinct lengths.
     ///
     /// # Example
     /// ```

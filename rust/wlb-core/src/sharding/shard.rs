@@ -21,8 +21,8 @@ use super::{hybrid, per_document, per_sequence};
 /// The segments of every rank.
 ///
 /// # Errors
-/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::TotalTooLong`] when the tokens exceed
-/// int32, [`crate::Error::Combination`] for an option that does not go with the strategy.
+/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::TotalTooLong`] when the tokens
+/// exceed int32, [`crate::Error::Combination`] for an option that does not go with the strategy.
 ///
 /// # Complexity
 /// O(n (log n + cp_size)) for `n` documents.

@@ -150,8 +150,8 @@ fn refined_is_no_worse(refined: &Packing, exact: &Packing) {
     assert_eq!(refined.length_fallbacks, exact.length_fallbacks);
 }
 
-/// The same of a step of a stream, beside what the packer would have done otherwise: the same documents wait, what was placed
-/// is placed, and no micro-batch is heavier than the heaviest was.
+/// The same of a step of a stream, beside what the packer would have done otherwise: the same documents wait, what was
+/// placed is placed, and no micro-batch is heavier than the heaviest was.
 pub(crate) fn refined_step_is_no_worse(
     packer: &Packer,
     refined: &Packing,

@@ -40,8 +40,8 @@ impl Bins {
 
     /// Puts a document where the tokens are fewest; else leaves it over.
     ///
-    /// Documents that all find room in this way find it too when some of them are taken away (no micro-batch gets longer then);
-    /// that does not hold of [`Bins::place`].
+    /// Documents that all find room in this way find it too when some of them are taken away (no micro-batch gets
+    /// longer then); that does not hold of [`Bins::place`].
     pub(in crate::packing) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
         let micro_batch = self.fewest_tokens();
         if self.has_room(micro_batch, length) {

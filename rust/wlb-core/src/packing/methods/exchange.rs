@@ -10,15 +10,16 @@ const SEARCHES: usize = 4096;
 
 /// Lowers the maximum cost, as far as exchanges between the heaviest micro-batch and one other do.
 ///
-/// The heaviest gives one document for at most one, or, where no partner has such an exchange, up to two for up to two. Partners
-/// are tried from the lightest on: the first that has an exchange after which both cost less than the heaviest did gets its
-/// best one. So the costs, sorted from the heaviest on, only descend, and this ends: where no exchange is left, where the
-/// maximum is `low_enough`, or after [`SEARCHES`].
+/// The heaviest gives one document for at most one, or, where no partner has such an exchange, up to two for up to two.
+/// Partners are tried from the lightest on: the first that has an exchange after which both cost less than the heaviest
+/// did gets its best one. So the costs, sorted from the heaviest on, only descend, and this ends: where no exchange is
+/// left, where the maximum is `low_enough`, or after [`SEARCHES`].
 ///
 /// `None` if there is no such exchange.
 ///
 /// # Complexity
-/// O(n), at most [`SEARCHES`] binary searches in the documents of a micro-batch (and one document's more), O(N) an exchange.
+/// O(n), at most [`SEARCHES`] binary searches in the documents of a micro-batch (and one document's more), O(N) an
+/// exchange.
 pub(super) fn exchange(documents: &Documents, start: &Placement, low_enough: f64) -> Option<Placement> {
     let mut contents = Contents::new(documents, start);
     let mut searches = 0;
@@ -92,8 +93,9 @@ impl<'a> Contents<'a> {
 
     /// The exchange after which the heavier of the two costs least, the first of several.
     ///
-    /// Three of the up to four documents are tried one by one; the last, once the others are chosen, is found by search: lengths
-    /// say which have room on both sides, and the longer it is, the more the heavy one costs and the less its partner.
+    /// Three of the up to four documents are tried one by one; the last, once the others are chosen, is found by
+    /// search: lengths say which have room on both sides, and the longer it is, the more the heavy one costs and the
+    /// less its partner.
     fn best_with(&self, heavy: usize, light: usize, at_most_two: bool, searches: &mut usize) -> Option<Exchange> {
         let room = |j: usize| self.documents.max_tokens - self.tokens[j];
         let (has, offers) = (&self.ranks[heavy], &self.ranks[light]);

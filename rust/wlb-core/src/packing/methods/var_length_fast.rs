@@ -21,8 +21,8 @@ const WORTHWHILE: usize = 48;
 /// How far above the lower bound the heaviest micro-batch may be.
 const TOLERANCE: f64 = 1.001;
 
-/// Heavy documents as in Algorithm 1; light ones poured in arrival order until a micro-batch has almost its fair share; the
-/// last of them, in arrival order, as in Algorithm 1 again, which levels what pouring left.
+/// Heavy documents as in Algorithm 1; light ones poured in arrival order until a micro-batch has almost its fair share;
+/// the last of them, in arrival order, as in Algorithm 1 again, which levels what pouring left.
 ///
 /// Nothing is sorted but the heavy and the last. The result costs at most the larger of Algorithm 1's maximum and 1.001
 /// times the lower bound: that is checked, and Algorithm 1 itself runs where it does not hold (few documents, tokens

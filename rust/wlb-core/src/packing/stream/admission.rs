@@ -1,9 +1,9 @@
 //! How much may wait, and how much may therefore enter: what keeps every stream bounded.
 //!
 //! Documents can arrive faster than they can be trained, however much memory there is: documents of 0.6 `max_tokens`
-//! fill 0.6 of every micro-batch, so a stream that brings full global batches is never caught up with. A packer cannot refuse what was
-//! read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within [`Packer::bounds`]. The proof
-//! stands in `docs/semantics.md`.
+//! fill 0.6 of every micro-batch, so a stream that brings full global batches is never caught up with. A packer cannot
+//! refuse what was read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within
+//! [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
 
 use crate::error::{Error, named_choices};
 use crate::ladder::Ladder;
@@ -84,11 +84,12 @@ impl Packer {
         room.max(0)
     }
 
-    /// How many of the first of these documents the next push may bring, so that the packer keeps its [`Packer::bounds`].
+    /// How many of the first of these documents the next push may bring, so that the packer keeps its
+    /// [`Packer::bounds`].
     ///
-    /// Their tokens are at most its [`Packer::room`]. Under [`Release::Adaptive`] they also fit into the micro-batches of one step
-    /// by themselves, longest first where the tokens are fewest: then they all find room in the step in which `max_delay` makes
-    /// them leave. Where nothing waits at least one, however long.
+    /// Their tokens are at most its [`Packer::room`]. Under [`Release::Adaptive`] they also fit into the micro-batches
+    /// of one step by themselves, longest first where the tokens are fewest: then they all find room in the step in
+    /// which `max_delay` makes them leave. Where nothing waits at least one, however long.
     ///
     /// # Complexity
     /// O(n + pending), with a sort and log(n) placements where they do not all fit.
@@ -111,7 +112,8 @@ impl Packer {
                 fit_alone(documents.flat_map(|document| split(document, limit)), &self.config)
             };
             if !fit(admitted) {
-                // Fewer documents make no micro-batch longer under this rule, so that the counts that fit are the lower ones.
+                // Fewer documents make no micro-batch longer under this rule, so that the counts that fit are the lower
+                // ones.
                 let (mut fits, mut too_many) = (0, admitted);
                 while too_many - fits > 1 {
                     let middle = fits.midpoint(too_many);

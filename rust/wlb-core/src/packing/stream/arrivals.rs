@@ -16,8 +16,8 @@ pub struct Push<'a> {
     pub lengths: &'a Lengths,
     /// Their names, unique among these and the pending ones; by default a running number.
     pub ids: Option<&'a [i64]>,
-    /// Where each begins inside the document of its id, for a caller that cuts documents itself and lets their pieces enter
-    /// over several iterations; only with `ids`. By default all are whole documents.
+    /// Where each begins inside the document of its id, for a caller that cuts documents itself and lets their pieces
+    /// enter over several iterations; only with `ids`. By default all are whole documents.
     pub starts: Option<&'a [i32]>,
     /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
     /// must not be nearly empty and has nothing further to read. 0: as the rule says.
@@ -89,8 +89,8 @@ impl Packer {
         Ok((0, above))
     }
 
-    /// Checks that no token stands twice in a push, nor belongs to a document that waits. Without `starts` an id is all of
-    /// its document.
+    /// Checks that no token stands twice in a push, nor belongs to a document that waits. Without `starts` an id is all
+    /// of its document.
     fn check_unique(&self, lengths: &[i32], ids: &[i64], starts: Option<&[i32]>) -> Result<()> {
         let span = |index: usize| match starts {
             Some(starts) => (starts[index], starts[index] + lengths[index]),

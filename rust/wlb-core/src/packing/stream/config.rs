@@ -46,7 +46,8 @@ named_choices! {
         /// As the release rule places it: longest first, where the cost is least.
         #[default]
         VarLength = "var_length",
-        /// From there on as [`Method::Refined`](crate::Method::Refined): the same documents, made better where tokens run out.
+        /// From there on as [`Method::Refined`](crate::Method::Refined): the same documents, made better where tokens
+        /// run out.
         Refined = "refined",
     }
 }

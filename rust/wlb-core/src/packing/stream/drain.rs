@@ -6,7 +6,8 @@ use super::iteration::{Batch, Occasion};
 use super::packer::Packer;
 
 impl Packer {
-    /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too. Empty if nothing waits.
+    /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too. Empty if nothing
+    /// waits.
     ///
     /// # Complexity
     /// As [`pack`](crate::pack()), for all that waits.

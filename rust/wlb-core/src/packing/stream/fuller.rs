@@ -1,8 +1,9 @@
 //! A step that would hold next to nothing is made fuller, at the price of its balance.
 //!
-//! The release rules weigh balance against waiting and know nothing of how many tokens a step trains. So a step can come out nearly
-//! empty while much waits: `N` documents of one token, carried over, go first, one into every micro-batch, and then no document of
-//! the full `max_tokens` finds room. An optimizer step on a handful of tokens is noise; balance matters less.
+//! The release rules weigh balance against waiting and know nothing of how many tokens a step trains. So a step can
+//! come out nearly empty while much waits: `N` documents of one token, carried over, go first, one into every
+//! micro-batch, and then no document of the full `max_tokens` finds room. An optimizer step on a handful of tokens is
+//! noise; balance matters less.
 
 use crate::packing::methods::bins::Bins;
 use crate::packing::placement::Placement;
@@ -10,13 +11,14 @@ use crate::packing::placement::Placement;
 use super::config::PackerConfig;
 use super::outlier_queue::Waiting;
 
-/// The first of three placements of a step with `min_tokens` or more: the one given; all that is there, in `order`, where the
-/// tokens are fewest; the same into the first micro-batch with room. If none has so many, the one with the most.
+/// The first of three placements of a step with `min_tokens` or more: the one given; all that is there, in `order`,
+/// where the tokens are fewest; the same into the first micro-batch with room. If none has so many, the one with the
+/// most.
 ///
-/// The last holds `min_tokens`, everything, or, with two micro-batches or more, `N / 2` (rounded down) times `max_tokens`: unless
-/// everything found room, any two neighbours hold more than `max_tokens`, for the first document of the second found no room in the
-/// first. In all three a document that finds no room was tried after documents that leave too little of it in every
-/// micro-batch: who was first in `order` waits for nobody behind.
+/// The last holds `min_tokens`, everything, or, with two micro-batches or more, `N / 2` (rounded down) times
+/// `max_tokens`: unless everything found room, any two neighbours hold more than `max_tokens`, for the first document
+/// of the second found no room in the first. In all three a document that finds no room was tried after documents that
+/// leave too little of it in every micro-batch: who was first in `order` waits for nobody behind.
 ///
 /// # Complexity
 /// O(n log N).

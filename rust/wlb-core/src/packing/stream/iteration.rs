@@ -35,8 +35,8 @@ impl Batch {
 }
 
 impl Packer {
-    /// What is carried over goes first, so that nothing is carried for ever: the first of it meets empty micro-batches. Then
-    /// what is due by `max_delay`, so that it is not crowded out.
+    /// What is carried over goes first, so that nothing is carried for ever: the first of it meets empty micro-batches.
+    /// Then what is due by `max_delay`, so that it is not crowded out.
     pub(super) fn pack(&mut self, batch: Batch, occasion: Occasion) -> Packing {
         let Batch { pieces, carried, released } = batch;
         let config = &self.config;

@@ -33,9 +33,9 @@ impl Level {
         self.heaviest
     }
 
-    /// Puts a document, not longer than the one before, where the cost is least among the micro-batches with room for it. Unless
-    /// that is not where the cost is least of all, and would make it heavier than the heaviest by more than `tolerated`. Gives whether
-    /// the document was put.
+    /// Puts a document, not longer than the one before, where the cost is least among the micro-batches with room for
+    /// it. Unless that is not where the cost is least of all, and would make it heavier than the heaviest by more than
+    /// `tolerated`. Gives whether the document was put.
     ///
     /// # Complexity
     /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most.

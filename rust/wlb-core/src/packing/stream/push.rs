@@ -32,13 +32,13 @@ impl Packer {
     /// * `push` - the new documents.
     ///
     /// # Returns
-    /// The micro-batches of this step. Its `assignment` follows `push.lengths`: -1 for a document that waits, or was cut. Its
-    /// `leftover` is what is now carried over.
+    /// The micro-batches of this step. Its `assignment` follows `push.lengths`: -1 for a document that waits, or was
+    /// cut. Its `leftover` is what is now carried over.
     ///
     /// # Errors
     /// [`crate::Error::TooLong`] under [`Oversize::Error`], [`crate::Error::Number`] for a split into too many pieces,
-    /// [`crate::Error::Mismatch`], [`crate::Error::Combination`], [`crate::Error::Entry`], [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`]; the
-    /// packer is then unchanged.
+    /// [`crate::Error::Mismatch`], [`crate::Error::Combination`], [`crate::Error::Entry`],
+    /// [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`]; the packer is then unchanged.
     ///
     /// Interrupted ([`crate::interruptible`]), the packer is half changed: push to a copy.
     ///

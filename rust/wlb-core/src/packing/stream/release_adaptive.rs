@@ -1,19 +1,19 @@
 //! Which documents wait, decided anew in every iteration: only those that cannot be balanced now.
 //!
-//! Thresholds say once and for all what an outlier is. This rule looks at everything that waits and everything that is new,
-//! and holds the `k` longest documents back, for the `k` with the least loss
+//! Thresholds say once and for all what an outlier is. This rule looks at everything that waits and everything that is
+//! new, and holds the `k` longest documents back, for the `k` with the least loss
 //!
 //! `imbalance - 1 + delay_price * sum(length * iterations) / (N * max_document_tokens)`.
 //!
-//! The sum is over all that waits then, and `iterations` counts the one that it would wait now: a first iteration costs a
-//! document's tokens once, the second twice. Waits grow dearer, so that none is for ever.
+//! The sum is over all that waits then, and `iterations` counts the one that it would wait now: a first iteration costs
+//! a document's tokens once, the second twice. Waits grow dearer, so that none is for ever.
 //!
-//! Of all cuts, those eight are tried that a lower bound on the loss lets hope for most: the heaviest document that leaves cannot be
-//! split, and what exceeds the tokens of all micro-batches has to wait.
+//! Of all cuts, those eight are tried that a lower bound on the loss lets hope for most: the heaviest document that
+//! leaves cannot be split, and what exceeds the tokens of all micro-batches has to wait.
 //!
-//! What leaves is placed longest first where the cost is least. A document that could only go where it makes a micro-batch the
-//! heaviest, because the lighter ones are full, waits as well ([`Level`]), unless the step would grow by less than its waiting costs:
-//! light documents make way in the step that trains many long ones.
+//! What leaves is placed longest first where the cost is least. A document that could only go where it makes a
+//! micro-batch the heaviest, because the lighter ones are full, waits as well ([`Level`]), unless the step would grow
+//! by less than its waiting costs: light documents make way in the step that trains many long ones.
 
 use std::cmp::Ordering;
 
@@ -33,12 +33,14 @@ const MOST_CUTS: usize = 8;
 ///
 /// # Arguments
 /// * `pieces` - everything that waits and everything new.
-/// * `urgent` - indices of those that leave whatever it costs, in the order in which they are placed, before all others: as in
-///   Algorithm 1; or all of them by tokens alone, if one found no room. `leftover` lists those that find none then either.
+/// * `urgent` - indices of those that leave whatever it costs, in the order in which they are placed, before all
+///   others: as in Algorithm 1; or all of them by tokens alone, if one found no room. `leftover` lists those that find
+///   none then either.
 ///
 /// # Complexity
-/// A sort, O(n) for a lower bound on the loss of every cut, and at most [`MOST_CUTS`] placements, for the cuts of the lowest bounds.
-/// Most often two or three, since a cut whose bound is above the least loss is not tried, and one that turns out so is given up.
+/// A sort, O(n) for a lower bound on the loss of every cut, and at most [`MOST_CUTS`] placements, for the cuts of the
+/// lowest bounds. Most often two or three, since a cut whose bound is above the least loss is not tried, and one that
+/// turns out so is given up.
 pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &PackerConfig) -> Placement {
     let search = Search::new(pieces, urgent, iteration, config);
     check();

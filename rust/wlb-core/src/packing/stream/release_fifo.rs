@@ -29,8 +29,8 @@ impl OutlierQueue {
         }
     }
 
-    /// Takes out the oldest, whatever their levels hold, until they are `tokens` or more; of equally old ones those of the
-    /// lowest level first.
+    /// Takes out the oldest, whatever their levels hold, until they are `tokens` or more; of equally old ones those of
+    /// the lowest level first.
     pub(super) fn release_oldest(&mut self, mut tokens: i64, released: &mut Vec<Waiting>) {
         while tokens > 0 {
             let oldest = self.levels.iter_mut().filter(|level| !level.is_empty());

@@ -7,7 +7,8 @@ use super::options::TuneOptions;
 use super::search::Search;
 use super::tuned::{Tuned, TunedPoint};
 
-/// Highest and lowest price of the first, coarse search. Above it hardly anything waits; below, everything that could help.
+/// Highest and lowest price of the first, coarse search. Above it hardly anything waits; below, everything that could
+/// help.
 const COARSE: (f64, f64) = (8.0, 0.001);
 /// Ratio of neighbouring coarse prices.
 const COARSE_STEP: f64 = 1.5;
@@ -16,11 +17,12 @@ const BISECTIONS: u32 = 6;
 /// Rounds of refinement around the best; each halves the step.
 const REFINEMENTS: u32 = 3;
 
-/// Runs the packer with [`Release::Adaptive`](crate::packing::stream::Release::Adaptive) over the sample at many prices of delay.
+/// Runs the packer with [`Release::Adaptive`](crate::packing::stream::Release::Adaptive) over the sample at many prices
+/// of delay.
 ///
-/// First geometrically spaced ones, then some where the delay passes the limit, then around the best. Deterministic. A price at which
-/// nothing waits that finds room is always among them, so that there is always an answer; it is the one with the least delay if
-/// none keeps the limit.
+/// First geometrically spaced ones, then some where the delay passes the limit, then around the best. Deterministic. A
+/// price at which nothing waits that finds room is always among them, so that there is always an answer; it is the one
+/// with the least delay if none keeps the limit.
 ///
 /// # Arguments
 /// * `lengths` - a sample of documents, in the order in which they would come.

@@ -86,7 +86,8 @@ impl Search {
         self.points.iter().filter(|point| of(point)).min_by(|a, b| self.better(a, b))
     }
 
-    /// The less, the better: the least mean imbalance within the delay limit, else the least delay; then the fewest thresholds.
+    /// The less, the better: the least mean imbalance within the delay limit, else the least delay; then the fewest
+    /// thresholds.
     fn better(&self, a: &TunedPoint, b: &TunedPoint) -> Ordering {
         let rank = |point: &TunedPoint| {
             let late = point.delay_mean > self.max_mean_delay;

@@ -17,8 +17,8 @@ const REFINEMENTS: u32 = 3;
 /// Runs the packer over the sample under many choices of thresholds.
 ///
 /// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
-/// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there is always an answer; it is
-/// the one with the least delay if none keeps the limit.
+/// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there
+/// is always an answer; it is the one with the least delay if none keeps the limit.
 ///
 /// # Arguments
 /// * `lengths` - a sample of documents, in the order in which they would come.
@@ -31,7 +31,8 @@ const REFINEMENTS: u32 = 3;
 /// # Errors
 /// Those of [`PackerConfig::check`](crate::packing::stream::PackerConfig::check),
 /// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
-/// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination) for a sample without documents.
+/// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination)
+/// for a sample without documents.
 ///
 /// # Complexity
 /// One run of the packer per choice: 79 coarse choices for two queues, 299 for three.

@@ -44,13 +44,13 @@ impl Generation {
 impl KernelModel {
     /// The documented default of a GPU generation where nothing was measured. An assumption, not a measurement.
     ///
-    /// Rate = peak * efficiency * `m / (m + c)` * multicast, where `m` is the mean number of keys of a query, `c` the keys that a tile's
-    /// prologue, epilogue and masked corner cost (224 forward, 330 backward), and multicast 0.8 below 256 queries on Hopper and
-    /// Blackwell, where a tile of keys is not shared between thread blocks. Backward computes 2.5 times the FLOPs. On
-    /// H100 `c` and the efficiencies follow FlashAttention-3's published rates (head width 128, 16-bit: causal forward 423, 579
-    /// and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask 424, 542 and 561). A100: FlashAttention-2's "50 to 73 %" of the peak
-    /// forward; B200: FlashAttention-4's 71 %, and backward below it as on H100. That multicast costs 0.8 and a call 5 us
-    /// (10 us backward) is a guess.
+    /// Rate = peak * efficiency * `m / (m + c)` * multicast, where `m` is the mean number of keys of a query, `c` the
+    /// keys that a tile's prologue, epilogue and masked corner cost (224 forward, 330 backward), and multicast 0.8
+    /// below 256 queries on Hopper and Blackwell, where a tile of keys is not shared between thread blocks. Backward
+    /// computes 2.5 times the FLOPs. On H100 `c` and the efficiencies follow FlashAttention-3's published rates (head
+    /// width 128, 16-bit: causal forward 423, 579 and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask
+    /// 424, 542 and 561). A100: FlashAttention-2's "50 to 73 %" of the peak forward; B200: FlashAttention-4's 71 %, and
+    /// backward below it as on H100. That multicast costs 0.8 and a call 5 us (10 us backward) is a guess.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a size, [`Error::Combination`] for query heads that key/value heads do not divide.

@@ -34,7 +34,7 @@ pub struct KernelDescription {
 pub struct PassTable {
     /// Seconds of a call, whatever its segments.
     pub launch_seconds: f64,
-    /// Seconds of one segment of a call that fills the GPU: a row per query length, a column per key length; nothing where
-    /// there are more queries than keys.
+    /// Seconds of one segment of a call that fills the GPU: a row per query length, a column per key length; nothing
+    /// where there are more queries than keys.
     pub median_seconds: Vec<Vec<Option<f64>>>,
 }

@@ -2,8 +2,8 @@
 
 /// Binary logarithm of a whole number of at least 1, within 1e-12, of `+ - * /` only: the same on every machine.
 ///
-/// The exponent's bits are the whole part. The mantissa's first bits choose a knot of a table, and a short series does the
-/// rest of the way: `ln(1 + r)` for `r < 1/128`.
+/// The exponent's bits are the whole part. The mantissa's first bits choose a knot of a table, and a short series does
+/// the rest of the way: `ln(1 + r)` for `r < 1/128`.
 #[inline]
 pub(super) fn log2(length: i32) -> f64 {
     const FRACTION: u64 = (1 << 52) - 1;

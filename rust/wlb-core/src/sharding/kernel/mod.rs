@@ -1,8 +1,8 @@
 //! How long an attention kernel takes for the segments of a rank (section 5.2 of WLB-LLM).
 //!
-//! A kernel computes whole tiles of queries, so a segment costs the pairs that it would have if its queries filled the last
-//! tile. How fast these are computed depends on how many queries share a load of keys and on how many keys there are to
-//! hide the prologue behind: that is a table over both, measured or assumed, forward and backward apart.
+//! A kernel computes whole tiles of queries, so a segment costs the pairs that it would have if its queries filled the
+//! last tile. How fast these are computed depends on how many queries share a load of keys and on how many keys there
+//! are to hide the prologue behind: that is a table over both, measured or assumed, forward and backward apart.
 
 mod analytic;
 mod axis;

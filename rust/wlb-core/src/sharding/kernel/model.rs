@@ -12,11 +12,11 @@ use super::description::{KernelDescription, PassTable};
 /// Latency of segments of attention.
 ///
 /// A segment of `l` queries ending at key `k` of its document computes the pairs of `l'` queries, `l` rounded up to the
-/// tile, from the same first query `s = k - l` on: `l'*s + l'(l'+1)/2` under a causal mask, `l'*k` under a full one
-/// (`4 * num_heads * head_dim` FLOPs each). Its latency is these pairs times the seconds per pair at `(l, k)`: at a grid point
-/// what was measured there, over the same pairs, so that the model is exact there; between them bilinear in `(log2 l, log2 k)`;
-/// beyond them as at the nearest edge, which leaves latency in proportion to the pairs. Where a point has more queries than
-/// keys, the table holds the value to its right.
+/// tile, from the same first query `s = k - l` on: `l'*s + l'(l'+1)/2` under a causal mask, `l'*k` under a full one (`4
+/// * num_heads * head_dim` FLOPs each). Its latency is these pairs times the seconds per pair at `(l, k)`: at a grid
+/// point what was measured there, over the same pairs, so that the model is exact there; between them bilinear in
+/// `(log2 l, log2 k)`; beyond them as at the nearest edge, which leaves latency in proportion to the pairs. Where a
+/// point has more queries than keys, the table holds the value to its right.
 #[derive(Clone, Debug)]
 pub struct KernelModel {
     description: KernelDescription,
@@ -24,8 +24,8 @@ pub struct KernelModel {
     tile: u32,
     queries: Axis,
     keys: Axis,
-    /// Seconds per pair of the forward pass, of the backward pass, and of both. Interpolation is linear in them: the sum
-    /// of the passes is the table of the sums.
+    /// Seconds per pair of the forward pass, of the backward pass, and of both. Interpolation is linear in them: the
+    /// sum of the passes is the table of the sums.
     seconds_per_pair: [Vec<f64>; 3],
 }
 
@@ -159,7 +159,8 @@ impl KernelModel {
     /// Seconds of many segments, one by one.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] unless there are as many keys as queries, [`Error::Entry`] for a segment with more queries than keys.
+    /// [`Error::Mismatch`] unless there are as many keys as queries, [`Error::Entry`] for a segment with more queries
+    /// than keys.
     pub fn segments_seconds(&self, queries: &Lengths, keys: &Lengths, passes: Passes) -> Result<Vec<f64>> {
         if keys.len() != queries.len() {
             let (argument, other) = ("key_lengths", "query_lengths");
