@@ -9,14 +9,14 @@ named_choices! {
     Method, "method" {
         /// Arrival order, cut every `max_tokens` tokens (Plain-4D).
         Original = "original",
-        /// Longest first, to the micro-batch with the least attention work that has room (Fixed-4D).
+        /// Longest first, to the micro-batch with room that has the least attention work (Fixed-4D).
         FixedLength = "fixed_length",
         /// Longest first, to the micro-batch with the least cost (WLB-LLM, Algorithm 1).
         #[default]
         VarLength = "var_length",
-        /// The same for heavy documents; the light tail is poured in arrival order.
+        /// The same for heavy documents; light ones fill up in arrival order, which needs no sort.
         VarLengthFast = "var_length_fast",
-        /// Algorithm 1's plan, made better where tokens run out.
+        /// Algorithm 1's plan, better balanced where token limits bind.
         Refined = "refined",
     }
 }

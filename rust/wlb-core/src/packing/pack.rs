@@ -1,5 +1,6 @@
-//! One global batch packed, or a window of them: the method that was asked for, and what is said of documents left
-//! over.
+//! Packs one global batch, or a window of them, with the method that the options name.
+//!
+//! Methods leave over what does not fit. Whether that is an error, and what the error advises, is decided here.
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, saturating_i64};

@@ -7,7 +7,8 @@ use crate::error::{Error, Result, check_range, named_choices};
 use crate::limits::{MAX_ITERATION, MAX_TOKENS};
 use crate::packing::options::check_micro_batches;
 
-/// The default price of delay: for a step that is 3 % shorter, a global batch of tokens may wait one iteration.
+/// The default of [`PackerConfig::delay_price`]: a global batch of tokens may wait one iteration if that makes the step
+/// 3 % shorter.
 pub const DELAY_PRICE: f64 = 0.03;
 
 /// Iterations that a document waits at most under [`Release::Adaptive`], unless the user says otherwise.
@@ -20,7 +21,7 @@ named_choices! {
         /// Each level lets its oldest `N` go while it holds that many (WLB-LLM).
         #[default]
         Fifo = "fifo",
-        /// All but the longest, as many of which wait as balance is worth.
+        /// All but the longest documents. In every iteration the rule weighs how many of these to hold back.
         Adaptive = "adaptive",
     }
 }
@@ -40,20 +41,20 @@ named_choices! {
 }
 
 named_choices! {
-    /// How what leaves is placed.
+    /// How the documents that leave are placed.
     #[derive(Default)]
     StreamMethod, "method" {
-        /// As the release rule places it: longest first, where the cost is least.
+        /// Longest first, each where the cost is least.
         #[default]
         VarLength = "var_length",
-        /// From there on as [`Method::Refined`](crate::Method::Refined): the same documents, made better where tokens
-        /// run out.
+        /// Starting from that, as [`Method::Refined`](crate::Method::Refined): the same documents, better balanced
+        /// where token limits bind.
         Refined = "refined",
     }
 }
 
 impl StreamMethod {
-    /// The default stands in no state and no fingerprint: older ones know no choice.
+    /// The default is left out of states and fingerprints: those written before there was a choice have none.
     fn is_default(&self) -> bool {
         *self == Self::default()
     }
@@ -71,17 +72,18 @@ pub struct PackerConfig {
     pub max_document_tokens: i32,
     /// What happens to longer ones.
     pub oversize: Oversize,
-    /// Where the levels of the queue begin, ascending; documents below the first never wait. None under
-    /// [`Release::Adaptive`], where whatever waits waits in one level.
+    /// Where the levels of the queue begin, ascending; documents shorter than the first never wait. Empty under
+    /// [`Release::Adaptive`], where all that waits is in one level.
     pub outlier_thresholds: Vec<i32>,
     /// Which waiting documents join a batch.
     pub release: Release,
-    /// What waiting costs: given under [`Release::Adaptive`], and only there.
+    /// What it costs that a global batch of tokens waits one iteration, in units of imbalance. Given under
+    /// [`Release::Adaptive`], and only there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delay_price: Option<f64>,
-    /// Iterations after which a waiting document joins whatever its level holds.
+    /// A document that has waited for so many iterations leaves, however few wait with it.
     pub max_delay: Option<u64>,
-    /// How what leaves is placed.
+    /// How the documents that leave are placed.
     #[serde(default, skip_serializing_if = "StreamMethod::is_default")]
     pub method: StreamMethod,
     /// What documents cost.

@@ -1,4 +1,4 @@
-//! What waits is trained at the end of a stream.
+//! The end of a stream: what waits is packed without waiting for more.
 
 use crate::packing::plan::Packing;
 
@@ -6,8 +6,10 @@ use super::iteration::{Batch, Occasion};
 use super::packer::Packer;
 
 impl Packer {
-    /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too. Empty if nothing
-    /// waits.
+    /// Packs one global batch of what waits, at the end of a stream: as much as fits, outliers too.
+    ///
+    /// # Returns
+    /// The micro-batches of this step, empty if nothing waits; `assignment` is empty, since nothing was pushed.
     ///
     /// # Complexity
     /// As [`pack`](crate::pack()), for all that waits.
@@ -20,7 +22,13 @@ impl Packer {
         packing
     }
 
-    /// Empties everything at the end of the stream, in as many global batches as it takes.
+    /// Drains until nothing waits.
+    ///
+    /// # Returns
+    /// The packings of as many steps as that takes.
+    ///
+    /// # Complexity
+    /// That of [`Packer::drain`] for each.
     pub fn flush(&mut self) -> Vec<Packing> {
         std::iter::from_fn(|| (self.pending() > 0).then(|| self.drain())).collect()
     }

@@ -1,9 +1,9 @@
-//! A step that would hold next to nothing is made fuller, at the price of its balance.
+//! A step with too few tokens gets more of them, at the cost of its balance.
 //!
-//! The release rules weigh balance against waiting and know nothing of how many tokens a step trains. So a step can
-//! come out nearly empty while much waits: `N` documents of one token, carried over, go first, one into every
-//! micro-batch, and then no document of the full `max_tokens` finds room. An optimizer step on a handful of tokens is
-//! noise; balance matters less.
+//! The release rules weigh balance against waiting and do not look at how many tokens a step trains. So a step can be
+//! nearly empty while much waits. For example, `N` documents of one token were carried over: they are placed first, one
+//! in each micro-batch, and then no document of the full `max_tokens` finds room. The gradient of a handful of tokens
+//! is noise, so there the number of tokens matters more than balance.
 
 use crate::packing::methods::bins::Bins;
 use crate::packing::placement::Placement;

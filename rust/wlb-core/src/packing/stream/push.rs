@@ -1,4 +1,4 @@
-//! One global batch enters the stream, and one leaves it.
+//! A global batch enters the stream, and the packing of one step leaves it.
 
 use std::collections::VecDeque;
 

@@ -1,19 +1,20 @@
-//! Which documents wait, decided anew in every iteration: only those that cannot be balanced now.
+//! The adaptive release: in every iteration, hold back the longest documents while that gains more than it costs.
 //!
-//! Thresholds say once and for all what an outlier is. This rule looks at everything that waits and everything that is
-//! new, and holds the `k` longest documents back, for the `k` with the least loss
+//! Thresholds fix once what an outlier is. This rule looks at every document that waits or is new, and holds back the
+//! `k` longest. It chooses the `k` with the least loss
 //!
 //! `imbalance - 1 + delay_price * sum(length * iterations) / (N * max_document_tokens)`.
 //!
-//! The sum is over all that waits then, and `iterations` counts the one that it would wait now: a first iteration costs
-//! a document's tokens once, the second twice. Waits grow dearer, so that none is for ever.
+//! The sum is over the documents that would then wait. `iterations` is how long each would have waited after this step,
+//! so the first iteration of a wait costs the document's tokens once and the second twice. Waiting becomes more
+//! expensive the longer it lasts, and so it always ends.
 //!
-//! Of all cuts, those eight are tried that a lower bound on the loss lets hope for most: the heaviest document that
-//! leaves cannot be split, and what exceeds the tokens of all micro-batches has to wait.
+//! Only eight values of `k` are tried: those with the smallest lower bound on the loss. The bound uses that the
+//! heaviest document that leaves cannot be split, and that tokens beyond the room of all micro-batches have to wait.
 //!
-//! What leaves is placed longest first where the cost is least. A document that could only go where it makes a
-//! micro-batch the heaviest, because the lighter ones are full, waits as well ([`Level`]), unless the step would grow
-//! by less than its waiting costs: light documents make way in the step that trains many long ones.
+//! The documents that leave are placed longest first, each where the cost is least. If the light micro-batches are full
+//! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
+//! by less than the wait costs. So short documents make room in a step that trains many long ones.
 
 use std::cmp::Ordering;
 
@@ -26,21 +27,20 @@ use super::config::{DELAY_PRICE, PackerConfig};
 use super::level::Level;
 use super::outlier_queue::Waiting;
 
-/// Cuts that are tried: more change almost nothing, and these bound the time.
+/// Values of `k` that are tried. More of them change almost nothing, and this bounds the time.
 const MOST_CUTS: usize = 8;
 
-/// Places what leaves in this iteration. What has no place afterwards waits.
+/// Places the documents that leave in this iteration. Those without a place wait.
 ///
 /// # Arguments
 /// * `pieces` - everything that waits and everything new.
-/// * `urgent` - indices of those that leave whatever it costs, in the order in which they are placed, before all
-///   others: as in Algorithm 1; or all of them by tokens alone, if one found no room. `leftover` lists those that find
-///   none then either.
+/// * `urgent` - indices of the documents that must leave, whatever it costs. They are placed first and in this order,
+///   as Algorithm 1 does; if one of them finds no room, all of them are placed again by tokens alone. Those that find
+///   none then either are in `leftover`.
 ///
 /// # Complexity
-/// A sort, O(n) for a lower bound on the loss of every cut, and at most [`MOST_CUTS`] placements, for the cuts of the
-/// lowest bounds. Most often two or three, since a cut whose bound is above the least loss is not tried, and one that
-/// turns out so is given up.
+/// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
+/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up.
 pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &PackerConfig) -> Placement {
     let search = Search::new(pieces, urgent, iteration, config);
     check();
@@ -76,7 +76,7 @@ pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config
     best.map_or(search.urgent, |(_, placement)| placement)
 }
 
-/// So many of the longest documents wait, at this loss or more.
+/// The longest `held` documents wait, and the loss is this or more.
 #[derive(Clone, Copy)]
 struct Cut {
     held: usize,
