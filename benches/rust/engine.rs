@@ -13,9 +13,8 @@ use std::time::{Duration, Instant};
 
 use divan::Bencher;
 use wlb_core::cost::{FlopsOptions, Passes};
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
-use wlb_core::schedule::{Buffers, Layout, Times, order_micro_batches};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+use wlb_core::pipeline::{Buffers, PipelineOptions, Times, order_micro_batches};
 use wlb_core::sharding::Remainder;
 use wlb_core::sharding::kernel::{Generation, KernelModel};
 use wlb_core::{
@@ -220,9 +219,9 @@ type Pipe = (&'static str, usize, usize, usize);
 const PIPES: [Pipe; 4] =
     [("1f1b", 4, 1, 8), ("1f1b", 8, 1, 64), ("interleaved_1f1b", 8, 4, 64), ("zb_h1", 16, 1, 1024)];
 
-fn layout((schedule, num_stages, num_virtual_stages, num_micro_batches): Pipe) -> Layout {
+fn layout((schedule, num_stages, num_virtual_stages, num_micro_batches): Pipe) -> PipelineOptions {
     let schedule: Schedule = schedule.parse().unwrap();
-    Layout { schedule, num_stages, num_virtual_stages, num_micro_batches }
+    PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches }
 }
 
 /// Costs of micro-batches as unequal as documents.

@@ -1,4 +1,5 @@
-//! What each fuzz target does with its bytes: read an input out of them, and assert what the tests of `wlb-core` assert.
+//! What each fuzz target does with its bytes: read an input out of them, and assert what the tests of `wlb-core`
+//! assert.
 //!
 //! A byte string that is too short for an input is an input all the same: `arbitrary` fills up with zeros.
 
@@ -17,9 +18,8 @@ mod plan;
 mod stream;
 
 use arbitrary::{Result, Unstructured};
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, PackerConfig, StreamMethod};
-use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+use wlb_core::dynamic_cp::{Communication, DynamicCpOptions};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask};
 

@@ -1,6 +1,6 @@
 //! What a document costs: attention is quadratic in its length, everything else is linear.
 //!
-//! `W(d) = W_a(d) + W_l(d)`, in seconds or any one unit, `W(0) = 0`. Both parts are a [`Curve`] over an amount
+//! `W(d) = W_a(d) + W_l(d)`, in seconds or any one unit, `W(0) = 0`. Both parts are a `Curve` over an amount
 //! of work: pairs for attention, tokens for the rest. A constant per micro-batch is left out, because it cannot
 //! change which packing is best.
 
@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::interrupt::{Meter, check};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::lengths::Lengths;
+use crate::limits::MAX_TOKENS;
 
 /// Which keys a query attends to, inside its own document.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,8 +33,8 @@ impl Mask {
         }
     }
 
-    /// [`Mask::pairs`] rounded to a float, without the detour that keeps a loop from vectorising. The same to the last bit: the
-    /// product is rounded once, and halving is exact.
+    /// [`Mask::pairs`] rounded to a float, without the detour that keeps a loop from vectorising. The same to the last
+    /// bit: the product is rounded once, and halving is exact.
     #[inline]
     pub fn pairs_f64(self, length: i32) -> f64 {
         let d = f64::from(length);
@@ -184,8 +185,21 @@ pub struct CostModel {
 impl CostModel {
     /// `attention * pairs(d) + linear * d`.
     ///
+    /// # Arguments
+    /// * `attention`, `linear` - cost of a (query, key) pair and of a token, in seconds or any one unit.
+    ///
     /// # Errors
     /// [`Error::Number`] when a rate is negative or not finite, or both are zero.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::{CostModel, Mask};
+    ///
+    /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
+    /// // Ten tokens attend to 10 * 11 / 2 pairs.
+    /// assert_eq!(cost.cost(10), 55.0 + 1000.0);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
     pub fn analytic(attention: f64, linear: f64, mask: Mask) -> Result<Self> {
         // Adding zero makes -0.0 the 0.0 that it equals: equal models have equal hashes and fingerprints.
         let model = Self { attention: Curve::Rate(attention + 0.0), linear: Curve::Rate(linear + 0.0), mask };

@@ -73,8 +73,8 @@ pub enum Error {
     /// Documents that were to be packed do not all fit.
     #[error(
         "lengths: {documents} of {all} documents ({tokens} tokens) do not fit into {micro_batches} micro-batches of \
-         max_tokens={max_tokens}, the first of them lengths[{index}] = {value}; {remedy}; leftover=\"return\" packs the \
-         others, and lists what is left over"
+         max_tokens={max_tokens}, the first of them lengths[{index}] = {value}; {remedy}; leftover=\"return\" packs \
+         the others, and lists what is left over"
     )]
     #[allow(missing_docs)]
     LeftOver {
@@ -105,8 +105,8 @@ pub enum Error {
 
     /// More waits in a packer than its bounds allow.
     #[error(
-        "{pending_tokens} tokens wait after this push, more than the {bound} of packer.bounds(): documents arrive faster than \
-         they fit into the micro-batches. Push no more than packer.admits(lengths) says, or raise max_tokens"
+        "{pending_tokens} tokens wait after this push, more than the {bound} of packer.bounds(): documents arrive faster \
+         than they fit into the micro-batches. Push no more than packer.admits(lengths) says, or raise max_tokens"
     )]
     #[allow(missing_docs)]
     Backlog { pending_tokens: i64, bound: i64 },
@@ -184,9 +184,16 @@ pub(crate) fn check_range(argument: &'static str, value: i64, minimum: i64, maxi
     }
 }
 
+/// A size as errors have it; what is more than int64 is out of any range.
+pub(crate) fn saturating_i64(value: usize) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
 /// Makes an enum of named choices: `FromStr` whose error lists them, and `as_str`.
 macro_rules! named_choices {
-    ($(#[$meta:meta])* $name:ident, $argument:literal { $($(#[$doc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+    ($(#[$meta:meta])* $name:ident, $argument:literal {
+        $($(#[$doc:meta])* $variant:ident = $text:literal),+ $(,)?
+    }) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
         pub enum $name {
@@ -201,12 +208,12 @@ macro_rules! named_choices {
         }
 
         impl std::str::FromStr for $name {
-            type Err = $crate::Error;
+            type Err = $crate::error::Error;
 
-            fn from_str(value: &str) -> $crate::Result<Self> {
+            fn from_str(value: &str) -> $crate::error::Result<Self> {
                 match value {
                     $($text => Ok(Self::$variant),)+
-                    _ => Err($crate::Error::Choice {
+                    _ => Err($crate::error::Error::Choice {
                         argument: $argument,
                         value: value.to_owned(),
                         choices: [$($text),+].map(|choice| format!("{choice:?}")).join(", "),
@@ -243,8 +250,8 @@ macro_rules! pickled_as_json {
             ///
             /// # Errors
             /// [`crate::Error::State`] for anything else.
-            pub fn from_json(json: &str) -> $crate::Result<Self> {
-                $crate::error::from_json(json).map_err(|(path, problem)| $crate::Error::State { path, problem })
+            pub fn from_json(json: &str) -> $crate::error::Result<Self> {
+                $crate::error::from_json(json).map_err(|(path, problem)| $crate::error::Error::State { path, problem })
             }
         }
     };

@@ -1,10 +1,10 @@
 //! Long work that its caller can end.
 //!
 //! The crate knows neither clocks nor signals. Whoever does gives a check to [`interruptible`], and everything in here
-//! that can be long asks it every few hundred thousand steps: some milliseconds. Where it says so, the work is left at once
-//! by unwinding. That is no panic, no hook runs, and the many loops in between need no way to hand an error on. What the work
-//! was changing is left half changed, so the work has to be [`UnwindSafe`]: it changes something of its own, and who asked for it
-//! takes the result or nothing.
+//! that can be long asks it every few hundred thousand steps: some milliseconds. Where it says so, the work is left at
+//! once by unwinding. That is no panic, no hook runs, and the many loops in between need no way to hand an error on.
+//! What the work was changing is left half changed, so the work has to be [`UnwindSafe`]: it changes something of its
+//! own, and who asked for it takes the result or nothing.
 //!
 //! A program that is built to abort on panics is never interrupted.
 
@@ -37,8 +37,8 @@ struct Interrupted;
 ///
 /// let lengths = Lengths::new("lengths", &[1000; 1_000_000])?;
 /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
-/// let options =
-///     PackOptions { num_micro_batches: 8, max_tokens: i32::MAX, method: Method::VarLength, window: 1, leftover: Leftover::Error };
+/// let (method, leftover) = (Method::VarLength, Leftover::Error);
+/// let options = PackOptions { num_micro_batches: 8, max_tokens: i32::MAX, method, window: 1, leftover };
 /// let stopped = interruptible(|| true, || pack(&lengths, &options, &cost));
 /// assert_eq!(stopped.unwrap_err(), Error::Interrupted);
 /// # Ok::<(), Error>(())

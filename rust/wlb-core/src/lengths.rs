@@ -3,10 +3,7 @@
 use std::ops::Deref;
 
 use crate::error::{Error, Result};
-
-/// The longest document and the longest packed sequence, in tokens: `cu_seqlens` are int32 in every
-/// varlen attention kernel.
-pub const MAX_TOKENS: i64 = i32::MAX as i64;
+use crate::limits::MAX_TOKENS;
 
 /// Lengths of documents, in tokens: each at least 1 and at most [`MAX_TOKENS`].
 ///

@@ -8,9 +8,11 @@
 //! | --- | --- | --- |
 //! | what does a document cost? | [`cost`] | section 2.1, 3.1 |
 //! | which documents go together in a micro-batch? | [`packing`] | sections 3.2, 4 |
-//! | which documents wait for others of their size? | [`packing::outlier_queue`], [`packing::packer`] | section 4.3, Algorithm 1 |
+//! | which documents wait for others of their size? | [`packing::stream`] | section 4.3, Algorithm 1 |
 //! | which tokens go to which context-parallel rank? | [`sharding`] | section 5 |
-//! | when does each stage of the pipeline compute what? | [`schedule`] | section 2.2 |
+//! | when does each stage of the pipeline compute what? | [`pipeline`] | section 2.2 |
+//! | how many ranks does each document get? | [`dynamic_cp`] | |
+//! | what may a caller ask for at most? | [`limits`] | |
 //!
 //! ```
 //! use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions, pack};
@@ -18,20 +20,24 @@
 //! let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
 //! let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 //! let (method, leftover) = (Method::VarLength, Leftover::Error);
-//! let packing = pack(&lengths, &PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover }, &cost)?;
+//! let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover };
+//! let packing = pack(&lengths, &options, &cost)?;
 //! assert_eq!(packing.tokens, [900, 1100]);
 //! # Ok::<(), wlb_core::Error>(())
 //! ```
 #![forbid(unsafe_code)]
 
 pub mod cost;
+pub mod dynamic_cp;
 pub mod error;
 mod interrupt;
+mod ladder;
 pub mod lengths;
+pub mod limits;
 mod longest_first;
 pub mod packing;
+pub mod pipeline;
 pub mod profile;
-pub mod schedule;
 pub mod sharding;
 
 pub use cost::{CostModel, Mask};
@@ -39,5 +45,5 @@ pub use error::{Error, Result};
 pub use interrupt::interruptible;
 pub use lengths::Lengths;
 pub use packing::{Leftover, Method, PackOptions, Packing, pack, pack_whole};
-pub use schedule::{Pipeline, Schedule};
+pub use pipeline::{Pipeline, Schedule};
 pub use sharding::{Shard, ShardOptions, Strategy, shard};

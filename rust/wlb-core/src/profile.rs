@@ -1,7 +1,7 @@
 //! Measured profiles: one JSON file per GPU and attention kernel, of which both cost models are made.
 //!
-//! The format is described in `docs/semantics.md`. What a model needs is checked here to the last entry; what only people
-//! need (versions, clocks, spreads, held-out shapes) may hold anything.
+//! The format is described in `docs/semantics.md`. What a model needs is checked here to the last entry; what only
+//! people need (versions, clocks, spreads, held-out shapes) may hold anything.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -128,8 +128,8 @@ impl KernelModel {
 impl CostModel {
     /// The cost of documents on the GPU of a measured profile: the text of a JSON file with a `linear` part.
     ///
-    /// Per transformer layer. Attention is that of a document on one rank, by the profile's [`KernelModel`], at all of the
-    /// profile's lengths; a longer document that was measured faster than a shorter one counts as the shorter.
+    /// Per transformer layer. Attention is that of a document on one rank, by the profile's [`KernelModel`], at all of
+    /// the profile's lengths; a longer document that was measured faster than a shorter one counts as the shorter.
     ///
     /// # Errors
     /// [`Error::Profile`] naming the place in the file.

@@ -5,8 +5,7 @@ mod common;
 
 use common::strategies::{checked, config, lengths, packer_config};
 use proptest::prelude::*;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, Push, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 /// A reader: takes what the packer admits of the next documents, cut into pieces where the packer would cut them.
@@ -71,8 +70,8 @@ const MOST_STEPS: usize = 60;
 proptest! {
     #![proptest_config(config(400))]
 
-    /// The invariant of `docs/semantics.md`: any lengths, either release rule, any memory, steps with and without a least
-    /// number of tokens; and whatever is offered is admitted in the end.
+    /// The invariant of `docs/semantics.md`: any lengths, either release rule, any memory, steps with and without a
+    /// least number of tokens; and whatever is offered is admitted in the end.
     #[test]
     fn what_waits_stays_within_the_bounds(
         config in packer_config(), arrivals in prop::collection::vec(lengths(60, 4000), 1..6),

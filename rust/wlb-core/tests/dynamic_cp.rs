@@ -7,7 +7,7 @@ use common::dynamic_cp::{in_equal_rounds, in_one_round, is_held, is_legal, optim
 use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
-use wlb_core::schedule::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {
@@ -110,7 +110,8 @@ proptest! {
 proptest! {
     #![proptest_config(config(100))]
 
-    /// Every document once, groups aligned, memory kept, and nothing else: for millions of cases (`benches/records/fuzz.md`).
+    /// Every document once, groups aligned, memory kept, and nothing else: for millions of cases
+    /// (`benches/records/fuzz.md`).
     #[test]
     fn nothing_is_lost_or_misaligned_or_too_large(
         (lengths, options) in (1_i32..200_000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
@@ -193,8 +194,8 @@ fn long_documents_are_planned_close_to_the_bound() {
     }
 }
 
-/// Short documents only: what filling and draining takes with 4 micro-batches a stage is most of what a step is above even work, and
-/// the bound knows it.
+/// Short documents only: what filling and draining takes with 4 micro-batches a stage is most of what a step is above
+/// even work, and the bound knows it.
 #[test]
 fn short_documents_leave_filling_and_draining() {
     let plan = planned(&[100; 2000], &plain(8, 8, 8192), &llama_7b(), false).unwrap();
@@ -330,7 +331,8 @@ fn no_fewer_micro_batches_than_wanted() {
     }
 }
 
-/// Where the pipeline is interleaved, whatever number it takes: no plan of any is below the bound, nor far below the best that was found.
+/// Where the pipeline is interleaved, whatever number it takes: no plan of any is below the bound, nor far below the
+/// best that was found.
 #[test]
 fn interleaved_pipelines_take_any_number_in_equal_rounds() {
     let cost = CostModel::analytic(0.0, 1e-6, Mask::Causal).unwrap();
@@ -360,7 +362,8 @@ fn interleaved_pipelines_take_any_number_in_equal_rounds() {
     }
 }
 
-/// Seven full micro-batches would be seven under way, where rounds of four have five and a half at most; light ones may be so many.
+/// Seven full micro-batches would be seven under way, where rounds of four have five and a half at most; light ones may
+/// be so many.
 #[test]
 fn larger_rounds_have_no_more_under_way() {
     let cost = CostModel::analytic(0.0, 1e-6, Mask::Causal).unwrap();

@@ -9,8 +9,7 @@ use common::strategies::checked;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use wlb_core::packing::Piece;
-use wlb_core::packing::outlier_queue::{Release, Waiting};
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod, Waiting};
 use wlb_core::sharding::Remainder;
 use wlb_core::{CostModel, Leftover, Mask, PackOptions, Packing, ShardOptions, pack, shard};
 

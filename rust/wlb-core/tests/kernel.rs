@@ -56,7 +56,8 @@ proptest! {
         }
     }
 
-    /// At a constant rate, segments from the same first query on take the same up to the end of a tile, and longer ones more.
+    /// At a constant rate, segments from the same first query on take the same up to the end of a tile, and longer ones
+    /// more.
     #[test]
     fn padding_is_a_staircase(tile in 1_i64..300, start in 0..1_000_000, queries in 1..10_000, mask in mask()) {
         let mut kernel = analytic(Generation::A100, mask).description().clone();
@@ -184,8 +185,8 @@ fn damage() -> impl Strategy<Value = String> {
     prop_oneof![select(named.map(str::to_owned).to_vec()), (0_i64..5000).prop_map(|number| number.to_string())]
 }
 
-/// The choice follows the latencies: long documents are cut where they would wait for each other, short ones are not where tiles
-/// would be wasted.
+/// The choice follows the latencies: long documents are cut where they would wait for each other, short ones are not
+/// where tiles would be wasted.
 #[test]
 fn every_strategy_is_chosen_somewhere() {
     let model = analytic(Generation::H100, Mask::Causal);

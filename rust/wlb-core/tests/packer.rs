@@ -7,9 +7,7 @@ use common::strategies::{checked, config, cost_model, lengths, method, packer_co
 use common::stream::{Event, run};
 use common::{check, naive};
 use proptest::prelude::*;
-use wlb_core::packing::metrics::Metrics;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Metrics, Oversize, Packer, PackerConfig, Release, StreamMethod};
 use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, pack};
 
@@ -64,7 +62,8 @@ proptest! {
         prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
     }
 
-    /// The reported points are what a packer really does with those thresholds, or at that price, and the best one is the best of them.
+    /// The reported points are what a packer really does with those thresholds, or at that price, and the best one is
+    /// the best of them.
     #[test]
     fn tuning_reports_what_a_packer_does(
         mut lengths in lengths(120, 20_000), last in 1..20_000, n in 1_usize..5,
@@ -181,7 +180,8 @@ fn nothing_waits_for_ever() {
     assert!(left.is_some() && packer.metrics().delay_max() > 10, "{:?}", packer.metrics());
 }
 
-/// Light documents make way where they would make a micro-batch with long ones the heaviest, because the others are full.
+/// Light documents make way where they would make a micro-batch with long ones the heaviest, because the others are
+/// full.
 #[test]
 fn light_documents_make_way() {
     let mut packer = Packer::new(adaptive(2, 0.01, Some(1))).unwrap();

@@ -8,8 +8,8 @@ use common::naive;
 use common::strategies::{Memory, checked, config, cost_model, lengths, memory, num_micro_batches};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use wlb_core::packing::stream::{batch_offsets, split_documents};
-use wlb_core::packing::{MAX_MICRO_BATCHES, Piece};
+use wlb_core::limits::MAX_MICRO_BATCHES;
+use wlb_core::packing::{Piece, batch_offsets, split_documents};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack, pack_whole};
 
 const METHODS: [Method; 5] =
@@ -24,8 +24,8 @@ fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
 proptest! {
     #![proptest_config(config(400))]
 
-    /// Every method: the oracle bit for bit, each document once, never over `max_tokens`, the certificate, the promise of
-    /// `var_length_fast`, and the same plan from its own assignment.
+    /// Every method: the oracle bit for bit, each document once, never over `max_tokens`, the certificate, the promise
+    /// of `var_length_fast`, and the same plan from its own assignment.
     #[test]
     fn plans_are_the_oracles(
         lengths in lengths(600, 130_000), n in num_micro_batches(), window in 1_usize..4, memory in memory(1000),

@@ -9,7 +9,7 @@ use common::strategies::config;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
-use wlb_core::schedule::{Buffers, Detail, Kind, Layout, Op, StepTotals, Timeline, Times};
+use wlb_core::pipeline::{Buffers, Detail, Kind, Op, PipelineOptions, StepTotals, Timeline, Times};
 use wlb_core::{Error, Pipeline, Schedule};
 
 const SCHEDULES: [Schedule; 7] = [
@@ -22,19 +22,24 @@ const SCHEDULES: [Schedule; 7] = [
     Schedule::ZbV,
 ];
 
-fn layout(schedule: Schedule, num_stages: usize, num_virtual_stages: usize, num_micro_batches: usize) -> Layout {
-    Layout { schedule, num_stages, num_virtual_stages, num_micro_batches }
+fn layout(
+    schedule: Schedule,
+    num_stages: usize,
+    num_virtual_stages: usize,
+    num_micro_batches: usize,
+) -> PipelineOptions {
+    PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches }
 }
 
 /// Equal micro-batches whose every pass through a stage takes one second.
-fn equal(layout: Layout) -> Timeline {
+fn equal(layout: PipelineOptions) -> Timeline {
     let costs = vec![3.0 * layout.total_stages() as f64; layout.num_micro_batches];
     let pipeline = Pipeline::new(&layout).unwrap();
     pipeline.simulate(&Times::per_micro_batch(&costs).unwrap(), None).unwrap()
 }
 
 /// Idle seconds of every rank: in seconds of one pass through one stage.
-fn bubble(layout: Layout) -> f64 {
+fn bubble(layout: PipelineOptions) -> f64 {
     equal(layout).summary.seconds - (3 * layout.num_virtual_stages * layout.num_micro_batches) as f64
 }
 
@@ -157,7 +162,7 @@ fn naive(
 }
 
 /// A schedule that takes its sizes.
-fn layouts() -> impl Strategy<Value = Layout> {
+fn layouts() -> impl Strategy<Value = PipelineOptions> {
     (select(SCHEDULES.to_vec()), 1_usize..5, 1_usize..4, 1_usize..9).prop_map(|(schedule, p, v, m)| {
         let v = match schedule {
             Schedule::Interleaved | Schedule::InterleavedZeroBubble => v,
@@ -169,10 +174,11 @@ fn layouts() -> impl Strategy<Value = Layout> {
     })
 }
 
-/// Costs with their detail, latencies, activations: whole numbers such that every pass takes whole seconds, mostly small.
+/// Costs with their detail, latencies, activations: whole numbers such that every pass takes whole seconds, mostly
+/// small.
 #[derive(Clone, Debug)]
 struct Work {
-    layout: Layout,
+    layout: PipelineOptions,
     detail: Detail,
     costs: Vec<f64>,
     exposed: Vec<f64>,

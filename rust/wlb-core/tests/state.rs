@@ -9,8 +9,7 @@ use common::stream::{Event, run};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::Value;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
 use wlb_core::{CostModel, Error, Mask};
 
 /// A packer with something in every field.

@@ -98,7 +98,7 @@ pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i
 
 /// A size from 1 to 2^31 - 1.
 pub(crate) fn positive(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
-    size(argument, object, 1, wlb_core::lengths::MAX_TOKENS).map(|tokens| tokens as i32)
+    size(argument, object, 1, wlb_core::limits::MAX_TOKENS).map(|tokens| tokens as i32)
 }
 
 /// A new array that owns `values`.

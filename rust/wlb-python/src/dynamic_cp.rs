@@ -5,9 +5,8 @@ use std::sync::Arc;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
-use wlb_core::packing::MAX_MICRO_BATCHES;
-use wlb_core::schedule::dynamic_cp::{self as core, Communication, DynamicCpOptions, MAX_WORLD_SIZE};
-use wlb_core::schedule::order::MAX_STAGES;
+use wlb_core::dynamic_cp::{self as core, Communication, DynamicCpOptions};
+use wlb_core::limits::{MAX_MICRO_BATCHES, MAX_STAGES, MAX_WORLD_SIZE};
 
 use crate::convert::{array, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;

@@ -10,12 +10,12 @@ use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use wlb_core::packing::adaptive::DELAY_PRICE;
-use wlb_core::packing::admission::{ADAPTIVE_MAX_DELAY, Bounds as CoreBounds, OnBacklog};
-use wlb_core::packing::metrics::Metrics;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, Push, StreamMethod};
-use wlb_core::packing::{MAX_MICRO_BATCHES, tune};
+use wlb_core::limits::MAX_MICRO_BATCHES;
+use wlb_core::packing::stream::{
+    ADAPTIVE_MAX_DELAY, Bounds as CoreBounds, DELAY_PRICE, Metrics, OnBacklog, Oversize, Packer as Core, PackerConfig,
+    Push, Release, StreamMethod,
+};
+use wlb_core::packing::tune;
 
 use crate::convert::{array, integer, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;

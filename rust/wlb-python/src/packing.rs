@@ -6,7 +6,8 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyTuple};
-use wlb_core::packing::{self as core, Leftover, MAX_MICRO_BATCHES, Method, Piece, stream};
+use wlb_core::limits::MAX_MICRO_BATCHES;
+use wlb_core::packing::{self as core, self as stream, Leftover, Method, Piece};
 
 use crate::convert::{array, integer, integers, positive, read_lengths, size};
 use crate::cost::CostModel;

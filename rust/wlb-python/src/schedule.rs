@@ -4,8 +4,10 @@ use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use wlb_core::Error;
-use wlb_core::schedule::order::{MAX_CELLS, MAX_STAGES};
-use wlb_core::schedule::{self as core, Buffers, Detail, Layout, Pipeline, Record, StepTotals, Summary, Times};
+use wlb_core::limits::{MAX_CELLS, MAX_STAGES};
+use wlb_core::pipeline::{
+    self as core, Buffers, Detail, Pipeline, PipelineOptions as Layout, Record, StepTotals, Summary, Times,
+};
 
 use crate::convert::{array, floats_of_shape, integer, size};
 use crate::error::{raise, refuse, refuse_entry};

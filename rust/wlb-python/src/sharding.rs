@@ -6,8 +6,8 @@ use std::sync::Arc;
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use wlb_core::cost::Mask;
-use wlb_core::sharding::layout::RankLayout;
-use wlb_core::sharding::{self as core, MAX_CP_SIZE, Remainder, ShardOptions};
+use wlb_core::limits::MAX_CP_SIZE;
+use wlb_core::sharding::{self as core, RankLayout, Remainder, ShardOptions};
 
 use crate::convert::{array, integer, read_lengths, size};
 use crate::cost::mask;

@@ -1,10 +1,9 @@
 //! Micro-batches dealt to data-parallel ranks.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, saturating_i64};
+use crate::ladder::Ladder;
 
-use super::ladder::Ladder;
 use super::plan::Packing;
-use super::saturating_i64;
 
 impl Packing {
     /// Deals the micro-batches of each step to `dp_size` ranks: equal counts, costs balanced, in schedule order.
@@ -13,7 +12,11 @@ impl Packing {
     /// micro-batches stand at both ends and the heaviest in the middle: the first and the last are the ones whose
     /// cost a pipeline multiplies by its depth (fill and drain).
     ///
-    /// Returns, concatenated, `dp_size` rows of micro-batch indices for each step of the window.
+    /// # Arguments
+    /// * `dp_size` - data-parallel ranks.
+    ///
+    /// # Returns
+    /// Concatenated, `dp_size` rows of micro-batch indices for each step of the window.
     ///
     /// # Errors
     /// [`Error::Indivisible`] when `dp_size` does not divide the number of micro-batches of a step: ranks with unequal
@@ -21,6 +24,18 @@ impl Packing {
     ///
     /// # Complexity
     /// O(M log M) for the sort of `M` micro-batches, and on average a few steps for each.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::{CostModel, Lengths, Mask, Packing};
+    ///
+    /// let lengths = Lengths::new("lengths", &[50, 40, 30, 20])?;
+    /// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
+    /// let packing = Packing::from_assignment(&lengths, &[0, 1, 2, 3], 4, 100, &cost)?;
+    /// // The first rank trains micro-batches 3 and 0, the second 2 and 1: 70 tokens each.
+    /// assert_eq!(packing.deal(2)?, [3, 0, 2, 1]);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
     pub fn deal(&self, dp_size: usize) -> Result<Vec<usize>> {
         let total = self.num_micro_batches() / self.window;
         if dp_size == 0 || !total.is_multiple_of(dp_size) {

@@ -1,196 +1,29 @@
 //! Which documents go together in a micro-batch.
 //!
-//! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`], [`pack_whole`] one that leaves nothing
-//! over; a [`packer::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`] a step.
+//! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`], [`pack_whole`] one that leaves
+//! nothing over; a [`stream::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`]
+//! a step; [`tune`] finds on a sample of lengths what such a packer should hold back.
 
-pub mod adaptive;
-pub mod admission;
-pub(crate) mod deal;
-mod exchange;
-mod fixed_length;
-mod fuller;
-pub(crate) mod ladder;
-mod level;
-pub mod metrics;
-mod original;
-pub mod outlier_queue;
-pub mod packer;
+mod assignment;
+mod cuts;
+mod deal;
+mod global_batches;
+mod methods;
+mod options;
+mod pack;
+mod pack_whole;
+mod piece;
 mod placement;
 mod plan;
-mod refined;
-pub mod state;
+mod split;
 pub mod stream;
 pub mod tune;
-mod var_length;
-mod var_length_fast;
-mod whole;
 
-pub use plan::{Packing, Piece};
-pub use whole::pack_whole;
-
-use crate::cost::CostModel;
-use crate::error::{Error, Result, check_range, named_choices};
-use crate::lengths::{Lengths, MAX_TOKENS};
-
-/// More micro-batches than any job has: a mistyped number is an error, not an exhausted memory.
-pub const MAX_MICRO_BATCHES: usize = 1 << 20;
-
-named_choices! {
-    /// How one global batch is packed.
-    #[derive(Default)]
-    Method, "method" {
-        /// Arrival order, cut every `max_tokens` tokens (Plain-4D).
-        Original = "original",
-        /// Longest first, to the micro-batch with the least attention work that has room (Fixed-4D).
-        FixedLength = "fixed_length",
-        /// Longest first, to the micro-batch with the least cost (WLB-LLM, Algorithm 1).
-        #[default]
-        VarLength = "var_length",
-        /// The same for heavy documents; the light tail is poured in arrival order.
-        VarLengthFast = "var_length_fast",
-        /// Algorithm 1's plan, made better where tokens run out.
-        Refined = "refined",
-    }
-}
-
-named_choices! {
-    /// What happens if documents do not fit.
-    #[derive(Default)]
-    Leftover, "leftover" {
-        /// [`Error::LeftOver`], which says what would hold them.
-        #[default]
-        Error = "error",
-        /// They are in [`Packing::leftover`].
-        Return = "return",
-    }
-}
-
-/// How to pack one global batch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PackOptions {
-    /// Micro-batches of one global batch.
-    pub num_micro_batches: usize,
-    /// Most tokens of one micro-batch (`S_max`): a memory bound.
-    pub max_tokens: i32,
-    /// How.
-    pub method: Method,
-    /// Global batches that are packed together; other than 1 only with [`Method::FixedLength`].
-    pub window: usize,
-    /// What happens if documents do not fit.
-    pub leftover: Leftover,
-}
-
-/// Packs one global batch.
-///
-/// # Arguments
-/// * `lengths` - documents in arrival order; their ids are their indices. With a `window` of `g` they are the
-///   documents of `g` global batches, and step `i` trains micro-batches `i * num_micro_batches ..`.
-///
-/// # Errors
-/// [`Error::OutOfRange`] for sizes, [`Error::TooLong`] for a document over `max_tokens` (methods that keep
-/// documents whole), [`Error::Combination`] for a window that the method does not have,
-/// [`Error::InfiniteCost`]; [`Error::LeftOver`] if not everything fits, under [`Leftover::Error`].
-///
-/// # Complexity
-/// For `n` documents and `N` micro-batches: O(n) for the sort and, on average, a few steps for each document; O(n N) at
-/// worst, and always for [`Method::FixedLength`].
-pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) -> Result<Packing> {
-    let PackOptions { max_tokens, method, window, .. } = *options;
-    check_micro_batches(options.num_micro_batches)?;
-    check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
-    if window != 1 && method != Method::FixedLength {
-        let requirement = "a window other than 1 needs method=\"fixed_length\"";
-        return Err(Error::Combination { argument: "window", requirement });
-    }
-    check_range("window", saturating_i64(window), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
-    cost_model.check_finite(lengths)?;
-    let num_micro_batches = options.num_micro_batches * window;
-    let packing = match method {
-        Method::Original => original::pack(lengths, num_micro_batches, max_tokens, cost_model),
-        Method::FixedLength => {
-            Packing { window, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) }
-        }
-        Method::VarLength => {
-            check_fit(lengths, max_tokens)?;
-            var_length::pack(lengths, num_micro_batches, max_tokens, cost_model)
-        }
-        Method::VarLengthFast => {
-            check_fit(lengths, max_tokens)?;
-            var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model)
-        }
-        Method::Refined => {
-            check_fit(lengths, max_tokens)?;
-            refined::pack(lengths, num_micro_batches, max_tokens, cost_model)
-        }
-    };
-    match first_left_over(&packing) {
-        Some(first) if options.leftover == Leftover::Error => Err(left_over(first, &packing, lengths, options)),
-        _ => Ok(packing),
-    }
-}
-
-/// Of what was left over, the document that arrived first.
-fn first_left_over(packing: &Packing) -> Option<usize> {
-    packing.leftover.iter().map(|piece| piece.id as usize).min()
-}
-
-fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackOptions) -> Error {
-    let micro_batches = packing.num_micro_batches();
-    let most = enough_tokens(lengths, micro_batches as u64, options.method);
-    let remedy = match most {
-        // A window needs a number of micro-batches.
-        _ if options.window != 1 => format!("max_tokens={most} holds them all"),
-        ..=MAX_TOKENS => format!("max_tokens={most} or num_micro_batches=None holds them all"),
-        _ => "num_micro_batches=None takes as many as hold them all".to_owned(),
-    };
-    Error::LeftOver {
-        documents: packing.leftover.len(),
-        all: lengths.len(),
-        tokens: packing.leftover.iter().map(|piece| i64::from(piece.length)).sum(),
-        micro_batches,
-        max_tokens: i64::from(options.max_tokens),
-        index,
-        value: i64::from(lengths[index]),
-        remedy,
-    }
-}
-
-/// Tokens of a micro-batch with which nothing is ever left over: the least, where documents are cut.
-///
-/// A document kept whole is left over only if it finds no room where the tokens are fewest: those are at most the mean of
-/// what the others could fill.
-fn enough_tokens(lengths: &Lengths, micro_batches: u64, method: Method) -> i64 {
-    let total = lengths.total() as u64;
-    let enough = match method {
-        Method::Original | Method::FixedLength => total.div_ceil(micro_batches),
-        _ => {
-            let longest = lengths.iter().copied().max().unwrap_or(0) as u64;
-            longest + (total - longest) / micro_batches
-        }
-    };
-    enough as i64
-}
-
-/// Checks the number of micro-batches of a global batch.
-pub(crate) fn check_micro_batches(num_micro_batches: usize) -> Result<()> {
-    check_range("num_micro_batches", saturating_i64(num_micro_batches), 1, MAX_MICRO_BATCHES as i64)
-}
-
-fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
-    if lengths.iter().copied().max().unwrap_or(0) <= max_tokens {
-        return Ok(());
-    }
-    let index = lengths.iter().position(|&length| length > max_tokens).unwrap_or(0);
-    Err(Error::TooLong {
-        argument: "lengths",
-        index,
-        value: i64::from(lengths[index]),
-        limit_name: "max_tokens",
-        limit: i64::from(max_tokens),
-        hint: "; split it first (split_documents), or raise max_tokens",
-    })
-}
-
-pub(crate) fn saturating_i64(value: usize) -> i64 {
-    i64::try_from(value).unwrap_or(i64::MAX)
-}
+pub(crate) use deal::deal;
+pub use global_batches::batch_offsets;
+pub use options::{Leftover, Method, PackOptions};
+pub use pack::pack;
+pub use pack_whole::pack_whole;
+pub use piece::Piece;
+pub use plan::Packing;
+pub use split::split_documents;

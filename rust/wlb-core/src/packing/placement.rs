@@ -1,16 +1,11 @@
-//! Where documents are put while a packing is made.
+//! Where whole documents are put while a packing is made.
 
 use crate::cost::CostModel;
-use crate::interrupt::{Meter, parts};
+use crate::interrupt::parts;
 
-use super::Method;
-use super::plan::{Packing, Piece};
-
-/// Document `index` of a batch, all of it.
-#[inline]
-pub(super) fn whole(index: usize, length: i32) -> Piece {
-    Piece { id: index as i64, start: 0, length }
-}
+use super::options::Method;
+use super::piece::Piece;
+use super::plan::Packing;
 
 /// Where whole documents were put: what the packing methods that keep documents whole fill in.
 #[derive(Clone)]
@@ -94,75 +89,6 @@ impl Placement {
             length_fallbacks: self.length_fallbacks,
             // Cost never decreases with length.
             largest_cost: cost_model.cost(self.longest),
-        }
-    }
-}
-
-/// Where pieces of cut documents were put: what the packing methods that cut documents fill in.
-pub(super) struct Cuts {
-    placed: Vec<(usize, Piece)>,
-    tokens: Vec<i64>,
-    leftover: Vec<Piece>,
-}
-
-impl Cuts {
-    pub(super) fn new(num_documents: usize, num_micro_batches: usize) -> Self {
-        Self { placed: Vec::with_capacity(num_documents), tokens: vec![0; num_micro_batches], leftover: Vec::new() }
-    }
-
-    pub(super) fn tokens(&self) -> &[i64] {
-        &self.tokens
-    }
-
-    pub(super) fn put(&mut self, micro_batch: usize, piece: Piece) {
-        self.tokens[micro_batch] += i64::from(piece.length);
-        self.placed.push((micro_batch, piece));
-    }
-
-    pub(super) fn leave_over(&mut self, piece: Piece) {
-        self.leftover.push(piece);
-    }
-
-    pub(super) fn into_packing(
-        self,
-        method: Method,
-        max_tokens: i32,
-        lengths: &[i32],
-        cost_model: &CostModel,
-    ) -> Packing {
-        let mut costs = vec![0.0; self.tokens.len()];
-        let mut largest_cost = 0.0_f64;
-        let mut assignment = vec![-1; lengths.len()];
-        let mut counts = vec![0_usize; self.tokens.len()];
-        let mut meter = Meter::default();
-        for &(micro_batch, piece) in &self.placed {
-            meter.spend(1);
-            let cost = cost_model.cost(piece.length);
-            costs[micro_batch] += cost;
-            largest_cost = largest_cost.max(cost);
-            counts[micro_batch] += 1;
-            if piece.length == lengths[piece.id as usize] {
-                assignment[piece.id as usize] = micro_batch as i32;
-            }
-        }
-        let mut placed = self.placed;
-        placed.sort_unstable_by_key(|&(micro_batch, piece)| (micro_batch, piece.id, piece.start));
-        let mut offsets = vec![0; 1];
-        for count in counts {
-            offsets.push(offsets[offsets.len() - 1] + count);
-        }
-        Packing {
-            method: Some(method),
-            max_tokens,
-            window: 1,
-            pieces: placed.into_iter().map(|(_, piece)| piece).collect(),
-            offsets,
-            assignment,
-            tokens: self.tokens,
-            costs,
-            leftover: self.leftover,
-            length_fallbacks: 0,
-            largest_cost,
         }
     }
 }

@@ -4,36 +4,10 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cost::CostModel;
-use crate::error::{Error, Result, check_range, from_json};
-use crate::lengths::{Lengths, MAX_TOKENS};
+use crate::error::{Error, Result, from_json};
 
-use super::placement::{Placement, whole};
-use super::{Method, check_micro_batches};
-
-/// A document, or the part of it that lies in one micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "(i64, i32, i32)", into = "(i64, i32, i32)")]
-pub struct Piece {
-    /// The document.
-    pub id: i64,
-    /// First token, counted inside the document.
-    pub start: i32,
-    /// Tokens.
-    pub length: i32,
-}
-
-impl From<(i64, i32, i32)> for Piece {
-    fn from((id, start, length): (i64, i32, i32)) -> Self {
-        Self { id, start, length }
-    }
-}
-
-impl From<Piece> for (i64, i32, i32) {
-    fn from(piece: Piece) -> Self {
-        (piece.id, piece.start, piece.length)
-    }
-}
+use super::options::Method;
+use super::piece::Piece;
 
 /// The micro-batches of one global batch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -164,46 +138,5 @@ impl Packing {
             && packing.assignment.iter().all(exists);
         let problem = "its arrays do not belong together".to_owned();
         if fits { Ok(packing) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }
-    }
-
-    /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
-    ///
-    /// # Arguments
-    /// * `assignment` - micro-batch of each document; -1 leaves it over.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`], [`Error::OutOfRange`], [`Error::Entry`] for a micro-batch that does not exist, and
-    /// [`Error::Combination`] if a micro-batch has more than `max_tokens` tokens.
-    pub fn from_assignment(
-        lengths: &Lengths,
-        assignment: &[i64],
-        num_micro_batches: usize,
-        max_tokens: i32,
-        cost_model: &CostModel,
-    ) -> Result<Self> {
-        check_micro_batches(num_micro_batches)?;
-        check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
-        cost_model.check_finite(lengths)?;
-        if assignment.len() != lengths.len() {
-            let (found, expected) = (assignment.len(), lengths.len());
-            return Err(Error::Mismatch { argument: "assignment", found, other: "lengths", expected });
-        }
-        let mut placement = Placement::new(lengths.len(), num_micro_batches);
-        for (index, (&length, &micro_batch)) in lengths.iter().zip(assignment).enumerate() {
-            match usize::try_from(micro_batch) {
-                Ok(j) if j < num_micro_batches => placement.put(index, j, length, cost_model.cost(length)),
-                Err(_) if micro_batch == -1 => placement.leftover.push(index),
-                _ => {
-                    let requirement = "must be a micro-batch, or -1 for a document left over";
-                    let (argument, value) = ("assignment", micro_batch as f64);
-                    return Err(Error::Entry { argument, index, value, requirement });
-                }
-            }
-        }
-        if placement.tokens.iter().any(|&tokens| tokens > i64::from(max_tokens)) {
-            let requirement = "puts more than max_tokens tokens into one micro-batch";
-            return Err(Error::Combination { argument: "assignment", requirement });
-        }
-        Ok(placement.into_packing(None, max_tokens, cost_model, |index| whole(index, lengths[index])))
     }
 }

@@ -1,18 +1,21 @@
 //! Which strategy is predicted to be fastest, decided without building any shard.
 //!
-//! What makes every threshold of the hybrid affordable: longest first, the cursor of [`per_document`] has the same place at a
-//! document whatever comes after it. So the long documents of *any* threshold are cut as [`per_document`] cuts
-//! them; one pass over all of them, longest first, gives their latency under every threshold, and the last one is that of
-//! [`per_document`] itself. What is left for a threshold is to deal the short ones, whose latency as a whole is known too.
+//! What makes every threshold of the hybrid affordable: longest first, the cursor of [`per_document`] has the same
+//! place at a document whatever comes after it. So the long documents of *any* threshold are cut as [`per_document`]
+//! cuts them; one pass over all of them, longest first, gives their latency under every threshold, and the last one is
+//! that of [`per_document`] itself. What is left for a threshold is to deal the short ones, whose latency as a whole is
+//! known too.
 
 use crate::cost::Passes;
 use crate::interrupt::Meter;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first;
 
+use super::builder::Ranks;
 use super::kernel::{Clock, KernelModel};
-use super::plan::{Ranks, Segment};
-use super::{Strategy, hybrid, per_document, per_sequence};
+use super::options::Strategy;
+use super::plan::Segment;
+use super::{hybrid, per_document, per_sequence};
 
 /// What was chosen.
 pub(super) struct Choice {

@@ -3,8 +3,8 @@
 use crate::interrupt::Meter;
 use crate::longest_first::longest_first_of;
 
+use super::builder::{Builder, Ranks};
 use super::per_document;
-use super::plan::{Builder, Ranks};
 
 /// Cuts documents of at least `threshold` tokens per document. The others go whole, longest first, to the rank with the
 /// most room left under its equal share of the tokens; one is cut only where a share ends, so at most
@@ -49,7 +49,8 @@ pub(super) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
     }
 }
 
-/// Gives a short document to the rank with the most room, and what does not fit there to the next: `(rank, start, length)`.
+/// Gives a short document to the rank with the most room, and what does not fit there to the next: `(rank, start,
+/// length)`.
 #[inline]
 pub(super) fn deal(room: &mut [i64], length: i32, mut place: impl FnMut(usize, i32, i32)) {
     let mut start = 0;

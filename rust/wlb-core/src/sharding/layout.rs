@@ -1,8 +1,8 @@
 //! What a rank feeds its attention kernel, written out from its segments.
 
 use crate::cost::Mask;
-use crate::error::{Error, Result, check_range};
-use crate::lengths::MAX_TOKENS;
+use crate::error::{Error, Result, check_range, saturating_i64};
+use crate::limits::MAX_TOKENS;
 
 use super::plan::{Segment, Shard};
 
@@ -28,8 +28,8 @@ impl Shard {
     /// The arrays of one rank.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when the keys of all its segments are
-    /// more than int32 `cu_seqlens_k` can count.
+    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when the keys of all its segments
+    /// are more than int32 `cu_seqlens_k` can count.
     ///
     /// # Complexity
     /// O(segments).
@@ -73,7 +73,7 @@ impl Shard {
     /// [`Error::OutOfRange`] for a rank that does not exist.
     pub fn segments(&self, rank: usize) -> Result<&[Segment]> {
         let last = self.cp_size() as i64 - 1;
-        check_range("rank", i64::try_from(rank).unwrap_or(i64::MAX), 0, last)?;
+        check_range("rank", saturating_i64(rank), 0, last)?;
         Ok(&self.ranks[rank])
     }
 

@@ -3,15 +3,16 @@
 use crate::interrupt::Meter;
 use crate::longest_first::{longest_first, longest_first_of};
 
-use super::plan::{Ranks, owner};
+use super::builder::{Ranks, owner};
 
 /// Cuts every document into `2*cp` chunks; left-over tokens lengthen chunks by one each.
 ///
 /// Which chunks is decided by a cursor over the slots that goes on from document to document, longest first, so that
-/// every slot has `total / (2*cp)` tokens, give or take one. The pairs of ranks are equal if `2*cp` divides every length.
-/// Otherwise they differ by at most `2 * sum(d)` over the documents it does not divide, and by at most `2 * d_max` for
-/// each time that the cursor goes round (which the paper's bound of `2 * d_max` leaves out: `[9, 7, 9]` at `cp = 8` differs
-/// by 19). Long documents make that nothing; hundreds of documents of about `2*cp` tokens and nothing else do not.
+/// every slot has `total / (2*cp)` tokens, give or take one. The pairs of ranks are equal if `2*cp` divides every
+/// length. Otherwise they differ by at most `2 * sum(d)` over the documents it does not divide, and by at most `2 *
+/// d_max` for each time that the cursor goes round (which the paper's bound of `2 * d_max` leaves out: `[9, 7, 9]` at
+/// `cp = 8` differs by 19). Long documents make that nothing; hundreds of documents of about `2*cp` tokens and nothing
+/// else do not.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
     let cursors = cursors(lengths, ranks.cp_size(), 0..lengths.len());
     let mut meter = Meter::default();
@@ -70,8 +71,8 @@ pub(super) fn cut_document(ranks: &mut impl Ranks, document: usize, length: i32,
     }
 }
 
-/// The variant of the paper's text: chunks of `length / (2*cp)`, and the document's last `length % (2*cp)` tokens dealt to
-/// ranks one by one.
+/// The variant of the paper's text: chunks of `length / (2*cp)`, and the document's last `length % (2*cp)` tokens dealt
+/// to ranks one by one.
 pub(super) fn cut_dealing_tokens(ranks: &mut impl Ranks, lengths: &[i32]) {
     let cp_size = ranks.cp_size();
     let chunks = 2 * cp_size;

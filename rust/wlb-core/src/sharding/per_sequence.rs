@@ -2,7 +2,7 @@
 
 use crate::interrupt::Meter;
 
-use super::plan::{Ranks, owner};
+use super::builder::{Ranks, owner};
 
 /// Cuts the sequence into `2*cp` chunks, the first `total % (2*cp)` of them one token longer.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {

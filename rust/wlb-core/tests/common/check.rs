@@ -2,12 +2,9 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use wlb_core::packing::metrics::Metrics;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::Packer;
+use wlb_core::packing::stream::{Metrics, Packer, Release};
 use wlb_core::packing::{Packing, Piece};
-use wlb_core::sharding::layout::RankLayout;
-use wlb_core::sharding::{Remainder, Segment, Shard, ShardOptions, Strategy, shard};
+use wlb_core::sharding::{RankLayout, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
 use super::naive;
@@ -153,8 +150,8 @@ fn refined_is_no_worse(refined: &Packing, exact: &Packing) {
     assert_eq!(refined.length_fallbacks, exact.length_fallbacks);
 }
 
-/// The same of a step of a stream, beside what the packer would have done otherwise: the same documents wait, what was placed
-/// is placed, and no micro-batch is heavier than the heaviest was.
+/// The same of a step of a stream, beside what the packer would have done otherwise: the same documents wait, what was
+/// placed is placed, and no micro-batch is heavier than the heaviest was.
 pub(crate) fn refined_step_is_no_worse(
     packer: &Packer,
     refined: &Packing,

@@ -4,8 +4,8 @@
 
 use std::collections::HashMap;
 
-use wlb_core::schedule::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
-use wlb_core::schedule::order::{Kind, Layout, Op};
+use wlb_core::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
 use wlb_core::{CostModel, Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
 
@@ -39,7 +39,8 @@ pub(crate) fn planned(
         Err(Error::Combination { argument: "num_micro_batches" | "max_micro_batches", .. }) => {
             // Whatever the documents, one micro-batch each is enough.
             let most = options.num_micro_batches.or(options.max_micro_batches.map(|most| {
-                // In rounds of as many as there are stages, where the pipeline is interleaved: larger ones may hold too much.
+                // In rounds of as many as there are stages, where the pipeline is interleaved: larger ones may hold too
+                // much.
                 let whole = |m: &usize| *m <= options.num_stages || m.is_multiple_of(options.num_stages);
                 (1..=most).rfind(|m| options.num_virtual_stages == 1 || whole(m)).unwrap()
             }));
@@ -111,12 +112,13 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
     assert!(seen.iter().all(|&times| times == 1), "a document is lost or doubled");
 }
 
-/// Whether no rank has more tokens under way than in a long step of full micro-batches, in rounds of as many as there are stages.
+/// Whether no rank has more tokens under way than in a long step of full micro-batches, in rounds of as many as there
+/// are stages.
 pub(crate) fn is_held(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> bool {
     let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
     let most_under_way = |num_micro_batches: usize, tokens: &dyn Fn(usize) -> i64| {
-        let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches };
+        let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches };
         let under_way = |sum: &mut i64, op: &Op| {
             let tokens = tokens(op.micro_batch as usize);
             *sum += if op.kind == Kind::Forward { tokens } else { -tokens };
@@ -201,11 +203,12 @@ pub(crate) fn group_seconds(
     options.micro_batch_seconds + (attention + linear) / c + exposed
 }
 
-/// Every op on every rank of every stage: it starts when all ranks of its group have done what comes before it, and have its input.
+/// Every op on every rank of every stage: it starts when all ranks of its group have done what comes before it, and
+/// have its input.
 pub(crate) fn step_seconds(micro_batches: &[Vec<Group>], options: &DynamicCpOptions) -> f64 {
     let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
     let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
-    let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches: micro_batches.len() };
+    let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches: micro_batches.len() };
     let orders = layout.orders().unwrap();
     let mut step = Step { micro_batches, options, orders: &orders, ends: HashMap::new() };
     let last = |stage: usize| orders[stage].len() - 1;
@@ -259,7 +262,8 @@ impl Step<'_> {
     }
 }
 
-/// The least time of any plan with that many micro-batches: all ways to group the ranks, all ways to place the documents.
+/// The least time of any plan with that many micro-batches: all ways to group the ranks, all ways to place the
+/// documents.
 pub(crate) fn optimum(lengths: &[i32], options: &DynamicCpOptions, cost_model: &CostModel, m: usize) -> Option<f64> {
     let ways = partitions(options.world_size, 0, options.max_cp_size.unwrap_or(options.world_size));
     let mut best: Option<f64> = None;

@@ -5,8 +5,7 @@
 use std::cmp::Reverse;
 
 use wlb_core::packing::Piece;
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Mask};
 
@@ -206,7 +205,8 @@ fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Pl
     best
 }
 
-/// Longest first, to the most cost lacking per token of room, where the cost stays within the target; else to the least cost.
+/// Longest first, to the most cost lacking per token of room, where the cost stays within the target; else to the least
+/// cost.
 fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &CostModel) -> Option<Plan> {
     let n = start.costs.len();
     let mut plan = Plan { length_fallbacks: start.length_fallbacks, ..Plan::empty(lengths.len(), n) };
@@ -234,7 +234,8 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
     Some(plan)
 }
 
-/// Exchanges until there is none, the maximum is close to the bound, or 4096 last documents were searched for. No plan without one.
+/// Exchanges until there is none, the maximum is close to the bound, or 4096 last documents were searched for. No plan
+/// without one.
 fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &CostModel) -> Option<Plan> {
     let (n, mut tokens, mut costs) = (start.costs.len(), start.tokens.clone(), start.costs.clone());
     let mut assignment = start.assignment.clone();
@@ -291,7 +292,8 @@ fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &
 /// Two documents, or one, or none.
 type Two = [Option<usize>; 2];
 
-/// Every exchange, one by one: the one with the least maximum (what is given and taken, and by how much the heavy one's cost falls).
+/// Every exchange, one by one: the one with the least maximum (what is given and taken, and by how much the heavy one's
+/// cost falls).
 fn best_exchange(
     lengths: &[i32],
     (has, room, heavy): (Vec<Option<usize>>, i64, f64),

@@ -7,8 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
 use wlb_core::cost::{FlopsOptions, Passes};
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, PackerConfig, StreamMethod};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::sharding::kernel::{Generation, KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask};
 

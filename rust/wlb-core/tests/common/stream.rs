@@ -4,8 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use wlb_core::packing::outlier_queue::Release;
-use wlb_core::packing::packer::{Oversize, Packer, PackerConfig, Push, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
 use wlb_core::{Error, Lengths};
 

@@ -3,9 +3,12 @@
 use crate::error::Result;
 use crate::lengths::Lengths;
 
-use super::{Search, TuneOptions, Tuned, TunedPoint};
+use super::options::TuneOptions;
+use super::search::Search;
+use super::tuned::{Tuned, TunedPoint};
 
-/// Highest and lowest price of the first, coarse search. Above it hardly anything waits; below, everything that could help.
+/// Highest and lowest price of the first, coarse search. Above it hardly anything waits; below, everything that could
+/// help.
 const COARSE: (f64, f64) = (8.0, 0.001);
 /// Ratio of neighbouring coarse prices.
 const COARSE_STEP: f64 = 1.5;
@@ -14,17 +17,50 @@ const BISECTIONS: u32 = 6;
 /// Rounds of refinement around the best; each halves the step.
 const REFINEMENTS: u32 = 3;
 
-/// Runs the packer with [`Release::Adaptive`](crate::packing::outlier_queue::Release::Adaptive) over the sample at many prices of delay.
+/// Runs the packer with [`Release::Adaptive`](crate::packing::stream::Release::Adaptive) over the sample at many prices
+/// of delay.
 ///
-/// First geometrically spaced ones, then some where the delay passes the limit, then around the best. Deterministic. A price at which
-/// nothing waits that finds room is always among them, so that there is always an answer; it is the one with the least delay if
-/// none keeps the limit.
+/// First geometrically spaced ones, then some where the delay passes the limit, then around the best. Deterministic. A
+/// price at which nothing waits that finds room is always among them, so that there is always an answer; it is the one
+/// with the least delay if none keeps the limit.
+///
+/// # Arguments
+/// * `lengths` - a sample of documents, in the order in which they would come.
+/// * `options` - the packer, and the mean delay that is accepted.
+///
+/// # Returns
+/// The price with the least mean imbalance within the delay limit, and the choices that no other beats.
 ///
 /// # Errors
 /// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds).
 ///
 /// # Complexity
 /// One run of the packer per price: about 35.
+///
+/// # Example
+/// ```
+/// use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+/// use wlb_core::packing::tune::{TuneOptions, tune_delay_price};
+/// use wlb_core::{CostModel, Lengths, Mask};
+///
+/// let packer = PackerConfig {
+///     num_micro_batches: 2,
+///     max_tokens: 1200,
+///     max_document_tokens: 1000,
+///     oversize: Oversize::Error,
+///     outlier_thresholds: Vec::new(),
+///     release: Release::Adaptive,
+///     delay_price: None,
+///     max_delay: Some(8),
+///     method: StreamMethod::VarLength,
+///     cost_model: CostModel::analytic(1.0, 100.0, Mask::Causal)?,
+/// };
+/// let sample: Vec<i64> = (0..40).map(|i| [1000, 300, 200, 100][i % 4]).collect();
+/// let options = TuneOptions { packer, max_mean_delay: 1.0, tokens_per_batch: 2000 };
+/// let tuned = tune_delay_price(&Lengths::new("lengths", &sample)?, &options)?;
+/// assert!(tuned.best.delay_mean <= 1.0 && tuned.best.delay_price.is_some());
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
 pub fn tune_delay_price(lengths: &Lengths, options: &TuneOptions) -> Result<Tuned> {
     let mut search = Search::new(lengths, options)?;
     let micro_batches = search.config.num_micro_batches as f64;

@@ -1,9 +1,11 @@
 //! Thresholds for the outlier queues.
 
-use crate::error::{Result, check_range};
+use crate::error::{Result, check_range, saturating_i64};
 use crate::lengths::Lengths;
 
-use super::{Search, TuneOptions, Tuned};
+use super::options::TuneOptions;
+use super::search::Search;
+use super::tuned::Tuned;
 
 /// Candidate thresholds of the first, coarse search.
 const COARSE_CANDIDATES: usize = 12;
@@ -15,18 +17,27 @@ const REFINEMENTS: u32 = 3;
 /// Runs the packer over the sample under many choices of thresholds.
 ///
 /// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
-/// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there is always an answer; it is
-/// the one with the least delay if none keeps the limit.
+/// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there
+/// is always an answer; it is the one with the least delay if none keeps the limit.
+///
+/// # Arguments
+/// * `lengths` - a sample of documents, in the order in which they would come.
+/// * `num_queues` - most levels of the queue, 0 to 4.
+/// * `options` - the packer, and the mean delay that is accepted.
+///
+/// # Returns
+/// The thresholds with the least mean imbalance within the delay limit, and the choices that no other beats.
 ///
 /// # Errors
-/// Those of [`PackerConfig::check`](crate::packing::packer::PackerConfig::check),
+/// Those of [`PackerConfig::check`](crate::packing::stream::PackerConfig::check),
 /// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
-/// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination) for a sample without documents.
+/// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination)
+/// for a sample without documents.
 ///
 /// # Complexity
 /// One run of the packer per choice: 79 coarse choices for two queues, 299 for three.
 pub fn tune_outlier_thresholds(lengths: &Lengths, num_queues: usize, options: &TuneOptions) -> Result<Tuned> {
-    check_range("num_queues", i64::try_from(num_queues).unwrap_or(i64::MAX), 0, 4)?;
+    check_range("num_queues", saturating_i64(num_queues), 0, 4)?;
     let mut search = Search::new(lengths, options)?;
     let longest = search.longest;
     // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on

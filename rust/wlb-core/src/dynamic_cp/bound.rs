@@ -1,0 +1,153 @@
+//! What no plan can beat.
+//!
+//! A *path* is a chain of ops, each of which waits for the one before it; a step takes as long as any path. All paths
+//! here run on the same rank of every stage, and the bounds are sums over their micro-batches with factors that are the
+//! same for all ranks: so they hold for the mean over the ranks, and the mean time of a micro-batch is at least its
+//! work spread over all of them, however they are grouped.
+//!
+//! From here on times are of one stage: `x` of a micro-batch, a third of it forward. `p` stages, `w = p - 1`, `m`
+//! micro-batches, `S` the sum of all `x`. Facts of 1F1B: the last stage runs forward and backward of one micro-batch
+//! after the other; on the first stage the forward of micro-batch `j` comes behind all forwards before it and the
+//! backwards up to `j - p`.
+
+use super::options::DynamicCpOptions;
+use super::solver::{Document, Problem};
+
+/// A step takes at least this long, whatever the plan, in seconds.
+///
+/// The largest of
+/// - all work spread evenly over all ranks of all stages, and the constant part of `least` micro-batches;
+/// - the way of the longest document through the pipeline on its best group;
+/// - where the pipeline is not interleaved, what it takes to fill and drain it with `most` micro-batches
+///   ([`fill_and_drain`]), and around the `k` longest documents, for every `k` ([`around`]).
+///
+/// All of them but the second with the hops to the last stage and back, which every path can be made to have.
+///
+/// # Complexity
+/// O(min(documents, most) log world_size + most).
+pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: usize, most: usize) -> f64 {
+    let &DynamicCpOptions { num_stages, num_virtual_stages, p2p_seconds, .. } = options;
+    let stages = num_stages as f64;
+    // With one rank there is nowhere to hop to.
+    let hops = |hops: usize| if num_stages == 1 { 0.0 } else { hops as f64 * p2p_seconds };
+    let (to_the_last, whole_way) = (hops(2 * (num_stages - 1)), hops(2 * (num_stages * num_virtual_stages - 1)));
+    let constant = problem.cost.micro_batch_seconds / stages;
+    let share = problem.total_work / problem.world_size as f64 / stages;
+    let sum = share + least as f64 * constant;
+    let mut bound = sum + to_the_last;
+    if let Some(longest) = problem.documents.first() {
+        let Least { fewer, whole, .. } = Least::of(problem, longest);
+        bound = bound.max(fewer.min(whole) + whole_way);
+    }
+    if num_virtual_stages > 1 || num_stages == 1 {
+        return bound;
+    }
+    bound = bound.max(fill_and_drain(sum, stages, most) + to_the_last);
+    let balance = balance(stages, most);
+    let mut together = constant;
+    let mut longer: Option<Least> = None;
+    for document in problem.documents.iter().take(most) {
+        together += document.load.work() / problem.world_size as f64 / stages;
+        let others = (sum - together).max(0.0);
+        let around = |longer: f64, shortest: f64| {
+            around(together, longer / stages, shortest / stages, others, stages - 1.0, balance) + to_the_last
+        };
+        let shortest = Least::of(problem, document);
+        let longer = longer.replace(shortest).unwrap_or(shortest);
+        // Either all of them have all ranks, or one of them, no shorter than this one, goes all the way on fewer.
+        let whole = around(longer.whole, shortest.whole).min(shortest.fewer + whole_way);
+        bound = bound.max(around(longer.mean, shortest.mean)).max(whole);
+    }
+    bound
+}
+
+/// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a
+/// longer document.
+#[derive(Clone, Copy)]
+struct Least {
+    /// The mean over all ranks: its group takes no less than for it alone, other ranks no less than nothing takes.
+    mean: f64,
+    /// On its group, if that is not all ranks; infinite if it has to be.
+    fewer: f64,
+    /// On all ranks; infinite if it cannot be.
+    whole: f64,
+}
+
+impl Least {
+    fn of(problem: &Problem, document: &Document) -> Self {
+        let constant = problem.cost.micro_batch_seconds;
+        let mut least = Self { mean: f64::INFINITY, fewer: f64::INFINITY, whole: f64::INFINITY };
+        for cp_size in problem.group_sizes().filter(|&cp_size| problem.fits(&document.load, cp_size)) {
+            let seconds = problem.cost.seconds(&document.load, cp_size);
+            let mean = constant + (seconds - constant) * (cp_size as f64 / problem.world_size as f64);
+            least.mean = least.mean.min(mean);
+            let place = if cp_size == problem.world_size { &mut least.whole } else { &mut least.fewer };
+            *place = place.min(seconds);
+        }
+        least
+    }
+}
+
+/// At most `most` micro-batches of together `sum`.
+///
+/// A path: forwards on the first stage up to that of `i`, this up to the last stage, everything there up to `k >= i`,
+/// the backward of `k` down to the first stage, the backwards behind it there. It takes `S + F(i) + D(k)` with
+///
+/// `F(i) = w/3 x_i - 2/3 (sum before i)`, `D(k) = 2w/3 x_k - 1/3 (sum behind k)`.
+///
+/// Let `Q` be the sum of the first `c` micro-batches, `R = S - Q` that of the others, and `F`, `D` the largest of
+/// `F(i)` among those, `D(k)` among these. `F(i) <= F` says `P_i + x_i + 3F/2 <= g (P_i + 3F/2)` for the sum `P_i`
+/// before `i`, with `g = 1 + 2/w`; from the first on, `Q + 3F/2 <= g^c 3F/2`: so `F >= Q / (1.5 (g^c - 1))`. In the
+/// same way, from the last on, `D >= R / (3 (h^(m-c) - 1))` with `h = 1 + 1/(2w)`. As `Q + R = S`, the least of the sum
+/// of these two is where one of `Q` and `R` is 0. That holds for every `c`. (Fewer micro-batches than `most` are some
+/// that take nothing.)
+fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
+    let way = stages - 1.0;
+    let mut drain = vec![1.0_f64; most + 1];
+    for count in 0..most {
+        drain[count + 1] = drain[count] * (1.0 + 0.5 / way);
+    }
+    let mut fill = 1.0_f64;
+    let mut part = 0.0_f64;
+    for count in 0..=most {
+        // Over none of them it is infinite.
+        let (before, behind) = (1.5 * (fill - 1.0), 3.0 * (drain[most - count] - 1.0));
+        part = part.max(1.0 / before.max(behind));
+        fill *= 1.0 + 2.0 / way;
+    }
+    sum + sum * part
+}
+
+/// Documents of together `t` (`together`), wherever they are; micro-batches with the shortest of them take at least `y`
+/// (`shortest`), with others `x` (`longer`, no less); `others` is the rest of `S`.
+///
+/// Of the rest, `q` is in the `n <= w` micro-batches right before the first of them, `e` in those before, `s` behind
+/// the last. What is in between counts as `t`, in full on both paths. Say the first takes `x` and the last `y`: either
+/// both are one, with all of them, which takes more; or they have not both the shortest, and then these paths, with
+/// more of the last than of the first, are shortest so.
+///
+/// - The first forward up, everything from the first to the last of them on the last stage, the last backward down. On
+///   the first stage, all before that forward but the backwards of the last `n`, and all backwards behind:
+///   `A = e + q/3 + w/3 x + t + 2w/3 y + 2/3 s`.
+/// - The path of [`fill_and_drain`], from one of the `n` to the last of them: `B = e + q + F + t + 2w/3 y + 2/3 s`,
+///   where `F >= (q + e - e g^n) / (1.5 (g^n - 1)) = q/u - 2/3 e` with `u = 1.5 (g^n - 1)`; less for fewer than `n`.
+///
+/// No step takes less than `A` and `B` in any proportion `a : 1 - a`. With `a = (u + 3) / (2u + 3)` ([`balance`]),
+/// where a second in `q` and one in `s` count the same, 2/3, and one in `e` counts `1/3 + 2a/3`, no less, since `a >=
+/// 1/2`: so `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a = 1`, what counts least is `q`: `t + w/3 (x + 2y) + (e + q
+/// + s) / 3`. More in between than `t` is more in both.
+fn around(together: f64, longer: f64, shortest: f64, others: f64, way: f64, a: f64) -> f64 {
+    let ends = |a: f64| way / 3.0 * (a * longer + 2.0 * shortest);
+    (together + others / 3.0 + ends(1.0)).max(together + others * 2.0 / 3.0 + ends(a))
+}
+
+/// The proportion of the first path of [`around`]: at most `most - 1` micro-batches are before another.
+fn balance(stages: f64, most: usize) -> f64 {
+    let way = stages - 1.0;
+    let mut growth = 1.0;
+    for _ in 0..(most - 1).min(way as usize) {
+        growth *= 1.0 + 2.0 / way;
+    }
+    let u = 1.5 * (growth - 1.0);
+    (u + 3.0) / (2.0 * u + 3.0)
+}

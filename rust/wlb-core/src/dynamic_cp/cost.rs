@@ -1,0 +1,106 @@
+//! What a group of documents costs on a group of ranks.
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result};
+
+/// Most seconds of an option: times all tokens, ranks and micro-batches that a plan may have, they are still finite.
+const MAX_SECONDS: f64 = 1e200;
+
+/// Seconds that an option gives.
+pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
+    let requirement = "must be from 0 to 1e200 seconds";
+    if (0.0..=MAX_SECONDS).contains(&value) { Ok(()) } else { Err(Error::Number { argument, value, requirement }) }
+}
+
+/// What exchanging keys and values inside a context-parallel group costs, forward and backward, over all layers.
+///
+/// On a group of `c` ranks with `T` tokens: `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`, of
+/// which as much is hidden as fits into `overlap` times the group's attention. The default is an exchange that costs
+/// nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Communication {
+    /// Latency of handing keys and values on to the next rank.
+    pub seconds_per_exchange: f64,
+    /// Time to receive the keys and values of one token, and to send its gradients back.
+    pub seconds_per_token: f64,
+    /// Part of the attention, from 0 to 1, that can hide it.
+    pub overlap: f64,
+}
+
+/// The work of some documents together.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Load {
+    attention: f64,
+    linear: f64,
+    pub(super) tokens: i64,
+}
+
+impl Load {
+    pub(super) fn of(length: i32, cost_model: &CostModel) -> Self {
+        let (attention, linear) = (cost_model.attention_cost(length), cost_model.linear_cost(length));
+        Self { attention, linear, tokens: i64::from(length) }
+    }
+
+    /// Cost on one rank.
+    pub(super) fn work(&self) -> f64 {
+        self.attention + self.linear
+    }
+}
+
+impl std::ops::Add for Load {
+    type Output = Self;
+
+    #[inline]
+    fn add(self, other: Self) -> Self {
+        Self {
+            attention: self.attention + other.attention,
+            linear: self.linear + other.linear,
+            tokens: self.tokens + other.tokens,
+        }
+    }
+}
+
+/// Seconds of a micro-batch on a group.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GroupCost {
+    pub(super) communication: Communication,
+    /// What every micro-batch takes, whatever is in it.
+    pub(super) micro_batch_seconds: f64,
+}
+
+impl GroupCost {
+    pub(super) fn check(&self) -> Result<()> {
+        let Communication { seconds_per_exchange, seconds_per_token, overlap } = self.communication;
+        for (argument, value) in [
+            ("cp_seconds_per_exchange", seconds_per_exchange),
+            ("cp_seconds_per_token", seconds_per_token),
+            ("micro_batch_seconds", self.micro_batch_seconds),
+        ] {
+            check_seconds(argument, value)?;
+        }
+        if !(0.0..=1.0).contains(&overlap) {
+            return Err(Error::Number { argument: "cp_overlap", value: overlap, requirement: "must be from 0 to 1" });
+        }
+        Ok(())
+    }
+
+    /// Whether larger groups cost nothing.
+    pub(super) fn is_free(&self) -> bool {
+        self.communication.seconds_per_exchange == 0.0 && self.communication.seconds_per_token == 0.0
+    }
+
+    /// Through the whole model, forward and backward, on each of `cp_size` ranks. Never decreases with the load.
+    #[inline]
+    pub(super) fn seconds(&self, load: &Load, cp_size: usize) -> f64 {
+        let Communication { seconds_per_exchange, seconds_per_token, overlap } = self.communication;
+        let ranks = cp_size as f64;
+        let exchanges = ranks - 1.0;
+        let exchange = if load.tokens == 0 {
+            0.0
+        } else {
+            exchanges * seconds_per_exchange + load.tokens as f64 * (exchanges / ranks) * seconds_per_token
+        };
+        let exposed = (exchange - overlap * load.attention / ranks).max(0.0);
+        self.micro_batch_seconds + load.work() / ranks + exposed
+    }
+}

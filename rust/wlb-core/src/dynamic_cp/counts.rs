@@ -1,0 +1,104 @@
+//! Numbers of micro-batches that a sweep tries.
+
+use crate::error::{Result, check_range};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_CELLS, MAX_MICRO_BATCHES, MAX_TOKENS};
+
+use super::options::DynamicCpOptions;
+
+/// The sweep ends at this many times the micro-batches that it begins with.
+const SWEEP: usize = 4;
+
+/// A single round of more micro-batches than stages has nearly all of them under way: it must be so much faster than
+/// what has fewer.
+const ONE_ROUND: f64 = 1.01;
+
+/// Most micro-batches of any plan on this machine.
+pub(super) fn limit(options: &DynamicCpOptions) -> usize {
+    let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, .. } = options;
+    (MAX_CELLS / world_size.max(num_stages * num_virtual_stages)).clamp(1, MAX_MICRO_BATCHES)
+}
+
+/// Numbers of micro-batches to try.
+pub(super) struct Counts {
+    /// None with fewer is tried. The same as `start` without a constant part: fewer than there are stages are then
+    /// faster only for a handful of documents that exchange or hops cost much, and the schedules of torch take none.
+    pub(super) least: usize,
+    /// Enough for the memory, and for every stage to have one.
+    pub(super) start: usize,
+    pub(super) most: usize,
+}
+
+impl Counts {
+    pub(super) fn new(lengths: &Lengths, options: &DynamicCpOptions) -> Result<Self> {
+        if let Some(fixed) = options.num_micro_batches {
+            return Ok(Self { least: fixed, start: fixed, most: fixed });
+        }
+        let &DynamicCpOptions { world_size, num_stages, max_tokens_per_rank, .. } = options;
+        let tokens = lengths.total() as u64;
+        let memory = tokens.div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
+        let limit = limit(options);
+        let useful = lengths.len().max(num_stages);
+        let most = options.max_micro_batches;
+        if most.is_none() && memory > limit {
+            let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
+            check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
+        }
+        let forced = memory.max(options.min_micro_batches.unwrap_or(1));
+        let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
+        let start = memory.max(wanted).max(num_stages.min(most.unwrap_or(limit)));
+        let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
+        Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
+    }
+}
+
+/// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes equal
+/// rounds only.
+pub(super) fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usize> {
+    let mut counts: Vec<usize> = Vec::new();
+    let mut count = least;
+    while count < most {
+        counts.push(count);
+        count += (count / 6).max(1);
+    }
+    counts.extend((least <= most).then_some(most));
+    if options.num_micro_batches.is_none() {
+        let near = |count: usize| {
+            let (below, above) = (whole(options, count, most), whole_above(options, count));
+            let nearer = below.is_some_and(|below| above <= most && above + below < 2 * count);
+            below.into_iter().chain(nearer.then_some(above))
+        };
+        counts = counts.into_iter().flat_map(near).collect();
+        counts.sort_unstable();
+    }
+    counts
+}
+
+/// The number of micro-batches, in equal rounds if the pipeline is interleaved: rounded down, or up if there is a least
+/// number. `None` if that is more than `most`.
+pub(super) fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
+    let below = if options.num_virtual_stages > 1 { count - count % rounds(options, count) } else { count };
+    let enough = below >= options.min_micro_batches.unwrap_or(1);
+    Some(if enough { below } else { whole_above(options, count) }).filter(|&whole| whole <= most)
+}
+
+/// The same, rounded up.
+pub(super) fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
+    if options.num_virtual_stages == 1 {
+        return count;
+    }
+    // Up to `(rounds + 1) * num_stages` there are as many rounds, and there is one more, of `num_stages` each.
+    let rounds = rounds(options, count);
+    count.next_multiple_of(rounds).min((rounds + 1) * options.num_stages)
+}
+
+pub(super) fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
+    (count / options.num_stages).max(1)
+}
+
+/// What numbers of micro-batches are compared by: the seconds, and something for what an interleaved pipeline then has
+/// under way.
+pub(super) fn price(options: &DynamicCpOptions, count: usize, seconds: f64) -> f64 {
+    let one_round = options.num_virtual_stages > 1 && count > options.num_stages && rounds(options, count) == 1;
+    if one_round { seconds * ONE_ROUND } else { seconds }
+}

@@ -1,0 +1,157 @@
+//! A Dynamic-CP plan: plain data that can be printed, hashed, saved and sent.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result, from_json};
+use crate::limits::MAX_TOKENS;
+
+/// Ranks that share the documents of one micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Group {
+    /// First of its ranks, a multiple of `cp_size`.
+    pub first_rank: u32,
+    /// Number of ranks, a power of two.
+    pub cp_size: u32,
+    /// Through the whole model, forward and backward, on each of its ranks.
+    pub seconds: f64,
+}
+
+impl Group {
+    /// Its ranks.
+    pub fn ranks(&self) -> Range<usize> {
+        self.first_rank as usize..(self.first_rank + self.cp_size) as usize
+    }
+}
+
+/// Which documents run when, on which ranks of a stage, for one step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DynamicCpPlan {
+    /// Ranks of a pipeline stage.
+    pub world_size: usize,
+    /// Pipeline stages.
+    pub num_stages: usize,
+    /// Parts of the model on each of them.
+    pub num_virtual_stages: usize,
+    /// Most tokens that a rank was allowed in a micro-batch.
+    pub max_tokens_per_rank: i32,
+    /// Document ids, group by group; inside one, in arrival order.
+    pub documents: Vec<i64>,
+    /// Tokens of each of them.
+    pub lengths: Vec<i32>,
+    /// Groups, micro-batch by micro-batch; inside one, in the order of their ranks, which are all ranks. A group may be
+    /// empty.
+    pub groups: Vec<Group>,
+    /// Group `g` has `documents[document_offsets[g]..document_offsets[g + 1]]`.
+    pub document_offsets: Vec<usize>,
+    /// Micro-batch `j` has `groups[group_offsets[j]..group_offsets[j + 1]]`.
+    pub group_offsets: Vec<usize>,
+    /// Predicted time of the step.
+    pub seconds: f64,
+    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried; where their number
+    /// (or the least) was given, none of that many (or more).
+    pub lower_bound: f64,
+    /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
+    pub balanced_seconds: f64,
+    /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early,
+    /// the time it would take if short documents could be divided at will, already more than the plan's.
+    pub sweep: Vec<(usize, f64)>,
+}
+
+impl DynamicCpPlan {
+    /// Micro-batches of the step, the same on every rank.
+    pub fn num_micro_batches(&self) -> usize {
+        self.group_offsets.len() - 1
+    }
+
+    /// Where in `groups` a micro-batch's are.
+    pub fn groups_of(&self, micro_batch: usize) -> Range<usize> {
+        self.group_offsets[micro_batch]..self.group_offsets[micro_batch + 1]
+    }
+
+    /// Where in `documents` and `lengths` a group's are.
+    pub fn documents_of(&self, group: usize) -> Range<usize> {
+        self.document_offsets[group]..self.document_offsets[group + 1]
+    }
+
+    /// The group that a rank belongs to in a micro-batch.
+    pub fn group_of(&self, micro_batch: usize, rank: usize) -> usize {
+        let range = self.groups_of(micro_batch);
+        range.start + self.groups[range].partition_point(|group| group.ranks().end <= rank)
+    }
+
+    /// Tokens of a group.
+    pub fn tokens(&self, group: usize) -> i64 {
+        self.lengths[self.documents_of(group)].iter().map(|&length| i64::from(length)).sum()
+    }
+
+    /// Most tokens of a rank of a group, cut per document: the ranks differ by at most one.
+    pub fn tokens_per_rank(&self, group: usize) -> i64 {
+        (self.tokens(group) as u64).div_ceil(u64::from(self.groups[group].cp_size)) as i64
+    }
+
+    /// A hash of which documents run when and where; equal on two ranks iff their plans are equal.
+    ///
+    /// # Complexity
+    /// O(documents + groups), BLAKE3.
+    pub fn digest(&self) -> String {
+        let mut bytes = Vec::with_capacity(12 * self.documents.len() + 16 * self.groups.len() + 64);
+        for size in [self.world_size, self.num_stages, self.num_virtual_stages, self.num_micro_batches()] {
+            bytes.extend_from_slice(&(size as u64).to_le_bytes());
+        }
+        for &offset in self.group_offsets.iter().chain(&self.document_offsets) {
+            bytes.extend_from_slice(&(offset as u64).to_le_bytes());
+        }
+        for group in &self.groups {
+            bytes.extend_from_slice(&group.first_rank.to_le_bytes());
+            bytes.extend_from_slice(&group.cp_size.to_le_bytes());
+        }
+        for (id, length) in self.documents.iter().zip(&self.lengths) {
+            bytes.extend_from_slice(&id.to_le_bytes());
+            bytes.extend_from_slice(&length.to_le_bytes());
+        }
+        blake3::hash(&bytes).to_hex().to_string()
+    }
+
+    /// The plan as JSON, for pickles.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// The plan that [`DynamicCpPlan::to_json`] wrote.
+    ///
+    /// # Errors
+    /// [`Error::State`] for anything else.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let plan: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
+        let cut = |offsets: &[usize], of: usize| {
+            offsets.first() == Some(&0) && offsets.last() == Some(&of) && offsets.is_sorted()
+        };
+        let covered = |j: usize| {
+            let mut next = 0;
+            let touch = |group: &Group| {
+                std::mem::replace(&mut next, group.first_rank as u64 + u64::from(group.cp_size))
+                    == u64::from(group.first_rank)
+            };
+            plan.groups[plan.groups_of(j)].iter().all(touch) && next == plan.world_size as u64
+        };
+        let allowed = |g: usize| {
+            let Group { first_rank, cp_size, .. } = plan.groups[g];
+            cp_size.is_power_of_two()
+                && first_rank.is_multiple_of(cp_size)
+                && plan.tokens(g) <= MAX_TOKENS
+                && plan.tokens_per_rank(g) <= i64::from(plan.max_tokens_per_rank)
+        };
+        let fits = cut(&plan.group_offsets, plan.groups.len())
+            && cut(&plan.document_offsets, plan.documents.len())
+            && plan.document_offsets.len() == plan.groups.len() + 1
+            && plan.lengths.len() == plan.documents.len()
+            && plan.lengths.iter().all(|&length| length > 0)
+            && (0..plan.groups.len()).all(allowed)
+            && (0..plan.num_micro_batches()).all(covered);
+        let problem = "its arrays do not belong together".to_owned();
+        if fits { Ok(plan) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }
+    }
+}

@@ -1,0 +1,329 @@
+//! The plan of a step: numbers of micro-batches and sizes of blocks are tried, and what the simulation finds fastest is
+//! kept.
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result};
+use crate::lengths::Lengths;
+use crate::pipeline::{Buffers, Pipeline, Times};
+
+use super::bound;
+use super::check::check;
+use super::cost::GroupCost;
+use super::counts::{Counts, candidates, limit, price};
+use super::options::DynamicCpOptions;
+use super::plan::{DynamicCpPlan, Group};
+use super::relaxed::Relaxed;
+use super::shape;
+use super::simulate;
+use super::solver::{self, Draft, Problem};
+
+/// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
+const FIRST_STEPS: usize = 6;
+const STEPS: usize = 32;
+/// What those steps leave of the time, at best.
+const PROMISE: f64 = 0.998;
+/// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were
+/// so close to it.
+const CLOSE: f64 = 1.1;
+/// Most ops that they simulate: fewer steps for larger pipelines.
+const MAX_OPS: usize = 1 << 16;
+
+/// Divides the documents of one step among micro-batches and groups of ranks.
+///
+/// # Arguments
+/// * `ids` - names of the documents in the plan; their indices if not given.
+///
+/// # Returns
+/// The groups of every micro-batch, their documents, the predicted time of the step, and a time that no plan beats.
+///
+/// # Errors
+/// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
+/// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
+/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Layout`] when an interleaved
+/// pipeline does not take that number of micro-batches; [`Error::InfiniteCost`].
+///
+/// # Complexity
+/// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
+/// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
+/// the simulation of the best. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
+/// world_size) where memory binds.
+///
+/// # Example
+/// ```
+/// use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, plan_dynamic_cp};
+/// use wlb_core::{CostModel, Lengths, Mask};
+///
+/// let options = DynamicCpOptions {
+///     world_size: 4,
+///     num_stages: 1,
+///     num_virtual_stages: 1,
+///     max_tokens_per_rank: 1000,
+///     max_cp_size: None,
+///     num_micro_batches: Some(1),
+///     min_micro_batches: None,
+///     max_micro_batches: None,
+///     communication: Communication::default(),
+///     p2p_seconds: 0.0,
+///     micro_batch_seconds: 0.0,
+/// };
+/// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
+/// let plan = plan_dynamic_cp(&Lengths::new("lengths", &[2000, 1000, 1000])?, None, &options, &cost)?;
+/// // The long document gets two of the four ranks, the short ones one each.
+/// let sizes: Vec<u32> = plan.groups.iter().map(|group| group.cp_size).collect();
+/// assert_eq!((sizes.as_slice(), plan.seconds), (&[2, 1, 1][..], 1000.0));
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
+pub fn plan_dynamic_cp(
+    lengths: &Lengths,
+    ids: Option<&[i64]>,
+    options: &DynamicCpOptions,
+    cost_model: &CostModel,
+) -> Result<DynamicCpPlan> {
+    if let Some(found) = ids.map(<[i64]>::len).filter(|&found| found != lengths.len()) {
+        return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
+    }
+    let cost = GroupCost { communication: options.communication, micro_batch_seconds: options.micro_batch_seconds };
+    let largest_group = check(lengths, options, cost_model, &cost)?;
+    let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
+    let problem = Problem::new(lengths, cost_model, cost, world_size, largest_group, max_tokens_per_rank);
+    let Counts { least, start, most } = Counts::new(lengths, options)?;
+    let mut counts = candidates(options, least, start - 1);
+    counts.extend(candidates(options, start, most));
+    counts.dedup();
+    let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
+    let candidates = search.all(&counts, largest_group)?;
+    if search.best.is_none() && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
+        search.more(most)?;
+    }
+    search.smaller_blocks(&candidates)?;
+    let Search { best, mut sweep, .. } = search;
+    let Some(best) = best else {
+        let argument = match options {
+            DynamicCpOptions { num_micro_batches: Some(_), .. } => "num_micro_batches",
+            DynamicCpOptions { max_micro_batches: Some(_), .. } => "max_micro_batches",
+            _ => "max_tokens_per_rank",
+        };
+        let requirement = "no way was found to fit the documents into so few micro-batches of world_size * \
+                           max_tokens_per_rank tokens";
+        return Err(Error::Combination { argument, requirement });
+    };
+    sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
+    let draft = best.draft.in_order(&best.order, &problem.documents);
+    let pipeline = Pipeline::new(&options.pipeline(best.num_micro_batches))?;
+    let seconds = simulate::step_seconds(&pipeline, &draft, options);
+    let last = sweep.last().map_or(most, |&(num_micro_batches, _)| num_micro_batches);
+    let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
+    let documents: Vec<usize> =
+        draft.documents.iter().map(|&document| problem.documents[document as usize].index as usize).collect();
+    let group = |group: &solver::Group| {
+        let solver::Group { first_rank, cp_size, seconds, .. } = *group;
+        Group { first_rank, cp_size, seconds }
+    };
+    Ok(DynamicCpPlan {
+        world_size,
+        num_stages: options.num_stages,
+        num_virtual_stages: options.num_virtual_stages,
+        max_tokens_per_rank,
+        lengths: documents.iter().map(|&index| lengths[index]).collect(),
+        documents: documents.into_iter().map(|index| ids.map_or(index as i64, |ids| ids[index])).collect(),
+        groups: draft.groups.iter().map(group).collect(),
+        document_offsets: std::iter::once(0).chain(draft.groups.iter().map(|group| group.end as usize)).collect(),
+        group_offsets: draft.offsets,
+        seconds,
+        lower_bound,
+        balanced_seconds: problem.total_work / (world_size * options.num_stages) as f64,
+        sweep,
+    })
+}
+
+/// A number of micro-batches, and what each of them should take.
+struct Candidate {
+    num_micro_batches: usize,
+    relaxed: Relaxed,
+}
+
+/// The best so far.
+struct Best {
+    num_micro_batches: usize,
+    draft: Draft,
+    /// Which micro-batch of the draft comes when.
+    order: Vec<usize>,
+    seconds: f64,
+}
+
+impl Best {
+    fn price(&self, options: &DynamicCpOptions) -> f64 {
+        price(options, self.num_micro_batches, self.seconds)
+    }
+}
+
+struct Search<'a> {
+    problem: &'a Problem,
+    options: &'a DynamicCpOptions,
+    best: Option<Best>,
+    sweep: Vec<(usize, f64)>,
+    buffers: Buffers,
+}
+
+impl Search<'_> {
+    fn pipeline(&self, num_micro_batches: usize) -> Result<Pipeline> {
+        Pipeline::new(&self.options.pipeline(num_micro_batches))
+    }
+
+    /// Targets after a few steps, from the shape that is faster.
+    fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
+        let options = self.options.pipeline(num_micro_batches);
+        let pipeline = Pipeline::new(&options)?;
+        let problem = self.problem;
+        let mut begin = |shape: Vec<f64>| {
+            let mut relaxed = Relaxed::new(problem, &shape);
+            self.descend(&mut relaxed, 1, &pipeline);
+            relaxed
+        };
+        let shape = |ends: f64| shape::shape(&options, ends, problem.heaviest());
+        let work = problem.total_work / problem.world_size as f64;
+        // Where exchange costs, documents take longer than it knows.
+        let around = problem.cost.is_free().then(|| shape::around(&options, problem.longest(), work)).flatten();
+        let other = around.or_else(|| shape::heavier_first(&options).map(shape));
+        let mut relaxed = begin(shape(1.0));
+        if let Some(other) = other.map(begin).filter(|other| other.seconds < relaxed.seconds) {
+            relaxed = other;
+        }
+        self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
+        Ok(Candidate { num_micro_batches, relaxed })
+    }
+
+    fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
+        let steps = steps.min(1 + MAX_OPS / pipeline.num_ops());
+        relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
+    }
+
+    /// The candidate whose targets promise most first; of those that would be slower than the best before, no more than
+    /// the promise.
+    fn all(&mut self, counts: &[usize], base: usize) -> Result<Vec<Candidate>> {
+        let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
+        candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
+        for candidate in &mut candidates {
+            let promised = price(self.options, candidate.num_micro_batches, candidate.relaxed.seconds) * PROMISE;
+            if self.best.as_ref().is_none_or(|best| promised < best.price(self.options)) {
+                let pipeline = self.pipeline(candidate.num_micro_batches)?;
+                self.descend(&mut candidate.relaxed, STEPS, &pipeline);
+                self.attempt(candidate, base, false)?;
+            } else {
+                self.sweep.push((candidate.num_micro_batches, candidate.relaxed.seconds));
+            }
+        }
+        Ok(candidates)
+    }
+
+    /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
+    ///
+    /// The targets are those that the descent came to; those that it began with, if `start`; and where exchange costs,
+    /// which they know nothing of, those it came to, as much longer as the first solution took.
+    fn attempt(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
+        let &Candidate { num_micro_batches, ref relaxed } = candidate;
+        let pipeline = self.pipeline(num_micro_batches)?;
+        let seconds = self.solve(candidate, &relaxed.targets, base, &pipeline)?;
+        let mut least = seconds;
+        if start {
+            least = least.min(self.solve(candidate, &relaxed.start, base, &pipeline)?);
+        }
+        let longer = seconds / relaxed.seconds;
+        if !self.problem.cost.is_free() && longer.is_finite() {
+            let targets: Vec<f64> = relaxed.targets.iter().map(|target| target * longer).collect();
+            least = least.min(self.solve(candidate, &targets, base, &pipeline)?);
+        }
+        Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
+    }
+
+    /// The seconds of a solution, infinite if there is none.
+    ///
+    /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and
+    /// close where micro-batches are balanced.
+    fn solve(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
+        let num_micro_batches = candidate.num_micro_batches;
+        let Some(draft) = self.problem.solve(targets, base) else { return Ok(f64::INFINITY) };
+        let costs = draft.costs();
+        let order = shape::arrange(&costs, targets);
+        if !self.fits_memory(pipeline, &draft, &order)? {
+            return Ok(f64::INFINITY);
+        }
+        let p2p = [self.options.p2p_seconds];
+        let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
+        let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
+        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+            Some((_, least)) => *least = least.min(seconds),
+            None => self.sweep.push((num_micro_batches, seconds)),
+        }
+        let price = price(self.options, num_micro_batches, seconds);
+        let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
+        if self.best.as_ref().is_none_or(beats) {
+            self.best = Some(Best { num_micro_batches, draft, order, seconds });
+        }
+        Ok(seconds)
+    }
+
+    /// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory
+    /// was planned for.
+    ///
+    /// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So
+    /// larger rounds hold more micro-batches, unless these are small enough. What somebody asks for is taken as it is.
+    fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
+        let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = self.options;
+        let whole = order.len() <= num_stages || order.len().is_multiple_of(num_stages);
+        if num_virtual_stages == 1 || whole || self.options.num_micro_batches.is_some() {
+            return Ok(true);
+        }
+        let fullest = self.problem.fullest(draft);
+        let tokens: Vec<f64> = order.iter().map(|&micro_batch| fullest[micro_batch] as f64).collect();
+        let held = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
+        let passes = (num_virtual_stages + 1) * num_stages - 1;
+        Ok(held <= passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64)
+    }
+
+    /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
+    /// more.
+    fn more(&mut self, most: usize) -> Result<()> {
+        let round = if self.options.num_virtual_stages > 1 { self.options.num_stages } else { 1 };
+        let limit = limit(self.options);
+        let whole = if limit > round { limit - limit % round } else { limit };
+        let wanted = self.problem.documents.len().max(self.options.min_micro_batches.unwrap_or(1));
+        let enough = wanted.next_multiple_of(round).min(whole);
+        let mut count = most;
+        while self.best.is_none() && count < enough {
+            count = (2 * count).next_multiple_of(round).min(enough);
+            let candidate = self.candidate(count)?;
+            self.attempt(&candidate, self.problem.largest_group, true)?;
+        }
+        Ok(())
+    }
+
+    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for
+    /// those that were close to it.
+    fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
+        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else {
+            return Ok(());
+        };
+        let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
+        let others: Vec<usize> = self
+            .sweep
+            .iter()
+            .filter(|(other, seconds)| *other != count && *seconds <= close)
+            .map(|(other, _)| *other)
+            .collect();
+        let mut base = None;
+        for size in self.problem.group_sizes().filter(|&size| size < self.problem.largest_group) {
+            for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
+                if self.attempt(candidate, size, true)? {
+                    base = Some(size);
+                }
+            }
+        }
+        for candidate in candidates.iter().filter(|candidate| others.contains(&candidate.num_micro_batches)) {
+            if let Some(base) = base {
+                self.attempt(candidate, base, true)?;
+            }
+        }
+        Ok(())
+    }
+}

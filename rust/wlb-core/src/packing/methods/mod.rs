@@ -1,0 +1,10 @@
+//! The ways to pack one global batch: one file each.
+
+pub(super) mod bins;
+mod documents;
+mod exchange;
+pub(super) mod fixed_length;
+pub(super) mod original;
+pub(super) mod refined;
+pub(super) mod var_length;
+pub(super) mod var_length_fast;

@@ -1,0 +1,40 @@
+//! Algorithm 1 of WLB-LLM: micro-batches of equal work and unequal length.
+
+use crate::cost::CostModel;
+use crate::longest_first::longest_first;
+
+use crate::packing::options::Method;
+use crate::packing::piece::Piece;
+use crate::packing::placement::Placement;
+use crate::packing::plan::Packing;
+
+use super::bins::Bins;
+
+/// Longest first, each document to the micro-batch with the least cost.
+///
+/// # Complexity
+/// O(n) for the sort, and a few steps for each document (see [`Ladder`](crate::ladder::Ladder)); O(n N) at worst.
+pub(in crate::packing) fn pack(
+    lengths: &[i32],
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+) -> Packing {
+    let (placement, _) = place(lengths, num_micro_batches, max_tokens, cost_model);
+    placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| Piece::whole(index, lengths[index]))
+}
+
+/// Where [`pack`] puts documents, and what each of them costs.
+pub(in crate::packing) fn place(
+    lengths: &[i32],
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+) -> (Placement, Vec<f64>) {
+    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
+    let costs = cost_model.costs(lengths);
+    for (length, index) in longest_first(lengths) {
+        bins.place(index, length, costs[index]);
+    }
+    (bins.placement, costs)
+}

@@ -1,0 +1,54 @@
+//! How one global batch is packed.
+
+use crate::error::{Result, check_range, named_choices, saturating_i64};
+use crate::limits::MAX_MICRO_BATCHES;
+
+named_choices! {
+    /// How one global batch is packed.
+    #[derive(Default)]
+    Method, "method" {
+        /// Arrival order, cut every `max_tokens` tokens (Plain-4D).
+        Original = "original",
+        /// Longest first, to the micro-batch with room that has the least attention work (Fixed-4D).
+        FixedLength = "fixed_length",
+        /// Longest first, to the micro-batch with the least cost (WLB-LLM, Algorithm 1).
+        #[default]
+        VarLength = "var_length",
+        /// The same for heavy documents; light ones fill up in arrival order, which needs no sort.
+        VarLengthFast = "var_length_fast",
+        /// Algorithm 1's plan, better balanced where token limits bind.
+        Refined = "refined",
+    }
+}
+
+named_choices! {
+    /// What happens if documents do not fit.
+    #[derive(Default)]
+    Leftover, "leftover" {
+        /// [`crate::Error::LeftOver`], which says what would hold them.
+        #[default]
+        Error = "error",
+        /// They are in [`crate::Packing::leftover`].
+        Return = "return",
+    }
+}
+
+/// How to pack one global batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackOptions {
+    /// Micro-batches of one global batch.
+    pub num_micro_batches: usize,
+    /// Most tokens of one micro-batch (`S_max`): a memory bound.
+    pub max_tokens: i32,
+    /// How.
+    pub method: Method,
+    /// Global batches that are packed together; other than 1 only with [`Method::FixedLength`].
+    pub window: usize,
+    /// What happens if documents do not fit.
+    pub leftover: Leftover,
+}
+
+/// Checks the number of micro-batches of a global batch.
+pub(crate) fn check_micro_batches(num_micro_batches: usize) -> Result<()> {
+    check_range("num_micro_batches", saturating_i64(num_micro_batches), 1, MAX_MICRO_BATCHES as i64)
+}

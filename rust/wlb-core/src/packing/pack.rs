@@ -1,0 +1,136 @@
+//! Packs one global batch, or a window of them, with the method that the options name.
+//!
+//! Methods leave over what does not fit. Whether that is an error, and what the error advises, is decided here.
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result, check_range, saturating_i64};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
+
+use super::methods::{fixed_length, original, refined, var_length, var_length_fast};
+use super::options::{Leftover, Method, PackOptions, check_micro_batches};
+use super::plan::Packing;
+
+/// Packs one global batch.
+///
+/// # Arguments
+/// * `lengths` - documents in arrival order; their ids are their indices. With a `window` of `g` they are the
+///   documents of `g` global batches, and step `i` trains micro-batches `i * num_micro_batches ..`.
+///
+/// # Returns
+/// The micro-batches of all steps, and under [`Leftover::Return`] what is left over.
+///
+/// # Errors
+/// [`Error::OutOfRange`] for sizes, [`Error::TooLong`] for a document over `max_tokens` (methods that keep
+/// documents whole), [`Error::Combination`] for a window that the method does not have,
+/// [`Error::InfiniteCost`]; [`Error::LeftOver`] if not everything fits, under [`Leftover::Error`].
+///
+/// # Complexity
+/// For `n` documents and `N` micro-batches: O(n) for the sort and, on average, a few steps for each document; O(n N) at
+/// worst, and always for [`Method::FixedLength`].
+///
+/// # Example
+/// ```
+/// use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions, pack};
+///
+/// let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
+/// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
+/// let (method, leftover) = (Method::VarLength, Leftover::Error);
+/// let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover };
+/// let packing = pack(&lengths, &options, &cost)?;
+/// // The longest document has a micro-batch of its own: it is that much work.
+/// assert_eq!(packing.assignment, [0, 1, 1, 1, 1]);
+/// assert!(packing.max_cost() == packing.lower_bound());
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
+pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) -> Result<Packing> {
+    let PackOptions { max_tokens, method, window, .. } = *options;
+    check_micro_batches(options.num_micro_batches)?;
+    check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
+    if window != 1 && method != Method::FixedLength {
+        let requirement = "a window other than 1 needs method=\"fixed_length\"";
+        return Err(Error::Combination { argument: "window", requirement });
+    }
+    check_range("window", saturating_i64(window), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
+    cost_model.check_finite(lengths)?;
+    let num_micro_batches = options.num_micro_batches * window;
+    let packing = match method {
+        Method::Original => original::pack(lengths, num_micro_batches, max_tokens, cost_model),
+        Method::FixedLength => {
+            Packing { window, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) }
+        }
+        Method::VarLength => {
+            check_fit(lengths, max_tokens)?;
+            var_length::pack(lengths, num_micro_batches, max_tokens, cost_model)
+        }
+        Method::VarLengthFast => {
+            check_fit(lengths, max_tokens)?;
+            var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model)
+        }
+        Method::Refined => {
+            check_fit(lengths, max_tokens)?;
+            refined::pack(lengths, num_micro_batches, max_tokens, cost_model)
+        }
+    };
+    match first_left_over(&packing) {
+        Some(first) if options.leftover == Leftover::Error => Err(left_over(first, &packing, lengths, options)),
+        _ => Ok(packing),
+    }
+}
+
+/// Of what was left over, the document that arrived first.
+fn first_left_over(packing: &Packing) -> Option<usize> {
+    packing.leftover.iter().map(|piece| piece.id as usize).min()
+}
+
+fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackOptions) -> Error {
+    let micro_batches = packing.num_micro_batches();
+    let most = enough_tokens(lengths, micro_batches as u64, options.method);
+    let remedy = match most {
+        // A window needs a number of micro-batches.
+        _ if options.window != 1 => format!("max_tokens={most} holds them all"),
+        ..=MAX_TOKENS => format!("max_tokens={most} or num_micro_batches=None holds them all"),
+        _ => "num_micro_batches=None takes as many as hold them all".to_owned(),
+    };
+    Error::LeftOver {
+        documents: packing.leftover.len(),
+        all: lengths.len(),
+        tokens: packing.leftover.iter().map(|piece| i64::from(piece.length)).sum(),
+        micro_batches,
+        max_tokens: i64::from(options.max_tokens),
+        index,
+        value: i64::from(lengths[index]),
+        remedy,
+    }
+}
+
+/// Tokens of a micro-batch with which nothing is ever left over: the least, where documents are cut.
+///
+/// A document kept whole is left over only if it finds no room where the tokens are fewest: those are at most the mean
+/// of what the others could fill.
+fn enough_tokens(lengths: &Lengths, micro_batches: u64, method: Method) -> i64 {
+    let total = lengths.total() as u64;
+    let enough = match method {
+        Method::Original | Method::FixedLength => total.div_ceil(micro_batches),
+        _ => {
+            let longest = lengths.iter().copied().max().unwrap_or(0) as u64;
+            longest + (total - longest) / micro_batches
+        }
+    };
+    enough as i64
+}
+
+fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
+    if lengths.iter().copied().max().unwrap_or(0) <= max_tokens {
+        return Ok(());
+    }
+    let index = lengths.iter().position(|&length| length > max_tokens).unwrap_or(0);
+    Err(Error::TooLong {
+        argument: "lengths",
+        index,
+        value: i64::from(lengths[index]),
+        limit_name: "max_tokens",
+        limit: i64::from(max_tokens),
+        hint: "; split it first (split_documents), or raise max_tokens",
+    })
+}

@@ -1,0 +1,35 @@
+//! A document, or a part of one.
+
+use serde::{Deserialize, Serialize};
+
+/// A document, or the part of it that lies in one micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(i64, i32, i32)", into = "(i64, i32, i32)")]
+pub struct Piece {
+    /// The document.
+    pub id: i64,
+    /// First token, counted inside the document.
+    pub start: i32,
+    /// Tokens.
+    pub length: i32,
+}
+
+impl Piece {
+    /// Document `index` of a batch, all of it.
+    #[inline]
+    pub(super) fn whole(index: usize, length: i32) -> Self {
+        Self { id: index as i64, start: 0, length }
+    }
+}
+
+impl From<(i64, i32, i32)> for Piece {
+    fn from((id, start, length): (i64, i32, i32)) -> Self {
+        Self { id, start, length }
+    }
+}
+
+impl From<Piece> for (i64, i32, i32) {
+    fn from(piece: Piece) -> Self {
+        (piece.id, piece.start, piece.length)
+    }
+}

@@ -1,0 +1,65 @@
+//! Documents cut into pieces that are no longer than a limit.
+
+use crate::error::{Error, Result, check_range};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_CUTS, MAX_TOKENS};
+
+use super::piece::Piece;
+
+/// Cuts documents into pieces of at most `max_document_tokens`; a piece's id is its document's index.
+///
+/// # Arguments
+/// * `lengths` - documents in arrival order.
+/// * `max_document_tokens` - tokens of all pieces of a document but the last, which has what remains.
+///
+/// # Returns
+/// The pieces of all documents, in order.
+///
+/// # Errors
+/// [`crate::Error::OutOfRange`] for `max_document_tokens`; [`crate::Error::Number`] where it takes more than
+/// [`MAX_CUTS`].
+///
+/// # Complexity
+/// O(pieces).
+///
+/// # Example
+/// ```
+/// use wlb_core::Lengths;
+/// use wlb_core::packing::{Piece, split_documents};
+///
+/// let pieces = split_documents(&Lengths::new("lengths", &[250, 80])?, 100)?;
+/// let lengths: Vec<i32> = pieces.iter().map(|piece| piece.length).collect();
+/// assert_eq!(lengths, [100, 100, 50, 80]);
+/// assert_eq!(pieces[2], Piece { id: 0, start: 200, length: 50 });
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
+pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Vec<Piece>> {
+    check_range("max_document_tokens", max_document_tokens, 1, MAX_TOKENS)?;
+    check_cuts(lengths, max_document_tokens as i32)?;
+    let mut pieces = Vec::with_capacity(lengths.len());
+    for (index, &length) in lengths.iter().enumerate() {
+        pieces.extend(split(Piece { id: index as i64, start: 0, length }, max_document_tokens as i32));
+    }
+    Ok(pieces)
+}
+
+/// Checks that cutting at `limit` takes no more than [`MAX_CUTS`].
+pub(super) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
+    let cuts: i64 = lengths.iter().map(|&length| i64::from((length - 1) / limit)).sum();
+    if cuts <= MAX_CUTS {
+        return Ok(());
+    }
+    let requirement = "would take more than 2^23 cuts for these documents";
+    Err(Error::Number { argument: "max_document_tokens", value: f64::from(limit), requirement })
+}
+
+/// The parts of one document, `limit` tokens each but for the last.
+pub(super) fn split(document: Piece, limit: i32) -> impl Iterator<Item = Piece> {
+    let mut rest = document;
+    std::iter::from_fn(move || {
+        let length = rest.length.min(limit);
+        let piece = Piece { length, ..rest };
+        rest = Piece { start: rest.start + length, length: rest.length - length, ..rest };
+        (length > 0).then_some(piece)
+    })
+}

@@ -1,0 +1,154 @@
+//! How much may wait, and how much may therefore enter: what keeps every stream bounded.
+//!
+//! Documents can arrive faster than they can be trained, however much memory there is: documents of 0.6 `max_tokens`
+//! fill 0.6 of every micro-batch, so a stream that brings full global batches is never caught up with. A packer cannot
+//! refuse what was read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within
+//! [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
+
+use crate::error::{Error, named_choices};
+use crate::ladder::Ladder;
+use crate::lengths::Lengths;
+use crate::longest_first::longest_first_of;
+use crate::packing::piece::Piece;
+use crate::packing::split::split;
+
+use super::config::{Oversize, PackerConfig, Release};
+use super::packer::Packer;
+
+/// How many full global batches (`N * max_tokens`) may wait under [`Release::Adaptive`]. Two are enough for the rule to
+/// choose from, and more makes it worse: what waits longer is forced out by `max_delay`, balanced or not.
+const ADAPTIVE_BACKLOG: i64 = 2;
+
+named_choices! {
+    /// What is done about a push after which more waits than the packer's [`Bounds`] allow.
+    #[derive(Default)]
+    OnBacklog, "on_backlog" {
+        /// The caller is told once.
+        #[default]
+        Warn = "warn",
+        /// The push is refused.
+        Error = "error",
+    }
+}
+
+/// What a packer promises as long as no push brings more than it [`Packer::admits`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// Most tokens that ever wait after a push.
+    pub tokens: i64,
+    /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds no more than
+    /// [`Bounds::drain`]. None if nothing limits it: queues without `max_delay`, where an outlier waits for others of its
+    /// length, however rare they are.
+    pub delay: Option<u64>,
+    /// Most iterations that it takes to drain what waits.
+    pub drain: u64,
+}
+
+impl Bounds {
+    pub(super) fn of(config: &PackerConfig) -> Self {
+        let capacity = config.capacity();
+        match config.release {
+            Release::Adaptive => {
+                let tokens = ADAPTIVE_BACKLOG * capacity;
+                Self { tokens, delay: config.max_delay, drain: service(tokens, capacity) }
+            }
+            Release::Fifo => {
+                let ends = config.outlier_thresholds.iter().skip(1).map(|&next| i64::from(next) - 1);
+                let longest = ends.chain([i64::from(config.max_document_tokens)]);
+                // A level releases while it holds `N`.
+                let kept = config.num_micro_batches as i64 - 1;
+                let queued = config.outlier_thresholds.iter().zip(longest);
+                let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));
+                let tokens = queued.saturating_add(capacity);
+                let queue_delay = if config.outlier_thresholds.is_empty() { Some(0) } else { config.max_delay };
+                let drain = service(tokens, capacity);
+                Self { tokens, delay: queue_delay.map(|delay| delay.saturating_add(drain)), drain }
+            }
+        }
+    }
+}
+
+/// Most iterations until a document is placed that goes after fewer than `tokens` others: two in a row place `capacity` of
+/// them.
+fn service(tokens: i64, capacity: i64) -> u64 {
+    2 * (tokens / capacity) as u64 + 1
+}
+
+impl Packer {
+    /// What waits at most, and for how long, if no push brings more than the packer [`Packer::admits`].
+    pub fn bounds(&self) -> Bounds {
+        Bounds::of(&self.config)
+    }
+
+    /// That more waits than the bounds allow, if so: for who warns, or takes back the push that brought too much.
+    pub fn backlog(&self) -> Option<Error> {
+        let (pending_tokens, bound) = (self.pending_tokens(), self.bounds().tokens);
+        (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
+    }
+
+    /// Tokens that the next push may bring; O(pending).
+    pub fn room(&self) -> i64 {
+        let room = match self.config.release {
+            Release::Adaptive => self.bounds().tokens - self.pending_tokens(),
+            // What the levels hold is bounded by themselves.
+            Release::Fifo => self.config.capacity() - self.carried_tokens(),
+        };
+        room.max(0)
+    }
+
+    /// How many of the first of these documents the next push may bring, so that the packer keeps its
+    /// [`Packer::bounds`].
+    ///
+    /// Their tokens are at most its [`Packer::room`]. Under [`Release::Adaptive`] they also fit into the micro-batches
+    /// of one step by themselves, longest first where the tokens are fewest: then they all find room in the step in
+    /// which `max_delay` makes them leave. Where nothing waits at least one, however long.
+    ///
+    /// # Complexity
+    /// O(n + pending), with a sort and log(n) placements where they do not all fit.
+    pub fn admits(&self, lengths: &Lengths) -> usize {
+        let limit = self.config.max_document_tokens;
+        let counted = |length: i32| match self.config.oversize {
+            Oversize::Truncate => length.min(limit),
+            Oversize::Error | Oversize::Split => length,
+        };
+        let mut room = self.room();
+        let within = lengths.iter().take_while(|&&length| {
+            room -= i64::from(counted(length));
+            room >= 0
+        });
+        let mut admitted = within.count();
+        if self.config.release == Release::Adaptive {
+            let fit = |count: usize| {
+                let documents =
+                    lengths[..count].iter().map(|&length| Piece { id: 0, start: 0, length: counted(length) });
+                fit_alone(documents.flat_map(|document| split(document, limit)), &self.config)
+            };
+            if !fit(admitted) {
+                // Fewer documents make no micro-batch longer under this rule, so that the counts that fit are the lower
+                // ones.
+                let (mut fits, mut too_many) = (0, admitted);
+                while too_many - fits > 1 {
+                    let middle = fits.midpoint(too_many);
+                    if fit(middle) { fits = middle } else { too_many = middle }
+                }
+                admitted = fits;
+            }
+        }
+        if self.pending() == 0 { admitted.max(lengths.len().min(1)) } else { admitted }
+    }
+}
+
+/// Whether pieces find room in the micro-batches of one step, longest first where the tokens are fewest.
+fn fit_alone(pieces: impl Iterator<Item = Piece>, config: &PackerConfig) -> bool {
+    let mut tokens = vec![0_i64; config.num_micro_batches];
+    let mut by_tokens = Ladder::new(tokens.iter().map(|_| 0.0));
+    for (length, _) in longest_first_of(pieces.map(|piece| piece.length).enumerate()) {
+        let fewest = by_tokens.lightest();
+        tokens[fewest] += i64::from(length);
+        if tokens[fewest] > i64::from(config.max_tokens) {
+            return false;
+        }
+        by_tokens.set(fewest, tokens[fewest] as f64);
+    }
+    true
+}

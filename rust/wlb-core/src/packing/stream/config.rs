@@ -1,0 +1,157 @@
+//! How a stream is packed.
+
+use serde::{Deserialize, Serialize};
+
+use crate::cost::CostModel;
+use crate::error::{Error, Result, check_range, named_choices};
+use crate::limits::{MAX_ITERATION, MAX_TOKENS};
+use crate::packing::options::check_micro_batches;
+
+/// The default of [`PackerConfig::delay_price`]: a global batch of tokens may wait one iteration if that makes the step
+/// 3 % shorter.
+pub const DELAY_PRICE: f64 = 0.03;
+
+/// Iterations that a document waits at most under [`Release::Adaptive`], unless the user says otherwise.
+pub const ADAPTIVE_MAX_DELAY: u64 = 16;
+
+named_choices! {
+    /// Which waiting documents join a batch.
+    #[derive(Default)]
+    Release, "release" {
+        /// Each level lets its oldest `N` go while it holds that many (WLB-LLM).
+        #[default]
+        Fifo = "fifo",
+        /// All but the longest documents. In every iteration the rule weighs how many of these to hold back.
+        Adaptive = "adaptive",
+    }
+}
+
+named_choices! {
+    /// What happens to a document longer than `max_document_tokens`.
+    #[derive(Default)]
+    Oversize, "oversize" {
+        /// An error that names it.
+        #[default]
+        Error = "error",
+        /// It is cut into pieces, each a document of its own for attention.
+        Split = "split",
+        /// Its first tokens are kept.
+        Truncate = "truncate",
+    }
+}
+
+named_choices! {
+    /// How the documents that leave are placed.
+    #[derive(Default)]
+    StreamMethod, "method" {
+        /// Longest first, each where the cost is least.
+        #[default]
+        VarLength = "var_length",
+        /// Starting from that, as [`Method::Refined`](crate::Method::Refined): the same documents, better balanced
+        /// where token limits bind.
+        Refined = "refined",
+    }
+}
+
+impl StreamMethod {
+    /// The default is left out of states and fingerprints: those written before there was a choice have none.
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// How a stream is packed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PackerConfig {
+    /// Micro-batches of one global batch (`pp_size * dp_size` in the paper). May change on resume.
+    pub num_micro_batches: usize,
+    /// Most tokens of one micro-batch (`S_max`).
+    pub max_tokens: i32,
+    /// Longest document, at most `max_tokens`: the context window.
+    pub max_document_tokens: i32,
+    /// What happens to longer ones.
+    pub oversize: Oversize,
+    /// Where the levels of the queue begin, ascending; documents shorter than the first never wait. Empty under
+    /// [`Release::Adaptive`], where all that waits is in one level.
+    pub outlier_thresholds: Vec<i32>,
+    /// Which waiting documents join a batch.
+    pub release: Release,
+    /// What it costs that a global batch of tokens waits one iteration, in units of imbalance. Given under
+    /// [`Release::Adaptive`], and only there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delay_price: Option<f64>,
+    /// A document that has waited for so many iterations leaves, however few wait with it.
+    pub max_delay: Option<u64>,
+    /// How the documents that leave are placed.
+    #[serde(default, skip_serializing_if = "StreamMethod::is_default")]
+    pub method: StreamMethod,
+    /// What documents cost.
+    pub cost_model: CostModel,
+}
+
+impl PackerConfig {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::Entry`] or [`Error::Number`] naming the first field that makes no sense.
+    pub fn check(&self) -> Result<()> {
+        check_micro_batches(self.num_micro_batches)?;
+        check_range("max_tokens", i64::from(self.max_tokens), 1, MAX_TOKENS)?;
+        check_range("max_document_tokens", i64::from(self.max_document_tokens), 1, i64::from(self.max_tokens))?;
+        let mut previous = 0;
+        for (index, &threshold) in self.outlier_thresholds.iter().enumerate() {
+            let requirement = if threshold <= previous {
+                "thresholds are at least 1 and ascend"
+            } else if threshold > self.max_document_tokens {
+                "is above max_document_tokens: no document would ever wait there"
+            } else {
+                previous = threshold;
+                continue;
+            };
+            let (argument, value) = ("outlier_thresholds", f64::from(threshold));
+            return Err(Error::Entry { argument, index, value, requirement });
+        }
+        self.check_release()?;
+        if let Some(delay) = self.max_delay {
+            check_range("max_delay", i64::try_from(delay).unwrap_or(i64::MAX), 0, MAX_ITERATION as i64)?;
+        }
+        self.cost_model.check()?;
+        // Then no sum of costs can overflow, however long documents wait.
+        let value = self.cost_model.cost(self.max_document_tokens) * MAX_ITERATION as f64;
+        if !value.is_finite() {
+            let requirement = "the longest document's cost is so high that sums of costs would overflow";
+            return Err(Error::Number { argument: "cost_model", value, requirement });
+        }
+        Ok(())
+    }
+
+    fn check_release(&self) -> Result<()> {
+        let wrong = |argument, requirement| Err(Error::Combination { argument, requirement });
+        match (self.release, self.delay_price) {
+            (Release::Fifo, None) => Ok(()),
+            (Release::Fifo, Some(_)) => wrong("delay_price", "has a meaning only with release=\"adaptive\""),
+            (Release::Adaptive, _) if !self.outlier_thresholds.is_empty() => {
+                wrong("outlier_thresholds", "have no meaning with release=\"adaptive\", which finds what has to wait")
+            }
+            (Release::Adaptive, None) => wrong("delay_price", "is needed with release=\"adaptive\""),
+            (Release::Adaptive, Some(price)) if price.is_finite() && price >= 0.0 => Ok(()),
+            (Release::Adaptive, Some(value)) => Err(Error::Number {
+                argument: "delay_price",
+                value,
+                requirement: "must be a finite number, 0 or above",
+            }),
+        }
+    }
+
+    /// Tokens of one global batch that is full to the last token: `N * max_tokens`.
+    pub(super) fn capacity(&self) -> i64 {
+        self.num_micro_batches as i64 * i64::from(self.max_tokens)
+    }
+
+    /// A hash of everything that must not change on resume: all but the number of micro-batches.
+    pub fn fingerprint(&self) -> String {
+        let comparable = Self { num_micro_batches: 0, ..self.clone() };
+        blake3::hash(&serde_json::to_vec(&comparable).unwrap_or_default()).to_hex().to_string()
+    }
+}

@@ -1,0 +1,82 @@
+//! Micro-batches filled to one level of cost, under a limit of tokens.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::ladder::Ladder;
+use crate::packing::placement::Placement;
+
+/// Micro-batches being filled with documents from longest to shortest, so that want of room makes none the heaviest.
+pub(super) struct Level {
+    pub(super) placement: Placement,
+    max_tokens: i64,
+    /// Those with room for the last document, by cost.
+    open: Ladder,
+    /// The others, by what room they have.
+    full: BinaryHeap<(i64, Reverse<usize>)>,
+    /// All of them, by cost; from the first on that is full.
+    by_cost: Option<Ladder>,
+    /// Highest cost.
+    heaviest: f64,
+}
+
+impl Level {
+    /// Goes on from micro-batches that already hold documents, of any length.
+    pub(super) fn new(placement: Placement, max_tokens: i32) -> Self {
+        let open = Ladder::new(placement.costs.iter().copied());
+        let heaviest = placement.costs.iter().copied().fold(0.0, f64::max);
+        Self { placement, max_tokens: i64::from(max_tokens), open, full: BinaryHeap::new(), by_cost: None, heaviest }
+    }
+
+    /// Highest cost of a micro-batch.
+    pub(super) fn heaviest(&self) -> f64 {
+        self.heaviest
+    }
+
+    /// Puts a document, not longer than the one before, where the cost is least among the micro-batches with room for
+    /// it. Unless that is not where the cost is least of all, and would make it heavier than the heaviest by more than
+    /// `tolerated`. Gives whether the document was put.
+    ///
+    /// # Complexity
+    /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most.
+    #[inline]
+    pub(super) fn place(&mut self, index: usize, length: i32, cost: f64, tolerated: impl FnOnce() -> f64) -> bool {
+        while let Some(&(room, Reverse(micro_batch))) = self.full.peek()
+            && room >= i64::from(length)
+        {
+            self.full.pop();
+            self.open.set(micro_batch, self.placement.costs[micro_batch]);
+        }
+        let micro_batch = loop {
+            if self.full.len() == self.placement.costs.len() {
+                return false;
+            }
+            let lightest = self.open.lightest();
+            if self.room(lightest) >= i64::from(length) {
+                break lightest;
+            }
+            let costs = &self.placement.costs;
+            self.by_cost.get_or_insert_with(|| Ladder::new(costs.iter().copied()));
+            self.open.remove(lightest);
+            self.full.push((self.room(lightest), Reverse(lightest)));
+        };
+        if self.by_cost.as_ref().is_some_and(|by_cost| by_cost.lightest() != micro_batch) {
+            if self.placement.costs[micro_batch] + cost > self.heaviest + tolerated() {
+                return false;
+            }
+            self.placement.length_fallbacks += 1;
+        }
+        self.placement.put(index, micro_batch, length, cost);
+        let weight = self.placement.costs[micro_batch];
+        self.open.set(micro_batch, weight);
+        if let Some(by_cost) = &mut self.by_cost {
+            by_cost.set(micro_batch, weight);
+        }
+        self.heaviest = self.heaviest.max(weight);
+        true
+    }
+
+    fn room(&self, micro_batch: usize) -> i64 {
+        self.max_tokens - self.placement.tokens[micro_batch]
+    }
+}

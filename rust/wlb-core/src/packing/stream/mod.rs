@@ -1,0 +1,36 @@
+//! Packs a stream of global batches: which documents wait for others of their size, and which leave together.
+//!
+//! | part | what |
+//! | --- | --- |
+//! | `config` | how a stream is packed |
+//! | `packer` | what a [`Packer`] holds |
+//! | `arrivals`, `push` | a global batch enters |
+//! | `outlier_queue` | where documents wait that are too long to be balanced |
+//! | `release_fifo`, `release_adaptive`, `level` | which of them leave, and where these go |
+//! | `iteration`, `fuller` | one packing, made of what leaves |
+//! | `drain` | the end of the stream |
+//! | `admission` | how much may enter, so that what waits stays bounded |
+//! | `metrics` | what waiting did to balance, delay and memory |
+//! | `state` | a packer saved and loaded |
+
+mod admission;
+mod arrivals;
+mod config;
+mod drain;
+mod fuller;
+mod iteration;
+mod level;
+mod metrics;
+mod outlier_queue;
+mod packer;
+mod push;
+mod release_adaptive;
+mod release_fifo;
+mod state;
+
+pub use admission::{Bounds, OnBacklog};
+pub use arrivals::Push;
+pub use config::{ADAPTIVE_MAX_DELAY, DELAY_PRICE, Oversize, PackerConfig, Release, StreamMethod};
+pub use metrics::Metrics;
+pub use outlier_queue::{OutlierQueue, Waiting};
+pub use packer::Packer;

@@ -1,0 +1,210 @@
+//! The adaptive release: in every iteration, hold back the longest documents while that gains more than it costs.
+//!
+//! Thresholds fix once what an outlier is. This rule looks at every document that waits or is new, and holds back the
+//! `k` longest. It chooses the `k` with the least loss
+//!
+//! `imbalance - 1 + delay_price * sum(length * iterations) / (N * max_document_tokens)`.
+//!
+//! The sum is over the documents that would then wait. `iterations` is how long each would have waited after this step,
+//! so the first iteration of a wait costs the document's tokens once and the second twice. Waiting becomes more
+//! expensive the longer it lasts, and so it always ends.
+//!
+//! Only eight values of `k` are tried: those with the smallest lower bound on the loss. The bound uses that the
+//! heaviest document that leaves cannot be split, and that tokens beyond the room of all micro-batches have to wait.
+//!
+//! The documents that leave are placed longest first, each where the cost is least. If the light micro-batches are full
+//! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
+//! by less than the wait costs. So short documents make room in a step that trains many long ones.
+
+use std::cmp::Ordering;
+
+use crate::interrupt::check;
+use crate::longest_first::longest_first_of;
+use crate::packing::methods::bins::Bins;
+use crate::packing::placement::Placement;
+
+use super::config::{DELAY_PRICE, PackerConfig};
+use super::level::Level;
+use super::outlier_queue::Waiting;
+
+/// Values of `k` that are tried. More of them change almost nothing, and this bounds the time.
+const MOST_CUTS: usize = 8;
+
+/// Places the documents that leave in this iteration. Those without a place wait.
+///
+/// # Arguments
+/// * `pieces` - everything that waits and everything new.
+/// * `urgent` - indices of the documents that must leave, whatever it costs. They are placed first and in this order,
+///   as Algorithm 1 does; if one of them finds no room, all of them are placed again by tokens alone. Those that find
+///   none then either are in `leftover`.
+///
+/// # Complexity
+/// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
+/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up.
+pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &PackerConfig) -> Placement {
+    let search = Search::new(pieces, urgent, iteration, config);
+    check();
+    let mut cuts = search.cuts();
+    check();
+    let mut best: Option<(Cut, Placement)> = None;
+    let mut limit = f64::INFINITY;
+    let mut attempt = |cut: Cut, limit: &mut f64| {
+        let found = search.attempt(cut.held, *limit);
+        if let Some((cut, _)) = &found
+            && best.as_ref().is_none_or(|(best, _)| cut.compare(best).is_lt())
+        {
+            *limit = cut.loss + search.rounding;
+            best = found;
+        }
+    };
+    // The most promising first: what it leaves of the others is short, and can be sorted.
+    if let Some(first) = cuts.iter().copied().min_by(Cut::compare) {
+        attempt(first, &mut limit);
+        cuts.retain(|cut| cut.held != first.held && cut.loss <= limit);
+    }
+    if cuts.len() >= MOST_CUTS {
+        cuts.select_nth_unstable_by(MOST_CUTS - 1, Cut::compare);
+        cuts.truncate(MOST_CUTS - 1);
+    }
+    cuts.sort_unstable_by(Cut::compare);
+    for cut in cuts {
+        if cut.loss > limit {
+            break;
+        }
+        attempt(cut, &mut limit);
+    }
+    best.map_or(search.urgent, |(_, placement)| placement)
+}
+
+/// The longest `held` documents wait, and the loss is this or more.
+#[derive(Clone, Copy)]
+struct Cut {
+    held: usize,
+    loss: f64,
+}
+
+impl Cut {
+    fn compare(&self, other: &Self) -> Ordering {
+        self.loss.total_cmp(&other.loss).then(self.held.cmp(&other.held))
+    }
+}
+
+/// A document that may leave.
+struct Document {
+    index: usize,
+    length: i32,
+    cost: f64,
+    /// Tokens times the iterations that it would have waited.
+    debt: u128,
+    /// Of this one and all after it.
+    cost_from_here: f64,
+    tokens_from_here: i64,
+}
+
+struct Search<'a> {
+    config: &'a PackerConfig,
+    /// Nothing but what is urgent, placed.
+    urgent: Placement,
+    /// The others, longest first.
+    documents: Vec<Document>,
+    /// By how much two ways to sum the costs may differ in the loss.
+    rounding: f64,
+}
+
+impl<'a> Search<'a> {
+    fn new(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &'a PackerConfig) -> Self {
+        let place_urgent = |place: fn(&mut Bins, usize, i32, f64)| {
+            let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);
+            for &index in urgent {
+                let length = pieces[index].piece.length;
+                place(&mut bins, index, length, config.cost_model.cost(length));
+            }
+            bins.placement
+        };
+        let mut placement = place_urgent(Bins::place);
+        if !placement.leftover.is_empty() {
+            placement = place_urgent(Bins::place_by_tokens);
+        }
+        let mut is_urgent = vec![false; pieces.len()];
+        urgent.iter().for_each(|&index| is_urgent[index] = true);
+        let others = pieces.iter().enumerate().filter(|&(index, _)| !is_urgent[index]);
+        let mut documents: Vec<Document> =
+            longest_first_of(others.map(|(index, waiting)| (index, waiting.piece.length)))
+                .map(|(length, index)| {
+                    let iterations = u128::from(iteration - pieces[index].arrived) + 1;
+                    let cost = config.cost_model.cost(length);
+                    let debt = length as u128 * iterations;
+                    Document { index, length, cost, debt, cost_from_here: 0.0, tokens_from_here: 0 }
+                })
+                .collect();
+        let (mut cost, mut tokens) = (0.0, 0);
+        for document in documents.iter_mut().rev() {
+            cost += document.cost;
+            tokens += i64::from(document.length);
+            (document.cost_from_here, document.tokens_from_here) = (cost, tokens);
+        }
+        // So many additions, each off by half an epsilon; an imbalance is at most `N`.
+        let additions = 4.0 * (pieces.len() + config.num_micro_batches) as f64;
+        let rounding = additions * config.num_micro_batches as f64 * f64::EPSILON;
+        Self { config, urgent: placement, documents, rounding }
+    }
+
+    /// Every cut, with a lower bound on its loss. Something leaves in every iteration, if there is anything.
+    fn cuts(&self) -> Vec<Cut> {
+        let heaviest_urgent = self.urgent.costs.iter().copied().fold(0.0, f64::max);
+        let urgent_cost: f64 = self.urgent.costs.iter().sum();
+        let urgent_tokens: i64 = self.urgent.tokens.iter().sum();
+        let room = self.config.num_micro_batches as i64 * i64::from(self.config.max_tokens) - urgent_tokens;
+        let mut debt = 0;
+        let mut cuts = Vec::with_capacity(self.documents.len() + 1);
+        for (held, document) in self.documents.iter().enumerate() {
+            // What is more than all micro-batches hold waits too, an iteration at least.
+            let displaced = (document.tokens_from_here - room).max(0) as u128;
+            let loss =
+                self.loss(document.cost.max(heaviest_urgent), urgent_cost + document.cost_from_here, debt + displaced);
+            cuts.push(Cut { held, loss });
+            debt += document.debt;
+        }
+        if urgent_tokens > 0 {
+            let loss = self.loss(heaviest_urgent, urgent_cost, debt);
+            cuts.push(Cut { held: self.documents.len(), loss });
+        }
+        cuts
+    }
+
+    /// The loss and the placement of a cut; none if the loss turns out to be above `limit`.
+    fn attempt(&self, held: usize, limit: f64) -> Option<(Cut, Placement)> {
+        let mut level = Level::new(self.urgent.clone(), self.config.max_tokens);
+        let mut debt: u128 = self.documents[..held].iter().map(|document| document.debt).sum();
+        let mut placed: f64 = self.urgent.costs.iter().sum();
+        let mean = (placed + self.documents.get(held).map_or(0.0, |first| first.cost_from_here))
+            / self.config.num_micro_batches as f64;
+        for (at, document) in self.documents.iter().enumerate().skip(held) {
+            // No longer a step than what waiting would cost.
+            let tolerated = || self.price(document.debt) * mean;
+            if level.place(document.index, document.length, document.cost, tolerated) {
+                placed += document.cost;
+                continue;
+            }
+            debt += document.debt;
+            let to_come = self.documents.get(at + 1).map_or(0.0, |next| next.cost_from_here);
+            if self.loss(level.heaviest(), placed + to_come, debt) > limit {
+                return None;
+            }
+        }
+        let costs = &level.placement.costs;
+        let loss = self.loss(level.heaviest(), costs.iter().sum(), debt);
+        Some((Cut { held, loss }, level.placement))
+    }
+
+    fn loss(&self, heaviest: f64, total: f64, debt: u128) -> f64 {
+        let micro_batches = self.config.num_micro_batches as f64;
+        let imbalance = if total > 0.0 { heaviest * micro_batches / total } else { 1.0 };
+        (imbalance - 1.0).max(0.0) + self.price(debt)
+    }
+
+    fn price(&self, debt: u128) -> f64 {
+        let global_batch = self.config.num_micro_batches as f64 * f64::from(self.config.max_document_tokens);
+        self.config.delay_price.unwrap_or(DELAY_PRICE) * debt as f64 / global_batch
+    }
+}

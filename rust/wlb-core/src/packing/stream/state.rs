@@ -1,0 +1,263 @@
+//! A packer saved and loaded: small, plain data that holds documents, not shards.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result, from_json};
+use crate::limits::MAX_ITERATION;
+use crate::packing::piece::Piece;
+
+use super::config::PackerConfig;
+use super::metrics::Metrics;
+use super::outlier_queue::{OutlierQueue, Waiting};
+use super::packer::Packer;
+
+const FORMAT: &str = "wlb.packer";
+const VERSION: u32 = 1;
+
+/// What a packer saves.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct State {
+    format: String,
+    version: u32,
+    fingerprint: String,
+    config: PackerConfig,
+    iteration: u64,
+    next_id: Option<i64>,
+    carried: Columns,
+    queues: Vec<Columns>,
+    metrics: Metrics,
+    /// A hash of all the rest: a flipped digit in a length is still a valid length.
+    digest: String,
+}
+
+/// Waiting pieces, column by column.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Columns {
+    ids: Vec<i64>,
+    starts: Vec<i32>,
+    lengths: Vec<i32>,
+    arrived: Vec<u64>,
+}
+
+impl Packer {
+    /// The packer as JSON: configuration, queues, carried-over documents, iteration and metrics.
+    ///
+    /// # Complexity
+    /// O(pending).
+    pub fn save(&self) -> String {
+        let mut state = State {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            fingerprint: self.config.fingerprint(),
+            config: self.config.clone(),
+            iteration: self.iteration,
+            next_id: self.next_id,
+            carried: Columns::of(&self.carried),
+            queues: self.queue.levels().iter().map(Columns::of).collect(),
+            metrics: self.metrics.clone(),
+            digest: String::new(),
+        };
+        state.digest = state.content_digest();
+        serde_json::to_string(&state).unwrap_or_default()
+    }
+
+    /// A packer that goes on where the saved one stopped.
+    ///
+    /// # Errors
+    /// [`Error::State`] for anything that [`Packer::save`] did not write.
+    pub fn load(json: &str) -> Result<Self> {
+        State::parse(json)?.restore()
+    }
+
+    /// Goes on where the saved one stopped, under this packer's configuration.
+    ///
+    /// Another `num_micro_batches` is always allowed. With `allow_config_change` so is everything else: waiting
+    /// documents are then filed anew, oldest first, and those that are no outliers any more are carried over.
+    ///
+    /// # Errors
+    /// [`Error::State`] as in [`Packer::load`], or if a waiting document is longer than this packer allows;
+    /// [`Error::ConfigChanged`] naming the fields that differ. The packer is then unchanged.
+    pub fn restore(&mut self, json: &str, allow_config_change: bool) -> Result<()> {
+        let mut saved = Self::load(json)?;
+        let changed = differences(&saved.config, &self.config);
+        if !changed.is_empty() {
+            if !allow_config_change {
+                return Err(Error::ConfigChanged { fields: changed.join("; ") });
+            }
+            saved.refile(&self.config)?;
+        }
+        saved.config = self.config.clone();
+        *self = saved;
+        Ok(())
+    }
+
+    fn refile(&mut self, config: &PackerConfig) -> Result<()> {
+        let mut waiting: Vec<Waiting> = self.queue.levels().iter().flatten().copied().collect();
+        waiting.sort_by_key(|waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start));
+        let limit = config.max_document_tokens;
+        if let Some(long) = self.carried.iter().chain(&waiting).find(|waiting| waiting.piece.length > limit) {
+            let Piece { id, length, .. } = long.piece;
+            let problem = format!("document {id} waits with {length} tokens, but max_document_tokens = {limit}");
+            return Err(Error::State { path: "queues".to_owned(), problem });
+        }
+        self.queue = OutlierQueue::of(config);
+        for waiting in waiting {
+            match self.queue.level(waiting.piece.length) {
+                Some(level) => self.queue.push(level, waiting),
+                None => self.carried.push(waiting),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl State {
+    fn parse(json: &str) -> Result<Self> {
+        // Whose file is it? Said before the many fields that a foreign one lacks.
+        #[derive(Deserialize)]
+        struct Header {
+            format: String,
+            version: u32,
+        }
+        let problem = |(path, problem)| Error::State { path, problem };
+        let header: Header = from_json(json).map_err(problem)?;
+        if header.format != FORMAT {
+            return Err(problem(("format".to_owned(), format!("{:?} is not {FORMAT:?}", header.format))));
+        }
+        if header.version != VERSION {
+            let found = header.version;
+            return Err(problem(("version".to_owned(), format!("{found} is not {VERSION}, the one this wlb reads"))));
+        }
+        from_json(json).map_err(problem)
+    }
+
+    fn restore(self) -> Result<Packer> {
+        let wrong =
+            |path: &str, problem: &str| Err(Error::State { path: path.to_owned(), problem: problem.to_owned() });
+        if let Err(error) = self.config.check() {
+            return wrong("config", &error.to_string());
+        }
+        if self.fingerprint != self.config.fingerprint() {
+            return wrong("fingerprint", "does not belong to the configuration");
+        }
+        if self.digest != self.content_digest() {
+            return wrong("digest", "does not belong to the content: the state was changed after it was saved");
+        }
+        // A push stops at the limit; a flush may go past it, by no more than documents can wait.
+        if self.iteration > 2 * MAX_ITERATION {
+            return wrong("iteration", "is out of range");
+        }
+        if let Some(problem) = self.metrics.problem() {
+            return wrong("metrics", problem);
+        }
+        let carried = self.carried.waiting("carried", &self)?;
+        let mut queue = OutlierQueue::of(&self.config);
+        if self.queues.len() != queue.levels().len() {
+            return wrong("queues", "there is not one for each level");
+        }
+        for (level, columns) in self.queues.iter().enumerate() {
+            let path = format!("queues[{level}]");
+            let waiting = columns.waiting(&path, &self)?;
+            if !waiting.is_sorted_by_key(|waiting| waiting.arrived) {
+                return wrong(&path, "is not in order of arrival");
+            }
+            if waiting.iter().any(|waiting| queue.level(waiting.piece.length) != Some(level)) {
+                return wrong(&path, "a length does not belong to this level");
+            }
+            waiting.into_iter().for_each(|waiting| queue.push(level, waiting));
+        }
+        let mut spans: Vec<Piece> = queue.levels().iter().flatten().chain(&carried).map(|w| w.piece).collect();
+        spans.sort_unstable_by_key(|piece| (piece.id, piece.start));
+        let overlap = |pair: &[Piece]| pair[0].id == pair[1].id && pair[0].start + pair[0].length > pair[1].start;
+        if spans.windows(2).any(overlap) {
+            return wrong("queues", "a document waits twice");
+        }
+        let last_id = spans.last().map(|piece| piece.id);
+        if let (Some(last), Some(next)) = (last_id, self.next_id)
+            && last >= next
+        {
+            return wrong("next_id", "is not above every waiting id");
+        }
+        Ok(Packer {
+            config: self.config,
+            iteration: self.iteration,
+            next_id: self.next_id,
+            queue,
+            carried,
+            metrics: self.metrics,
+        })
+    }
+
+    fn content_digest(&self) -> String {
+        let content = Self { digest: String::new(), ..self.clone() };
+        blake3::hash(&serde_json::to_vec(&content).unwrap_or_default()).to_hex().to_string()
+    }
+}
+
+impl Columns {
+    fn of<'a>(waiting: impl IntoIterator<Item = &'a Waiting>) -> Self {
+        let mut columns = Self::default();
+        for Waiting { piece, arrived } in waiting {
+            columns.ids.push(piece.id);
+            columns.starts.push(piece.start);
+            columns.lengths.push(piece.length);
+            columns.arrived.push(*arrived);
+        }
+        columns
+    }
+
+    fn waiting(&self, path: &str, state: &State) -> Result<Vec<Waiting>> {
+        fn wrong<T>(path: &str, problem: String) -> Result<T> {
+            Err(Error::State { path: path.to_owned(), problem })
+        }
+        let rows = self.ids.len();
+        if [self.starts.len(), self.lengths.len(), self.arrived.len()] != [rows; 3] {
+            return wrong(path, "its columns differ in length".to_owned());
+        }
+        let limit = state.config.max_document_tokens;
+        (0..rows)
+            .map(|row| {
+                let piece = Piece { id: self.ids[row], start: self.starts[row], length: self.lengths[row] };
+                let arrived = self.arrived[row];
+                if piece.length < 1 || piece.length > limit {
+                    return wrong(path, format!("lengths[{row}] = {} is not from 1 to {limit}", piece.length));
+                }
+                if piece.start < 0 || piece.start.checked_add(piece.length).is_none() {
+                    return wrong(path, format!("starts[{row}] = {} is out of range", piece.start));
+                }
+                if arrived >= state.iteration {
+                    return wrong(
+                        path,
+                        format!("arrived[{row}] = {arrived} is not before the iteration {}", state.iteration),
+                    );
+                }
+                Ok(Waiting { piece, arrived })
+            })
+            .collect()
+    }
+}
+
+/// Fields that must agree for the same stream to give the same plans, where they do not.
+fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
+    let fields = |config: &PackerConfig| {
+        [
+            ("max_tokens", config.max_tokens.to_string()),
+            ("max_document_tokens", config.max_document_tokens.to_string()),
+            ("oversize", config.oversize.as_str().to_owned()),
+            ("outlier_thresholds", format!("{:?}", config.outlier_thresholds)),
+            ("release", config.release.as_str().to_owned()),
+            ("delay_price", config.delay_price.map_or("None".to_owned(), |price| price.to_string())),
+            ("max_delay", config.max_delay.map_or("None".to_owned(), |delay| delay.to_string())),
+            ("method", config.method.as_str().to_owned()),
+            ("cost_model", serde_json::to_string(&config.cost_model).unwrap_or_default()),
+        ]
+    };
+    fields(saved)
+        .into_iter()
+        .zip(fields(current))
+        .filter(|(saved, current)| saved != current)
+        .map(|((name, saved), (_, current))| format!("{name}: saved {saved}, now {current}"))
+        .collect()
+}

@@ -1,0 +1,14 @@
+//! What is tuned, and within which limits.
+
+use crate::packing::stream::PackerConfig;
+
+/// How to tune.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TuneOptions {
+    /// The packer to tune; its `release`, `outlier_thresholds` and `delay_price` are ignored.
+    pub packer: PackerConfig,
+    /// Most mean token delay, in iterations.
+    pub max_mean_delay: f64,
+    /// Tokens of a global batch.
+    pub tokens_per_batch: i64,
+}

@@ -1,0 +1,118 @@
+//! The search for what waits: every choice is tried on the sample.
+
+use std::cmp::Ordering;
+
+use crate::error::{Error, Result};
+use crate::interrupt::check;
+use crate::lengths::Lengths;
+use crate::packing::global_batches::batch_offsets;
+use crate::packing::split::split_documents;
+use crate::packing::stream::{Packer, PackerConfig, Release};
+
+use super::options::TuneOptions;
+use super::tuned::{Tuned, TunedPoint};
+
+/// The sample, and what has been tried on it.
+pub(super) struct Search {
+    pub(super) config: PackerConfig,
+    pub(super) max_mean_delay: f64,
+    pub(super) longest: i32,
+    pub(super) batches: Vec<Lengths>,
+    pub(super) points: Vec<TunedPoint>,
+}
+
+impl Search {
+    /// Checks everything and cuts the sample into global batches.
+    pub(super) fn new(lengths: &Lengths, options: &TuneOptions) -> Result<Self> {
+        let max_mean_delay = options.max_mean_delay;
+        if max_mean_delay.is_nan() || max_mean_delay < 0.0 {
+            let requirement = "must be a number, 0 or above";
+            return Err(Error::Number { argument: "max_mean_delay", value: max_mean_delay, requirement });
+        }
+        let (release, outlier_thresholds, delay_price) = (Release::Fifo, Vec::new(), None);
+        let config = PackerConfig { release, outlier_thresholds, delay_price, ..options.packer.clone() };
+        config.check()?;
+        config.cost_model.check_finite(lengths)?;
+        if lengths.is_empty() {
+            return Err(Error::Combination {
+                argument: "lengths",
+                requirement: "a sample needs at least one document",
+            });
+        }
+        // Cut beforehand: a batch is then never heavier than its tokens allow.
+        let pieces = split_documents(lengths, i64::from(config.max_document_tokens))?;
+        let pieces: Vec<i64> = pieces.iter().map(|piece| i64::from(piece.length)).collect();
+        let sample = Lengths::new("lengths", &pieces)?;
+        let batches: Vec<Lengths> = batch_offsets(&sample, options.tokens_per_batch)?
+            .windows(2)
+            .map(|span| Lengths::new("lengths", &pieces[span[0]..span[1]]))
+            .collect::<Result<_>>()?;
+        let longest = sample.iter().copied().max().unwrap_or(1);
+        Ok(Self { config, max_mean_delay, longest, batches, points: Vec::new() })
+    }
+
+    /// Runs the packer over the sample, unless this has been tried.
+    pub(super) fn evaluate(&mut self, thresholds: Vec<i32>, delay_price: Option<f64>) -> Result<()> {
+        if self.points.iter().any(|point| point.thresholds == thresholds && point.delay_price == delay_price) {
+            return Ok(());
+        }
+        let mut packer = Packer::new(PackerConfig {
+            release: if delay_price.is_some() { Release::Adaptive } else { Release::Fifo },
+            outlier_thresholds: thresholds.clone(),
+            delay_price,
+            ..self.config.clone()
+        })?;
+        for batch in &self.batches {
+            check();
+            packer.push(batch, None)?;
+        }
+        packer.flush();
+        let metrics = packer.metrics();
+        self.points.push(TunedPoint {
+            thresholds,
+            delay_price,
+            imbalance_mean: metrics.imbalance_mean(),
+            imbalance_p95: metrics.imbalance_percentile(0.95),
+            imbalance_worst: metrics.imbalance_worst(),
+            delay_mean: metrics.delay_mean(),
+            delay_max: metrics.delay_max(),
+            memory_skew_mean: metrics.memory_skew_mean(),
+        });
+        Ok(())
+    }
+
+    /// The best of some choices; the first tried of equals.
+    pub(super) fn best(&self, of: impl Fn(&TunedPoint) -> bool) -> Option<&TunedPoint> {
+        self.points.iter().filter(|point| of(point)).min_by(|a, b| self.better(a, b))
+    }
+
+    /// The less, the better: the least mean imbalance within the delay limit, else the least delay; then the fewest
+    /// thresholds.
+    fn better(&self, a: &TunedPoint, b: &TunedPoint) -> Ordering {
+        let rank = |point: &TunedPoint| {
+            let late = point.delay_mean > self.max_mean_delay;
+            (late, if late { point.delay_mean } else { point.imbalance_mean })
+        };
+        let ((late_a, value_a), (late_b, value_b)) = (rank(a), rank(b));
+        late_a.cmp(&late_b).then(value_a.total_cmp(&value_b)).then(a.thresholds.len().cmp(&b.thresholds.len()))
+    }
+
+    /// What was found; something has been tried.
+    pub(super) fn finish(self) -> Tuned {
+        let best = self.best(|_| true).unwrap_or(&self.points[0]).clone();
+        Tuned { best, pareto: self.pareto(), evaluated: self.points.len() }
+    }
+
+    fn pareto(&self) -> Vec<TunedPoint> {
+        let mut points: Vec<&TunedPoint> = self.points.iter().collect();
+        points
+            .sort_by(|a, b| a.delay_mean.total_cmp(&b.delay_mean).then(a.imbalance_mean.total_cmp(&b.imbalance_mean)));
+        let mut least = f64::INFINITY;
+        points.retain(|point| {
+            let better = point.imbalance_mean < least;
+            least = least.min(point.imbalance_mean);
+            better
+        });
+        points.into_iter().cloned().collect()
+    }
+}

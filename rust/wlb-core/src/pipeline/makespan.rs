@@ -1,0 +1,212 @@
+//! How long a step takes: every op runs as soon as its rank is free and its inputs are there.
+
+use crate::error::Result;
+use crate::interrupt::Meter;
+
+use super::op::{Kind, Op};
+use super::program::{NOTHING, Pipeline, Step};
+use super::times::{Detail, Times};
+
+/// Room to work in, kept between calls.
+#[derive(Clone, Debug, Default)]
+pub struct Buffers {
+    meter: Meter,
+    ends: Vec<f64>,
+    pub(super) clocks: Vec<f64>,
+    /// What each op waited for, and the latest op of each rank: places in the sequence as in [`Step`].
+    before: Vec<u32>,
+    latest: Vec<u32>,
+}
+
+impl Pipeline {
+    /// When the last op ends, in seconds.
+    ///
+    /// # Arguments
+    /// * `times` - seconds of every micro-batch.
+    /// * `buffers` - room to work in, which may have served another pipeline.
+    ///
+    /// # Errors
+    /// [`crate::Error::Mismatch`] when `times` are of another shape.
+    ///
+    /// # Complexity
+    /// O(ops), nanoseconds each; nothing is allocated once `buffers` are large enough.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::pipeline::{Buffers, PipelineOptions, Times};
+    /// use wlb_core::{Pipeline, Schedule};
+    ///
+    /// let schedule = Schedule::OneForwardOneBackward;
+    /// let options = PipelineOptions { schedule, num_stages: 2, num_virtual_stages: 1, num_micro_batches: 2 };
+    /// let pipeline = Pipeline::new(&options)?;
+    /// // 3 s on each of two stages: two micro-batches, and one forward and one backward to fill and drain.
+    /// let seconds = pipeline.makespan(&Times::per_micro_batch(&[6.0, 6.0])?, &mut Buffers::default())?;
+    /// assert_eq!(seconds, 9.0);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
+    pub fn makespan(&self, times: &Times<'_>, buffers: &mut Buffers) -> Result<f64> {
+        times.check_shape(self.num_micro_batches, self.total_stages)?;
+        Ok(self.run(times, |j| j, buffers, |_, _, _, _| {}))
+    }
+
+    /// The makespan when the schedule's `j`-th micro-batch is `times`' `order[j]`-th; `times` may have others, too.
+    ///
+    /// # Panics
+    /// When `order` is of another length, or names what `times` does not have: both are the crate's own.
+    #[inline]
+    pub(crate) fn makespan_in_order(&self, times: &Times<'_>, order: &[usize], buffers: &mut Buffers) -> f64 {
+        self.run(times, |j| order[j], buffers, |_, _, _, _| {})
+    }
+
+    /// The makespan of one cost for each micro-batch ([`Detail::MicroBatch`]), and into `parts` how much of each lies
+    /// on one critical path: ops that begin as soon as the one before them ends, the last of which ends last. So with
+    /// any other costs `c` a step takes at least the sum of `parts[j] * c[j]`, and the latencies of that path.
+    ///
+    /// # Panics
+    /// When there are fewer costs than micro-batches: both are the crate's own.
+    pub(crate) fn critical_path(
+        &self,
+        costs: &[f64],
+        p2p_seconds: f64,
+        buffers: &mut Buffers,
+        parts: &mut Vec<f64>,
+    ) -> f64 {
+        let third = 1.0 / (3 * self.total_stages) as f64;
+        buffers.meter.spend(self.steps.len());
+        let Buffers { ends, clocks, before, latest, .. } = buffers;
+        clocks.clear();
+        clocks.resize(self.num_ranks, 0.0);
+        latest.clear();
+        latest.resize(self.num_ranks, NOTHING);
+        ends.clear();
+        ends.push(f64::NEG_INFINITY);
+        before.clear();
+        for &Step { op, rank, input } in &self.steps {
+            let (clock, latest) = (&mut clocks[usize::from(rank)], &mut latest[usize::from(rank)]);
+            let arrival = ends[input as usize] + p2p_seconds;
+            let (start, last) = if arrival > *clock { (arrival, input) } else { (*clock, *latest) };
+            let cost = costs[op.micro_batch as usize] * third;
+            *clock = start + if op.kind == Kind::Backward { cost + cost } else { cost };
+            *latest = ends.len() as u32;
+            ends.push(*clock);
+            before.push(last);
+        }
+        parts.clear();
+        parts.resize(self.num_micro_batches, 0.0);
+        let last = (0..self.num_ranks).reduce(|a, b| if clocks[b] > clocks[a] { b } else { a }).unwrap_or(0);
+        let mut place = latest[last];
+        while place != NOTHING {
+            let index = place as usize - 1;
+            let Op { kind, micro_batch, .. } = self.steps[index].op;
+            parts[micro_batch as usize] += if kind == Kind::Backward { third + third } else { third };
+            place = before[index];
+        }
+        clocks[last]
+    }
+
+    /// Calls `visit` with step, start, end and duration; gives the end of the last. `which` micro-batch of `times` each
+    /// of the schedule's is.
+    #[inline]
+    pub(super) fn run(
+        &self,
+        times: &Times<'_>,
+        which: impl Fn(usize) -> usize,
+        buffers: &mut Buffers,
+        mut visit: impl FnMut(&Step, f64, f64, f64),
+    ) -> f64 {
+        buffers.meter.spend(self.steps.len());
+        let Buffers { ends, clocks, .. } = buffers;
+        clocks.clear();
+        clocks.resize(self.num_ranks, 0.0);
+        ends.clear();
+        ends.push(f64::NEG_INFINITY);
+        let p2p = times.p2p_seconds;
+        let own = usize::from(p2p.len() > 1);
+        self.each(times.costs, times.detail, which, |step, micro_batch, duration| {
+            let clock = &mut clocks[usize::from(step.rank)];
+            let start = clock.max(ends[step.input as usize] + p2p[micro_batch * own]);
+            let end = start + duration;
+            *clock = end;
+            ends.push(end);
+            visit(step, start, end, duration);
+        });
+        clocks.iter().copied().fold(0.0, f64::max)
+    }
+
+    /// Calls `visit` with every step, the micro-batch it is of, and its part of `seconds`.
+    #[inline]
+    pub(super) fn each(
+        &self,
+        seconds: &[f64],
+        detail: Detail,
+        which: impl Fn(usize) -> usize,
+        mut visit: impl FnMut(&Step, usize, f64),
+    ) {
+        let equal = |third: f64, kind| if kind == Kind::Backward { third + third } else { third };
+        let parts = 3.0 * self.total_stages as f64;
+        let of = |step: &Step| which(step.op.micro_batch as usize);
+        let cell = |step: &Step| of(step) * self.total_stages + step.op.stage as usize;
+        match detail {
+            Detail::MicroBatch => {
+                self.steps().for_each(|step| visit(step, of(step), equal(seconds[of(step)] / parts, step.op.kind)));
+            }
+            Detail::Stage => {
+                self.steps().for_each(|step| visit(step, of(step), equal(seconds[cell(step)] / 3.0, step.op.kind)));
+            }
+            Detail::Pass => self.steps().for_each(|step| {
+                let passes = &seconds[cell(step) * 3..][..3];
+                let duration = match step.op.kind {
+                    Kind::Forward => passes[0],
+                    Kind::InputGradient => passes[1],
+                    Kind::WeightGradient => passes[2],
+                    Kind::Backward => passes[1] + passes[2],
+                };
+                visit(step, of(step), duration);
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+mod tests {
+    use proptest::prelude::*;
+    use proptest::sample::select;
+
+    use super::{Buffers, Pipeline};
+    use crate::pipeline::options::{PipelineOptions, Schedule};
+    use crate::pipeline::times::Times;
+
+    proptest! {
+        /// The critical path is as long as the step, and no longer than the step of any other costs.
+        #[test]
+        fn the_critical_path_bounds_every_step(
+            (schedule, num_stages, num_virtual_stages, num_micro_batches) in select(vec![
+                (Schedule::GPipe, 3_usize, 1_usize, 4_usize),
+                (Schedule::OneForwardOneBackward, 1, 1, 3),
+                (Schedule::OneForwardOneBackward, 4, 1, 6),
+                (Schedule::Interleaved, 2, 3, 4),
+                (Schedule::ZbH1, 3, 1, 5),
+                (Schedule::ZbV, 2, 2, 5),
+            ]),
+            costs in proptest::collection::vec(0_u8..20, 12), p2p_seconds in 0_u8..3,
+        ) {
+            let options = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches };
+            let pipeline = Pipeline::new(&options).unwrap();
+            let costs: Vec<f64> = costs.into_iter().map(f64::from).collect();
+            let p2p = [f64::from(p2p_seconds)];
+            let (mut buffers, mut parts) = (Buffers::default(), Vec::new());
+            let makespan = |costs: &[f64], buffers: &mut Buffers| {
+                pipeline.makespan(&Times::per_micro_batch(costs).unwrap().with_p2p(&p2p).unwrap(), buffers).unwrap()
+            };
+            let (costs, others) = costs.split_at(6);
+            let (costs, others) = (&costs[..num_micro_batches], &others[..num_micro_batches]);
+            let seconds = pipeline.critical_path(costs, p2p[0], &mut buffers, &mut parts);
+            prop_assert!((seconds - makespan(costs, &mut buffers)).abs() <= 1e-9);
+            let length = |costs: &[f64]| costs.iter().zip(&parts).map(|(cost, part)| cost * part).sum::<f64>();
+            let hops = seconds - length(costs);
+            prop_assert!(hops >= -1e-9 && (p2p_seconds > 0 || hops <= 1e-9));
+            prop_assert!(length(others) + hops <= makespan(others, &mut buffers) + 1e-9);
+        }
+    }
+}

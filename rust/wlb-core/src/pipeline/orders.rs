@@ -1,0 +1,163 @@
+//! Schedules as data: which op after which, on every rank.
+
+use crate::error::{Error, Result, check_range};
+use crate::interrupt::Meter;
+use crate::limits::{MAX_CELLS, MAX_MICRO_BATCHES, MAX_STAGES};
+
+use super::op::{Kind, Op};
+use super::options::{PipelineOptions, Schedule};
+
+impl PipelineOptions {
+    /// The ops of every rank, in the order in which it runs them.
+    ///
+    /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a
+    /// rank takes the micro-batches in rounds of about `p`, each round through all its stages before the next:
+    /// `max(1, m / p)` rounds, and they must divide `m`. With `zbv` it holds stages `r` and `2p - 1 - r`. These are the
+    /// orders that torch.distributed.pipelining runs, which lacks `zb_h1` (its `interleaved_zero_bubble` with one
+    /// stage a rank) and `zb_h2`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for sizes, [`Error::Layout`] where the schedule does not take them.
+    ///
+    /// # Complexity
+    /// O(ops), that is O(p v m).
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::pipeline::{Kind, PipelineOptions, Schedule};
+    ///
+    /// let schedule = Schedule::OneForwardOneBackward;
+    /// let pipeline = PipelineOptions { schedule, num_stages: 2, num_virtual_stages: 1, num_micro_batches: 2 };
+    /// let kinds: Vec<Kind> = pipeline.orders()?[0].iter().map(|op| op.kind).collect();
+    /// assert_eq!(kinds, [Kind::Forward, Kind::Forward, Kind::Backward, Kind::Backward]);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
+    pub fn orders(&self) -> Result<Vec<Vec<Op>>> {
+        self.check()?;
+        let mut meter = Meter::default();
+        let of_rank = |rank| {
+            let ops = self.order(rank);
+            meter.spend(ops.len());
+            ops
+        };
+        Ok((0..self.num_stages).map(of_rank).collect())
+    }
+
+    fn check(&self) -> Result<()> {
+        let &Self { schedule, num_stages, num_virtual_stages, num_micro_batches } = self;
+        let most = |others: usize| (MAX_CELLS / others) as i64;
+        check_range("num_stages", num_stages as i64, 1, MAX_STAGES as i64)?;
+        check_range("num_virtual_stages", num_virtual_stages as i64, 1, most(num_stages))?;
+        let most = most(self.total_stages()).min(MAX_MICRO_BATCHES as i64);
+        check_range("num_micro_batches", num_micro_batches as i64, 1, most)?;
+        let refuse = |argument, value: usize, requirement| {
+            Err(Error::Layout { argument, value: value as i64, schedule: schedule.as_str(), requirement })
+        };
+        if schedule.interleaves() {
+            if !num_micro_batches.is_multiple_of(self.rounds()) {
+                let requirement = "needs the max(1, num_micro_batches / num_stages) rounds, rounded down, to divide it";
+                return refuse("num_micro_batches", num_micro_batches, requirement);
+            }
+        } else if schedule == Schedule::ZbV {
+            if num_virtual_stages != 2 {
+                return refuse("num_virtual_stages", num_virtual_stages, "has two stages on each rank");
+            }
+        } else if num_virtual_stages != 1 {
+            return refuse("num_virtual_stages", num_virtual_stages, "has one stage on each rank");
+        }
+        Ok(())
+    }
+
+    fn rounds(&self) -> usize {
+        (self.num_micro_batches / self.num_stages).max(1)
+    }
+
+    fn order(&self, rank: usize) -> Vec<Op> {
+        let hops_to_last = self.num_stages - 1 - rank;
+        match self.schedule {
+            Schedule::GPipe => self.steady(rank, self.num_micro_batches, None),
+            Schedule::OneForwardOneBackward => self.steady(rank, hops_to_last, None),
+            Schedule::Interleaved => self.steady(rank, 2 * hops_to_last, None),
+            // What the warm-up lacks from the first rank on, the put-off weight gradients make up for: so every rank
+            // holds as many micro-batches, and has as much left to do when its last backwards trickle in.
+            Schedule::ZbH1 | Schedule::InterleavedZeroBubble => self.steady(rank, hops_to_last, Some(rank)),
+            Schedule::ZbH2 => self.steady(rank, 2 * hops_to_last, Some(2 * rank)),
+            Schedule::ZbV => self.v_shaped(rank),
+        }
+    }
+
+    /// `ahead` forwards (and, with several stages, those of a round through all but one), then a forward and a backward
+    /// in turn, then the backwards left over. With `put_off`, weight gradients are apart, and that many backwards late.
+    fn steady(&self, rank: usize, ahead: usize, put_off: Option<usize>) -> Vec<Op> {
+        let (p, v, m) = (self.num_stages, self.num_virtual_stages, self.num_micro_batches);
+        let passes = m * v;
+        let round = m / self.rounds();
+        let op = |kind, turn: usize| {
+            let turn_of_stage = turn / round % v;
+            let chunk = if kind == Kind::Forward { turn_of_stage } else { v - 1 - turn_of_stage };
+            let micro_batch = turn / (round * v) * round + turn % round;
+            Op { kind, micro_batch: micro_batch as u32, stage: (chunk * p + rank) as u32 }
+        };
+        let warm_up = ((v - 1) * round + ahead).min(passes);
+        let mut ops = Vec::with_capacity(passes * if put_off.is_some() { 3 } else { 2 });
+        for turn in 0..passes + warm_up {
+            if turn < passes {
+                ops.push(op(Kind::Forward, turn));
+            }
+            let Some(turn) = turn.checked_sub(warm_up) else { continue };
+            match put_off {
+                None => ops.push(op(Kind::Backward, turn)),
+                Some(late) => {
+                    ops.push(op(Kind::InputGradient, turn));
+                    ops.extend(turn.checked_sub(late).map(|turn| op(Kind::WeightGradient, turn)));
+                }
+            }
+        }
+        if let Some(late) = put_off {
+            ops.extend((passes.saturating_sub(late)..passes).map(|turn| op(Kind::WeightGradient, turn)));
+        }
+        ops
+    }
+
+    /// The way down the ranks (stage `r`) and back up (`2p - 1 - r`), each backward in two.
+    fn v_shaped(&self, rank: usize) -> Vec<Op> {
+        const DOWN: usize = 0;
+        const UP: usize = 1;
+        const BACKWARD_DOWN: [(Kind, usize); 2] = [(Kind::InputGradient, DOWN), (Kind::WeightGradient, DOWN)];
+        const THROUGH_UP: [(Kind, usize); 3] =
+            [(Kind::Forward, UP), (Kind::InputGradient, UP), (Kind::WeightGradient, UP)];
+        let (p, m) = (self.num_stages, self.num_micro_batches);
+        let hops_to_last = p - 1 - rank;
+        let stages = [rank, 2 * p - 1 - rank];
+        // With fewer micro-batches it is the order of as many as fill the pipeline, less those there are not.
+        let filling = m.max(2 * p - 1);
+        let mut turns = [[0; 2]; 4];
+        let mut ops = Vec::with_capacity(6 * m);
+        let mut repeat = |times: usize, pattern: &[(Kind, usize)]| {
+            for &(kind, way) in std::iter::repeat_n(pattern, times).flatten() {
+                let turn = &mut turns[kind as usize][way];
+                if *turn < m {
+                    ops.push(Op { kind, micro_batch: *turn as u32, stage: stages[way] as u32 });
+                }
+                *turn += 1;
+            }
+        };
+        repeat(2 * hops_to_last + 1, &[(Kind::Forward, DOWN)]);
+        repeat(rank, &[(Kind::Forward, UP), (Kind::Forward, DOWN)]);
+        repeat(p - rank, &THROUGH_UP);
+        for _ in 0..filling - p - hops_to_last {
+            repeat(1, &[(Kind::Forward, DOWN)]);
+            repeat(1, &BACKWARD_DOWN);
+            repeat(1, &THROUGH_UP);
+        }
+        for _ in 0..hops_to_last {
+            repeat(1, &BACKWARD_DOWN);
+            repeat(1, &THROUGH_UP);
+        }
+        repeat(rank, &[(Kind::InputGradient, DOWN), (Kind::InputGradient, UP)]);
+        repeat(p - rank, &BACKWARD_DOWN);
+        repeat(rank, &[(Kind::WeightGradient, UP)]);
+        repeat(rank, &[(Kind::WeightGradient, DOWN)]);
+        ops
+    }
+}

@@ -1,0 +1,185 @@
+//! A schedule made ready to be timed: any order of ops as one sequence in which nothing waits for what comes later.
+
+use crate::error::{Error, Result, check_range};
+use crate::interrupt::{Meter, parts};
+use crate::limits::{MAX_CELLS, MAX_STAGES};
+
+use super::op::{Kind, Op};
+use super::options::PipelineOptions;
+
+/// No op: ends before everything, so that nobody waits for it.
+pub(super) const NOTHING: u32 = 0;
+
+/// An op in a sequence in which everything stands behind what it waits for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub(super) op: Op,
+    pub(super) rank: u16,
+    /// The op on another rank that hands this one its input: one more than its place in the sequence, or [`NOTHING`].
+    /// What an op needs from its own rank stands before it in the order.
+    pub(super) input: u32,
+}
+
+/// A schedule made ready to be timed under any costs.
+///
+/// Which op runs after which does not depend on how long they take, so what could go wrong (deadlock) goes wrong here,
+/// and timing is one pass over a sequence.
+#[derive(Clone, Debug)]
+pub struct Pipeline {
+    pub(super) steps: Vec<Step>,
+    pub(super) num_ranks: usize,
+    pub(super) stages_of_rank: Vec<usize>,
+    pub(super) total_stages: usize,
+    pub(super) num_micro_batches: usize,
+}
+
+impl Pipeline {
+    /// The program of a schedule.
+    ///
+    /// # Errors
+    /// Those of [`PipelineOptions::orders`].
+    pub fn new(options: &PipelineOptions) -> Result<Self> {
+        Self::from_orders(&options.orders()?, options.total_stages(), options.num_micro_batches)
+    }
+
+    /// Any order of ops for each rank. Where a stage lies follows from whose ops are its.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for sizes; [`Error::Order`] for an op that stands twice, is missing, belongs to a stage of
+    /// another rank, or would wait for ever.
+    ///
+    /// # Complexity
+    /// O(ops).
+    pub fn from_orders(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: usize) -> Result<Self> {
+        check_range("num_stages", orders.len() as i64, 1, MAX_STAGES as i64)?;
+        check_range("total_stages", total_stages as i64, 1, MAX_CELLS as i64)?;
+        check_range("num_micro_batches", num_micro_batches as i64, 1, (MAX_CELLS / total_stages) as i64)?;
+        let ranks = ranks_of_stages(orders, total_stages, num_micro_batches)?;
+        let cell = |micro_batch: u32, stage: usize| micro_batch as usize * total_stages + stage;
+        // One more than where it stands in the sequence.
+        let mut forwards = vec![NOTHING; num_micro_batches * total_stages];
+        let mut backwards = forwards.clone();
+        let mut steps: Vec<Step> = Vec::with_capacity(orders.iter().map(Vec::len).sum());
+        let mut next = vec![0; orders.len()];
+        // Ranks that can go on; which op each of the others waits for.
+        let mut ready: Vec<usize> = (0..orders.len()).rev().collect();
+        let mut awaited = vec![None; orders.len()];
+        let mut meter = Meter::default();
+        while let Some(rank) = ready.pop() {
+            while let Some(&op) = orders[rank].get(next[rank]) {
+                let stage = op.stage as usize;
+                let here = cell(op.micro_batch, stage);
+                let (done, from) = match op.kind {
+                    Kind::Forward => (true, stage.checked_sub(1)),
+                    Kind::Backward | Kind::InputGradient => {
+                        (forwards[here] != NOTHING, (stage + 1 < total_stages).then_some(stage + 1))
+                    }
+                    Kind::WeightGradient => (backwards[here] != NOTHING, None),
+                };
+                if !done {
+                    return Err(deadlock(rank, next[rank]));
+                }
+                let mut input = NOTHING;
+                if let Some(from) = from {
+                    let forward = op.kind == Kind::Forward;
+                    let sender = if forward { &forwards } else { &backwards }[cell(op.micro_batch, from)];
+                    if sender == NOTHING {
+                        awaited[rank] = Some((forward, op.micro_batch, from));
+                        break;
+                    }
+                    // On its own rank it stands before, and nothing is sent.
+                    input = if ranks[from] == rank { NOTHING } else { sender };
+                }
+                meter.spend(1);
+                steps.push(Step { op, rank: rank as u16, input });
+                next[rank] += 1;
+                let place = steps.len() as u32;
+                let receiver = match op.kind {
+                    Kind::Forward => {
+                        forwards[here] = place;
+                        stage + 1
+                    }
+                    Kind::Backward | Kind::InputGradient => {
+                        backwards[here] = place;
+                        stage.wrapping_sub(1)
+                    }
+                    Kind::WeightGradient => continue,
+                };
+                if let Some(&receiver) = ranks.get(receiver)
+                    && awaited[receiver] == Some((op.kind == Kind::Forward, op.micro_batch, stage))
+                {
+                    awaited[receiver] = None;
+                    ready.push(receiver);
+                }
+            }
+        }
+        match (0..orders.len()).find(|&rank| next[rank] < orders[rank].len()) {
+            Some(rank) => Err(deadlock(rank, next[rank])),
+            None => {
+                let mut stages_of_rank = vec![0; orders.len()];
+                ranks.iter().for_each(|&rank| stages_of_rank[rank] += 1);
+                Ok(Self { steps, num_ranks: orders.len(), stages_of_rank, total_stages, num_micro_batches })
+            }
+        }
+    }
+
+    /// The ops in a sequence in which everything stands behind what it waits for: the rank that runs it, and whether it
+    /// waits for what another rank sends.
+    pub(crate) fn program(&self) -> impl Iterator<Item = (Op, usize, bool)> {
+        self.steps.iter().map(|step| (step.op, usize::from(step.rank), step.input != NOTHING))
+    }
+
+    /// The sequence, with checks on the way.
+    #[inline]
+    pub(super) fn steps(&self) -> impl Iterator<Item = &Step> {
+        parts(&self.steps).flatten()
+    }
+
+    /// Ops of a step.
+    pub fn num_ops(&self) -> usize {
+        self.steps.len()
+    }
+}
+
+fn deadlock(rank: usize, position: usize) -> Error {
+    Error::Order { rank, position, problem: "waits for an op that never runs before it: deadlock" }
+}
+
+/// The rank of every stage; on the way, that every op is there once.
+fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: usize) -> Result<Vec<usize>> {
+    const COMPLETE: [u8; 2] = [0b0011, 0b1101];
+    let mut ranks = vec![usize::MAX; total_stages];
+    let mut seen = vec![0_u8; num_micro_batches * total_stages];
+    let mut meter = Meter::default();
+    for (rank, ops) in orders.iter().enumerate() {
+        meter.spend(ops.len());
+        for (position, op) in ops.iter().enumerate() {
+            let wrong = |problem| Err(Error::Order { rank, position, problem });
+            let (micro_batch, stage) = (op.micro_batch as usize, op.stage as usize);
+            if micro_batch >= num_micro_batches || stage >= total_stages {
+                return wrong("is of a micro-batch or a stage that does not exist");
+            }
+            if ranks[stage] != usize::MAX && ranks[stage] != rank {
+                return wrong("belongs to a stage of another rank");
+            }
+            ranks[stage] = rank;
+            let (seen, bit) = (&mut seen[micro_batch * total_stages + stage], 1 << op.kind as u8);
+            if *seen & bit != 0 {
+                return wrong("stands there before");
+            }
+            *seen |= bit;
+            if COMPLETE.iter().all(|complete| *seen & !complete != 0) {
+                return wrong("is part of a gradient that is computed as a whole, too");
+            }
+        }
+    }
+    match seen.iter().position(|seen| !COMPLETE.contains(seen)) {
+        None => Ok(ranks),
+        Some(cell) => {
+            // A stage that nobody has belongs to nobody's order: the end of the last is as good a place as any.
+            let rank = ranks[cell % total_stages].min(orders.len() - 1);
+            let problem = "ends, and an op of one of its stages is missing";
+            Err(Error::Order { rank, position: orders[rank].len(), problem })
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Where a strategy puts what it cuts.
+
+use crate::cost::Mask;
+use crate::interrupt::check;
+
+use super::options::Strategy;
+use super::plan::{Segment, Shard};
+
+/// Where a strategy puts the runs that it cuts: a shard, or the clock that only asks how long one would take.
+pub(super) trait Ranks {
+    fn cp_size(&self) -> usize;
+
+    /// Gives a run of a document to a rank, after all that the rank already has of earlier tokens. It may be empty.
+    fn push(&mut self, rank: usize, document: usize, start: i32, length: i32);
+}
+
+/// Fills a shard segment by segment.
+pub(super) struct Builder {
+    lengths: Vec<i32>,
+    document_starts: Vec<i32>,
+    ranks: Vec<Vec<Segment>>,
+}
+
+impl Ranks for Builder {
+    fn cp_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    #[inline]
+    fn push(&mut self, rank: usize, document: usize, start: i32, length: i32) {
+        if length == 0 {
+            return;
+        }
+        let segment = Segment { document: document as u32, start, length };
+        let segments = &mut self.ranks[rank];
+        match segments.last_mut() {
+            Some(last) if last.document == segment.document && last.end() == start => last.length += length,
+            _ => segments.push(segment),
+        }
+    }
+}
+
+impl Builder {
+    /// The lengths sum to at most int32.
+    pub(super) fn new(lengths: &[i32], cp_size: usize) -> Self {
+        let mut document_starts = Vec::with_capacity(lengths.len() + 1);
+        let mut total = 0;
+        document_starts.push(total);
+        document_starts.extend(lengths.iter().map(|length| {
+            total += length;
+            total
+        }));
+        let share = document_starts[lengths.len()] as usize / cp_size + 1;
+        let per_rank = (2 * lengths.len()).min(share).min(1024);
+        Self {
+            lengths: lengths.to_vec(),
+            document_starts,
+            ranks: (0..cp_size).map(|_| Vec::with_capacity(per_rank)).collect(),
+        }
+    }
+
+    pub(super) fn tokens_per_rank(&self) -> Vec<i64> {
+        self.ranks.iter().map(|segments| segments.iter().map(|segment| i64::from(segment.length)).sum()).collect()
+    }
+
+    /// Brings what was pushed in any order into packed order.
+    pub(super) fn sort(&mut self) {
+        for segments in &mut self.ranks {
+            check();
+            segments.sort_unstable_by_key(|segment| (segment.document, segment.start));
+            segments.dedup_by(|later, earlier| {
+                let touches = earlier.document == later.document && earlier.end() == later.start;
+                if touches {
+                    earlier.length += later.length;
+                }
+                touches
+            });
+        }
+    }
+
+    pub(super) fn finish(self, strategy: Strategy, mask: Mask) -> Shard {
+        let Self { lengths, document_starts, ranks } = self;
+        Shard { strategy, mask, lengths, document_starts, ranks }
+    }
+}
+
+/// The rank that holds chunk `chunk` of `2*cp`: the head-tail pairing under which a causal document is balanced.
+#[inline]
+pub(super) fn owner(chunk: usize, cp_size: usize) -> usize {
+    chunk.min(2 * cp_size - 1 - chunk)
+}

@@ -1,0 +1,64 @@
+//! Latencies of many segments, summed so that equal plans take exactly equal times.
+
+use crate::cost::{Mask, Passes};
+use crate::error::Result;
+use crate::sharding::plan::{Segment, Shard};
+
+use super::model::{KernelModel, Query};
+
+/// Sums of latencies are sums of integers, so that they do not depend on the order of the segments, and equal plans are
+/// exactly equal. One tick is 2^-44 s, or 57 femtoseconds.
+const TICKS_PER_SECOND: f64 = (1_u64 << 44) as f64;
+
+impl KernelModel {
+    /// Seconds of each rank's call: its segments, each rounded to 2^-44 s, and the launch; 0 for a rank without any.
+    ///
+    /// # Errors
+    /// [`crate::Error::Combination`] when the shard has another mask than the model.
+    ///
+    /// # Complexity
+    /// O(segments).
+    pub fn rank_seconds(&self, shard: &Shard, passes: Passes) -> Result<Vec<f64>> {
+        self.check_mask("shard", shard.mask)?;
+        let mut clock = Clock::new(self, passes);
+        let of_rank = |segments: &Vec<Segment>| {
+            let ticks = segments.iter().fold(0_i64, |sum, segment| {
+                let keys = clock.keys(&shard.lengths, segment.document as usize, segment.end());
+                sum.saturating_add(clock.ticks(segment.length, keys))
+            });
+            if segments.is_empty() { 0.0 } else { ticks as f64 / TICKS_PER_SECOND + self.launch_seconds(passes) }
+        };
+        Ok(shard.ranks.iter().map(of_rank).collect())
+    }
+}
+
+/// Reads latencies of segments off a model, in ticks. Remembers the last number of queries: neighbours have the same.
+pub(in crate::sharding) struct Clock<'a> {
+    model: &'a KernelModel,
+    table: &'a [f64],
+    last: Query,
+}
+
+impl<'a> Clock<'a> {
+    pub(in crate::sharding) fn new(model: &'a KernelModel, passes: Passes) -> Self {
+        Self { model, table: model.table(passes), last: model.query(1) }
+    }
+
+    /// Keys of a segment that ends at `end`.
+    #[inline]
+    pub(in crate::sharding) fn keys(&self, lengths: &[i32], document: usize, end: i32) -> i32 {
+        match self.model.mask {
+            Mask::Causal => end,
+            Mask::Full => lengths[document],
+        }
+    }
+
+    #[inline]
+    pub(in crate::sharding) fn ticks(&mut self, queries: i32, keys: i32) -> i64 {
+        if queries != self.last.length {
+            self.last = self.model.query(queries);
+        }
+        // The cast saturates; half a tick rounds.
+        (self.model.seconds(&self.last, keys, self.table) * TICKS_PER_SECOND + 0.5) as i64
+    }
+}

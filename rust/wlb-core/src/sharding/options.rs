@@ -1,0 +1,65 @@
+//! How a micro-batch is cut.
+
+use crate::cost::Mask;
+use crate::error::{Error, Result, check_range, named_choices, saturating_i64};
+use crate::lengths::Lengths;
+use crate::limits::{MAX_CP_SIZE, MAX_TOKENS};
+
+named_choices! {
+    /// How a micro-batch is cut.
+    #[derive(Default)]
+    Strategy, "strategy" {
+        /// The packed sequence in `2*cp` chunks.
+        PerSequence = "per_sequence",
+        /// Every document in `2*cp` chunks.
+        #[default]
+        PerDocument = "per_document",
+        /// Long documents per document, short ones whole.
+        Hybrid = "hybrid",
+        /// Whichever of these a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
+        /// is never of this one.
+        Adaptive = "adaptive",
+    }
+}
+
+named_choices! {
+    /// Where the `length % (2*cp)` left-over tokens of a document go, per document.
+    #[derive(Default)]
+    Remainder, "remainder" {
+        /// They lengthen chunks by one each: at most two segments per document and rank.
+        #[default]
+        Chunk = "chunk",
+        /// They are dealt one by one, as the paper's text has it: more and shorter segments. For comparison.
+        Token = "token",
+    }
+}
+
+/// How to cut a micro-batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardOptions {
+    /// Ranks of the context-parallel group.
+    pub cp_size: usize,
+    /// How.
+    pub strategy: Strategy,
+    /// Which keys a query attends to: decides pairs and key ranges, not who gets which token.
+    pub mask: Mask,
+    /// Left-over tokens; other than [`Remainder::Chunk`] only with [`Strategy::PerDocument`].
+    pub remainder: Remainder,
+    /// Documents of at least this many tokens are long; with [`Strategy::Hybrid`] only.
+    pub hybrid_threshold: Option<i64>,
+}
+
+/// Checks what every strategy needs: so many ranks, and tokens that int32 counts.
+pub(super) fn check_size(lengths: &Lengths, cp_size: usize) -> Result<()> {
+    check_range("cp_size", saturating_i64(cp_size), 1, MAX_CP_SIZE as i64)?;
+    let total = lengths.total();
+    if total > MAX_TOKENS {
+        return Err(Error::TotalTooLong { argument: "lengths", total });
+    }
+    Ok(())
+}
+
+/// An option that does not go with the others.
+pub(super) fn wrong<T>(argument: &'static str, requirement: &'static str) -> Result<T> {
+    Err(Error::Combination { argument, requirement })
+}

@@ -1,0 +1,71 @@
+//! What a kernel model decides about how a micro-batch is cut.
+
+use crate::error::Result;
+use crate::lengths::Lengths;
+
+use super::adaptive;
+use super::kernel::KernelModel;
+use super::options::{ShardOptions, Strategy, check_size, wrong};
+
+impl ShardOptions {
+    /// The same options with what a kernel model decides filled in: [`Strategy::Adaptive`] becomes the strategy whose
+    /// slowest rank is predicted to finish first in a training step, [`Strategy::Hybrid`] without a threshold gets the
+    /// best one.
+    ///
+    /// Of equally fast ones the simpler is taken: per sequence, per document, hybrid with the highest threshold.
+    /// Candidates for the threshold are "none is long" and all distinct lengths, longest first; of more than 64, those
+    /// numbered from 64 on are searched in steps of 2, from 128 on of 3 and so on.
+    ///
+    /// # Arguments
+    /// * `lengths` - documents of the micro-batch, in packed order.
+    /// * `kernel` - given where it decides something, and only there.
+    ///
+    /// # Returns
+    /// Options that [`shard`](crate::shard()) takes.
+    ///
+    /// # Errors
+    /// [`crate::Error::Combination`] when a kernel model is missing, has no meaning, or is of another mask; and the
+    /// errors of [`shard`](crate::shard()).
+    ///
+    /// # Complexity
+    /// O(n (log n + cp_size)), and O(n cp_size) for each candidate that is not abandoned before: at most 64 and about
+    /// 44 for each doubling of the number of distinct lengths.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::sharding::Remainder;
+    /// use wlb_core::sharding::kernel::{Generation, KernelModel};
+    /// use wlb_core::{Lengths, Mask, ShardOptions, Strategy};
+    ///
+    /// let kernel = KernelModel::analytic(Generation::H100, 32, 8, 128, Mask::Causal)?;
+    /// let (strategy, mask, remainder) = (Strategy::Adaptive, Mask::Causal, Remainder::Chunk);
+    /// let options = ShardOptions { cp_size: 4, strategy, mask, remainder, hybrid_threshold: None };
+    /// // A single document is balanced as it is.
+    /// let resolved = options.resolve(&Lengths::new("lengths", &[65536])?, Some(&kernel))?;
+    /// assert_eq!(resolved.strategy, Strategy::PerSequence);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
+    pub fn resolve(&self, lengths: &Lengths, kernel: Option<&KernelModel>) -> Result<Self> {
+        let needs_kernel = match self.strategy {
+            Strategy::Adaptive => true,
+            Strategy::Hybrid => self.hybrid_threshold.is_none(),
+            Strategy::PerSequence | Strategy::PerDocument => false,
+        };
+        let kernel = match kernel {
+            Some(kernel) if needs_kernel => kernel,
+            Some(_) => {
+                let requirement =
+                    "is given with strategy=\"adaptive\" or with \"hybrid\" without a threshold, and only there";
+                return wrong("kernel_model", requirement);
+            }
+            None => return Ok(self.clone()),
+        };
+        kernel.check_mask("kernel_model", self.mask)?;
+        check_size(lengths, self.cp_size)?;
+        if self.hybrid_threshold.is_some() {
+            return wrong("hybrid_threshold", "has no meaning with strategy=\"adaptive\", which chooses it");
+        }
+        let choice = adaptive::choose(lengths, self.cp_size, kernel, self.strategy == Strategy::Adaptive);
+        Ok(Self { strategy: choice.strategy, hybrid_threshold: choice.hybrid_threshold, ..self.clone() })
+    }
+}

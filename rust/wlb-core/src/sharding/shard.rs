@@ -1,0 +1,68 @@
+//! One micro-batch cut by the strategy that was asked for.
+
+use crate::error::{Result, check_range};
+use crate::lengths::Lengths;
+use crate::limits::MAX_TOKENS;
+
+use super::builder::Builder;
+use super::options::{Remainder, ShardOptions, Strategy, check_size, wrong};
+use super::plan::Shard;
+use super::{hybrid, per_document, per_sequence};
+
+/// Cuts one micro-batch for the ranks of a context-parallel group, without padding.
+///
+/// Ranks differ by at most one token, whatever the lengths.
+///
+/// # Arguments
+/// * `lengths` - documents of the micro-batch, in packed order.
+/// * `options` - how to cut; what a kernel model decides must be filled in ([`ShardOptions::resolve`]).
+///
+/// # Returns
+/// The segments of every rank.
+///
+/// # Errors
+/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::TotalTooLong`] when the tokens
+/// exceed int32, [`crate::Error::Combination`] for an option that does not go with the strategy.
+///
+/// # Complexity
+/// O(n (log n + cp_size)) for `n` documents.
+///
+/// # Example
+/// ```
+/// use wlb_core::sharding::Remainder;
+/// use wlb_core::{Lengths, Mask, ShardOptions, Strategy, shard};
+///
+/// let (strategy, mask, remainder) = (Strategy::PerDocument, Mask::Causal, Remainder::Chunk);
+/// let options = ShardOptions { cp_size: 2, strategy, mask, remainder, hybrid_threshold: None };
+/// let shard = shard(&Lengths::new("lengths", &[8, 4])?, &options)?;
+/// // Each document in four chunks: the first and the last for one rank, the two in the middle for the other.
+/// assert_eq!(shard.token_indices(0)?, [0, 1, 6, 7, 8, 11]);
+/// assert_eq!((shard.pairs(0), shard.pairs(1)), (23, 23));
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
+pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
+    let ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold } = *options;
+    check_size(lengths, cp_size)?;
+    if strategy == Strategy::Adaptive {
+        return wrong("kernel_model", "strategy=\"adaptive\" needs one");
+    }
+    if remainder != Remainder::Chunk && strategy != Strategy::PerDocument {
+        return wrong("remainder", "\"token\" needs strategy=\"per_document\"");
+    }
+    if hybrid_threshold.is_some() != (strategy == Strategy::Hybrid) {
+        return wrong("hybrid_threshold", "strategy=\"hybrid\" needs it or a kernel_model, and no other takes it");
+    }
+    let mut builder = Builder::new(lengths, cp_size);
+    match (strategy, remainder) {
+        (Strategy::PerSequence, _) => per_sequence::cut(&mut builder, lengths),
+        (Strategy::PerDocument, Remainder::Chunk) => per_document::cut(&mut builder, lengths),
+        (Strategy::PerDocument, Remainder::Token) => per_document::cut_dealing_tokens(&mut builder, lengths),
+        // An adaptive one was refused above.
+        (Strategy::Hybrid | Strategy::Adaptive, _) => {
+            let threshold = hybrid_threshold.unwrap_or(1);
+            check_range("hybrid_threshold", threshold, 1, MAX_TOKENS + 1)?;
+            hybrid::cut(&mut builder, lengths, threshold);
+        }
+    }
+    Ok(builder.finish(strategy, mask))
+}
