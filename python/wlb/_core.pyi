@@ -1,8 +1,12 @@
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, final, overload
+from typing import Any, Literal, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from wlb._results import Bounds, PackerMetrics, TuneResult
+
+_Result = TypeVar("_Result")
 
 _Passes = Literal["forward", "backward", "forward_backward"]
 _Method = Literal["original", "fixed_length", "var_length", "var_length_fast", "refined"]
@@ -12,6 +16,7 @@ _Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inte
 
 __all__ = [
     "BUILD_PROFILE",
+    "BacklogWarning",
     "CostModel",
     "CpGroup",
     "DynamicCpPlan",
@@ -19,15 +24,12 @@ __all__ = [
     "KernelModel",
     "MicroBatch",
     "Packer",
-    "PackerMetrics",
     "Packing",
     "PipelineSteps",
     "PipelineTimeline",
     "RankShard",
     "Shard",
     "StateError",
-    "TuneResult",
-    "TunedPoint",
     "WlbError",
     "__version__",
     "batch_offsets",
@@ -35,6 +37,7 @@ __all__ = [
     "pack",
     "pairs",
     "plan_dynamic_cp",
+    "result",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
@@ -45,6 +48,8 @@ __all__ = [
 
 __version__: str
 BUILD_PROFILE: Literal["release", "debug"]
+
+def result(cls: type[_Result]) -> type[_Result]: ...
 
 class BacklogWarning(UserWarning): ...
 
@@ -173,55 +178,6 @@ def pack(
 ) -> Packing: ...
 
 @final
-class PackerMetrics:
-    @property
-    def steps(self) -> int: ...
-    @property
-    def documents(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def imbalance_mean(self) -> float: ...
-    @property
-    def imbalance_p95(self) -> float: ...
-    @property
-    def imbalance_p99(self) -> float: ...
-    @property
-    def imbalance_worst(self) -> float: ...
-    @property
-    def delay_mean(self) -> float: ...
-    @property
-    def delay_p99(self) -> int: ...
-    @property
-    def delay_max(self) -> int: ...
-    @property
-    def backlog_mean(self) -> float: ...
-    @property
-    def backlog_max(self) -> int: ...
-    @property
-    def tokens_per_step_cv(self) -> float: ...
-    @property
-    def memory_skew_mean(self) -> float: ...
-    @property
-    def memory_skew_worst(self) -> float: ...
-    @property
-    def length_fallbacks(self) -> int: ...
-    @property
-    def carried_over(self) -> int: ...
-    @property
-    def delay_histogram(self) -> NDArray[np.int64]: ...
-    def as_dict(self) -> dict[str, float | int]: ...
-    def __eq__(self, other: object, /) -> bool: ...
-
-@final
-class Bounds:
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def delay(self) -> int | None: ...
-    def __eq__(self, other: object, /) -> bool: ...
-
-@final
 class Packer:
     def __new__(
         cls,
@@ -299,40 +255,6 @@ class Packer:
     def load_state_dict(self, state: dict[str, Any], *, allow_config_change: bool = False) -> None: ...
     def __copy__(self) -> Packer: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
-
-@final
-class TunedPoint:
-    @property
-    def thresholds(self) -> tuple[int, ...]: ...
-    @property
-    def delay_price(self) -> float | None: ...
-    @property
-    def imbalance_mean(self) -> float: ...
-    @property
-    def imbalance_p95(self) -> float: ...
-    @property
-    def imbalance_worst(self) -> float: ...
-    @property
-    def delay_mean(self) -> float: ...
-    @property
-    def delay_max(self) -> int: ...
-    @property
-    def memory_skew_mean(self) -> float: ...
-    def __eq__(self, other: object, /) -> bool: ...
-
-@final
-class TuneResult:
-    @property
-    def thresholds(self) -> tuple[int, ...]: ...
-    @property
-    def delay_price(self) -> float | None: ...
-    @property
-    def best(self) -> TunedPoint: ...
-    @property
-    def pareto(self) -> tuple[TunedPoint, ...]: ...
-    @property
-    def evaluated(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
 
 def tune_outlier_thresholds(
     lengths: ArrayLike,

@@ -16,11 +16,11 @@ from wlb._core import (
     MicroBatch,
     Packer,
     Packing,
-    TuneResult,
     pack,
     tune_delay_price,
     tune_outlier_thresholds,
 )
+from wlb._results import TuneResult
 
 Release = Literal["fifo", "adaptive"]
 

@@ -9,9 +9,11 @@ mod error;
 mod kernel;
 mod packer;
 mod packing;
+mod results;
 mod run;
 mod schedule;
 mod sharding;
+mod tune;
 
 /// The engine of wlb. Private: import its names from `wlb`.
 #[pymodule]
@@ -20,9 +22,11 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // A benchmark refuses a debug build.
     module.add("BUILD_PROFILE", if cfg!(debug_assertions) { "debug" } else { "release" })?;
     error::register(module)?;
+    results::register(module)?;
     cost::register(module)?;
     packing::register(module)?;
     packer::register(module)?;
+    tune::register(module)?;
     sharding::register(module)?;
     kernel::register(module)?;
     schedule::register(module)?;

@@ -1,0 +1,176 @@
+"""What the core answers with: numbers and arrays in frozen dataclasses, which print, compare and pickle by themselves.
+
+The core makes them. It knows each class by its name, which :func:`wlb._core.result` tells it, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import result
+from wlb._errors import error
+
+if TYPE_CHECKING:
+    pass
+
+_LONGEST_HISTOGRAM = 1_000_000
+"""Iterations: 8 MB of histogram."""
+
+
+@result
+@dataclass(frozen=True)
+class Bounds:
+    """What a packer promises as long as no push brings more than it admits.
+
+    Attributes:
+        tokens: Most tokens that ever wait after a push.
+        delay: Most iterations that a document waits; ``None``: nothing limits it (queues without ``max_delay``).
+    """
+
+    tokens: int
+    delay: int | None
+
+
+@result
+@dataclass(frozen=True, repr=False)
+class PackerMetrics:
+    """Balance, delay and memory of a stream of packings.
+
+    Imbalance, tokens per step and memory skew are over the push steps that emitted a document; delays, documents and
+    tokens over everything emitted, flushed batches included. Delays are in iterations, weighted by tokens.
+
+    Attributes:
+        steps: Push steps that emitted a document.
+        documents: Documents (or pieces of split ones) emitted.
+        tokens: Tokens emitted.
+        imbalance_mean: Mean of ``max cost * N / total cost`` over steps.
+        imbalance_p95: 95th percentile of the imbalance, to 0.001.
+        imbalance_p99: 99th percentile of the imbalance, to 0.001.
+        imbalance_worst: Imbalance of the worst step.
+        delay_mean: Mean wait of a token, in iterations.
+        delay_p99: The wait that 99 % of the tokens do not exceed, in iterations.
+        delay_max: Longest wait of a document, in iterations.
+        backlog_mean: Mean over pushes of the tokens that waited after them.
+        backlog_max: Most tokens that waited after a push.
+        tokens_per_step_cv: Standard deviation over mean of the tokens in a step.
+        memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
+        memory_skew_worst: Most over mean tokens of a step's micro-batches, worst step.
+        length_fallbacks: Documents placed by token count instead of by cost, because they did not fit where the
+            cost was least.
+        carried_over: Documents that did not fit in their iteration, counted once for each such iteration.
+    """
+
+    steps: int
+    documents: int
+    tokens: int
+    imbalance_mean: float
+    imbalance_p95: float
+    imbalance_p99: float
+    imbalance_worst: float
+    delay_mean: float
+    delay_p99: int
+    delay_max: int
+    backlog_mean: float
+    backlog_max: int
+    tokens_per_step_cv: float
+    memory_skew_mean: float
+    memory_skew_worst: float
+    length_fallbacks: int
+    carried_over: int
+    _delays: tuple[tuple[int, int], ...]  # (iterations, tokens that waited so many), ascending
+
+    @property
+    def delay_histogram(self) -> NDArray[np.int64]:
+        """int64[delay_max + 1]: tokens emitted after each number of iterations.
+
+        Raises:
+            WlbError: a document waited a million iterations or more; the histogram would not fit in memory.
+        """
+        longest = self.delay_max
+        if longest >= _LONGEST_HISTOGRAM:
+            raise error("delay_max", f"= {longest}: is too long a wait for a histogram", value=longest)
+        histogram = np.zeros(longest + 1 if self._delays else 0, np.int64)
+        for delay, tokens in self._delays:
+            histogram[delay] = tokens
+        return histogram
+
+    def as_dict(self) -> dict[str, float | int]:
+        """All of the above but the histogram."""
+        names = (each.name for each in dataclasses.fields(self) if not each.name.startswith("_"))
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        return (
+            f"PackerMetrics(steps={self.steps}, imbalance_mean={self.imbalance_mean:.4f}, "
+            f"imbalance_p95={self.imbalance_p95:.3f}, imbalance_worst={self.imbalance_worst:.3f}, "
+            f"delay_mean={self.delay_mean:.3f}, delay_p99={self.delay_p99}, delay_max={self.delay_max}, "
+            f"memory_skew_mean={self.memory_skew_mean:.3f})"
+        )
+
+
+@result
+@dataclass(frozen=True, repr=False)
+class TunedPoint:
+    """One choice of thresholds, or of a price, and what it gives on the sample.
+
+    Attributes:
+        thresholds: Tokens, ascending; () with a price.
+        delay_price: The price of delay; None with thresholds.
+        imbalance_mean: Mean imbalance over steps.
+        imbalance_p95: 95th percentile of the imbalance.
+        imbalance_worst: Imbalance of the worst step.
+        delay_mean: Mean wait of a token, in iterations, documents flushed at the end of the sample included.
+        delay_max: Longest wait of a document, in iterations.
+        memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
+    """
+
+    thresholds: tuple[int, ...]
+    delay_price: float | None
+    imbalance_mean: float
+    imbalance_p95: float
+    imbalance_worst: float
+    delay_mean: float
+    delay_max: int
+    memory_skew_mean: float
+
+    def __repr__(self) -> str:
+        by_price = self.delay_price is not None
+        choice = f"delay_price={self.delay_price}" if by_price else f"thresholds={list(self.thresholds)}"
+        return (
+            f"TunedPoint({choice}, imbalance_mean={self.imbalance_mean:.4f}, delay_mean={self.delay_mean:.3f}, "
+            f"delay_max={self.delay_max})"
+        )
+
+
+@result
+@dataclass(frozen=True, repr=False)
+class TuneResult:
+    """What waits, chosen on a sample, and what else could be had.
+
+    Attributes:
+        best: The best choice, and what it gives on the sample.
+        pareto: Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
+        evaluated: Number of choices tried.
+    """
+
+    best: TunedPoint
+    pareto: tuple[TunedPoint, ...]
+    evaluated: int
+
+    @property
+    def thresholds(self) -> tuple[int, ...]:
+        """The best thresholds: tokens, ascending; () where a price was tuned."""
+        return self.best.thresholds
+
+    @property
+    def delay_price(self) -> float | None:
+        """The best price of delay; None where thresholds were tuned."""
+        return self.best.delay_price
+
+    def __repr__(self) -> str:
+        return f"TuneResult(best={self.best!r}, pareto of {len(self.pareto)} points)"
