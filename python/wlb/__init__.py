@@ -25,8 +25,6 @@ from wlb._core import (
     MicroBatch,
     Packer,
     Packing,
-    PipelineSteps,
-    PipelineTimeline,
     RankShard,
     Shard,
     StateError,
@@ -44,7 +42,7 @@ from wlb._core import (
     tune_delay_price,
     tune_outlier_thresholds,
 )
-from wlb._results import Bounds, PackerMetrics, TunedPoint, TuneResult
+from wlb._results import Bounds, PackerMetrics, PipelineSteps, PipelineTimeline, TunedPoint, TuneResult
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware, Link
 from wlb.layout import ParallelLayout

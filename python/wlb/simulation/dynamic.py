@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from wlb._core import (
     DynamicCpPlan,
     Packer,
-    PipelineSteps,
-    PipelineTimeline,
     plan_dynamic_cp,
     shard,
     simulate_pipeline,
     simulate_steps,
 )
+from wlb._results import PipelineSteps, PipelineTimeline
 from wlb.memory import RankMemory, memory_per_rank
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb import profiles
-from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
+from wlb._core import CostModel, KernelModel, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
+from wlb._results import PipelineTimeline
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout

@@ -9,9 +9,9 @@ mod error;
 mod kernel;
 mod packer;
 mod packing;
+mod pipeline;
 mod results;
 mod run;
-mod schedule;
 mod sharding;
 mod tune;
 
@@ -29,6 +29,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     tune::register(module)?;
     sharding::register(module)?;
     kernel::register(module)?;
-    schedule::register(module)?;
+    pipeline::register(module)?;
     dynamic_cp::register(module)
 }
