@@ -12,6 +12,7 @@ mod packing;
 mod pipeline;
 mod results;
 mod run;
+mod shard;
 mod sharding;
 mod tune;
 
@@ -27,8 +28,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     packing::register(module)?;
     packer::register(module)?;
     tune::register(module)?;
-    sharding::register(module)?;
+    shard::register(module)?;
     kernel::register(module)?;
+    sharding::register(module)?;
     pipeline::register(module)?;
     dynamic_cp::register(module)
 }

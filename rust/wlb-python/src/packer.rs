@@ -15,7 +15,7 @@ use wlb_core::packing::admission::{ADAPTIVE_MAX_DELAY, OnBacklog};
 use wlb_core::packing::outlier_queue::Release;
 use wlb_core::packing::packer::{Oversize, Packer as Core, PackerConfig, Push, StreamMethod};
 
-use crate::convert::{integer, integers, positive, read_lengths, real, size};
+use crate::convert::{Pickled, integer, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;
 use crate::error::{BacklogWarning, StateError, raise, refuse};
 use crate::packing::Packing;
@@ -59,7 +59,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     WlbError: naming the argument that makes no sense.
 ///
 /// WLB-LLM, section 4 and Algorithm 1.
-#[pyclass(frozen, module = "wlb", name = "Packer")]
+#[pyclass(frozen, module = "wlb")]
 pub(crate) struct Packer {
     /// Held only with the GIL, and never while waiting for it: a process that forks copies no locked lock.
     core: Mutex<Core>,
@@ -547,8 +547,7 @@ impl Packer {
         self.copy()
     }
 
-    #[allow(clippy::type_complexity, reason = "what pickle wants")]
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyAny>, &'static str))> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (Bound<'py, PyAny>, &'static str)>> {
         let packer = slf.get();
         Ok((slf.get_type().getattr("from_state_dict")?, (packer.state_dict(slf.py())?, packer.on_backlog())))
     }
