@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import wlb
+from wlb import _choices, _core
 
 STUB = ast.parse((Path(wlb.__file__).parent / "_core.pyi").read_text())
 STUBBED_CLASSES = [node for node in STUB.body if isinstance(node, ast.ClassDef)]
@@ -62,6 +63,28 @@ def test_every_field_of_a_result_is_documented(result: type[Any]) -> None:
     for name, member in vars(result).items():
         if not name.startswith("_") and (callable(member) or isinstance(member, property)):
             assert inspect.getdoc(member), name
+
+
+CHOICES = {
+    "GENERATIONS": "Generation",
+    "LEFTOVER": "Leftover",
+    "METHODS": "Method",
+    "ON_BACKLOG": "OnBacklog",
+    "OVERSIZE": "Oversize",
+    "PASSES": "Passes",
+    "RELEASES": "Release",
+    "REMAINDERS": "Remainder",
+    "SCHEDULES": "Schedule",
+    "STRATEGIES": "Strategy",
+    "STREAM_METHODS": "StreamMethod",
+}
+
+
+def test_choices_are_typed_as_the_core_has_them() -> None:
+    core = {name for name, value in vars(_core).items() if isinstance(value, tuple)}
+    assert core == set(CHOICES)
+    for name, choice in CHOICES.items():
+        assert getattr(_core, name) == get_args(getattr(_choices, choice))
 
 
 def test_errors_are_value_errors() -> None:

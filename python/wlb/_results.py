@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb._choices import Schedule
 from wlb._core import result
 from wlb._errors import error
-
-if TYPE_CHECKING:
-    from wlb._core import _Schedule
 
 _LONGEST_HISTOGRAM = 1_000_000
 """Iterations: 8 MB of histogram."""
@@ -180,7 +178,7 @@ class TuneResult:
 class _Simulated:
     """A simulation's result: equal to any other of the same question; its arrays are handed out as copies."""
 
-    _schedule: _Schedule
+    _schedule: Schedule
     _question: bytes  # all other arguments, to the bit
 
     def __eq__(self, other: object) -> bool:
@@ -251,7 +249,7 @@ class PipelineTimeline(_Simulated):
     critical_path: NDArray[np.int64]
 
     @property
-    def schedule(self) -> _Schedule:
+    def schedule(self) -> Schedule:
         """The schedule's name."""
         return self._schedule
 

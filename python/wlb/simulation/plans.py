@@ -6,11 +6,12 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb._choices import Release
 from wlb._core import (
     CostModel,
     MicroBatch,
@@ -21,11 +22,6 @@ from wlb._core import (
     tune_outlier_thresholds,
 )
 from wlb._results import TuneResult
-
-Release = Literal["fifo", "adaptive"]
-
-MOST_TOKENS = 2**31 - 1
-"""The most `max_tokens` of a packer."""
 
 
 @dataclass(frozen=True)
