@@ -82,6 +82,19 @@ def test_1f1b_is_what_it_is_called(p: int, m: int) -> None:
     assert naive.orders_of(timeline) == naive.one_forward_one_backward(p, m)
 
 
+def test_callers_may_change_the_arrays() -> None:
+    for result in (
+        wlb.simulate_pipeline(np.ones(4), num_stages=2),
+        wlb.simulate_steps(np.ones((3, 2, 4)), num_stages=2),
+    ):
+        before = result.busy
+        copy = pickle.loads(pickle.dumps(result))
+        result.busy[:] = -1
+        assert np.array_equal(result.busy, before)
+        assert hash(copy) == hash(result)
+        assert np.array_equal(copy.busy, before)
+
+
 @pytest.mark.parametrize("m", [8, 16, 64])
 def test_closed_forms(m: int) -> None:
     p, v = 4, 2

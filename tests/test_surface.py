@@ -1,18 +1,30 @@
 """What `import wlb` gives: documented names, and nothing heavy."""
 
 import ast
+import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 import wlb
+from wlb import _choices, _core
 
 STUB = ast.parse((Path(wlb.__file__).parent / "_core.pyi").read_text())
 STUBBED_CLASSES = [node for node in STUB.body if isinstance(node, ast.ClassDef)]
+RESULTS = [
+    wlb.Bounds,
+    wlb.PackerMetrics,
+    wlb.PipelineSteps,
+    wlb.PipelineTimeline,
+    wlb.TunedPoint,
+    wlb.TuneResult,
+]
 
 
 @pytest.mark.parametrize("module", ["wlb", "wlb.testing.packer", "wlb.testing.sharding"])
@@ -40,6 +52,39 @@ def test_every_member_is_documented(stub: ast.ClassDef) -> None:
     for member in stub.body:
         if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
             assert inspect.getdoc(getattr(getattr(wlb, stub.name), member.name)), member.name
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.__name__)
+def test_every_field_of_a_result_is_documented(result: type[Any]) -> None:
+    fields = [field.name for field in dataclasses.fields(result) if not field.name.startswith("_")]
+    documented = re.findall(r"^    (\w+): .", inspect.getdoc(result) or "", re.MULTILINE)
+    assert fields
+    assert documented == [name for name in ("KINDS",) if hasattr(result, name)] + fields
+    for name, member in vars(result).items():
+        if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+            assert inspect.getdoc(member), name
+
+
+CHOICES = {
+    "GENERATIONS": "Generation",
+    "LEFTOVER": "Leftover",
+    "METHODS": "Method",
+    "ON_BACKLOG": "OnBacklog",
+    "OVERSIZE": "Oversize",
+    "PASSES": "Passes",
+    "RELEASES": "Release",
+    "REMAINDERS": "Remainder",
+    "SCHEDULES": "Schedule",
+    "STRATEGIES": "Strategy",
+    "STREAM_METHODS": "StreamMethod",
+}
+
+
+def test_choices_are_typed_as_the_core_has_them() -> None:
+    core = {name for name, value in vars(_core).items() if isinstance(value, tuple)}
+    assert core == set(CHOICES)
+    for name, choice in CHOICES.items():
+        assert getattr(_core, name) == get_args(getattr(_choices, choice))
 
 
 def test_errors_are_value_errors() -> None:

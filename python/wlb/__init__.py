@@ -17,7 +17,6 @@ The same lengths give the same plan, byte for byte, on every rank. Only numpy is
 from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
-    Bounds,
     CostModel,
     CpGroup,
     DynamicCpPlan,
@@ -25,15 +24,10 @@ from wlb._core import (
     KernelModel,
     MicroBatch,
     Packer,
-    PackerMetrics,
     Packing,
-    PipelineSteps,
-    PipelineTimeline,
     RankShard,
     Shard,
     StateError,
-    TunedPoint,
-    TuneResult,
     WlbError,
     __version__,
     batch_offsets,
@@ -48,6 +42,7 @@ from wlb._core import (
     tune_delay_price,
     tune_outlier_thresholds,
 )
+from wlb._results import Bounds, PackerMetrics, PipelineSteps, PipelineTimeline, TunedPoint, TuneResult
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware, Link
 from wlb.layout import ParallelLayout

@@ -1,17 +1,44 @@
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, final, overload
+from typing import Any, Literal, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_Passes = Literal["forward", "backward", "forward_backward"]
-_Method = Literal["original", "fixed_length", "var_length", "var_length_fast", "refined"]
-_Strategy = Literal["per_sequence", "per_document", "hybrid", "adaptive"]
-_Generation = Literal["a100", "h100", "h200", "b200"]
-_Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
+from wlb._choices import (
+    Generation,
+    Leftover,
+    Method,
+    OnBacklog,
+    Oversize,
+    Passes,
+    Release,
+    Remainder,
+    Schedule,
+    Strategy,
+    StreamMethod,
+)
+from wlb._results import Bounds, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
+
+_Result = TypeVar("_Result")
 
 __all__ = [
     "BUILD_PROFILE",
+    "GENERATIONS",
+    "LEFTOVER",
+    "MAX_MICRO_BATCHES",
+    "MAX_RANKS",
+    "MAX_STAGES",
+    "MAX_TOKENS",
+    "METHODS",
+    "ON_BACKLOG",
+    "OVERSIZE",
+    "PASSES",
+    "RELEASES",
+    "REMAINDERS",
+    "SCHEDULES",
+    "STRATEGIES",
+    "STREAM_METHODS",
+    "BacklogWarning",
     "CostModel",
     "CpGroup",
     "DynamicCpPlan",
@@ -19,15 +46,10 @@ __all__ = [
     "KernelModel",
     "MicroBatch",
     "Packer",
-    "PackerMetrics",
     "Packing",
-    "PipelineSteps",
-    "PipelineTimeline",
     "RankShard",
     "Shard",
     "StateError",
-    "TuneResult",
-    "TunedPoint",
     "WlbError",
     "__version__",
     "batch_offsets",
@@ -35,6 +57,7 @@ __all__ = [
     "pack",
     "pairs",
     "plan_dynamic_cp",
+    "result",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
@@ -45,6 +68,23 @@ __all__ = [
 
 __version__: str
 BUILD_PROFILE: Literal["release", "debug"]
+MAX_TOKENS: int
+MAX_MICRO_BATCHES: int
+MAX_RANKS: int
+MAX_STAGES: int
+GENERATIONS: tuple[Generation, ...]
+LEFTOVER: tuple[Leftover, ...]
+METHODS: tuple[Method, ...]
+ON_BACKLOG: tuple[OnBacklog, ...]
+OVERSIZE: tuple[Oversize, ...]
+PASSES: tuple[Passes, ...]
+RELEASES: tuple[Release, ...]
+REMAINDERS: tuple[Remainder, ...]
+SCHEDULES: tuple[Schedule, ...]
+STRATEGIES: tuple[Strategy, ...]
+STREAM_METHODS: tuple[StreamMethod, ...]
+
+def result(cls: type[_Result]) -> type[_Result]: ...
 
 class BacklogWarning(UserWarning): ...
 
@@ -72,7 +112,7 @@ class CostModel:
         experts_per_token: int = 1,
         attention_efficiency: float = 1.0,
         flops_per_second: float = 1.0,
-        passes: _Passes = "forward_backward",
+        passes: Passes = "forward_backward",
         recompute: bool = False,
         causal: bool = True,
     ) -> CostModel: ...
@@ -85,7 +125,7 @@ class CostModel:
         causal: bool = True,
     ) -> CostModel: ...
     @staticmethod
-    def from_profile(path_or_name: Any, *, passes: _Passes = "forward_backward") -> CostModel: ...
+    def from_profile(path_or_name: Any, *, passes: Passes = "forward_backward") -> CostModel: ...
     def cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
@@ -166,62 +206,11 @@ def pack(
     num_micro_batches: int | None,
     max_tokens: int,
     cost_model: CostModel,
-    method: _Method = "var_length",
+    method: Method = "var_length",
     window: int = 1,
     multiple_of: int = 1,
-    leftover: Literal["error", "return"] = "error",
+    leftover: Leftover = "error",
 ) -> Packing: ...
-
-@final
-class PackerMetrics:
-    @property
-    def steps(self) -> int: ...
-    @property
-    def documents(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def imbalance_mean(self) -> float: ...
-    @property
-    def imbalance_p95(self) -> float: ...
-    @property
-    def imbalance_p99(self) -> float: ...
-    @property
-    def imbalance_worst(self) -> float: ...
-    @property
-    def delay_mean(self) -> float: ...
-    @property
-    def delay_p99(self) -> int: ...
-    @property
-    def delay_max(self) -> int: ...
-    @property
-    def backlog_mean(self) -> float: ...
-    @property
-    def backlog_max(self) -> int: ...
-    @property
-    def tokens_per_step_cv(self) -> float: ...
-    @property
-    def memory_skew_mean(self) -> float: ...
-    @property
-    def memory_skew_worst(self) -> float: ...
-    @property
-    def length_fallbacks(self) -> int: ...
-    @property
-    def carried_over(self) -> int: ...
-    @property
-    def delay_histogram(self) -> NDArray[np.int64]: ...
-    def as_dict(self) -> dict[str, float | int]: ...
-    def __eq__(self, other: object, /) -> bool: ...
-
-@final
-class Bounds:
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def delay(self) -> int | None: ...
-    @property
-    def drain(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
 
 @final
 class Packer:
@@ -232,16 +221,16 @@ class Packer:
         max_tokens: int,
         cost_model: CostModel,
         outlier_thresholds: Sequence[int] = (),
-        release: Literal["fifo", "adaptive"] = "fifo",
+        release: Release = "fifo",
         delay_price: float | None = None,
         max_delay: int | None = None,
         max_document_tokens: int | None = None,
-        oversize: Literal["error", "split", "truncate"] = "error",
-        method: Literal["var_length", "refined"] = "var_length",
-        on_backlog: Literal["warn", "error"] = "warn",
+        oversize: Oversize = "error",
+        method: StreamMethod = "var_length",
+        on_backlog: OnBacklog = "warn",
     ) -> Packer: ...
     @staticmethod
-    def from_state_dict(state: dict[str, Any], on_backlog: Literal["warn", "error"] = "warn") -> Packer: ...
+    def from_state_dict(state: dict[str, Any], on_backlog: OnBacklog = "warn") -> Packer: ...
     def copy(self) -> Packer: ...
     def empty_copy(self) -> Packer: ...
     def push(
@@ -281,17 +270,17 @@ class Packer:
     @property
     def outlier_thresholds(self) -> tuple[int, ...]: ...
     @property
-    def release(self) -> Literal["fifo", "adaptive"]: ...
+    def release(self) -> Release: ...
     @property
     def delay_price(self) -> float | None: ...
     @property
-    def oversize(self) -> Literal["error", "split", "truncate"]: ...
+    def oversize(self) -> Oversize: ...
     @property
-    def on_backlog(self) -> Literal["warn", "error"]: ...
+    def on_backlog(self) -> OnBacklog: ...
     @property
     def max_delay(self) -> int | None: ...
     @property
-    def method(self) -> Literal["var_length", "refined"]: ...
+    def method(self) -> StreamMethod: ...
     @property
     def cost_model(self) -> CostModel: ...
     @property
@@ -301,40 +290,6 @@ class Packer:
     def load_state_dict(self, state: dict[str, Any], *, allow_config_change: bool = False) -> None: ...
     def __copy__(self) -> Packer: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
-
-@final
-class TunedPoint:
-    @property
-    def thresholds(self) -> tuple[int, ...]: ...
-    @property
-    def delay_price(self) -> float | None: ...
-    @property
-    def imbalance_mean(self) -> float: ...
-    @property
-    def imbalance_p95(self) -> float: ...
-    @property
-    def imbalance_worst(self) -> float: ...
-    @property
-    def delay_mean(self) -> float: ...
-    @property
-    def delay_max(self) -> int: ...
-    @property
-    def memory_skew_mean(self) -> float: ...
-    def __eq__(self, other: object, /) -> bool: ...
-
-@final
-class TuneResult:
-    @property
-    def thresholds(self) -> tuple[int, ...]: ...
-    @property
-    def delay_price(self) -> float | None: ...
-    @property
-    def best(self) -> TunedPoint: ...
-    @property
-    def pareto(self) -> tuple[TunedPoint, ...]: ...
-    @property
-    def evaluated(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
 
 def tune_outlier_thresholds(
     lengths: ArrayLike,
@@ -347,7 +302,7 @@ def tune_outlier_thresholds(
     max_delay: int | None = None,
     max_document_tokens: int | None = None,
     tokens_per_batch: int | None = None,
-    method: Literal["var_length", "refined"] = "var_length",
+    method: StreamMethod = "var_length",
 ) -> TuneResult: ...
 def tune_delay_price(
     lengths: ArrayLike,
@@ -359,7 +314,7 @@ def tune_delay_price(
     max_delay: int | None = None,
     max_document_tokens: int | None = None,
     tokens_per_batch: int | None = None,
-    method: Literal["var_length", "refined"] = "var_length",
+    method: StreamMethod = "var_length",
 ) -> TuneResult: ...
 def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.int64]: ...
 def split_documents(
@@ -427,9 +382,9 @@ def shard(
     lengths: ArrayLike,
     *,
     cp_size: int,
-    strategy: _Strategy = "per_document",
+    strategy: Strategy = "per_document",
     causal: bool = True,
-    remainder: Literal["chunk", "token"] = "chunk",
+    remainder: Remainder = "chunk",
     hybrid_threshold: int | None = None,
     kernel_model: KernelModel | None = None,
 ) -> Shard: ...
@@ -440,7 +395,7 @@ class KernelModel:
     def from_profile(path_or_name: Any, *, num_heads: int | None = None) -> KernelModel: ...
     @staticmethod
     def analytic(
-        generation: _Generation,
+        generation: Generation,
         *,
         num_heads: int,
         num_kv_heads: int | None = None,
@@ -448,9 +403,9 @@ class KernelModel:
         causal: bool = True,
     ) -> KernelModel: ...
     def segment_seconds(
-        self, query_lengths: ArrayLike, key_lengths: ArrayLike, *, passes: _Passes = "forward_backward"
+        self, query_lengths: ArrayLike, key_lengths: ArrayLike, *, passes: Passes = "forward_backward"
     ) -> NDArray[np.float64]: ...
-    def rank_seconds(self, shard: Shard, *, passes: _Passes = "forward_backward") -> NDArray[np.float64]: ...
+    def rank_seconds(self, shard: Shard, *, passes: Passes = "forward_backward") -> NDArray[np.float64]: ...
     @property
     def source(self) -> str: ...
     @property
@@ -471,80 +426,10 @@ class KernelModel:
 def pairs(lengths: int, *, causal: bool = True) -> int: ...
 @overload
 def pairs(lengths: ArrayLike, *, causal: bool = True) -> NDArray[np.int64]: ...
-
-@final
-class PipelineTimeline:
-    KINDS: tuple[str, str, str, str]
-    @property
-    def schedule(self) -> _Schedule: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def num_virtual_stages(self) -> int: ...
-    @property
-    def num_micro_batches(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def period_seconds(self) -> float: ...
-    @property
-    def bubble_ratio(self) -> float: ...
-    @property
-    def busy(self) -> NDArray[np.float64]: ...
-    @property
-    def exposed(self) -> NDArray[np.float64]: ...
-    @property
-    def bubble(self) -> NDArray[np.float64]: ...
-    @property
-    def spans(self) -> NDArray[np.float64]: ...
-    @property
-    def peak_activation(self) -> NDArray[np.float64]: ...
-    @property
-    def ranks(self) -> NDArray[np.int32]: ...
-    @property
-    def stages(self) -> NDArray[np.int32]: ...
-    @property
-    def micro_batches(self) -> NDArray[np.int32]: ...
-    @property
-    def kinds(self) -> NDArray[np.uint8]: ...
-    @property
-    def starts(self) -> NDArray[np.float64]: ...
-    @property
-    def ends(self) -> NDArray[np.float64]: ...
-    @property
-    def critical_path(self) -> NDArray[np.int64]: ...
-    def __len__(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __reduce__(self) -> tuple[Any, ...]: ...
-
-@final
-class PipelineSteps:
-    @property
-    def seconds(self) -> NDArray[np.float64]: ...
-    @property
-    def compute(self) -> NDArray[np.float64]: ...
-    @property
-    def exposed(self) -> NDArray[np.float64]: ...
-    @property
-    def bubble(self) -> NDArray[np.float64]: ...
-    @property
-    def dp_wait(self) -> NDArray[np.float64]: ...
-    @property
-    def pipeline_seconds(self) -> NDArray[np.float64]: ...
-    @property
-    def busy(self) -> NDArray[np.float64]: ...
-    @property
-    def spans(self) -> NDArray[np.float64]: ...
-    @property
-    def peak_activation(self) -> NDArray[np.float64]: ...
-    def __len__(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __reduce__(self) -> tuple[Any, ...]: ...
-
 def simulate_pipeline(
     costs: ArrayLike,
     *,
-    schedule: _Schedule = "1f1b",
+    schedule: Schedule = "1f1b",
     num_stages: int,
     num_virtual_stages: int = 1,
     p2p_seconds: ArrayLike = 0.0,
@@ -554,7 +439,7 @@ def simulate_pipeline(
 def simulate_steps(
     costs: ArrayLike,
     *,
-    schedule: _Schedule = "1f1b",
+    schedule: Schedule = "1f1b",
     num_stages: int,
     num_virtual_stages: int = 1,
     p2p_seconds: ArrayLike = 0.0,
@@ -565,7 +450,7 @@ def order_micro_batches(
     costs: ArrayLike,
     *,
     dp_size: int = 1,
-    schedule: _Schedule = "1f1b",
+    schedule: Schedule = "1f1b",
     num_stages: int,
     num_virtual_stages: int = 1,
     p2p_seconds: ArrayLike = 0.0,

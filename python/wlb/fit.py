@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from wlb._choices import Schedule
 from wlb._core import WlbError
 from wlb._errors import check_integer, error
 from wlb.hardware import GIB, Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, default_schedule, memory_per_rank
+from wlb.memory import RESERVED_BYTES, RankMemory, default_schedule, memory_per_rank
 from wlb.models import ModelConfig
 
 

@@ -10,15 +10,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb._choices import Passes
 from wlb._core import CostModel
 from wlb._errors import check_bool, check_integer, error
 
-Passes = Literal["forward", "backward", "forward_backward"]
 T = TypeVar("T")
 
 

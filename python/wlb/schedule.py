@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from wlb._core import PipelineTimeline
 from wlb._errors import error
+from wlb._results import PipelineTimeline
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 

@@ -28,12 +28,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb._choices import Schedule
 from wlb._core import CostModel
 from wlb._errors import check_share, error, numbers
 from wlb.collectives import Group
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import KEY_GRADIENT_BYTES, Schedule, kv_width, parameters_per_rank
+from wlb.memory import KEY_GRADIENT_BYTES, kv_width, parameters_per_rank
 from wlb.models import ModelConfig
 
 Floats = NDArray[np.float64]

@@ -6,10 +6,11 @@ from typing import Any, Literal
 from rich.progress import Progress
 
 import wlb
+from wlb._choices import Release
 from wlb.cli.console import counted
 from wlb.cli.stream import Stream
 from wlb.simulation import plans
-from wlb.simulation.plans import Plan, Release, Setup, Step, fixed_length, original, var_length
+from wlb.simulation.plans import Plan, Setup, Step, fixed_length, original, var_length
 
 __all__ = ["Plan", "Release", "Setup", "Step", "collect", "fixed_length", "original", "tune", "var_length", "waiting"]
 

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
+from wlb._core import MAX_TOKENS
 from wlb.cli.console import CliError, readable
 
 _CHUNK = 64  # texts measured at a time: enough for a tokenizer's threads, few enough for a smooth bar
-_MAX_LENGTH = 2**31 - 1
 
 Measure = Callable[[list[str]], list[int]]
 
@@ -96,7 +96,7 @@ def _read_lengths(path: Path) -> Documents:
     except Exception as error:  # of a broken header's parser, or of more memory than there is
         raise CliError(f"{path}: {error}") from None
     try:
-        wlb.split_documents(lengths, max_document_tokens=_MAX_LENGTH)
+        wlb.split_documents(lengths, max_document_tokens=MAX_TOKENS)
     except wlb.WlbError as error:
         raise CliError(f"{path}: {error}") from None
     if not lengths.size:

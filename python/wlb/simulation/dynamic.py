@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import (
+    MAX_TOKENS,
     DynamicCpPlan,
     Packer,
-    PipelineSteps,
-    PipelineTimeline,
     plan_dynamic_cp,
     shard,
     simulate_pipeline,
     simulate_steps,
 )
+from wlb._results import PipelineSteps, PipelineTimeline
 from wlb.memory import RankMemory, memory_per_rank
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
-from wlb.simulation.plans import MOST_TOKENS, GlobalBatches, Trained
+from wlb.simulation.plans import GlobalBatches, Trained
 from wlb.simulation.scenario import Scenario
 from wlb.step_time import data_parallel_seconds
 
@@ -107,7 +107,7 @@ def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int)
     """
     return {
         "num_micro_batches": scenario.micro_batches * split // scenario.layout.dp,
-        "max_tokens": min(scenario.tokens_per_batch, MOST_TOKENS),
+        "max_tokens": min(scenario.tokens_per_batch, MAX_TOKENS),
         "cost_model": options["cost_model"],
         "max_delay": scenario.max_delay,
         "max_document_tokens": scenario.context,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import PipelineTimeline
+from wlb._results import PipelineTimeline
 from wlb.memory import RankMemory
 from wlb.simulation.plans import Trained
 from wlb.simulation.scenario import Scenario

@@ -6,26 +6,22 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb._choices import Release
 from wlb._core import (
     CostModel,
     MicroBatch,
     Packer,
     Packing,
-    TuneResult,
     pack,
     tune_delay_price,
     tune_outlier_thresholds,
 )
-
-Release = Literal["fifo", "adaptive"]
-
-MOST_TOKENS = 2**31 - 1
-"""The most `max_tokens` of a packer."""
+from wlb._results import TuneResult
 
 
 @dataclass(frozen=True)

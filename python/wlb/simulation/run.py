@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import Packer, TuneResult, batch_offsets
+from wlb._core import Packer, batch_offsets
 from wlb._errors import error
+from wlb._results import TuneResult
 from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import planner_options

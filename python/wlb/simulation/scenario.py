@@ -6,23 +6,24 @@ import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb import profiles
-from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
+from wlb._choices import Generation, Schedule
+from wlb._core import CostModel, KernelModel, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
+from wlb._results import PipelineTimeline
 from wlb.fit import max_tokens
 from wlb.hardware import Hardware
 from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, in_flight, kv_width, memory_per_rank
+from wlb.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.models import ModelConfig
 from wlb.simulation.plans import Setup
 from wlb.step_time import StageSeconds, stage_seconds
 
-_GENERATIONS: dict[str, Literal["a100", "h100", "h200", "b200"]] = {
+_GENERATIONS: dict[str, Generation] = {
     "a100": "a100",
     "h100": "h100",
     "h200": "h200",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import PipelineTimeline, order_micro_batches, shard, simulate_pipeline, simulate_steps
+from wlb._core import order_micro_batches, shard, simulate_pipeline, simulate_steps
+from wlb._results import PipelineTimeline
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.plans import Plan
 from wlb.simulation.scenario import Scenario

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import TunedPoint, TuneResult, WlbError, simulate_pipeline
+from wlb._core import WlbError, simulate_pipeline
+from wlb._results import TunedPoint, TuneResult
 from wlb.simulation.dynamic import packer_before
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import check_planner, obstacle, planner_options

@@ -201,6 +201,9 @@ macro_rules! named_choices {
         }
 
         impl $name {
+            /// All of them, as a user writes them.
+            pub const NAMES: &[&str] = &[$($text),+];
+
             /// The name that a user writes.
             pub fn as_str(self) -> &'static str {
                 match self { $(Self::$variant => $text),+ }

@@ -8,6 +8,7 @@ use numpy::{
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt};
+use pyo3::{IntoPyObjectExt, PyClass};
 use wlb_core::Lengths;
 
 use crate::error::{raise, refuse};
@@ -104,6 +105,24 @@ pub(crate) fn positive(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
 /// A new array that owns `values`.
 pub(crate) fn array<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<T>> {
     PyArray1::from_vec(py, values)
+}
+
+/// How an object is made again from its pickle: what to call, and with what.
+pub(crate) type Pickled<'py, Arguments> = (Bound<'py, PyAny>, Arguments);
+
+/// Of an object that `owner` gives: that call of its method.
+pub(crate) fn as_call<'py, Owner: IntoPyObjectExt<'py>, Arguments>(
+    py: Python<'py>,
+    owner: Owner,
+    method: &str,
+    arguments: Arguments,
+) -> PyResult<Pickled<'py, Arguments>> {
+    Ok((owner.into_bound_py_any(py)?.getattr(method)?, arguments))
+}
+
+/// Of an object that is all in a JSON text: `_from_json` of its class, with that.
+pub(crate) fn as_json<'py, T: PyClass>(object: &Bound<'py, T>, json: String) -> PyResult<Pickled<'py, (String,)>> {
+    Ok((object.as_any().get_type().getattr("_from_json")?, (json,)))
 }
 
 /// Any array or sequence with so many dimensions, as a numpy array of whatever dtype numpy gives it.

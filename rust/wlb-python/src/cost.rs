@@ -1,12 +1,12 @@
 //! `wlb.CostModel` and `wlb.pairs`.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Passes};
 
-use crate::convert::{array, floats, integer, positive, read_lengths, real};
+use crate::convert::{Pickled, array, as_json, floats, integer, positive, read_lengths, real};
 use crate::error::raise;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -32,8 +32,15 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///
 /// Raises:
 ///     WlbError: a rate is negative or not finite, or both are 0.
-#[pyclass(frozen, module = "wlb", name = "CostModel")]
+#[pyclass(frozen, eq, hash, module = "wlb")]
+#[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
+
+impl Hash for CostModel {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.to_json().hash(state);
+    }
+}
 
 #[pymethods]
 impl CostModel {
@@ -197,22 +204,12 @@ impl CostModel {
         self.0.mask() == Mask::Causal
     }
 
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
-    }
-
-    fn __hash__(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.0.to_json().hash(&mut hasher);
-        hasher.finish()
-    }
-
     fn __repr__(&self) -> String {
         format!("CostModel({})", self.0.to_json())
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
-        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
+        as_json(slf, slf.get().0.to_json())
     }
 
     #[staticmethod]

@@ -1,5 +1,7 @@
 //! `wlb.plan_dynamic_cp`.
 
+use std::hash::{Hash, Hasher};
+use std::ops::Range;
 use std::sync::Arc;
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
@@ -8,7 +10,7 @@ use pyo3::types::{PyIterator, PyTuple};
 use wlb_core::dynamic_cp::{self as core, Communication, DynamicCpOptions};
 use wlb_core::limits::{MAX_MICRO_BATCHES, MAX_STAGES, MAX_WORLD_SIZE};
 
-use crate::convert::{array, integers, positive, read_lengths, real, size};
+use crate::convert::{Pickled, array, as_call, as_json, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;
 use crate::error::raise;
 use crate::packing::item;
@@ -123,12 +125,19 @@ fn plan_dynamic_cp(
 /// Which documents of a step run when, on which ranks of a stage: plain data that can be printed, compared, pickled and sent.
 ///
 /// Every array is a fresh copy that the caller may keep or change.
-#[pyclass(frozen, sequence, module = "wlb", name = "DynamicCpPlan")]
+#[pyclass(frozen, eq, hash, sequence, module = "wlb")]
+#[derive(Clone, PartialEq)]
 pub(crate) struct DynamicCpPlan(Arc<core::DynamicCpPlan>);
+
+impl Hash for DynamicCpPlan {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.digest().hash(state);
+    }
+}
 
 impl DynamicCpPlan {
     fn micro_batch(&self, index: usize) -> DynamicMicroBatch {
-        DynamicMicroBatch { plan: Arc::clone(&self.0), index }
+        DynamicMicroBatch { plan: self.clone(), index }
     }
 
     /// A value for each micro-batch and rank.
@@ -244,14 +253,6 @@ impl DynamicCpPlan {
         self.micro_batches(py)?.try_iter()
     }
 
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
-    }
-
-    fn __hash__(&self) -> u64 {
-        u64::from_str_radix(&self.0.digest()[..16], 16).unwrap_or_default()
-    }
-
     fn __repr__(&self) -> String {
         let plan = &self.0;
         let largest = plan.groups.iter().map(|group| group.cp_size).max().unwrap_or(0);
@@ -265,8 +266,8 @@ impl DynamicCpPlan {
         )
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
-        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
+        as_json(slf, slf.get().0.to_json())
     }
 
     #[staticmethod]
@@ -276,15 +277,21 @@ impl DynamicCpPlan {
 }
 
 /// One micro-batch of a :class:`DynamicCpPlan`: groups that share the ranks of a stage.
-#[pyclass(frozen, sequence, module = "wlb", name = "DynamicMicroBatch")]
+#[pyclass(frozen, eq, hash, sequence, module = "wlb")]
+#[derive(Clone, PartialEq, Hash)]
 pub(crate) struct DynamicMicroBatch {
-    plan: Arc<core::DynamicCpPlan>,
+    plan: DynamicCpPlan,
     index: usize,
 }
 
 impl DynamicMicroBatch {
+    /// Where in the plan's groups its own are.
+    fn range(&self) -> Range<usize> {
+        self.plan.0.groups_of(self.index)
+    }
+
     fn group(&self, group: usize) -> CpGroup {
-        CpGroup { plan: Arc::clone(&self.plan), group }
+        CpGroup { micro_batch: self.clone(), group }
     }
 }
 
@@ -293,7 +300,7 @@ impl DynamicMicroBatch {
     /// The groups in the order of their ranks, which are all ranks: a tuple of :class:`CpGroup`. A group may be empty.
     #[getter]
     fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.plan.groups_of(self.index).map(|group| self.group(group)))
+        PyTuple::new(py, self.range().map(|group| self.group(group)))
     }
 
     /// The group that a rank of the stage belongs to.
@@ -301,28 +308,28 @@ impl DynamicMicroBatch {
     /// Raises:
     ///     WlbError: no such rank.
     fn group_of(&self, rank: &Bound<'_, PyAny>) -> PyResult<CpGroup> {
-        let rank = size("rank", rank, 0, self.plan.world_size as i64 - 1)?;
-        Ok(self.group(self.plan.group_of(self.index, rank)))
+        let rank = size("rank", rank, 0, self.plan.0.world_size as i64 - 1)?;
+        Ok(self.group(self.plan.0.group_of(self.index, rank)))
     }
 
     /// Seconds of its slowest group through the whole model, forward and backward.
     #[getter]
     fn seconds(&self) -> f64 {
-        self.plan.groups[self.plan.groups_of(self.index)].iter().map(|group| group.seconds).fold(0.0, f64::max)
+        self.plan.0.groups[self.range()].iter().map(|group| group.seconds).fold(0.0, f64::max)
     }
 
     /// Tokens of all its groups.
     #[getter]
     fn tokens(&self) -> i64 {
-        self.plan.groups_of(self.index).map(|group| self.plan.tokens(group)).sum()
+        self.range().map(|group| self.plan.0.tokens(group)).sum()
     }
 
     fn __len__(&self) -> usize {
-        self.plan.groups_of(self.index).len()
+        self.range().len()
     }
 
     fn __getitem__(&self, index: isize) -> PyResult<CpGroup> {
-        let range = self.plan.groups_of(self.index);
+        let range = self.range();
         item(index, range.len(), "group").map(|index| self.group(range.start + index))
     }
 
@@ -330,49 +337,55 @@ impl DynamicMicroBatch {
         self.groups(py)?.try_iter()
     }
 
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| {
-            let other = other.get();
-            self.index == other.index && self.plan == other.plan
-        })
-    }
-
-    fn __hash__(&self) -> u64 {
-        self.index as u64 ^ self.tokens() as u64
-    }
-
     fn __repr__(&self) -> String {
         let sizes: Vec<String> =
-            self.plan.groups[self.plan.groups_of(self.index)].iter().map(|group| group.cp_size.to_string()).collect();
+            self.plan.0.groups[self.range()].iter().map(|group| group.cp_size.to_string()).collect();
         format!("DynamicMicroBatch(cp_sizes=[{}], tokens={})", sizes.join(", "), self.tokens())
     }
 
     /// A pickle holds the whole plan: to send several micro-batches of one, send that.
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (DynamicCpPlan, usize))> {
-        let this = slf.get();
-        Ok((slf.get_type().getattr("_of")?, (DynamicCpPlan(Arc::clone(&this.plan)), this.index)))
-    }
-
-    #[staticmethod]
-    fn _of(plan: &Bound<'_, DynamicCpPlan>, index: isize) -> PyResult<Self> {
-        plan.get().__getitem__(index)
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickled<'py, (usize,)>> {
+        as_call(py, self.plan.clone(), "__getitem__", (self.index,))
     }
 }
 
 /// Ranks that share the documents of one micro-batch.
-#[pyclass(frozen, module = "wlb", name = "CpGroup")]
+#[pyclass(frozen, eq, hash, module = "wlb")]
 pub(crate) struct CpGroup {
-    plan: Arc<core::DynamicCpPlan>,
+    micro_batch: DynamicMicroBatch,
     group: usize,
 }
 
 impl CpGroup {
-    fn get(&self) -> &core::Group {
-        &self.plan.groups[self.group]
+    fn plan(&self) -> &core::DynamicCpPlan {
+        &self.micro_batch.plan.0
+    }
+
+    fn group(&self) -> &core::Group {
+        &self.plan().groups[self.group]
+    }
+
+    fn documents(&self) -> &[i64] {
+        &self.plan().documents[self.plan().documents_of(self.group)]
     }
 
     fn document_lengths(&self) -> &[i32] {
-        &self.plan.lengths[self.plan.documents_of(self.group)]
+        &self.plan().lengths[self.plan().documents_of(self.group)]
+    }
+}
+
+/// Equal where the same documents run on the same ranks and take as long, in whatever plan.
+impl PartialEq for CpGroup {
+    fn eq(&self, other: &Self) -> bool {
+        self.group() == other.group()
+            && self.document_lengths() == other.document_lengths()
+            && self.documents() == other.documents()
+    }
+}
+
+impl Hash for CpGroup {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.first_rank(), self.cp_size(), self.documents()).hash(state);
     }
 }
 
@@ -381,26 +394,26 @@ impl CpGroup {
     /// First of its ranks, a multiple of ``cp_size``.
     #[getter]
     fn first_rank(&self) -> u32 {
-        self.get().first_rank
+        self.group().first_rank
     }
 
     /// Number of ranks, a power of two; also ``len()``.
     #[getter]
     fn cp_size(&self) -> u32 {
-        self.get().cp_size
+        self.group().cp_size
     }
 
     /// The ranks of the stage that it is made of.
     #[getter]
     fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let ranks = self.get().ranks();
+        let ranks = self.group().ranks();
         py.import("builtins")?.getattr("range")?.call1((ranks.start, ranks.end))
     }
 
     /// int64[k]: the documents, in order of arrival.
     #[getter]
     fn document_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        PyArray1::from_slice(py, &self.plan.documents[self.plan.documents_of(self.group)])
+        PyArray1::from_slice(py, self.documents())
     }
 
     /// int32[k]: tokens of each document.
@@ -429,41 +442,27 @@ impl CpGroup {
     /// Tokens of all documents.
     #[getter]
     fn tokens(&self) -> i64 {
-        self.plan.tokens(self.group)
+        self.plan().tokens(self.group)
     }
 
     /// Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
     #[getter]
     fn tokens_per_rank(&self) -> i64 {
-        self.plan.tokens_per_rank(self.group)
+        self.plan().tokens_per_rank(self.group)
     }
 
     /// Predicted time through the whole model, forward and backward, on each of its ranks.
     #[getter]
     fn seconds(&self) -> f64 {
-        self.get().seconds
+        self.group().seconds
     }
 
     fn __len__(&self) -> usize {
-        self.get().cp_size as usize
-    }
-
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| {
-            let other = other.get();
-            let ids = |group: &Self| group.plan.documents_of(group.group);
-            self.get() == other.get()
-                && self.document_lengths() == other.document_lengths()
-                && self.plan.documents[ids(self)] == other.plan.documents[ids(other)]
-        })
-    }
-
-    fn __hash__(&self) -> u64 {
-        u64::from(self.get().first_rank) << 32 ^ self.tokens() as u64
+        self.group().cp_size as usize
     }
 
     fn __repr__(&self) -> String {
-        let core::Group { first_rank, cp_size, seconds } = *self.get();
+        let core::Group { first_rank, cp_size, seconds } = *self.group();
         let documents = self.document_lengths().len();
         let tokens = self.tokens();
         format!(
@@ -472,14 +471,7 @@ impl CpGroup {
     }
 
     /// A pickle holds the whole plan: to send several groups of one, send that.
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (DynamicCpPlan, usize))> {
-        let this = slf.get();
-        Ok((slf.get_type().getattr("_of")?, (DynamicCpPlan(Arc::clone(&this.plan)), this.group)))
-    }
-
-    #[staticmethod]
-    fn _of(plan: &Bound<'_, DynamicCpPlan>, group: usize) -> PyResult<Self> {
-        let plan = Arc::clone(&plan.get().0);
-        item(group as isize, plan.groups.len(), "group").map(|group| Self { plan, group })
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickled<'py, (u32,)>> {
+        as_call(py, self.micro_batch.clone(), "group_of", (self.first_rank(),))
     }
 }

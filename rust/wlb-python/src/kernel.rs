@@ -1,16 +1,16 @@
 //! `wlb.KernelModel`.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use wlb_core::cost::{Mask, Passes};
 use wlb_core::sharding::kernel::{Generation, KernelModel as Model};
 
-use crate::convert::{array, integer, read_lengths};
+use crate::convert::{Pickled, array, as_json, integer, read_lengths};
 use crate::cost::mask;
 use crate::error::raise;
-use crate::sharding::Shard;
+use crate::shard::Shard;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<KernelModel>()
@@ -21,8 +21,15 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Queries are padded to the kernel's tile; the padded FLOPs are divided by the rate at that (query length, key length), from a table
 /// that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md has the formulas. Immutable;
 /// picklable; equal models compare equal. WLB-LLM, section 5.2.
-#[pyclass(frozen, module = "wlb", name = "KernelModel")]
+#[pyclass(frozen, eq, hash, module = "wlb")]
+#[derive(PartialEq)]
 pub(crate) struct KernelModel(pub(crate) Model);
+
+impl Hash for KernelModel {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.to_json().hash(state);
+    }
+}
 
 #[pymethods]
 impl KernelModel {
@@ -155,16 +162,6 @@ impl KernelModel {
         self.0.description().tile
     }
 
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
-    }
-
-    fn __hash__(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.0.to_json().hash(&mut hasher);
-        hasher.finish()
-    }
-
     fn __repr__(&self) -> String {
         let (heads, head_dim) = (self.num_heads(), self.head_dim());
         format!(
@@ -174,8 +171,8 @@ impl KernelModel {
         )
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
-        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
+        as_json(slf, slf.get().0.to_json())
     }
 
     #[staticmethod]

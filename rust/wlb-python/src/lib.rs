@@ -1,6 +1,14 @@
 //! `wlb._core`: numpy in, plans out. Conversion only; every decision is made in `wlb-core`.
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use wlb_core::cost::Passes;
+use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_STAGES, MAX_TOKENS};
+use wlb_core::packing::stream::{OnBacklog, Oversize, Release, StreamMethod};
+use wlb_core::packing::{Leftover, Method};
+use wlb_core::pipeline::Schedule;
+use wlb_core::sharding::kernel::Generation;
+use wlb_core::sharding::{Remainder, Strategy};
 
 mod convert;
 mod cost;
@@ -9,9 +17,12 @@ mod error;
 mod kernel;
 mod packer;
 mod packing;
+mod pipeline;
+mod results;
 mod run;
-mod schedule;
+mod shard;
 mod sharding;
+mod tune;
 
 /// The engine of wlb. Private: import its names from `wlb`.
 ///
@@ -22,12 +33,38 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // A benchmark refuses a debug build.
     module.add("BUILD_PROFILE", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+    limits_and_choices(module)?;
     error::register(module)?;
+    results::register(module)?;
     cost::register(module)?;
     packing::register(module)?;
     packer::register(module)?;
-    sharding::register(module)?;
+    tune::register(module)?;
+    shard::register(module)?;
     kernel::register(module)?;
-    schedule::register(module)?;
+    sharding::register(module)?;
+    pipeline::register(module)?;
     dynamic_cp::register(module)
+}
+
+/// What the core takes, for those that check before they ask it.
+fn limits_and_choices(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("MAX_TOKENS", MAX_TOKENS)?;
+    module.add("MAX_MICRO_BATCHES", MAX_MICRO_BATCHES)?;
+    module.add("MAX_RANKS", MAX_CP_SIZE)?;
+    module.add("MAX_STAGES", MAX_STAGES)?;
+    let choices = [
+        ("GENERATIONS", Generation::NAMES),
+        ("LEFTOVER", Leftover::NAMES),
+        ("METHODS", Method::NAMES),
+        ("ON_BACKLOG", OnBacklog::NAMES),
+        ("OVERSIZE", Oversize::NAMES),
+        ("PASSES", Passes::NAMES),
+        ("RELEASES", Release::NAMES),
+        ("REMAINDERS", Remainder::NAMES),
+        ("SCHEDULES", Schedule::NAMES),
+        ("STRATEGIES", Strategy::NAMES),
+        ("STREAM_METHODS", StreamMethod::NAMES),
+    ];
+    choices.into_iter().try_for_each(|(name, words)| module.add(name, PyTuple::new(module.py(), words)?))
 }

@@ -1,36 +1,28 @@
-//! `wlb.Packer`, `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
+//! `wlb.Packer`.
 
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use numpy::PyArray1;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::stream::{
-    ADAPTIVE_MAX_DELAY, Bounds as CoreBounds, DELAY_PRICE, Metrics, OnBacklog, Oversize, Packer as Core, PackerConfig,
-    Push, Release, StreamMethod,
+    ADAPTIVE_MAX_DELAY, DELAY_PRICE, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StreamMethod,
 };
-use wlb_core::packing::tune;
 
-use crate::convert::{array, integer, integers, positive, read_lengths, real, size};
+use crate::convert::{Pickled, integer, integers, positive, read_lengths, real, size};
 use crate::cost::CostModel;
 use crate::error::{BacklogWarning, StateError, raise, refuse};
 use crate::packing::Packing;
+use crate::results::answer;
 use crate::run::{DETACH_FROM, handling_signals, run};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Packer>()?;
-    module.add_class::<PackerMetrics>()?;
-    module.add_class::<Bounds>()?;
-    module.add_class::<TuneResult>()?;
-    module.add_class::<TunedPoint>()?;
-    module.add_function(wrap_pyfunction!(tune_outlier_thresholds, module)?)?;
-    module.add_function(wrap_pyfunction!(tune_delay_price, module)?)
+    module.add_class::<Packer>()
 }
 
 /// Packs a stream of global batches, holding outliers back until they can be balanced.
@@ -66,7 +58,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     WlbError: naming the argument that makes no sense.
 ///
 /// WLB-LLM, section 4 and Algorithm 1.
-#[pyclass(frozen, module = "wlb", name = "Packer")]
+#[pyclass(frozen, module = "wlb")]
 pub(crate) struct Packer {
     /// Held only with the GIL, and never while waiting for it: a process that forks copies no locked lock.
     core: Mutex<Core>,
@@ -335,8 +327,9 @@ impl Packer {
     /// Returns:
     ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``; with "fifo"
     ///     what the levels can hold and one such batch. docs/semantics.md has the proof.
-    fn bounds(&self) -> Bounds {
-        Bounds(self.lock().bounds())
+    fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let bounds = self.lock().bounds();
+        answer!(py, "Bounds", { tokens: bounds.tokens, delay: bounds.delay, drain: bounds.drain })
     }
 
     /// Tokens that the next push may bring so that :meth:`bounds` hold; :meth:`admits` says it for documents. O(pending).
@@ -479,8 +472,28 @@ impl Packer {
     }
 
     /// Balance, delay and memory since the stream began.
-    fn metrics(&self) -> PackerMetrics {
-        PackerMetrics(self.lock().metrics().clone())
+    fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let metrics = self.lock().metrics().clone();
+        answer!(py, "PackerMetrics", {
+            steps: metrics.steps,
+            documents: metrics.documents,
+            tokens: metrics.tokens,
+            imbalance_mean: metrics.imbalance_mean(),
+            imbalance_p95: metrics.imbalance_percentile(0.95),
+            imbalance_p99: metrics.imbalance_percentile(0.99),
+            imbalance_worst: metrics.imbalance_worst(),
+            delay_mean: metrics.delay_mean(),
+            delay_p99: metrics.delay_percentile(0.99),
+            delay_max: metrics.delay_max(),
+            backlog_mean: metrics.backlog_mean(),
+            backlog_max: metrics.backlog_max,
+            tokens_per_step_cv: metrics.tokens_per_step_cv(),
+            memory_skew_mean: metrics.memory_skew_mean(),
+            memory_skew_worst: metrics.memory_skew_worst(),
+            length_fallbacks: metrics.length_fallbacks,
+            carried_over: metrics.carried_over,
+            _delays: PyTuple::new(py, metrics.delays().collect::<Vec<_>>())?,
+        })
     }
 
     /// The packer as plain JSON values: a dict of str, int, float, list, None.
@@ -533,47 +546,14 @@ impl Packer {
         self.copy()
     }
 
-    #[allow(clippy::type_complexity, reason = "what pickle wants")]
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyAny>, &'static str))> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (Bound<'py, PyAny>, &'static str)>> {
         let packer = slf.get();
         Ok((slf.get_type().getattr("from_state_dict")?, (packer.state_dict(slf.py())?, packer.on_backlog())))
     }
 }
 
-/// What a packer promises as long as no push brings more than it admits.
-#[pyclass(frozen, eq, module = "wlb", name = "Bounds")]
-#[derive(PartialEq)]
-pub(crate) struct Bounds(CoreBounds);
-
-#[pymethods]
-impl Bounds {
-    /// Most tokens that ever wait after a push.
-    #[getter]
-    fn tokens(&self) -> i64 {
-        self.0.tokens
-    }
-
-    /// Most iterations that a document waits while documents come; ``None``: nothing limits it (queues without ``max_delay``).
-    /// Draining the rest at the end of the stream adds :attr:`drain` at most.
-    #[getter]
-    fn delay(&self) -> Option<u64> {
-        self.0.delay
-    }
-
-    /// Most iterations that it takes to drain what waits: the global batches of a flush.
-    #[getter]
-    fn drain(&self) -> u64 {
-        self.0.drain
-    }
-
-    fn __repr__(&self) -> String {
-        let delay = self.0.delay.map_or_else(|| "None".to_owned(), |delay| delay.to_string());
-        format!("Bounds(tokens={}, delay={delay}, drain={})", self.0.tokens, self.0.drain)
-    }
-}
-
 /// The configuration that a packer and its tuning share.
-fn config(
+pub(crate) fn config(
     release: Release,
     num_micro_batches: &Bound<'_, PyAny>,
     max_tokens: &Bound<'_, PyAny>,
@@ -637,432 +617,4 @@ fn to_json(state: &Bound<'_, PyAny>) -> PyResult<String> {
         }
         Err(error) => Err(error),
     }
-}
-
-/// Balance, delay and memory of a stream of packings.
-///
-/// Imbalance, tokens per step and memory skew are over the push steps that emitted a document; delays, documents and tokens
-/// over everything emitted, flushed batches included. Delays are in iterations, weighted by tokens.
-#[pyclass(frozen, module = "wlb", name = "PackerMetrics")]
-pub(crate) struct PackerMetrics(Metrics);
-
-#[pymethods]
-impl PackerMetrics {
-    /// Push steps that emitted a document.
-    #[getter]
-    fn steps(&self) -> u64 {
-        self.0.steps
-    }
-
-    /// Documents (or pieces of split ones) emitted.
-    #[getter]
-    fn documents(&self) -> u64 {
-        self.0.documents
-    }
-
-    /// Tokens emitted.
-    #[getter]
-    fn tokens(&self) -> u64 {
-        self.0.tokens
-    }
-
-    /// Mean of ``max cost * N / total cost`` over steps.
-    #[getter]
-    fn imbalance_mean(&self) -> f64 {
-        self.0.imbalance_mean()
-    }
-
-    /// 95th percentile of the imbalance, to 0.001.
-    #[getter]
-    fn imbalance_p95(&self) -> f64 {
-        self.0.imbalance_percentile(0.95)
-    }
-
-    /// 99th percentile of the imbalance, to 0.001.
-    #[getter]
-    fn imbalance_p99(&self) -> f64 {
-        self.0.imbalance_percentile(0.99)
-    }
-
-    /// Imbalance of the worst step.
-    #[getter]
-    fn imbalance_worst(&self) -> f64 {
-        self.0.imbalance_worst()
-    }
-
-    /// Mean wait of a token, in iterations.
-    #[getter]
-    fn delay_mean(&self) -> f64 {
-        self.0.delay_mean()
-    }
-
-    /// The wait that 99 % of the tokens do not exceed, in iterations.
-    #[getter]
-    fn delay_p99(&self) -> u64 {
-        self.0.delay_percentile(0.99)
-    }
-
-    /// Longest wait of a document, in iterations.
-    #[getter]
-    fn delay_max(&self) -> u64 {
-        self.0.delay_max()
-    }
-
-    /// Mean over pushes of the tokens that waited after them.
-    #[getter]
-    fn backlog_mean(&self) -> f64 {
-        self.0.backlog_mean()
-    }
-
-    /// Most tokens that waited after a push.
-    #[getter]
-    fn backlog_max(&self) -> u64 {
-        self.0.backlog_max
-    }
-
-    /// Standard deviation over mean of the tokens in a step.
-    #[getter]
-    fn tokens_per_step_cv(&self) -> f64 {
-        self.0.tokens_per_step_cv()
-    }
-
-    /// Most over mean tokens of a step's micro-batches, mean over steps.
-    #[getter]
-    fn memory_skew_mean(&self) -> f64 {
-        self.0.memory_skew_mean()
-    }
-
-    /// Most over mean tokens of a step's micro-batches, worst step.
-    #[getter]
-    fn memory_skew_worst(&self) -> f64 {
-        self.0.memory_skew_worst()
-    }
-
-    /// Documents placed by token count instead of by cost, because they did not fit where the cost was least.
-    #[getter]
-    fn length_fallbacks(&self) -> u64 {
-        self.0.length_fallbacks
-    }
-
-    /// Documents that did not fit in their iteration, counted once for each such iteration.
-    #[getter]
-    fn carried_over(&self) -> u64 {
-        self.0.carried_over
-    }
-
-    /// int64[delay_max + 1]: tokens emitted after each number of iterations.
-    ///
-    /// Raises:
-    ///     WlbError: a document waited a million iterations or more; the histogram would not fit in memory.
-    #[getter]
-    fn delay_histogram<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let longest = self.0.delay_max();
-        if longest >= 1_000_000 {
-            let value = longest.into_pyobject(py)?;
-            return Err(refuse("delay_max", None, Some(&value), "is too long a wait for a histogram"));
-        }
-        let mut tokens = vec![0; if self.0.tokens == 0 { 0 } else { longest as usize + 1 }];
-        for (delay, count) in self.0.delays() {
-            tokens[delay as usize] = count as i64;
-        }
-        Ok(array(py, tokens))
-    }
-
-    /// All of the above but the histogram.
-    fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
-        dict.set_item("steps", self.steps())?;
-        dict.set_item("documents", self.documents())?;
-        dict.set_item("tokens", self.tokens())?;
-        dict.set_item("imbalance_mean", self.imbalance_mean())?;
-        dict.set_item("imbalance_p95", self.imbalance_p95())?;
-        dict.set_item("imbalance_p99", self.imbalance_p99())?;
-        dict.set_item("imbalance_worst", self.imbalance_worst())?;
-        dict.set_item("delay_mean", self.delay_mean())?;
-        dict.set_item("delay_p99", self.delay_p99())?;
-        dict.set_item("delay_max", self.delay_max())?;
-        dict.set_item("backlog_mean", self.backlog_mean())?;
-        dict.set_item("backlog_max", self.backlog_max())?;
-        dict.set_item("tokens_per_step_cv", self.tokens_per_step_cv())?;
-        dict.set_item("memory_skew_mean", self.memory_skew_mean())?;
-        dict.set_item("memory_skew_worst", self.memory_skew_worst())?;
-        dict.set_item("length_fallbacks", self.length_fallbacks())?;
-        dict.set_item("carried_over", self.carried_over())?;
-        Ok(dict)
-    }
-
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
-        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
-    }
-
-    #[staticmethod]
-    fn _from_json(json: &str) -> PyResult<Self> {
-        Metrics::from_json(json).map(Self).map_err(raise)
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "PackerMetrics(steps={}, imbalance_mean={:.4}, imbalance_p95={:.3}, imbalance_worst={:.3}, delay_mean={:.3}, \
-             delay_p99={}, delay_max={}, memory_skew_mean={:.3})",
-            self.steps(),
-            self.imbalance_mean(),
-            self.imbalance_p95(),
-            self.imbalance_worst(),
-            self.delay_mean(),
-            self.delay_p99(),
-            self.delay_max(),
-            self.memory_skew_mean(),
-        )
-    }
-}
-
-/// Finds thresholds for a :class:`Packer` on a sample of lengths.
-///
-/// Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds, then
-/// around the best. Deterministic. Documents over ``max_document_tokens`` are split.
-///
-/// Args:
-///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
-///     num_queues: most levels, 0 to 4.
-///     max_mean_delay: most mean token delay, in iterations.
-///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of the two:
-///         global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
-///
-/// Returns:
-///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
-///     delay, if none keeps it), and the Pareto front of balance and delay.
-///
-/// Raises:
-///     WlbError: wrong lengths or options, or no documents.
-///
-/// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM, section 4.3.
-#[pyfunction]
-#[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = None,
-                 max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, num_queues=2, max_mean_delay=0.6, \
-                      max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
-)]
-#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
-fn tune_outlier_thresholds(
-    py: Python<'_>,
-    lengths: &Bound<'_, PyAny>,
-    num_micro_batches: &Bound<'_, PyAny>,
-    max_tokens: &Bound<'_, PyAny>,
-    cost_model: &Bound<'_, CostModel>,
-    num_queues: Option<&Bound<'_, PyAny>>,
-    max_mean_delay: Option<&Bound<'_, PyAny>>,
-    max_delay: Option<&Bound<'_, PyAny>>,
-    max_document_tokens: Option<&Bound<'_, PyAny>>,
-    tokens_per_batch: Option<&Bound<'_, PyAny>>,
-    method: &str,
-) -> PyResult<TuneResult> {
-    let packer =
-        config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
-    let num_queues = num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?;
-    let lengths = read_lengths("lengths", lengths)?;
-    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options))?;
-    tuned.map(TuneResult).map_err(raise)
-}
-
-/// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
-///
-/// Runs the packer over the sample at geometrically spaced prices, then at some where the mean delay passes the limit, then around
-/// the best. Deterministic. Documents over ``max_document_tokens`` are split.
-///
-/// Args:
-///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
-///     max_mean_delay: most mean token delay, in iterations.
-///     tokens_per_batch: tokens of a global batch; as for :func:`tune_outlier_thresholds`.
-///
-/// Returns:
-///     TuneResult: the price with the least mean imbalance within the delay limit (the one with the least delay if none keeps
-///     it), and the Pareto front of balance and delay.
-///
-/// Raises:
-///     WlbError: wrong lengths or options, or no documents.
-///
-/// One run of the packer for each of about 35 prices. Releases the GIL.
-#[pyfunction]
-#[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = None,
-                 max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay=0.6, \
-                      max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
-)]
-#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
-fn tune_delay_price(
-    py: Python<'_>,
-    lengths: &Bound<'_, PyAny>,
-    num_micro_batches: &Bound<'_, PyAny>,
-    max_tokens: &Bound<'_, PyAny>,
-    cost_model: &Bound<'_, CostModel>,
-    max_mean_delay: Option<&Bound<'_, PyAny>>,
-    max_delay: Option<&Bound<'_, PyAny>>,
-    max_document_tokens: Option<&Bound<'_, PyAny>>,
-    tokens_per_batch: Option<&Bound<'_, PyAny>>,
-    method: &str,
-) -> PyResult<TuneResult> {
-    let packer =
-        config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
-    let lengths = read_lengths("lengths", lengths)?;
-    run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options))?.map(TuneResult).map_err(raise)
-}
-
-fn tune_options(
-    packer: PackerConfig,
-    max_mean_delay: Option<&Bound<'_, PyAny>>,
-    tokens_per_batch: Option<&Bound<'_, PyAny>>,
-) -> PyResult<tune::TuneOptions> {
-    let tokens_per_batch = match tokens_per_batch {
-        Some(tokens) => integer("tokens_per_batch", tokens)?,
-        None => packer.num_micro_batches as i64 * i64::from(packer.max_document_tokens),
-    };
-    let max_mean_delay = real("max_mean_delay", max_mean_delay, 0.6)?;
-    Ok(tune::TuneOptions { packer, max_mean_delay, tokens_per_batch })
-}
-
-/// What waits, chosen on a sample, and what else could be had.
-#[pyclass(frozen, module = "wlb", name = "TuneResult")]
-pub(crate) struct TuneResult(tune::Tuned);
-
-#[pymethods]
-impl TuneResult {
-    /// The best thresholds: tokens, ascending; () where a price was tuned.
-    #[getter]
-    fn thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, &self.0.best.thresholds)
-    }
-
-    /// The best price of delay; None where thresholds were tuned.
-    #[getter]
-    fn delay_price(&self) -> Option<f64> {
-        self.0.best.delay_price
-    }
-
-    /// The best choice, and what it gives on the sample.
-    #[getter]
-    fn best(&self) -> TunedPoint {
-        TunedPoint(self.0.best.clone())
-    }
-
-    /// Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
-    #[getter]
-    fn pareto<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.0.pareto.iter().cloned().map(TunedPoint))
-    }
-
-    /// Number of choices tried.
-    #[getter]
-    fn evaluated(&self) -> usize {
-        self.0.evaluated
-    }
-
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
-        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
-    }
-
-    #[staticmethod]
-    fn _from_json(json: &str) -> PyResult<Self> {
-        tune::Tuned::from_json(json).map(Self).map_err(raise)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("TuneResult(best={}, pareto of {} points)", describe(&self.0.best), self.0.pareto.len())
-    }
-}
-
-/// One choice of thresholds, or of a price, and what it gives on the sample.
-#[pyclass(frozen, module = "wlb", name = "TunedPoint")]
-pub(crate) struct TunedPoint(tune::TunedPoint);
-
-#[pymethods]
-impl TunedPoint {
-    /// Tokens, ascending; () with a price.
-    #[getter]
-    fn thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, &self.0.thresholds)
-    }
-
-    /// The price of delay; None with thresholds.
-    #[getter]
-    fn delay_price(&self) -> Option<f64> {
-        self.0.delay_price
-    }
-
-    /// Mean imbalance over steps.
-    #[getter]
-    fn imbalance_mean(&self) -> f64 {
-        self.0.imbalance_mean
-    }
-
-    /// 95th percentile of the imbalance.
-    #[getter]
-    fn imbalance_p95(&self) -> f64 {
-        self.0.imbalance_p95
-    }
-
-    /// Imbalance of the worst step.
-    #[getter]
-    fn imbalance_worst(&self) -> f64 {
-        self.0.imbalance_worst
-    }
-
-    /// Mean wait of a token, in iterations, documents flushed at the end of the sample included.
-    #[getter]
-    fn delay_mean(&self) -> f64 {
-        self.0.delay_mean
-    }
-
-    /// Longest wait of a document, in iterations.
-    #[getter]
-    fn delay_max(&self) -> u64 {
-        self.0.delay_max
-    }
-
-    /// Most over mean tokens of a step's micro-batches, mean over steps.
-    #[getter]
-    fn memory_skew_mean(&self) -> f64 {
-        self.0.memory_skew_mean
-    }
-
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
-        Ok((slf.get_type().getattr("_from_json")?, (slf.get().0.to_json(),)))
-    }
-
-    #[staticmethod]
-    fn _from_json(json: &str) -> PyResult<Self> {
-        tune::TunedPoint::from_json(json).map(Self).map_err(raise)
-    }
-
-    fn __repr__(&self) -> String {
-        describe(&self.0)
-    }
-}
-
-fn describe(point: &tune::TunedPoint) -> String {
-    let choice = match point.delay_price {
-        Some(price) => format!("delay_price={price}"),
-        None => format!("thresholds={:?}", point.thresholds),
-    };
-    format!(
-        "TunedPoint({choice}, imbalance_mean={:.4}, delay_mean={:.3}, delay_max={})",
-        point.imbalance_mean, point.delay_mean, point.delay_max
-    )
 }

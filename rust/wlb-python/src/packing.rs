@@ -1,5 +1,6 @@
 //! `wlb.pack`, `wlb.Packing`, and what turns a stream into global batches.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use numpy::{PyArray1, PyArrayMethods};
@@ -9,7 +10,7 @@ use pyo3::types::{PyIterator, PyTuple};
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{self as core, self as stream, Leftover, Method, Piece};
 
-use crate::convert::{array, integer, integers, positive, read_lengths, size};
+use crate::convert::{Pickled, array, as_call, as_json, integer, integers, positive, read_lengths, size};
 use crate::cost::CostModel;
 use crate::error::raise;
 use crate::run::run;
@@ -105,8 +106,15 @@ fn pack(
 /// The micro-batches of one global batch: plain data that can be printed, compared, pickled and sent.
 ///
 /// Every array is a fresh copy that the caller may keep or change.
-#[pyclass(frozen, sequence, module = "wlb", name = "Packing")]
+#[pyclass(frozen, eq, hash, sequence, module = "wlb")]
+#[derive(Clone, PartialEq)]
 pub(crate) struct Packing(pub(crate) Arc<core::Packing>);
+
+impl Hash for Packing {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.digest().hash(state);
+    }
+}
 
 #[pymethods]
 impl Packing {
@@ -272,15 +280,6 @@ impl Packing {
         self.micro_batches(py)?.try_iter()
     }
 
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().0 == self.0)
-    }
-
-    fn __hash__(&self) -> u64 {
-        // The digest is of equal plans equal; 64 bits of it are a hash.
-        u64::from_str_radix(&self.0.digest()[..16], 16).unwrap_or_default()
-    }
-
     fn __repr__(&self) -> String {
         format!(
             "Packing(method={:?}, num_micro_batches={}, documents={}, tokens={}, imbalance={:.4}, leftover={})",
@@ -293,9 +292,8 @@ impl Packing {
         )
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyAny>,))> {
-        let json = slf.get().0.to_json();
-        Ok((slf.get_type().getattr("_from_json")?, (json.into_pyobject(slf.py())?.into_any(),)))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
+        as_json(slf, slf.get().0.to_json())
     }
 
     #[staticmethod]
@@ -306,20 +304,33 @@ impl Packing {
 
 impl Packing {
     fn micro_batch(&self, index: usize) -> MicroBatch {
-        MicroBatch { plan: Arc::clone(&self.0), index }
+        MicroBatch { packing: self.clone(), index }
     }
 }
 
 /// The documents of one micro-batch, in arrival order.
-#[pyclass(frozen, module = "wlb", name = "MicroBatch")]
+#[pyclass(frozen, eq, hash, module = "wlb")]
 pub(crate) struct MicroBatch {
-    plan: Arc<core::Packing>,
+    packing: Packing,
     index: usize,
 }
 
 impl MicroBatch {
     fn pieces(&self) -> &[Piece] {
-        self.plan.micro_batch(self.index)
+        self.packing.0.micro_batch(self.index)
+    }
+}
+
+/// Equal where the same pieces cost the same, in whatever packing.
+impl PartialEq for MicroBatch {
+    fn eq(&self, other: &Self) -> bool {
+        self.pieces() == other.pieces() && self.cost() == other.cost()
+    }
+}
+
+impl Hash for MicroBatch {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.pieces().iter().for_each(|piece| (piece.id, piece.start, piece.length).hash(state));
     }
 }
 
@@ -357,41 +368,22 @@ impl MicroBatch {
     /// Tokens of the micro-batch.
     #[getter]
     fn tokens(&self) -> i64 {
-        self.plan.tokens[self.index]
+        self.packing.0.tokens[self.index]
     }
 
     /// Cost of the micro-batch, in the cost model's unit.
     #[getter]
     fn cost(&self) -> f64 {
-        self.plan.costs[self.index]
+        self.packing.0.costs[self.index]
     }
 
     fn __len__(&self) -> usize {
         self.pieces().len()
     }
 
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| {
-            let other = other.get();
-            self.pieces() == other.pieces() && self.cost() == other.cost()
-        })
-    }
-
-    fn __hash__(&self) -> u64 {
-        self.pieces().iter().fold(0, |hash: u64, piece| {
-            hash.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(piece.id as u64 ^ ((piece.length as u64) << 32))
-        })
-    }
-
     /// A pickle holds the whole packing: to send several micro-batches of one, send that.
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Packing, usize))> {
-        let this = slf.get();
-        Ok((slf.get_type().getattr("_of")?, (Packing(Arc::clone(&this.plan)), this.index)))
-    }
-
-    #[staticmethod]
-    fn _of(packing: &Bound<'_, Packing>, index: isize) -> PyResult<Self> {
-        packing.get().__getitem__(index)
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickled<'py, (usize,)>> {
+        as_call(py, self.packing.clone(), "__getitem__", (self.index,))
     }
 
     fn __repr__(&self) -> String {

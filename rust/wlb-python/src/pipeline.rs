@@ -1,28 +1,26 @@
 //! `wlb.simulate_pipeline`, `wlb.simulate_steps`, `wlb.order_micro_batches`.
 
-use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods};
+use numpy::{Element, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyBytes;
 use wlb_core::Error;
 use wlb_core::limits::{MAX_CELLS, MAX_STAGES};
 use wlb_core::pipeline::{
-    self as core, Buffers, Detail, Pipeline, PipelineOptions as Layout, Record, StepTotals, Summary, Times,
+    self as core, Buffers, Detail, Pipeline, PipelineOptions as Layout, StepTotals, Summary, Times,
 };
 
 use crate::convert::{array, floats_of_shape, integer, size};
 use crate::error::{raise, refuse, refuse_entry};
+use crate::results::answer;
 use crate::run::{DETACH_FROM, run};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<PipelineTimeline>()?;
-    module.add_class::<PipelineSteps>()?;
     module.add_function(wrap_pyfunction!(simulate_pipeline, module)?)?;
     module.add_function(wrap_pyfunction!(order_micro_batches, module)?)?;
     module.add_function(wrap_pyfunction!(simulate_steps, module)?)
 }
 
 /// What a simulation was asked for: arrays of one step of one pipeline, or of many with leading dimensions.
-#[derive(Clone, PartialEq)]
 struct Question {
     layout: Layout,
     /// `[*leading, m]`, `[*leading, m, p * v]` or `[*leading, m, p * v, 3]`.
@@ -114,9 +112,7 @@ impl Question {
         }
         Ok((times, self.activation.as_deref().map(|activation| &activation[cut(activation, m)])))
     }
-}
 
-impl Question {
     /// The exception for what is wrong with one part, saying where in the whole.
     fn raise(&self, error: Error, part: usize) -> PyErr {
         let Error::Entry { argument, index, value, requirement } = error else { return raise(error) };
@@ -136,25 +132,20 @@ impl Question {
         refuse_entry(argument, &place, value, requirement)
     }
 
-    /// The arguments as a pickle holds them.
-    fn reduce<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyDict>)> {
-        let shaped = |values: &[f64], shape: &[usize]| PyArray1::from_slice(py, values).reshape(shape.to_vec());
-        let per_micro_batch = &self.shape[..=self.leading];
-        let arguments = PyDict::new(py);
-        arguments.set_item("schedule", self.layout.schedule.as_str())?;
-        arguments.set_item("num_stages", self.layout.num_stages)?;
-        arguments.set_item("num_virtual_stages", self.layout.num_virtual_stages)?;
-        match &self.p2p_seconds[..] {
-            [seconds] => arguments.set_item("p2p_seconds", seconds)?,
-            each => arguments.set_item("p2p_seconds", shaped(each, per_micro_batch)?)?,
+    /// What was asked for but the schedule, to the bit: results with the same schedule and these bytes are equal.
+    fn bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let Layout { num_stages, num_virtual_stages, .. } = self.layout;
+        let [activation, exposed] = [&self.activation, &self.exposed].map(|values| values.as_deref().unwrap_or(&[]));
+        let numbers = [&self.costs, &self.p2p_seconds[..], activation, exposed];
+        let sizes = [num_stages, num_virtual_stages].into_iter().chain(self.shape.iter().copied());
+        let mut bytes = Vec::with_capacity(8 * (10 + numbers.iter().map(|each| each.len()).sum::<usize>()));
+        for size in sizes.chain(numbers.map(<[f64]>::len)) {
+            bytes.extend_from_slice(&size.to_le_bytes());
         }
-        if let Some(activation) = &self.activation {
-            arguments.set_item("activation", shaped(activation, per_micro_batch)?)?;
+        for number in numbers.into_iter().flatten() {
+            bytes.extend_from_slice(&number.to_le_bytes());
         }
-        if let Some(exposed) = &self.exposed {
-            arguments.set_item("exposed", shaped(exposed, &self.shape)?)?;
-        }
-        Ok((shaped(&self.costs, &self.shape)?.into_any(), arguments))
+        PyBytes::new(py, &bytes)
     }
 }
 
@@ -203,7 +194,7 @@ fn simulate_pipeline<'py>(
     p2p_seconds: Option<&Bound<'py, PyAny>>,
     activation: Option<&Bound<'py, PyAny>>,
     exposed: Option<&Bound<'py, PyAny>>,
-) -> PyResult<PipelineTimeline> {
+) -> PyResult<Bound<'py, PyAny>> {
     let arguments = Arguments { costs, schedule, num_stages, num_virtual_stages, p2p_seconds, activation, exposed };
     let question = Question::read(&arguments, 0)?;
     let simulate = || {
@@ -211,7 +202,30 @@ fn simulate_pipeline<'py>(
         Pipeline::new(&question.layout)?.simulate(&times, activation)
     };
     let timeline = run(py, question.cells(), simulate)?.map_err(|error| question.raise(error, 0))?;
-    Ok(PipelineTimeline { question, timeline })
+    let Layout { schedule, num_stages, num_virtual_stages, num_micro_batches } = question.layout;
+    let core::Timeline { summary, records, .. } = &timeline;
+    answer!(py, "PipelineTimeline", {
+        _schedule: schedule.as_str(),
+        num_stages: num_stages,
+        num_virtual_stages: num_virtual_stages,
+        num_micro_batches: num_micro_batches,
+        seconds: summary.seconds,
+        period_seconds: summary.period(),
+        bubble_ratio: summary.bubble_ratio(),
+        busy: PyArray1::from_slice(py, &summary.busy),
+        exposed: PyArray1::from_slice(py, &summary.exposed),
+        bubble: column(py, &summary.busy, |busy| summary.seconds - busy),
+        spans: PyArray1::from_slice(py, &summary.spans),
+        peak_activation: PyArray1::from_slice(py, &summary.peak_activation),
+        ranks: column(py, records, |record| record.rank as i32),
+        stages: column(py, records, |record| record.op.stage as i32),
+        micro_batches: column(py, records, |record| record.op.micro_batch as i32),
+        kinds: column(py, records, |record| record.op.kind as u8),
+        starts: column(py, records, |record| record.start),
+        ends: column(py, records, |record| record.end),
+        critical_path: column(py, &timeline.critical_path(), |&index| index as i64),
+        _question: question.bytes(py),
+    })
 }
 
 /// Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
@@ -252,7 +266,7 @@ fn simulate_steps<'py>(
     p2p_seconds: Option<&Bound<'py, PyAny>>,
     activation: Option<&Bound<'py, PyAny>>,
     exposed: Option<&Bound<'py, PyAny>>,
-) -> PyResult<PipelineSteps> {
+) -> PyResult<Bound<'py, PyAny>> {
     let arguments = Arguments { costs, schedule, num_stages, num_virtual_stages, p2p_seconds, activation, exposed };
     let question = Question::read(&arguments, 2)?;
     let dp_size = question.shape[1];
@@ -270,8 +284,23 @@ fn simulate_steps<'py>(
         (0..question.pipelines()).map(|index| one(index).map_err(|error| (error, index))).collect::<Result<Vec<_>, _>>()
     };
     let replicas = run(py, question.cells(), simulate)?.map_err(|(error, part)| question.raise(error, part))?;
-    let totals = replicas.chunks(dp_size).map(StepTotals::new).collect();
-    Ok(PipelineSteps { question, replicas, totals })
+    let totals: Vec<_> = replicas.chunks(dp_size).map(StepTotals::new).collect();
+    let (schedule, shape) = (question.layout.schedule, [totals.len(), dp_size, question.layout.num_stages]);
+    let of_ranks =
+        |values: fn(&Summary) -> &[f64]| array(py, replicas.iter().flat_map(values).copied().collect()).reshape(shape);
+    answer!(py, "PipelineSteps", {
+        seconds: column(py, &totals, |step| step.seconds),
+        compute: column(py, &totals, |step| step.compute),
+        exposed: column(py, &totals, |step| step.exposed),
+        bubble: column(py, &totals, |step| step.bubble),
+        dp_wait: column(py, &totals, |step| step.dp_wait),
+        pipeline_seconds: column(py, &replicas, |replica| replica.seconds).reshape([shape[0], shape[1]])?,
+        busy: of_ranks(|replica| &replica.busy)?,
+        spans: of_ranks(|replica| &replica.spans)?,
+        peak_activation: of_ranks(|replica| &replica.peak_activation)?,
+        _schedule: schedule.as_str(),
+        _question: question.bytes(py),
+    })
 }
 
 /// Deals the micro-batches of a step to data-parallel ranks in equal counts, in an order that suits the schedule, so
@@ -327,297 +356,7 @@ fn order_micro_batches<'py>(
     array(py, order.into_iter().map(|micro_batch| micro_batch as i64).collect()).reshape([ranks, total / ranks])
 }
 
-/// One step of one pipeline, op by op. Times are in seconds since the step began.
-///
-/// Every array is a fresh copy that the caller may keep or change.
-#[pyclass(frozen, module = "wlb", name = "PipelineTimeline")]
-pub(crate) struct PipelineTimeline {
-    question: Question,
-    timeline: core::Timeline,
-}
-
-impl PipelineTimeline {
-    fn of_records<'py, T: numpy::Element>(
-        &self,
-        py: Python<'py>,
-        get: impl Fn(&Record) -> T,
-    ) -> Bound<'py, PyArray1<T>> {
-        array(py, self.timeline.records.iter().map(get).collect())
-    }
-
-    fn of_ranks<'py>(&self, py: Python<'py>, values: &[f64]) -> Bound<'py, PyArray1<f64>> {
-        PyArray1::from_slice(py, values)
-    }
-}
-
-#[pymethods]
-impl PipelineTimeline {
-    /// What the numbers in :attr:`kinds` stand for.
-    #[classattr]
-    #[allow(non_snake_case, reason = "a constant")]
-    fn KINDS() -> (&'static str, &'static str, &'static str, &'static str) {
-        ("forward", "backward", "input_gradient", "weight_gradient")
-    }
-
-    /// The schedule's name.
-    #[getter]
-    fn schedule(&self) -> &'static str {
-        self.question.layout.schedule.as_str()
-    }
-
-    /// Pipeline ranks.
-    #[getter]
-    fn num_stages(&self) -> usize {
-        self.question.layout.num_stages
-    }
-
-    /// Stages on each rank.
-    #[getter]
-    fn num_virtual_stages(&self) -> usize {
-        self.question.layout.num_virtual_stages
-    }
-
-    /// Micro-batches of the step.
-    #[getter]
-    fn num_micro_batches(&self) -> usize {
-        self.question.layout.num_micro_batches
-    }
-
-    /// When the last op ends: the step, if the ranks wait for each other at its end.
-    #[getter]
-    fn seconds(&self) -> f64 {
-        self.timeline.summary.seconds
-    }
-
-    /// Seconds from step to step if no rank waits for the others at the end of one: the longest of the spans. What the
-    /// zero-bubble schedules are made for (Qi et al. 2023, section 4).
-    #[getter]
-    fn period_seconds(&self) -> f64 {
-        self.timeline.summary.period()
-    }
-
-    /// Idle time over busy time, of all ranks: (p - 1) / m for equal micro-batches under "gpipe" and "1f1b".
-    #[getter]
-    fn bubble_ratio(&self) -> f64 {
-        self.timeline.summary.bubble_ratio()
-    }
-
-    /// float64[p]: seconds that each rank computes, or communicates with nothing to hide it.
-    #[getter]
-    fn busy<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_ranks(py, &self.timeline.summary.busy)
-    }
-
-    /// float64[p]: the part of ``busy`` that is exposed communication.
-    #[getter]
-    fn exposed<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_ranks(py, &self.timeline.summary.exposed)
-    }
-
-    /// float64[p]: seconds that each rank is idle before the last op of all ends.
-    #[getter]
-    fn bubble<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        let summary = &self.timeline.summary;
-        array(py, summary.busy.iter().map(|busy| summary.seconds - busy).collect())
-    }
-
-    /// float64[p]: seconds from each rank's first op to the end of its last.
-    #[getter]
-    fn spans<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_ranks(py, &self.timeline.summary.spans)
-    }
-
-    /// float64[p]: the most activation that each rank holds at a time, in the unit of ``activation``.
-    #[getter]
-    fn peak_activation<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_ranks(py, &self.timeline.summary.peak_activation)
-    }
-
-    /// int32[ops]: the rank of each op. Ops stand behind what they waited for, and those of a rank in its order.
-    #[getter]
-    fn ranks<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.of_records(py, |record| record.rank as i32)
-    }
-
-    /// int32[ops]: the stage of each op, from 0 to p * v - 1.
-    #[getter]
-    fn stages<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.of_records(py, |record| record.op.stage as i32)
-    }
-
-    /// int32[ops]: the micro-batch of each op.
-    #[getter]
-    fn micro_batches<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        self.of_records(py, |record| record.op.micro_batch as i32)
-    }
-
-    /// uint8[ops]: what each op computes: indices into ``KINDS``.
-    #[getter]
-    fn kinds<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u8>> {
-        self.of_records(py, |record| record.op.kind as u8)
-    }
-
-    /// float64[ops]: when each op starts.
-    #[getter]
-    fn starts<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_records(py, |record| record.start)
-    }
-
-    /// float64[ops]: when each op ends.
-    #[getter]
-    fn ends<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_records(py, |record| record.end)
-    }
-
-    /// int64[...]: indices of ops that, one after the other, take the whole step. O(ops).
-    #[getter]
-    fn critical_path<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        array(py, self.timeline.critical_path().into_iter().map(|index| index as i64).collect())
-    }
-
-    /// Number of ops.
-    fn __len__(&self) -> usize {
-        self.timeline.records.len()
-    }
-
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().question == self.question)
-    }
-
-    fn __repr__(&self) -> String {
-        let Layout { schedule, num_stages: p, num_virtual_stages: v, num_micro_batches: m } = self.question.layout;
-        let (schedule, seconds, bubble) = (schedule.as_str(), self.seconds(), self.bubble_ratio());
-        format!(
-            "PipelineTimeline(schedule={schedule:?}, num_stages={p}, num_virtual_stages={v}, num_micro_batches={m}, \
-             seconds={seconds}, bubble_ratio={bubble:.4})"
-        )
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Pickled<'py>)> {
-        Ok((slf.get_type().getattr("_of")?, slf.get().question.reduce(slf.py())?))
-    }
-
-    #[staticmethod]
-    fn _of<'py>(costs: &Bound<'py, PyAny>, arguments: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyAny>> {
-        again(wrap_pyfunction!(simulate_pipeline, costs.py())?.as_any(), costs, arguments)
-    }
-}
-
-/// Steps of data-parallel replicas of a pipeline. Times are in seconds.
-///
-/// ``compute``, ``exposed``, ``bubble`` and ``dp_wait`` are summed over all ranks of a step, and add up to ``seconds``
-/// times ``dp * num_stages``. Every array is a fresh copy that the caller may keep or change.
-#[pyclass(frozen, module = "wlb", name = "PipelineSteps")]
-pub(crate) struct PipelineSteps {
-    question: Question,
-    /// Step by step, replica by replica.
-    replicas: Vec<Summary>,
-    totals: Vec<StepTotals>,
-}
-
-impl PipelineSteps {
-    fn of_steps<'py>(&self, py: Python<'py>, get: impl Fn(&StepTotals) -> f64) -> Bound<'py, PyArray1<f64>> {
-        array(py, self.totals.iter().map(get).collect())
-    }
-
-    fn of_ranks<'py>(&self, py: Python<'py>, get: impl Fn(&Summary) -> &[f64]) -> PyResult<Bound<'py, PyArray3<f64>>> {
-        let values = self.replicas.iter().flat_map(|replica| get(replica).iter().copied()).collect();
-        array(py, values).reshape([self.question.shape[0], self.question.shape[1], self.question.layout.num_stages])
-    }
-}
-
-#[pymethods]
-impl PipelineSteps {
-    /// float64[steps]: until the slowest replica is done.
-    #[getter]
-    fn seconds<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_steps(py, |step| step.seconds)
-    }
-
-    /// float64[steps]: computing.
-    #[getter]
-    fn compute<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_steps(py, |step| step.compute)
-    }
-
-    /// float64[steps]: communicating with nothing to hide it.
-    #[getter]
-    fn exposed<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_steps(py, |step| step.exposed)
-    }
-
-    /// float64[steps]: idle before the own replica is done.
-    #[getter]
-    fn bubble<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_steps(py, |step| step.bubble)
-    }
-
-    /// float64[steps]: waiting for the slowest replica after that.
-    #[getter]
-    fn dp_wait<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        self.of_steps(py, |step| step.dp_wait)
-    }
-
-    /// float64[steps, dp]: until each replica is done.
-    #[getter]
-    fn pipeline_seconds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<f64>>> {
-        let values = self.replicas.iter().map(|replica| replica.seconds).collect();
-        array(py, values).reshape([self.question.shape[0], self.question.shape[1]])
-    }
-
-    /// float64[steps, dp, p]: see :attr:`PipelineTimeline.busy`.
-    #[getter]
-    fn busy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f64>>> {
-        self.of_ranks(py, |replica| &replica.busy)
-    }
-
-    /// float64[steps, dp, p]: see :attr:`PipelineTimeline.spans`.
-    #[getter]
-    fn spans<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f64>>> {
-        self.of_ranks(py, |replica| &replica.spans)
-    }
-
-    /// float64[steps, dp, p]: see :attr:`PipelineTimeline.peak_activation`.
-    #[getter]
-    fn peak_activation<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray3<f64>>> {
-        self.of_ranks(py, |replica| &replica.peak_activation)
-    }
-
-    /// Number of steps.
-    fn __len__(&self) -> usize {
-        self.totals.len()
-    }
-
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<Self>().is_ok_and(|other| other.get().question == self.question)
-    }
-
-    fn __repr__(&self) -> String {
-        let (steps, dp) = (self.question.shape[0], self.question.shape[1]);
-        let seconds: f64 = self.totals.iter().map(|step| step.seconds).sum();
-        format!(
-            "PipelineSteps(schedule={:?}, steps={steps}, dp={dp}, seconds={seconds})",
-            self.question.layout.schedule.as_str()
-        )
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Pickled<'py>)> {
-        Ok((slf.get_type().getattr("_of")?, slf.get().question.reduce(slf.py())?))
-    }
-
-    #[staticmethod]
-    fn _of<'py>(costs: &Bound<'py, PyAny>, arguments: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyAny>> {
-        again(wrap_pyfunction!(simulate_steps, costs.py())?.as_any(), costs, arguments)
-    }
-}
-
-/// Costs, and the other arguments by name.
-type Pickled<'py> = (Bound<'py, PyAny>, Bound<'py, PyDict>);
-
-fn again<'py>(
-    simulate: &Bound<'py, PyAny>,
-    costs: &Bound<'py, PyAny>,
-    arguments: &Bound<'py, PyDict>,
-) -> PyResult<Bound<'py, PyAny>> {
-    simulate.call(PyTuple::new(costs.py(), [costs])?, Some(arguments))
+/// An array of one number for each of `items`.
+fn column<'py, S, T: Element>(py: Python<'py>, items: &[S], number: impl Fn(&S) -> T) -> Bound<'py, PyArray1<T>> {
+    array(py, items.iter().map(number).collect())
 }

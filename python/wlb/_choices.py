@@ -1,0 +1,15 @@
+"""The words that the core takes as options, as types. A test compares them with the core's own lists of them."""
+
+from typing import Literal
+
+Generation = Literal["a100", "h100", "h200", "b200"]
+Leftover = Literal["error", "return"]
+Method = Literal["original", "fixed_length", "var_length", "var_length_fast", "refined"]
+OnBacklog = Literal["warn", "error"]
+Oversize = Literal["error", "split", "truncate"]
+Passes = Literal["forward", "backward", "forward_backward"]
+Release = Literal["fifo", "adaptive"]
+Remainder = Literal["chunk", "token"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
+Strategy = Literal["per_sequence", "per_document", "hybrid", "adaptive"]
+StreamMethod = Literal["var_length", "refined"]

@@ -1,0 +1,151 @@
+//! `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use wlb_core::packing::stream::{PackerConfig, Release};
+use wlb_core::packing::tune;
+
+use crate::convert::{integer, read_lengths, real, size};
+use crate::cost::CostModel;
+use crate::error::raise;
+use crate::packer::config;
+use crate::results::answer;
+use crate::run::{DETACH_FROM, run};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(tune_outlier_thresholds, module)?)?;
+    module.add_function(wrap_pyfunction!(tune_delay_price, module)?)
+}
+
+/// Finds thresholds for a :class:`Packer` on a sample of lengths.
+///
+/// Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds, then
+/// around the best. Deterministic. Documents over ``max_document_tokens`` are split.
+///
+/// Args:
+///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
+///     num_queues: most levels, 0 to 4.
+///     max_mean_delay: most mean token delay, in iterations.
+///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of the two:
+///         global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
+///
+/// Returns:
+///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
+///     delay, if none keeps it), and the Pareto front of balance and delay.
+///
+/// Raises:
+///     WlbError: wrong lengths or options, or no documents.
+///
+/// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM, section 4.3.
+#[pyfunction]
+#[pyo3(
+    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = None,
+                 max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
+    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, num_queues=2, max_mean_delay=0.6, \
+                      max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
+)]
+#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
+fn tune_outlier_thresholds<'py>(
+    py: Python<'py>,
+    lengths: &Bound<'_, PyAny>,
+    num_micro_batches: &Bound<'_, PyAny>,
+    max_tokens: &Bound<'_, PyAny>,
+    cost_model: &Bound<'_, CostModel>,
+    num_queues: Option<&Bound<'_, PyAny>>,
+    max_mean_delay: Option<&Bound<'_, PyAny>>,
+    max_delay: Option<&Bound<'_, PyAny>>,
+    max_document_tokens: Option<&Bound<'_, PyAny>>,
+    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+    method: &str,
+) -> PyResult<Bound<'py, PyAny>> {
+    let packer =
+        config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
+    let num_queues = num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?;
+    let lengths = read_lengths("lengths", lengths)?;
+    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options))?;
+    result(py, &tuned.map_err(raise)?)
+}
+
+/// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
+///
+/// Runs the packer over the sample at geometrically spaced prices, then at some where the mean delay passes the limit, then around
+/// the best. Deterministic. Documents over ``max_document_tokens`` are split.
+///
+/// Args:
+///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
+///     max_mean_delay: most mean token delay, in iterations.
+///     tokens_per_batch: tokens of a global batch; as for :func:`tune_outlier_thresholds`.
+///
+/// Returns:
+///     TuneResult: the price with the least mean imbalance within the delay limit (the one with the least delay if none keeps
+///     it), and the Pareto front of balance and delay.
+///
+/// Raises:
+///     WlbError: wrong lengths or options, or no documents.
+///
+/// One run of the packer for each of about 35 prices. Releases the GIL.
+#[pyfunction]
+#[pyo3(
+    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = None,
+                 max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
+    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay=0.6, \
+                      max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
+)]
+#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
+fn tune_delay_price<'py>(
+    py: Python<'py>,
+    lengths: &Bound<'_, PyAny>,
+    num_micro_batches: &Bound<'_, PyAny>,
+    max_tokens: &Bound<'_, PyAny>,
+    cost_model: &Bound<'_, CostModel>,
+    max_mean_delay: Option<&Bound<'_, PyAny>>,
+    max_delay: Option<&Bound<'_, PyAny>>,
+    max_document_tokens: Option<&Bound<'_, PyAny>>,
+    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+    method: &str,
+) -> PyResult<Bound<'py, PyAny>> {
+    let packer =
+        config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
+    let lengths = read_lengths("lengths", lengths)?;
+    let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options))?;
+    result(py, &tuned.map_err(raise)?)
+}
+
+fn tune_options(
+    packer: PackerConfig,
+    max_mean_delay: Option<&Bound<'_, PyAny>>,
+    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+) -> PyResult<tune::TuneOptions> {
+    let tokens_per_batch = match tokens_per_batch {
+        Some(tokens) => integer("tokens_per_batch", tokens)?,
+        None => packer.num_micro_batches as i64 * i64::from(packer.max_document_tokens),
+    };
+    let max_mean_delay = real("max_mean_delay", max_mean_delay, 0.6)?;
+    Ok(tune::TuneOptions { packer, max_mean_delay, tokens_per_batch })
+}
+
+fn result<'py>(py: Python<'py>, tuned: &tune::Tuned) -> PyResult<Bound<'py, PyAny>> {
+    let pareto = tuned.pareto.iter().map(|each| point(py, each)).collect::<PyResult<Vec<_>>>()?;
+    answer!(py, "TuneResult", {
+        best: point(py, &tuned.best)?,
+        pareto: PyTuple::new(py, pareto)?,
+        evaluated: tuned.evaluated,
+    })
+}
+
+fn point<'py>(py: Python<'py>, point: &tune::TunedPoint) -> PyResult<Bound<'py, PyAny>> {
+    answer!(py, "TunedPoint", {
+        thresholds: PyTuple::new(py, &point.thresholds)?,
+        delay_price: point.delay_price,
+        imbalance_mean: point.imbalance_mean,
+        imbalance_p95: point.imbalance_p95,
+        imbalance_worst: point.imbalance_worst,
+        delay_mean: point.delay_mean,
+        delay_max: point.delay_max,
+        memory_skew_mean: point.memory_skew_mean,
+    })
+}
