@@ -84,7 +84,8 @@ proptest! {
         for _ in 0..MOST_STEPS {
             if reader.next.len() < 100 {
                 // In proportion to the packer's documents, some of many pieces.
-                let scale = |&length: &i32| ((f64::from(length) * f64::from(longest) / 2000.0) as i32).clamp(1, i32::MAX / 2);
+                let scaled = |length: i32| (f64::from(length) * f64::from(longest) / 2000.0) as i32;
+                let scale = |&length: &i32| scaled(length).clamp(1, i32::MAX / 2);
                 let scaled: Vec<i32> = arrivals.next().unwrap().iter().map(scale).collect();
                 reader.arrive(&scaled);
             }

@@ -98,7 +98,9 @@ proptest! {
 
     #[test]
     fn flops_follow_the_shape(
-        sizes in (1..20_000_i64, 1..60_000_i64, 1..200_i64, 1..200_i64, 1..200_i64, 1..512_i64, 1..300_000_i64, 1..9_i64),
+        sizes in (
+            1..20_000_i64, 1..60_000_i64, 1..200_i64, 1..200_i64, 1..200_i64, 1..512_i64, 1..300_000_i64, 1..9_i64,
+        ),
         (gated_ffn, recompute) in any::<(bool, bool)>(),
         (attention_efficiency, flops_per_second) in (0.05..1.0, 1.0..1e15),
         passes in prop_oneof![Just(Passes::Forward), Just(Passes::Backward), Just(Passes::ForwardBackward)],
@@ -123,7 +125,8 @@ proptest! {
         })
         .unwrap();
         let matrices = if gated_ffn { 3 } else { 2 };
-        let parameters = layers * (h * heads * hd + 2 * h * kv * hd + heads * hd * h + matrices * h * ffn * experts) + h * vocab;
+        let attention_parameters = h * heads * hd + 2 * h * kv * hd + heads * hd * h;
+        let parameters = layers * (attention_parameters + matrices * h * ffn * experts) + h * vocab;
         // (forward, backward) in units of a forward.
         let weigh = |backward: f64| match passes {
             Passes::Forward => 1.0,

@@ -93,7 +93,8 @@ proptest! {
         (lengths, options) in (1_i32..4000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
         cost in cost_model(),
     ) {
-        let small = lengths.len() < 20 && options.world_size <= 16 && options.num_stages * options.num_virtual_stages <= 6;
+        let stages = options.num_stages * options.num_virtual_stages;
+        let small = lengths.len() < 20 && options.world_size <= 16 && stages <= 6;
         planned(&lengths, &options, &cost, small);
     }
 
@@ -130,7 +131,11 @@ proptest! {
     /// Against all plans there are: never better than the best, and the bound never above it.
     #[test]
     fn tiny_plans_are_close_to_the_optimum(
-        lengths in proptest::collection::vec(1_i32..40, 1..4), shape in select(vec![(2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 2, 3), (1, 3, 4), (1, 4, 3), (2, 3, 2)]),
+        lengths in proptest::collection::vec(1_i32..40, 1..4),
+        shape in select(vec![
+            (2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 2, 3), (1, 3, 4), (1, 4, 3),
+            (2, 3, 2),
+        ]),
         max_tokens in 20_i32..60, free in any::<bool>(), p2p_seconds in select(vec![0.0, 40.0]),
     ) {
         let (world_size, num_stages, m) = shape;

@@ -94,7 +94,11 @@ proptest! {
 
     /// Brute force over every strategy and every threshold that is searched.
     #[test]
-    fn the_choice_is_the_best(lengths in prop_oneof![lengths(30, 300), lengths(30, 20_000)], cp_size in 1_usize..17, model in kernel_model()) {
+    fn the_choice_is_the_best(
+        lengths in prop_oneof![lengths(30, 300), lengths(30, 20_000)],
+        cp_size in 1_usize..17,
+        model in kernel_model(),
+    ) {
         choice_is_the_best(&lengths, cp_size, &model);
     }
 
@@ -150,7 +154,12 @@ proptest! {
 
     /// One damaged number anywhere, or a file cut short: an error that says where, or models that work.
     #[test]
-    fn a_damaged_profile_is_refused_or_works(kernel in kernel(), at in any::<Index>(), number in damage(), cut in any::<Index>()) {
+    fn a_damaged_profile_is_refused_or_works(
+        kernel in kernel(),
+        at in any::<Index>(),
+        number in damage(),
+        cut in any::<Index>(),
+    ) {
         let text = profile(&kernel, Some((&[100, 200], &[1e-5, 2e-5], &[2e-5, 4e-5]))).to_string();
         let spans = common::forge::numbers(&text);
         let mut damaged = text.clone();
@@ -168,14 +177,20 @@ proptest! {
     /// More than 64 distinct lengths.
     #[test]
     fn the_choice_among_many_is_the_best_searched(
-        lengths in proptest::collection::vec(prop_oneof![1..2000, 1..30_000], 65..300), cp_size in 1_usize..9, model in kernel_model(),
+        lengths in proptest::collection::vec(prop_oneof![1..2000, 1..30_000], 65..300),
+        cp_size in 1_usize..9,
+        model in kernel_model(),
     ) {
         choice_is_the_best(&lengths, cp_size, &model);
     }
 
     /// Lengths whose latency no clock of ticks can hold.
     #[test]
-    fn long_sequences_have_a_choice(lengths in lengths(30, 70_000_000), cp_size in 1_usize..40, model in kernel_model()) {
+    fn long_sequences_have_a_choice(
+        lengths in lengths(30, 70_000_000),
+        cp_size in 1_usize..40,
+        model in kernel_model(),
+    ) {
         choice_is_the_best(&lengths, cp_size, &model);
     }
 }

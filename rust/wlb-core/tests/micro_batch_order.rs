@@ -49,7 +49,13 @@ proptest! {
         layout in layouts(), dp_size in 1_usize..5, lengths in vec(1_i32..100_000, 1..200),
     ) {
         let count = layout.num_micro_batches * dp_size;
-        let options = PackOptions { num_micro_batches: count, max_tokens: i32::MAX, method: Method::VarLength, window: 1, leftover: Leftover::Return };
+        let options = PackOptions {
+            num_micro_batches: count,
+            max_tokens: i32::MAX,
+            method: Method::VarLength,
+            window: 1,
+            leftover: Leftover::Return,
+        };
         let packing = pack(&checked(&lengths), &options, &llama_7b()).unwrap();
         let times = Times::per_micro_batch(&packing.costs).unwrap();
         let order = order_micro_batches(&layout, &times, dp_size).unwrap();
@@ -89,7 +95,8 @@ proptest! {
         let whole: Vec<f64> = (0..m).map(|j| ((j * 7 % 5 + 1) * 3 * stages) as f64).collect();
         let apart: Vec<f64> = whole.iter().flat_map(|&cost| vec![cost / (3 * stages) as f64; 3 * stages]).collect();
         let place = |times: Times<'_>| order_micro_batches(&layout, &times.with_p2p(&p2p).unwrap(), 1).unwrap();
-        prop_assert_eq!(place(Times::new(&apart, Detail::Pass).unwrap()), place(Times::per_micro_batch(&whole).unwrap()));
+        let (apart, whole) = (Times::new(&apart, Detail::Pass), Times::per_micro_batch(&whole));
+        prop_assert_eq!(place(apart.unwrap()), place(whole.unwrap()));
     }
 }
 

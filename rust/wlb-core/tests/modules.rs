@@ -12,7 +12,7 @@ fn modules() -> BTreeMap<String, String> {
     fn read(folder: &Path, path: &[String], modules: &mut BTreeMap<String, String>) {
         for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
             let name = entry.path().file_stem().unwrap().to_str().unwrap().to_owned();
-            let inside = || [path, &[name.clone()]].concat();
+            let inside = || [path, std::slice::from_ref(&name)].concat();
             if entry.path().is_dir() {
                 read(&entry.path(), &inside(), modules);
                 continue;

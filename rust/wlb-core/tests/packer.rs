@@ -44,7 +44,11 @@ proptest! {
 
     /// `pack()` is a packer for one batch without queues, by either method.
     #[test]
-    fn without_queues_a_push_is_a_pack(config in packer_config(), lengths in lengths(200, 5000), cost_model in cost_model()) {
+    fn without_queues_a_push_is_a_pack(
+        config in packer_config(),
+        lengths in lengths(200, 5000),
+        cost_model in cost_model(),
+    ) {
         let config = PackerConfig {
             outlier_thresholds: Vec::new(),
             release: Release::Fifo,
@@ -75,7 +79,7 @@ proptest! {
         }
         lengths.push(last);
         let packer =
-            PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, method, ..simple(n, Vec::new(), max_delay) };
+            PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, method, ..simple(n, vec![], max_delay) };
         let options = TuneOptions { packer: packer.clone(), max_mean_delay, tokens_per_batch };
         let lengths = checked(&lengths);
         let tuned = match num_queues {
@@ -199,7 +203,10 @@ proptest! {
     /// `max_delay` holds exactly if every push by itself fits, placed longest first where the tokens are fewest.
     #[test]
     fn max_delay_is_exact(
-        pushes in prop::collection::vec(lengths(40, 100), 1..12), n in 1_usize..5, max_delay in 0_u64..4, room in 1.0..2.0,
+        pushes in prop::collection::vec(lengths(40, 100), 1..12),
+        n in 1_usize..5,
+        max_delay in 0_u64..4,
+        room in 1.0..2.0,
         delay_price in prop_oneof![Just(0.0), 1e-3..1.0], method in method(),
     ) {
         let by_tokens = |lengths: &[i32]| {

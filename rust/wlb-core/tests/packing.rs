@@ -70,7 +70,13 @@ proptest! {
         cost in cost_model(),
     ) {
         let max_tokens = lengths.iter().copied().max().unwrap_or(1) + room;
-        let options = |num_micro_batches| PackOptions { num_micro_batches, max_tokens, method: METHODS[method], window: 1, leftover: Leftover::Return };
+        let options = |num_micro_batches| PackOptions {
+            num_micro_batches,
+            max_tokens,
+            method: METHODS[method],
+            window: 1,
+            leftover: Leftover::Return,
+        };
         let lengths = checked(&lengths);
         let whole = pack_whole(&lengths, multiple_of, &options(0), &cost).unwrap();
         let n = whole.num_micro_batches();
@@ -100,7 +106,13 @@ proptest! {
     ) {
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let run = |(method, max_tokens): (usize, i32)| {
-            let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1, leftover: Leftover::Return };
+            let options = PackOptions {
+                num_micro_batches: n,
+                max_tokens,
+                method: METHODS[method],
+                window: 1,
+                leftover: Leftover::Return,
+            };
             pack(&checked(&lengths), &options, &cost).unwrap()
         };
         let (a, b) = (run(a), run(b));
@@ -111,10 +123,20 @@ proptest! {
     /// Written and read back, a plan is the same to the last bit; a changed byte is an error or a plan, never a panic.
     #[test]
     fn a_plan_survives_json(
-        lengths in lengths(60, 50), n in 1_usize..5, method in 0_usize..5, max_tokens in 50_i32..100, cost in cost_model(),
+        lengths in lengths(60, 50),
+        n in 1_usize..5,
+        method in 0_usize..5,
+        max_tokens in 50_i32..100,
+        cost in cost_model(),
         at in any::<Index>(), byte in 0_u8..128,
     ) {
-        let options = PackOptions { num_micro_batches: n, max_tokens, method: METHODS[method], window: 1, leftover: Leftover::Return };
+        let options = PackOptions {
+            num_micro_batches: n,
+            max_tokens,
+            method: METHODS[method],
+            window: 1,
+            leftover: Leftover::Return,
+        };
         let packing = pack(&checked(&lengths), &options, &cost).unwrap();
         let text = packing.to_json();
         assert_eq!(Packing::from_json(&text).as_ref(), Ok(&packing));
@@ -164,19 +186,32 @@ proptest! {
     }
 
     #[test]
-    fn a_document_over_max_tokens_is_named(mut lengths in lengths(60, 1000), at in any::<Index>(), cost in cost_model()) {
+    fn a_document_over_max_tokens_is_named(
+        mut lengths in lengths(60, 1000),
+        at in any::<Index>(),
+        cost in cost_model(),
+    ) {
         lengths.push(1);
         let at = at.index(lengths.len());
         lengths[at] = 1001;
         for method in [Method::VarLength, Method::VarLengthFast, Method::Refined] {
-            let options = PackOptions { num_micro_batches: 3, max_tokens: 1000, method, window: 1, leftover: Leftover::Return };
+            let options = PackOptions {
+                num_micro_batches: 3,
+                max_tokens: 1000,
+                method,
+                window: 1,
+                leftover: Leftover::Return,
+            };
             let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
             prop_assert_eq!((error.argument(), error.index()), ("lengths", Some(at)));
         }
     }
 
     #[test]
-    fn a_stream_is_cut_into_batches(lengths in lengths(100, 5000), tokens in prop_oneof![1_i64..200, 1_i64..100_000, Just(i64::MAX)]) {
+    fn a_stream_is_cut_into_batches(
+        lengths in lengths(100, 5000),
+        tokens in prop_oneof![1_i64..200, 1_i64..100_000, Just(i64::MAX)],
+    ) {
         prop_assert_eq!(batch_offsets(&checked(&lengths), tokens).unwrap(), naive::batch_offsets(&lengths, tokens));
     }
 

@@ -287,7 +287,8 @@ proptest! {
         }
         for j in 0..work.layout.num_micro_batches as u32 {
             let way = timeline.records.iter().filter(|record| record.op.micro_batch == j);
-            let way: f64 = way.filter(|r| matches!(r.op.kind, Kind::Forward | Kind::InputGradient)).map(|r| r.end - r.start).sum();
+            let way = way.filter(|r| matches!(r.op.kind, Kind::Forward | Kind::InputGradient));
+            let way: f64 = way.map(|r| r.end - r.start).sum();
             prop_assert!(way <= seconds);
         }
 
@@ -311,7 +312,11 @@ proptest! {
         let pipeline = Pipeline::new(&work.layout).unwrap();
         let scaled = |values: &[f64], scale| values.iter().map(|value| value * f64::from(scale)).collect::<Vec<_>>();
         let replicas: Vec<_> = scales.iter().map(|&scale| {
-            let work = Work { costs: scaled(&work.costs, scale), exposed: scaled(&work.exposed, scale), ..work.clone() };
+            let work = Work {
+                costs: scaled(&work.costs, scale),
+                exposed: scaled(&work.exposed, scale),
+                ..work.clone()
+            };
             pipeline.summarize(&work.times(), None, &mut Buffers::default()).unwrap()
         }).collect();
         let totals = StepTotals::new(&replicas);

@@ -66,7 +66,8 @@ proptest! {
     /// Pairs are equal on all ranks when `2 * cp` divides every document.
     #[test]
     fn divisible_documents_are_balanced_exactly(lengths in lengths(30, 100_000), cp_size in cp_size()) {
-        let lengths: Vec<i32> = lengths.iter().map(|length| length * 2 * cp_size as i32 % 60_000_000).filter(|&d| d > 0).collect();
+        let divisible = lengths.iter().map(|length| length * 2 * cp_size as i32 % 60_000_000);
+        let lengths: Vec<i32> = divisible.filter(|&d| d > 0).collect();
         let shard = per_document(&lengths, cp_size);
         prop_assert!((0..cp_size).all(|rank| shard.pairs(rank) == shard.pairs(0)));
     }
@@ -76,7 +77,13 @@ proptest! {
     fn one_document_is_cut_alike_by_all(length in prop_oneof![1..200, 1..=i32::MAX], cp_size in cp_size()) {
         let by_document = per_document(&[length], cp_size);
         for (strategy, hybrid_threshold) in [(Cut::PerSequence, None), (Cut::Hybrid, Some(1))] {
-            let options = ShardOptions { cp_size, strategy, mask: Mask::Causal, remainder: Remainder::Chunk, hybrid_threshold };
+            let options = ShardOptions {
+                cp_size,
+                strategy,
+                mask: Mask::Causal,
+                remainder: Remainder::Chunk,
+                hybrid_threshold,
+            };
             prop_assert_eq!(&shard(&checked(&[length]), &options).unwrap().ranks, &by_document.ranks);
         }
     }
@@ -89,7 +96,9 @@ proptest! {
         let run = |(cp_size, way, mask): (usize, usize, Mask)| {
             let strategy = [Cut::PerSequence, Cut::PerDocument, Cut::Hybrid][way];
             let hybrid_threshold = (strategy == Cut::Hybrid).then_some(4);
-            shard(&checked(&lengths), &ShardOptions { cp_size, strategy, mask, remainder: Remainder::Chunk, hybrid_threshold }).unwrap()
+            let remainder = Remainder::Chunk;
+            let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold };
+            shard(&checked(&lengths), &options).unwrap()
         };
         let (a, b) = (run(a), run(b));
         prop_assert_eq!(a.digest() == b.digest(), (&a.ranks, a.mask) == (&b.ranks, b.mask));

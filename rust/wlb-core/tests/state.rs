@@ -128,7 +128,8 @@ proptest! {
             let span = at.get(&numbers(&text)).clone();
             let old: f64 = text[span.clone()].parse().unwrap();
             let near = [old - 1.0, old + 1.0, old * 2.0].map(|number| format!("{}", number as i64));
-            let extreme = ["0", "-1", "1", "1.5", "2147483647", "2147483648", "9007199254740991", "18446744073709551615"];
+            let extreme =
+                ["0", "-1", "1", "1.5", "2147483647", "2147483648", "9007199254740991", "18446744073709551615"];
             let choices: Vec<&str> = near.iter().map(String::as_str).chain(extreme).collect();
             text.replace_range(span, choices[by.index(choices.len())]);
         }

@@ -134,8 +134,8 @@ fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
 ///
 /// No step takes less than `A` and `B` in any proportion `a : 1 - a`. With `a = (u + 3) / (2u + 3)` ([`balance`]),
 /// where a second in `q` and one in `s` count the same, 2/3, and one in `e` counts `1/3 + 2a/3`, no less, since `a >=
-/// 1/2`: so `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a = 1`, what counts least is `q`: `t + w/3 (x + 2y) + (e + q
-/// + s) / 3`. More in between than `t` is more in both.
+/// 1/2`: so `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a = 1`, what counts least is `q`:
+/// `t + w/3 (x + 2y) + (e + q + s) / 3`. More in between than `t` is more in both.
 fn around(together: f64, longer: f64, shortest: f64, others: f64, way: f64, a: f64) -> f64 {
     let ends = |a: f64| way / 3.0 * (a * longer + 2.0 * shortest);
     (together + others / 3.0 + ends(1.0)).max(together + others * 2.0 / 3.0 + ends(a))

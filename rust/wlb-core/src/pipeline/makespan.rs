@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::interrupt::Meter;
 
 use super::op::{Kind, Op};
-use super::program::{NOTHING, Pipeline, Step};
+use super::program::{Instruction, NOTHING, Pipeline};
 use super::times::{Detail, Times};
 
 /// Room to work in, kept between calls.
@@ -13,7 +13,7 @@ pub struct Buffers {
     meter: Meter,
     ends: Vec<f64>,
     pub(super) clocks: Vec<f64>,
-    /// What each op waited for, and the latest op of each rank: places in the sequence as in [`Step`].
+    /// What each op waited for, and the latest op of each rank: places in the sequence as in [`Instruction`].
     before: Vec<u32>,
     latest: Vec<u32>,
 }
@@ -72,7 +72,7 @@ impl Pipeline {
         parts: &mut Vec<f64>,
     ) -> f64 {
         let third = 1.0 / (3 * self.total_stages) as f64;
-        buffers.meter.spend(self.steps.len());
+        buffers.meter.spend(self.instructions.len());
         let Buffers { ends, clocks, before, latest, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
@@ -81,7 +81,7 @@ impl Pipeline {
         ends.clear();
         ends.push(f64::NEG_INFINITY);
         before.clear();
-        for &Step { op, rank, input } in &self.steps {
+        for &Instruction { op, rank, input } in &self.instructions {
             let (clock, latest) = (&mut clocks[usize::from(rank)], &mut latest[usize::from(rank)]);
             let arrival = ends[input as usize] + p2p_seconds;
             let (start, last) = if arrival > *clock { (arrival, input) } else { (*clock, *latest) };
@@ -97,24 +97,24 @@ impl Pipeline {
         let mut place = latest[last];
         while place != NOTHING {
             let index = place as usize - 1;
-            let Op { kind, micro_batch, .. } = self.steps[index].op;
+            let Op { kind, micro_batch, .. } = self.instructions[index].op;
             parts[micro_batch as usize] += if kind == Kind::Backward { third + third } else { third };
             place = before[index];
         }
         clocks[last]
     }
 
-    /// Calls `visit` with step, start, end and duration; gives the end of the last. `which` micro-batch of `times` each
-    /// of the schedule's is.
+    /// Calls `visit` with instruction, start, end and duration; gives the end of the last. `which` micro-batch of
+    /// `times` each of the schedule's is.
     #[inline]
     pub(super) fn run(
         &self,
         times: &Times<'_>,
         which: impl Fn(usize) -> usize,
         buffers: &mut Buffers,
-        mut visit: impl FnMut(&Step, f64, f64, f64),
+        mut visit: impl FnMut(&Instruction, f64, f64, f64),
     ) -> f64 {
-        buffers.meter.spend(self.steps.len());
+        buffers.meter.spend(self.instructions.len());
         let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
@@ -122,46 +122,50 @@ impl Pipeline {
         ends.push(f64::NEG_INFINITY);
         let p2p = times.p2p_seconds;
         let own = usize::from(p2p.len() > 1);
-        self.each(times.costs, times.detail, which, |step, micro_batch, duration| {
-            let clock = &mut clocks[usize::from(step.rank)];
-            let start = clock.max(ends[step.input as usize] + p2p[micro_batch * own]);
+        self.each(times.costs, times.detail, which, |instruction, micro_batch, duration| {
+            let clock = &mut clocks[usize::from(instruction.rank)];
+            let start = clock.max(ends[instruction.input as usize] + p2p[micro_batch * own]);
             let end = start + duration;
             *clock = end;
             ends.push(end);
-            visit(step, start, end, duration);
+            visit(instruction, start, end, duration);
         });
         clocks.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Calls `visit` with every step, the micro-batch it is of, and its part of `seconds`.
+    /// Calls `visit` with every instruction, the micro-batch it is of, and its part of `seconds`.
     #[inline]
     pub(super) fn each(
         &self,
         seconds: &[f64],
         detail: Detail,
         which: impl Fn(usize) -> usize,
-        mut visit: impl FnMut(&Step, usize, f64),
+        mut visit: impl FnMut(&Instruction, usize, f64),
     ) {
         let equal = |third: f64, kind| if kind == Kind::Backward { third + third } else { third };
         let parts = 3.0 * self.total_stages as f64;
-        let of = |step: &Step| which(step.op.micro_batch as usize);
-        let cell = |step: &Step| of(step) * self.total_stages + step.op.stage as usize;
+        let of = |instruction: &Instruction| which(instruction.op.micro_batch as usize);
+        let cell = |instruction: &Instruction| of(instruction) * self.total_stages + instruction.op.stage as usize;
         match detail {
             Detail::MicroBatch => {
-                self.steps().for_each(|step| visit(step, of(step), equal(seconds[of(step)] / parts, step.op.kind)));
+                self.interruptible().for_each(|instruction| {
+                    visit(instruction, of(instruction), equal(seconds[of(instruction)] / parts, instruction.op.kind))
+                });
             }
             Detail::Stage => {
-                self.steps().for_each(|step| visit(step, of(step), equal(seconds[cell(step)] / 3.0, step.op.kind)));
+                self.interruptible().for_each(|instruction| {
+                    visit(instruction, of(instruction), equal(seconds[cell(instruction)] / 3.0, instruction.op.kind))
+                });
             }
-            Detail::Pass => self.steps().for_each(|step| {
-                let passes = &seconds[cell(step) * 3..][..3];
-                let duration = match step.op.kind {
+            Detail::Pass => self.interruptible().for_each(|instruction| {
+                let passes = &seconds[cell(instruction) * 3..][..3];
+                let duration = match instruction.op.kind {
                     Kind::Forward => passes[0],
                     Kind::InputGradient => passes[1],
                     Kind::WeightGradient => passes[2],
                     Kind::Backward => passes[1] + passes[2],
                 };
-                visit(step, of(step), duration);
+                visit(instruction, of(instruction), duration);
             }),
         }
     }

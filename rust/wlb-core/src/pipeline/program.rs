@@ -12,7 +12,7 @@ pub(super) const NOTHING: u32 = 0;
 
 /// An op in a sequence in which everything stands behind what it waits for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Step {
+pub(super) struct Instruction {
     pub(super) op: Op,
     pub(super) rank: u16,
     /// The op on another rank that hands this one its input: one more than its place in the sequence, or [`NOTHING`].
@@ -26,7 +26,7 @@ pub(super) struct Step {
 /// and timing is one pass over a sequence.
 #[derive(Clone, Debug)]
 pub struct Pipeline {
-    pub(super) steps: Vec<Step>,
+    pub(super) instructions: Vec<Instruction>,
     pub(super) num_ranks: usize,
     pub(super) stages_of_rank: Vec<usize>,
     pub(super) total_stages: usize,
@@ -59,7 +59,7 @@ impl Pipeline {
         // One more than where it stands in the sequence.
         let mut forwards = vec![NOTHING; num_micro_batches * total_stages];
         let mut backwards = forwards.clone();
-        let mut steps: Vec<Step> = Vec::with_capacity(orders.iter().map(Vec::len).sum());
+        let mut instructions: Vec<Instruction> = Vec::with_capacity(orders.iter().map(Vec::len).sum());
         let mut next = vec![0; orders.len()];
         // Ranks that can go on; which op each of the others waits for.
         let mut ready: Vec<usize> = (0..orders.len()).rev().collect();
@@ -91,9 +91,9 @@ impl Pipeline {
                     input = if ranks[from] == rank { NOTHING } else { sender };
                 }
                 meter.spend(1);
-                steps.push(Step { op, rank: rank as u16, input });
+                instructions.push(Instruction { op, rank: rank as u16, input });
                 next[rank] += 1;
-                let place = steps.len() as u32;
+                let place = instructions.len() as u32;
                 let receiver = match op.kind {
                     Kind::Forward => {
                         forwards[here] = place;
@@ -118,7 +118,7 @@ impl Pipeline {
             None => {
                 let mut stages_of_rank = vec![0; orders.len()];
                 ranks.iter().for_each(|&rank| stages_of_rank[rank] += 1);
-                Ok(Self { steps, num_ranks: orders.len(), stages_of_rank, total_stages, num_micro_batches })
+                Ok(Self { instructions, num_ranks: orders.len(), stages_of_rank, total_stages, num_micro_batches })
             }
         }
     }
@@ -126,18 +126,20 @@ impl Pipeline {
     /// The ops in a sequence in which everything stands behind what it waits for: the rank that runs it, and whether it
     /// waits for what another rank sends.
     pub(crate) fn program(&self) -> impl Iterator<Item = (Op, usize, bool)> {
-        self.steps.iter().map(|step| (step.op, usize::from(step.rank), step.input != NOTHING))
+        self.instructions
+            .iter()
+            .map(|instruction| (instruction.op, usize::from(instruction.rank), instruction.input != NOTHING))
     }
 
-    /// The sequence, with checks on the way.
+    /// The sequence, which a caller can interrupt on the way.
     #[inline]
-    pub(super) fn steps(&self) -> impl Iterator<Item = &Step> {
-        parts(&self.steps).flatten()
+    pub(super) fn interruptible(&self) -> impl Iterator<Item = &Instruction> {
+        parts(&self.instructions).flatten()
     }
 
     /// Ops of a step.
     pub fn num_ops(&self) -> usize {
-        self.steps.len()
+        self.instructions.len()
     }
 }
 

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 
 use super::makespan::Buffers;
 use super::op::Kind;
-use super::program::{Pipeline, Step};
+use super::program::{Instruction, Pipeline};
 use super::timeline::{Record, Summary, Timeline};
 use super::times::{Times, check, expect};
 
@@ -32,7 +32,7 @@ impl Pipeline {
     /// # Complexity
     /// O(ops).
     pub fn simulate(&self, times: &Times<'_>, activation: Option<&[f64]>) -> Result<Timeline> {
-        let mut records = Vec::with_capacity(self.steps.len());
+        let mut records = Vec::with_capacity(self.instructions.len());
         let summary =
             self.summarize_recording(times, activation, &mut Buffers::default(), |record| records.push(record))?;
         Ok(Timeline { summary, records, total_stages: self.total_stages })
@@ -53,7 +53,7 @@ impl Pipeline {
             times,
             |j| j,
             buffers,
-            |&Step { op, rank, .. }, start, end, duration| {
+            |&Instruction { op, rank, .. }, start, end, duration| {
                 let at = usize::from(rank);
                 busy[at] += duration;
                 first[at] = start.min(first[at]);
@@ -66,7 +66,12 @@ impl Pipeline {
         }
         let mut exposed = vec![0.0; self.num_ranks];
         if let Some(values) = times.exposed {
-            self.each(values, times.detail, |j| j, |step, _, seconds| exposed[usize::from(step.rank)] += seconds);
+            self.each(
+                values,
+                times.detail,
+                |j| j,
+                |instruction, _, seconds| exposed[usize::from(instruction.rank)] += seconds,
+            );
         }
         let spans = buffers.clocks.iter().zip(&first).map(|(end, start)| end - start.min(*end)).collect();
         Ok(Summary { seconds, busy, exposed, spans, peak_activation })
@@ -80,7 +85,7 @@ impl Pipeline {
         }
         let mut held = vec![0.0_f64; self.num_ranks];
         let mut peaks = held.clone();
-        self.steps().for_each(|&Step { op, rank, .. }| {
+        self.interruptible().for_each(|&Instruction { op, rank, .. }| {
             let rank = usize::from(rank);
             let amount = activation.map_or(1.0, |activation| activation[op.micro_batch as usize]);
             match op.kind {

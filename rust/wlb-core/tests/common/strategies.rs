@@ -211,7 +211,8 @@ pub(crate) fn kernel_model() -> impl Strategy<Value = KernelModel> {
     let generation = select(vec![Generation::A100, Generation::H100, Generation::H200, Generation::B200]);
     prop_oneof![
         1 => kernel().prop_map(|kernel| KernelModel::new(kernel).unwrap()),
-        1 => (generation, mask()).prop_map(|(generation, mask)| KernelModel::analytic(generation, 32, 8, 128, mask).unwrap()),
+        1 => (generation, mask())
+            .prop_map(|(generation, mask)| KernelModel::analytic(generation, 32, 8, 128, mask).unwrap()),
     ]
 }
 

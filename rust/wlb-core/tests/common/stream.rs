@@ -199,9 +199,8 @@ impl Both {
             let twice = [&[*last], &fresh[1..]].concat();
             let error = self.packer.push(&checked(&fits), Some(&twice)).unwrap_err();
             let at = fresh.len() - 1;
-            assert!(
-                matches!(error, Error::DuplicateId { argument: "ids", index, value, .. } if (index, value) == (at, *last))
-            );
+            let is_last = |index, value| (index, value) == (at, *last);
+            assert!(matches!(error, Error::DuplicateId { argument: "ids", index, value, .. } if is_last(index, value)));
         }
         if let (Some(waiting), false) = (self.oracle.pending().first(), fits.is_empty()) {
             let mut clashing = fresh.clone();

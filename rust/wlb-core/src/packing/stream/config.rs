@@ -68,7 +68,7 @@ pub struct PackerConfig {
     pub num_micro_batches: usize,
     /// Most tokens of one micro-batch (`S_max`).
     pub max_tokens: i32,
-    /// Longest document, at most `max_tokens`: the context window.
+    /// Longest document, at most `max_tokens`: the model's context length.
     pub max_document_tokens: i32,
     /// What happens to longer ones.
     pub oversize: Oversize,

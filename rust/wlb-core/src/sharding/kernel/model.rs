@@ -12,11 +12,14 @@ use super::description::{KernelDescription, PassTable};
 /// Latency of segments of attention.
 ///
 /// A segment of `l` queries ending at key `k` of its document computes the pairs of `l'` queries, `l` rounded up to the
-/// tile, from the same first query `s = k - l` on: `l'*s + l'(l'+1)/2` under a causal mask, `l'*k` under a full one (`4
-/// * num_heads * head_dim` FLOPs each). Its latency is these pairs times the seconds per pair at `(l, k)`: at a grid
-/// point what was measured there, over the same pairs, so that the model is exact there; between them bilinear in
-/// `(log2 l, log2 k)`; beyond them as at the nearest edge, which leaves latency in proportion to the pairs. Where a
-/// point has more queries than keys, the table holds the value to its right.
+/// tile, from the same first query `s = k - l` on: `l'*s + l'(l'+1)/2` under a causal mask, `l'*k` under a full one. A
+/// pair is `4 * num_heads * head_dim` FLOPs. The latency is these pairs times the seconds per pair at `(l, k)`:
+///
+/// - at a grid point, what was measured there over the same pairs, so that the model is exact there;
+/// - between grid points, bilinear in `(log2 l, log2 k)`;
+/// - beyond the grid, as at its nearest edge, so that latency is in proportion to the pairs.
+///
+/// A grid point with more queries than keys has the value to its right.
 #[derive(Clone, Debug)]
 pub struct KernelModel {
     description: KernelDescription,
