@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.collectives import Group
-from wlb.hardware import presets
+from wlb.cluster.collectives import Group
+from wlb.cluster.hardware import presets
 
 H100 = wlb.Hardware.preset("h100")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "neighbour")

@@ -9,8 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.hardware import GIB
-from wlb.memory import Schedule, activation_bytes, in_flight, parameters_per_rank, ranks_of_stages
+from wlb.cluster import Schedule
+from wlb.cluster.hardware import GIB
+from wlb.cluster.memory import activation_bytes, in_flight, parameters_per_rank, ranks_of_stages
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 SMALL = wlb.ModelConfig(

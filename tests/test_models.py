@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import wlb
-from wlb.models import presets
+from wlb.cluster.models import presets
 
 LLAMA = {
     "hidden_size": 64,

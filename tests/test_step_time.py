@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.collectives import Group
-from wlb.memory import parameters_per_rank
+from wlb.cluster.collectives import Group
+from wlb.cluster.memory import parameters_per_rank
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 H100 = wlb.Hardware.preset("h100")

@@ -48,13 +48,19 @@ from wlb._core import (
     tune_delay_price,
     tune_outlier_thresholds,
 )
-from wlb.fit import max_tokens
-from wlb.hardware import Hardware, Link
-from wlb.layout import ParallelLayout
-from wlb.memory import RankMemory, memory_per_rank
-from wlb.models import ModelConfig
+from wlb.cluster import (
+    Hardware,
+    Link,
+    ModelConfig,
+    ParallelLayout,
+    RankMemory,
+    StageSeconds,
+    data_parallel_seconds,
+    max_tokens,
+    memory_per_rank,
+    stage_seconds,
+)
 from wlb.simulation import Scenario, Simulation, simulate
-from wlb.step_time import StageSeconds, data_parallel_seconds, stage_seconds
 
 __all__ = [
     "BUILD_PROFILE",

@@ -11,7 +11,7 @@ from wlb.cli import options
 from wlb.cli.console import CliError, progress, results
 from wlb.cli.cost import model_config
 from wlb.cli.tables import Table
-from wlb.models import presets
+from wlb.cluster.models import presets
 
 _MEASURED = "What is measured"
 _SHOWN = 9  # columns and rows of the table

@@ -22,7 +22,7 @@ from wlb.cli.simulation_explanation import explanation
 from wlb.cli.simulation_tables import NOTES, time_table, variant_table
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
-from wlb.hardware import GIB
+from wlb.cluster.hardware import GIB
 from wlb.schedule import write_chrome_trace
 from wlb.simulation import Outcome
 

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import CostModel, KernelModel, batch_offsets, plan_dynamic_cp, shard, simulate_pipeline, simulate_steps
-from wlb.collectives import Group
-from wlb.hardware import Hardware
-from wlb.layout import ParallelLayout
-from wlb.memory import KEY_GRADIENT_BYTES, kv_width
-from wlb.models import ModelConfig
+from wlb.cluster.collectives import Group
+from wlb.cluster.hardware import Hardware
+from wlb.cluster.memory import KEY_GRADIENT_BYTES, kv_width
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout
+from wlb.cluster.step_time import data_parallel_seconds, stage_seconds
 from wlb.reproduce.inputs import Inputs, Point, generated, hardware, kernel, running
 from wlb.reproduce.paper import DYNAMIC_CP
 from wlb.reproduce.results import Result, Row, influence, row
 from wlb.reproduce.study import Source, Study
-from wlb.step_time import data_parallel_seconds, stage_seconds
 
 Floats = NDArray[np.float64]
 Seed = tuple[int, int]

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import KernelModel, batch_offsets, split_documents
-from wlb.hardware import Hardware
-from wlb.layout import ParallelLayout
-from wlb.models import ModelConfig
+from wlb.cluster.hardware import Hardware
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout
 from wlb.reproduce.paper import MEAN_DELAY, Configuration
 from wlb.simulation import Scenario
 

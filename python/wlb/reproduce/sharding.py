@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import batch_offsets
-from wlb.layout import ParallelLayout
+from wlb.cluster.parallel import ParallelLayout
+from wlb.cluster.step_time import stage_seconds
 from wlb.reproduce.inputs import Inputs, documents, scenario
 from wlb.reproduce.paper import CONFIGURATIONS, FIGURE_15
 from wlb.reproduce.results import Facts, Result, holds_at, influence, row
@@ -17,7 +18,6 @@ from wlb.simulation import Scenario
 from wlb.simulation.plans import GlobalBatches, Plan, collect, original
 from wlb.simulation.score import shard_plan
 from wlb.simulation.variants import Strategy
-from wlb.step_time import stage_seconds
 
 CP_SIZE = 4
 _STRATEGIES: dict[str, tuple[Strategy, ...]] = {

@@ -1,6 +1,6 @@
 """What training takes on a cluster, under each method: `wlb.simulate`, `wlb.simulation.tune`."""
 
-from wlb.memory import Schedule
+from wlb.cluster import Schedule
 from wlb.simulation.outcome import ATTRIBUTION, Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.run import Simulation, simulate

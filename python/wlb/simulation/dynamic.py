@@ -22,12 +22,12 @@ from wlb._core import (
     simulate_pipeline,
     simulate_steps,
 )
-from wlb.memory import RankMemory, memory_per_rank
+from wlb.cluster.memory import RankMemory, memory_per_rank
+from wlb.cluster.step_time import data_parallel_seconds
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
 from wlb.simulation.plans import MOST_TOKENS, GlobalBatches, Trained
 from wlb.simulation.scenario import Scenario
-from wlb.step_time import data_parallel_seconds
 
 Integers = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import PipelineTimeline
-from wlb.memory import RankMemory
+from wlb.cluster.memory import RankMemory
 from wlb.simulation.plans import Trained
 from wlb.simulation.scenario import Scenario
 

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from wlb._core import CostModel, WlbError, pairs
 from wlb._errors import error
-from wlb.fit import max_tokens
-from wlb.layout import ParallelLayout
+from wlb.cluster.fit import max_tokens
+from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.scenario import Scenario
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")

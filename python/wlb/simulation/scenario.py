@@ -14,13 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 from wlb import profiles
 from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
-from wlb.fit import max_tokens
-from wlb.hardware import Hardware
-from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, in_flight, kv_width, memory_per_rank
-from wlb.models import ModelConfig
+from wlb.cluster.fit import max_tokens
+from wlb.cluster.hardware import Hardware
+from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, Schedule, default_schedule
+from wlb.cluster.step_time import StageSeconds, stage_seconds
 from wlb.simulation.plans import Setup
-from wlb.step_time import StageSeconds, stage_seconds
 
 _GENERATIONS: dict[str, Literal["a100", "h100", "h200", "b200"]] = {
     "a100": "a100",
@@ -159,7 +159,7 @@ class Scenario:
     @property
     def pipeline_schedule(self) -> Schedule:
         """The schedule by name."""
-        return self.schedule or ("1f1b" if self.layout.virtual_stages == 1 else "interleaved_1f1b")
+        return self.schedule or default_schedule(self.layout)
 
     @cached_property
     def attention(self) -> KernelModel:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import PipelineTimeline, order_micro_batches, shard, simulate_pipeline, simulate_steps
+from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.plans import Plan
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.variants import Strategy
-from wlb.step_time import StageSeconds, data_parallel_seconds
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from wlb.layout import ParallelLayout
-from wlb.memory import kv_width
-from wlb.models import ModelConfig
+from wlb.cluster.memory import kv_width
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout
 from wlb.torch.attention.kernels import Kernel, KernelName, choose
 from wlb.torch.attention.segments import Call
 from wlb.torch.profile.device import Device

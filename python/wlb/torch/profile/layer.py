@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wlb._errors import error
-from wlb.layout import ParallelLayout
-from wlb.memory import kv_width
-from wlb.models import ModelConfig
+from wlb.cluster.memory import kv_width
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout
 from wlb.torch.profile.device import Device
 from wlb.torch.profile.grid import Shape
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wlb._errors import error
-from wlb.models import ModelConfig
+from wlb.cluster.models import ModelConfig
 from wlb.torch.attention.kernels import KernelName
 from wlb.torch.profile.assemble import PASSES, assemble
 from wlb.torch.profile.attention import AttentionBench

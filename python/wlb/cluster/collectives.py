@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import error
-from wlb.hardware import Hardware
-from wlb.layout import Axis, ParallelLayout
+from wlb.cluster.hardware import Hardware
+from wlb.cluster.parallel import Axis, ParallelLayout
 
 Seconds = NDArray[np.float64]
 

@@ -41,18 +41,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import simulate_pipeline
 from wlb._errors import check_integer, error, numbers
-from wlb.hardware import GIB
-from wlb.layout import ParallelLayout
-from wlb.models import ModelConfig
-
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
+from wlb.cluster.hardware import GIB
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, Schedule, default_schedule
 
 RESERVED_BYTES = 4 * GIB
 """Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
@@ -113,11 +110,6 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, *, selective: bool)
 def kv_width(model: ModelConfig, layout: ParallelLayout) -> int:
     """Width of the keys of a tensor-parallel rank: a rank has at least one head, a copy if there are fewer."""
     return max(1, model.num_kv_heads // layout.tp) * model.head_dim
-
-
-def default_schedule(layout: ParallelLayout) -> Schedule:
-    """1F1B, interleaved where the layout has virtual stages."""
-    return "1f1b" if layout.virtual_stages == 1 else "interleaved_1f1b"
 
 
 def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:

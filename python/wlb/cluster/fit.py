@@ -10,10 +10,10 @@ import numpy as np
 
 from wlb._core import WlbError
 from wlb._errors import check_integer, error
-from wlb.hardware import GIB, Hardware
-from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, Schedule, default_schedule, memory_per_rank
-from wlb.models import ModelConfig
+from wlb.cluster.hardware import GIB, Hardware
+from wlb.cluster.memory import RESERVED_BYTES, RankMemory, memory_per_rank
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, Schedule, default_schedule
 
 
 def max_tokens(

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._errors import check_bool, check_integer, error
-from wlb.models import ModelConfig
+from wlb.cluster.models import ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 Axis = Literal["tp", "cp", "dp", "pp", "dp_cp"]
 
 
@@ -176,3 +177,8 @@ _INSIDE: dict[Axis, tuple[Axis, ...]] = {
     "dp": ("tp", "cp"),
     "pp": ("tp", "cp", "dp"),
 }
+
+
+def default_schedule(layout: ParallelLayout) -> Schedule:
+    """1F1B, interleaved where the layout has virtual stages."""
+    return "1f1b" if layout.virtual_stages == 1 else "interleaved_1f1b"

@@ -30,11 +30,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import CostModel
 from wlb._errors import check_share, error, numbers
-from wlb.collectives import Group
-from wlb.hardware import Hardware
-from wlb.layout import ParallelLayout
-from wlb.memory import KEY_GRADIENT_BYTES, Schedule, kv_width, parameters_per_rank
-from wlb.models import ModelConfig
+from wlb.cluster.collectives import Group
+from wlb.cluster.hardware import Hardware
+from wlb.cluster.memory import KEY_GRADIENT_BYTES, kv_width, parameters_per_rank
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, Schedule
 
 Floats = NDArray[np.float64]
 
