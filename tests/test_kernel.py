@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wlb
-import wlb.profiles
+import wlb.profile
 from wlb.testing import strategies
 from wlb.testing.cost import TableCost
 from wlb.testing.kernel import NaiveKernel, profile
@@ -258,7 +258,7 @@ def test_a_truncated_or_absent_profile_is_refused(path: Path, tmp_path: Path) ->
                 read(where)
 
 
-@pytest.mark.parametrize("name", wlb.profiles.names())
+@pytest.mark.parametrize("name", wlb.profile.names())
 def test_profiles_that_came_with_wlb_are_read(name: str) -> None:
     assert wlb.KernelModel.from_profile(name).source.startswith("measured: ")
     wlb.CostModel.from_profile(name)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from wlb.schedule import chrome_trace, write_chrome_trace
+from wlb.simulation.trace import chrome_trace, write_chrome_trace
 from wlb.testing import schedule as naive
 
 LAYOUTS: list[dict[str, Any]] = [

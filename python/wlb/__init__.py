@@ -14,6 +14,7 @@ padding (:func:`shard`).
 The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
 """
 
+from wlb import _core, profile
 from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
@@ -61,6 +62,9 @@ from wlb.cluster import (
     stage_seconds,
 )
 from wlb.simulation import Scenario, Simulation, simulate
+
+# The engine knows no files: how it gets the text of a profile is passed down to it.
+_core.set_profile_reader(profile.read)
 
 __all__ = [
     "BUILD_PROFILE",

@@ -1,4 +1,5 @@
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final, overload
 
 import numpy as np
@@ -12,6 +13,8 @@ _Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inte
 
 __all__ = [
     "BUILD_PROFILE",
+    "BacklogWarning",
+    "Bounds",
     "CostModel",
     "CpGroup",
     "DynamicCpPlan",
@@ -35,6 +38,7 @@ __all__ = [
     "pack",
     "pairs",
     "plan_dynamic_cp",
+    "set_profile_reader",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
@@ -54,6 +58,8 @@ class WlbError(ValueError):
     value: Any
 
 class StateError(WlbError): ...
+
+def set_profile_reader(reader: Callable[[str | os.PathLike[str]], str]) -> None: ...
 
 @final
 class CostModel:
@@ -85,7 +91,7 @@ class CostModel:
         causal: bool = True,
     ) -> CostModel: ...
     @staticmethod
-    def from_profile(path_or_name: Any, *, passes: _Passes = "forward_backward") -> CostModel: ...
+    def from_profile(path_or_name: str | os.PathLike[str], *, passes: _Passes = "forward_backward") -> CostModel: ...
     def cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
@@ -435,7 +441,7 @@ def shard(
 @final
 class KernelModel:
     @staticmethod
-    def from_profile(path_or_name: Any, *, num_heads: int | None = None) -> KernelModel: ...
+    def from_profile(path_or_name: str | os.PathLike[str], *, num_heads: int | None = None) -> KernelModel: ...
     @staticmethod
     def analytic(
         generation: _Generation,

@@ -93,7 +93,7 @@ def profile(
     if find_spec("torch") is None:
         raise CliError('torch not installed; run: pip install "wlb[torch]"')
     import wlb
-    from wlb.torch.profile import Grid, Profiler, held_out_errors
+    from wlb.torch.profiling import Grid, Profiler, held_out_errors
 
     kernel_name: Any = kernel
     profiler = Profiler(model_config(model), tp=tp, device=device, kernel=kernel_name)

@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb import profiles
 from wlb._core import CostModel, KernelModel, PipelineTimeline, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
 from wlb.cluster.fit import max_tokens
@@ -20,6 +19,7 @@ from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, 
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout, Schedule, default_schedule
 from wlb.cluster.step_time import StageSeconds, stage_seconds
+from wlb.profile import read as read_profile
 from wlb.simulation.plans import Setup
 
 _GENERATIONS: dict[str, Literal["a100", "h100", "h200", "b200"]] = {
@@ -184,7 +184,7 @@ class Scenario:
         """Measured forward and backward of everything but attention in a layer; None: by FLOPs."""
         if self.profile is None:
             return None
-        linear = json.loads(profiles.read(self.profile)).get("linear")
+        linear = json.loads(read_profile(self.profile)).get("linear")
         measured = linear.get("layer") if isinstance(linear, dict) else None
         model, tp = self.model, self.layout.tp
         mine = {

@@ -9,6 +9,7 @@ mod error;
 mod kernel;
 mod packer;
 mod packing;
+mod profile;
 mod run;
 mod schedule;
 mod sharding;
@@ -20,6 +21,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // A benchmark refuses a debug build.
     module.add("BUILD_PROFILE", if cfg!(debug_assertions) { "debug" } else { "release" })?;
     error::register(module)?;
+    profile::register(module)?;
     cost::register(module)?;
     packing::register(module)?;
     packer::register(module)?;

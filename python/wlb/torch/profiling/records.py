@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from wlb._errors import error
-from wlb.torch.profile.grid import Shape
+from wlb.torch.profiling.grid import Shape
 
 _FORMAT = {"format": "wlb.profile_records", "version": 1}
 

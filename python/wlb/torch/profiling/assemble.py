@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
-from wlb import profiles
 from wlb._errors import error
-from wlb.torch.profile.grid import LAUNCH, Shape
+from wlb.profile import read as read_profile
+from wlb.torch.profiling.grid import LAUNCH, Shape
 
 PASSES = ("forward", "backward")
 QUANTILES = {"median": 50, "p10": 10, "p90": 90}
@@ -113,7 +113,7 @@ def held_out_errors(profile: str | os.PathLike[str]) -> HeldOutErrors | None:
         WlbError: as :meth:`wlb.KernelModel.from_profile`.
     """
     model = wlb.KernelModel.from_profile(os.fspath(profile))
-    held_out = json.loads(profiles.read(profile)).get("held_out")
+    held_out = json.loads(read_profile(profile)).get("held_out")
     if not held_out:
         return None
     queries, keys = ([segment[f"{name}_length"] for segment in held_out] for name in ("query", "key"))

@@ -8,8 +8,8 @@
 `wlb profile` is this with a progress bar.
 """
 
-from wlb.torch.profile.assemble import HeldOutErrors, held_out_errors
-from wlb.torch.profile.grid import Grid, Shape
-from wlb.torch.profile.profiler import Profiler
+from wlb.torch.profiling.assemble import HeldOutErrors, held_out_errors
+from wlb.torch.profiling.grid import Grid, Shape
+from wlb.torch.profiling.profiler import Profiler
 
 __all__ = ["Grid", "HeldOutErrors", "Profiler", "Shape", "held_out_errors"]

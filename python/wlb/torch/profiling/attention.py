@@ -14,8 +14,8 @@ from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
 from wlb.torch.attention.kernels import Kernel, KernelName, choose
 from wlb.torch.attention.segments import Call
-from wlb.torch.profile.device import Device
-from wlb.torch.profile.grid import LAUNCH, Shape
+from wlb.torch.profiling.device import Device
+from wlb.torch.profiling.grid import LAUNCH, Shape
 
 TILE = 128
 """Queries that flash kernels compute together."""

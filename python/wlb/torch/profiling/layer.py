@@ -13,8 +13,8 @@ from wlb._errors import error
 from wlb.cluster.memory import kv_width
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
-from wlb.torch.profile.device import Device
-from wlb.torch.profile.grid import Shape
+from wlb.torch.profiling.device import Device
+from wlb.torch.profiling.grid import Shape
 
 
 class _NoAttention(torch.autograd.Function):

@@ -13,12 +13,12 @@ import torch
 from wlb._errors import error
 from wlb.cluster.models import ModelConfig
 from wlb.torch.attention.kernels import KernelName
-from wlb.torch.profile.assemble import PASSES, assemble
-from wlb.torch.profile.attention import AttentionBench
-from wlb.torch.profile.device import LEAST_CALLS, Device
-from wlb.torch.profile.grid import LAUNCH, Grid, Shape
-from wlb.torch.profile.layer import LayerBench
-from wlb.torch.profile.records import Records
+from wlb.torch.profiling.assemble import PASSES, assemble
+from wlb.torch.profiling.attention import AttentionBench
+from wlb.torch.profiling.device import LEAST_CALLS, Device
+from wlb.torch.profiling.grid import LAUNCH, Grid, Shape
+from wlb.torch.profiling.layer import LayerBench
+from wlb.torch.profiling.records import Records
 
 _PLANNED = 0.8
 """Share of the time left that is given out; the rest is for making tensors and for surprises."""
