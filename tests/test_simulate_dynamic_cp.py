@@ -15,7 +15,7 @@ import wlb
 from wlb.cli.simulate import not_compared
 from wlb.simulation import DEFAULT, KINDS, Scenario, Variant, defaults, planner_options, simulate, tune
 from wlb.simulation.dynamic import DynamicOutcome, collect_dynamic, dynamic_steps, group_waits
-from wlb.simulation.plans import GlobalBatches
+from wlb.simulation.stream import GlobalBatches
 from wlb.testing import kernel, strategies
 from wlb.testing.dynamic_cp import step_seconds, violations
 

@@ -23,7 +23,7 @@ from wlb.cli.tables import Table, thresholds_choice, waiting_table
 from wlb.cluster.hardware import GIB
 from wlb.cluster.models import presets
 from wlb.simulation import KINDS, Choice, Scenario, Tuning
-from wlb.simulation.plans import MOST_TOKENS
+from wlb.simulation.methods import MOST_TOKENS
 
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"

@@ -15,8 +15,9 @@ from wlb.reproduce.results import Kind, Result, Row, row
 from wlb.reproduce.solver import solved
 from wlb.reproduce.study import CHOICE, Source, Study, run
 from wlb.simulation import Variant
-from wlb.simulation.plans import GlobalBatches, Plan
-from wlb.simulation.score import StaticOutcome, score, shard_plan, static
+from wlb.simulation.static import StaticOutcome, score, shard_plan, static
+from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.trained import Plan
 
 LATENCY = "imbalance of forward latency"
 ATTENTION = "imbalance of attention work"

@@ -15,8 +15,10 @@ from wlb.reproduce.paper import CONFIGURATIONS, FIGURE_15
 from wlb.reproduce.results import Facts, Result, holds_at, influence, row
 from wlb.reproduce.study import CHOICE, Source, Study
 from wlb.simulation import Scenario
-from wlb.simulation.plans import GlobalBatches, Plan, collect, original
-from wlb.simulation.score import shard_plan
+from wlb.simulation.methods import original
+from wlb.simulation.static import shard_plan
+from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.trained import Plan, collect
 from wlb.simulation.variants import Strategy
 
 CP_SIZE = 4

@@ -9,7 +9,9 @@ import numpy as np
 
 from wlb._core import CostModel, WlbError
 from wlb.exact import ExactSolution, solve
-from wlb.simulation.plans import GlobalBatches, Plan, Setup, Step, collect
+from wlb.simulation.methods import Setup, Step
+from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.trained import Plan, collect
 
 _PAIRS = CostModel(attention=1.0, linear=0.0)
 """What formula (1) of the paper balances: attention, alone."""

@@ -15,7 +15,7 @@ from wlb.reproduce.paper import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE_14,
 from wlb.reproduce.results import Facts, Result, Row, holds_at, influence, row
 from wlb.reproduce.study import METHODS, OURS, Study, ceiling, even, run
 from wlb.simulation import Outcome, Simulation, Variant, simulate
-from wlb.simulation.score import static
+from wlb.simulation.static import static
 
 OVER_PLAIN = "speed-up over Plain-4D"
 Table = dict[str, dict[str, float]]  # by configuration, by point

@@ -19,7 +19,7 @@ from wlb._core import simulate_pipeline
 from wlb.reproduce.inputs import Inputs, Point, documents, points, scenario
 from wlb.reproduce.paper import Configuration
 from wlb.simulation import VARIANTS, Outcome, Simulation, Variant, simulate
-from wlb.simulation.score import StaticOutcome, score, static
+from wlb.simulation.static import StaticOutcome, score, static
 from wlb.simulation.variants import Strategy
 
 CHOICE: tuple[Strategy, ...] = ("per_sequence", "per_document")

@@ -24,10 +24,12 @@ from wlb._core import (
 )
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.step_time import data_parallel_seconds
+from wlb.simulation.methods import MOST_TOKENS
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
-from wlb.simulation.plans import MOST_TOKENS, GlobalBatches, Trained
 from wlb.simulation.scenario import Scenario
+from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.trained import Trained
 
 Integers = NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from wlb._core import PipelineTimeline
 from wlb.cluster.memory import RankMemory
-from wlb.simulation.plans import Trained
 from wlb.simulation.scenario import Scenario
+from wlb.simulation.trained import Trained
 
 Floats = NDArray[np.float64]
 

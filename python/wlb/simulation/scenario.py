@@ -20,7 +20,7 @@ from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout, Schedule, default_schedule
 from wlb.cluster.step_time import StageSeconds, stage_seconds
 from wlb.profile import read as read_profile
-from wlb.simulation.plans import Setup
+from wlb.simulation.methods import Setup
 
 _GENERATIONS: dict[str, Literal["a100", "h100", "h200", "b200"]] = {
     "a100": "a100",

@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike
 
 from wlb._core import TunedPoint, TuneResult, WlbError, simulate_pipeline
 from wlb.simulation.dynamic import packer_before
+from wlb.simulation.methods import packer_options, tune_waiting
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import check_planner, obstacle, planner_options
-from wlb.simulation.plans import packer_options, tune_waiting
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.variants import Strategy, Variant

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from wlb._core import PipelineTimeline, order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
-from wlb.simulation.plans import Plan
 from wlb.simulation.scenario import Scenario
+from wlb.simulation.trained import Plan
 from wlb.simulation.variants import Strategy
 
 
