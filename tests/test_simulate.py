@@ -1,6 +1,7 @@
 """The simulator: every method trains the same documents, all time is accounted for, and nothing grades itself."""
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 import wlb
 from wlb.cli.simulate import not_compared
 from wlb.simulation import ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
+from wlb.simulation.methods import packer_options, var_length
+from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.trained import collect
 
 MODEL = wlb.ModelConfig(hidden_size=512, ffn_hidden_size=1024, num_layers=8, num_heads=8, vocab_size=1000)
 LAYOUTS = [
@@ -68,6 +72,34 @@ def test_all_documents_and_all_time_are_accounted_for(layout: wlb.ParallelLayout
             gradients = outcome.attribution["dp_communication"][step]
             assert outcome.seconds[step] == pytest.approx(slowest + gradients, rel=1e-12)
     assert tuple(json.loads(json.dumps(simulation.as_json()))["variants"]) == names
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 1000), st.integers(60, 600), st.sampled_from(["fifo", "adaptive"]))
+def test_a_stream_has_the_same_numbers_as_its_packer(seed: int, count: int, release: Any) -> None:
+    """Nothing about balance and delay is defined twice."""
+    case = scenario()
+    lengths = documents(count, seed)
+    stream = GlobalBatches(lengths, wlb.batch_offsets(lengths, tokens_per_batch=case.tokens_per_batch))
+    setup = case.setup()
+    waiting: dict[str, Any] = {"release": release}
+    if release == "fifo":
+        waiting["outlier_thresholds"] = (1500, 3000)
+    packer = wlb.Packer(**packer_options(setup, None), **waiting)
+    for start, end in itertools.pairwise(stream.offsets):
+        packer.push(lengths[start:end])
+    packer.flush()
+    thresholds = waiting.get("outlier_thresholds", ())
+    steps = var_length(stream, setup, thresholds, None, waiting)
+    found, metrics = collect("packer", steps, stream, thresholds, release).summary(), packer.metrics()
+    for name in ("delay_p99", "delay_max"):
+        assert found[name] == getattr(metrics, name)
+    if found["steps"] == found["steps_of_flush"] or metrics.steps == 0:
+        return  # the stream is over before anything is let go
+    assert found["imbalance_p95"] == pytest.approx(metrics.imbalance_p95, rel=1e-12)
+    for name in ("imbalance_mean", "imbalance_worst", "delay_mean"):
+        assert found[name] == pytest.approx(getattr(metrics, name), rel=1e-12)
+    assert found["memory_skew"] == pytest.approx(metrics.memory_skew_mean, rel=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "per_rank"), SCHEDULES)

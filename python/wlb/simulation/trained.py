@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.simulation.methods import Step
+from wlb.simulation.percentiles import imbalance_percentile
 from wlb.simulation.stream import GlobalBatches, PieceBatches
 
 Release = Literal["fifo", "adaptive"]
@@ -100,7 +101,7 @@ class Plan(Trained):
             "thresholds": list(self.thresholds),
             "release": self.release,
             "imbalance_mean": float(imbalance.mean()),
-            "imbalance_p95": float(np.quantile(imbalance, 0.95)),
+            "imbalance_p95": imbalance_percentile(imbalance, 0.95),
             "imbalance_worst": float(imbalance.max()),
             "memory_skew": float((tokens.max(axis=1) / tokens.mean(axis=1)).mean()),
         }
