@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 _RESOLUTION = 1000  # steps of the packer's histogram of imbalances in one unit
 
 
-def percentile(values: ArrayLike, fraction: float) -> float:
+def percentile(values: NDArray[np.float64], fraction: float) -> float:
     """The smallest of the values that at least `fraction` of them do not exceed.
 
     Args:
