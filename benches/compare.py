@@ -34,8 +34,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import wlb
-from wlb.testing.dynamic_cp import violations
+from oracles.dynamic_cp import violations
 
 DOCS = RECORDS.parents[1] / "docs"
 NEEDS = "needs real lengths"

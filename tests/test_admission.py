@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.testing import strategies
+from oracles import strategies
 
 COST = wlb.CostModel(attention=1.0, linear=100.0)
 

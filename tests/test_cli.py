@@ -21,6 +21,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from oracles import kernel
 from wlb.cli import cluster, main
 from wlb.cli.app import app
 from wlb.cli.console import CliError, progress
@@ -31,7 +32,6 @@ from wlb.cli.sources import Documents, read_documents
 from wlb.cli.stream import build_stream
 from wlb.cli.tuning_report import _RELEASED
 from wlb.simulation import DEFAULT, KINDS
-from wlb.testing import kernel
 
 CONTEXT = 1024
 SMALL = ("--context", str(CONTEXT), "--micro-batches", "4")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.testing import strategies
-from wlb.testing.cost import AnalyticCost, TableCost, flops
-from wlb.testing.cost import pairs as naive_pairs
+from oracles import strategies
+from oracles.cost import AnalyticCost, TableCost, flops
+from oracles.cost import pairs as naive_pairs
 
 MAX_LENGTH = 2**31 - 1
 LENGTHS = st.lists(st.integers(1, MAX_LENGTH) | st.integers(1, 100), max_size=20)

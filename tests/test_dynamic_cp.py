@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.testing import strategies
-from wlb.testing.cost import AnalyticCost
-from wlb.testing.dynamic_cp import step_seconds, violations
+from oracles import strategies
+from oracles.cost import AnalyticCost
+from oracles.dynamic_cp import step_seconds, violations
 
 COST = wlb.CostModel(attention=1.0, linear=3000.0)
 LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import studies.exact
 import wlb
-import wlb.exact
-from wlb.testing import strategies
-from wlb.testing.cost import AnalyticCost
-from wlb.testing.packing import best_maximum, pieces_of
+from oracles import strategies
+from oracles.cost import AnalyticCost
+from oracles.packing import best_maximum, pieces_of
 
 SOLVER_TOLERANCE = 1e-6  # HiGHS' feasibility tolerance, relative to the largest cost
 
@@ -27,9 +27,9 @@ def test_no_assignment_is_better(lengths: list[int], cost: AnalyticCost, n: int,
     best = best_maximum([cost(x) for x in lengths], lengths, **sizes)
     if best == float("inf"):
         with pytest.raises(wlb.WlbError):
-            wlb.exact.solve(lengths, **sizes, cost_model=cost.model())
+            studies.exact.solve(lengths, **sizes, cost_model=cost.model())
         return
-    solution = wlb.exact.solve(lengths, **sizes, cost_model=cost.model())
+    solution = studies.exact.solve(lengths, **sizes, cost_model=cost.model())
     slack = SOLVER_TOLERANCE * best
     assert solution.optimal
     assert abs(solution.objective - best) <= slack
@@ -56,7 +56,7 @@ def test_a_batch_of_forty(llama_cost: wlb.CostModel) -> None:
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(100), np.log(30_000), 40)).astype(np.int64)
     sizes: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 80_000}
-    solution = wlb.exact.solve(lengths, **sizes, cost_model=llama_cost, time_limit=3.0)
+    solution = studies.exact.solve(lengths, **sizes, cost_model=llama_cost, time_limit=3.0)
     greedy = wlb.pack(lengths, **sizes, cost_model=llama_cost)
     assert greedy.leftover.size == 0
     slack = SOLVER_TOLERANCE * solution.objective
@@ -86,17 +86,17 @@ def test_bad_arguments_are_named(argument: str, value: float | str, llama_cost: 
         argument: value,
     }
     with pytest.raises(wlb.WlbError) as raised:
-        wlb.exact.solve([10, 20], cost_model=llama_cost, **arguments)
+        studies.exact.solve([10, 20], cost_model=llama_cost, **arguments)
     assert raised.value.argument == argument
 
 
 def test_no_time_limit(llama_cost: wlb.CostModel) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 100}
-    assert wlb.exact.solve([10, 20, 30], **sizes, cost_model=llama_cost, time_limit=float("inf")).optimal
+    assert studies.exact.solve([10, 20, 30], **sizes, cost_model=llama_cost, time_limit=float("inf")).optimal
 
 
 def test_bad_lengths_are_named(llama_cost: wlb.CostModel) -> None:
     for lengths, index in ([10, 0], 1), ([10, 101], 1), ([-1], 0):
         with pytest.raises(wlb.WlbError) as raised:
-            wlb.exact.solve(lengths, num_micro_batches=2, max_tokens=100, cost_model=llama_cost)
+            studies.exact.solve(lengths, num_micro_batches=2, max_tokens=100, cost_model=llama_cost)
         assert (raised.value.argument, raised.value.index) == ("lengths", index)

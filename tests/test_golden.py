@@ -9,7 +9,7 @@ import pytest
 from golden.generate import golden
 
 import wlb
-from wlb.testing import packing, sharding
+from oracles import packing, sharding
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")

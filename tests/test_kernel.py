@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import wlb
 import wlb.profile
-from wlb.testing import strategies
-from wlb.testing.cost import TableCost
-from wlb.testing.kernel import NaiveKernel, profile
+from oracles import strategies
+from oracles.cost import TableCost
+from oracles.kernel import NaiveKernel, profile
 
 PASSES: Any = st.sampled_from(["forward", "backward", "forward_backward"])
 LENGTHS = strategies.document_lengths(max_length=600, max_size=8)

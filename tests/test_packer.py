@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 import wlb
-from wlb.testing import strategies
-from wlb.testing.cost import AnalyticCost, ModelCost
-from wlb.testing.packer import Log, NaivePacker
-from wlb.testing.packing import Piece, Plan, leftover_of, pieces_of, plain, split_documents
+from oracles import strategies
+from oracles.cost import AnalyticCost, ModelCost
+from oracles.packer import Log, NaivePacker
+from oracles.packing import Piece, Plan, leftover_of, pieces_of, plain, split_documents
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")

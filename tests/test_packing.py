@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from wlb.testing import packing as naive
-from wlb.testing import strategies
-from wlb.testing.cost import AnalyticCost, ModelCost, TableCost
-from wlb.testing.packing import Piece, leftover_of, pieces_of
+from oracles import packing as naive
+from oracles import strategies
+from oracles.cost import AnalyticCost, ModelCost, TableCost
+from oracles.packing import Piece, leftover_of, pieces_of
 
 ORACLES = {
     "original": naive.original,

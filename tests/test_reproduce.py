@@ -1,4 +1,4 @@
-"""`wlb reproduce`: the paper's numbers, the inputs, and small runs of everything."""
+"""The study of the paper: its numbers, the inputs, and small runs of everything."""
 
 import dataclasses
 import importlib
@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.reproduce import NAMES
-from wlb.reproduce import RESULTS, SWEEP, Inputs, Result, Study
-from wlb.reproduce.dynamic_cp import Protocol, throughputs
-from wlb.reproduce.inputs import documents, kernel, points, scenario
-from wlb.reproduce.paper import (
+from oracles.kernel import profile
+from studies.paper import RESULTS, SWEEP, Inputs, Result, Study
+from studies.paper.dynamic_cp import Protocol, throughputs
+from studies.paper.inputs import documents, kernel, points, scenario
+from studies.paper.published import (
     CONFIGURATIONS,
     DYNAMIC_CP,
     FIGURE_12,
@@ -25,9 +25,8 @@ from wlb.reproduce.paper import (
     TABLE_2,
     Configuration,
 )
-from wlb.reproduce.results import Row, holds_at, influence, row
-from wlb.reproduce.study import METHODS, ceiling, even, run
-from wlb.testing.kernel import profile
+from studies.paper.results import Row, holds_at, influence, row
+from studies.paper.study import METHODS, ceiling, even, run
 
 SMALL = Study(steps=6, sweep=False, solver_seconds=0.5, solver_samples=1)
 TINY = Configuration("wlb-llm-550m", 16 * 1024, 2, 2, 4, 1)
@@ -192,7 +191,7 @@ def test_every_published_number_stands_in_a_row(made: dict[str, Result]) -> None
 
 def test_what_lies_outside_the_bands_is_named(made: dict[str, Result]) -> None:
     pytest.importorskip("rich")
-    from wlb.cli.reproduce_page import misses
+    from studies.paper.page import misses
 
     rows = (
         Row("speed-up", "packing", "simulated", 1.28, 1.003, 0.942, 1.232, "a", "b"),
@@ -244,16 +243,14 @@ def test_a_sweep_holds_the_central_value_and_says_where_its_ends_are() -> None:
 def test_command(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("typer", "rich", "matplotlib"):
+    for module in ("rich", "matplotlib"):
         pytest.importorskip(module)
-    from wlb.cli import main
+    from studies.paper.__main__ import main
 
     monkeypatch.chdir(tmp_path)
     options = ["--steps", "2", "--no-sweep", "--workers", "1", "--solver-seconds", "0"]
-    with pytest.raises(SystemExit) as exit_:
-        main(["reproduce", name, *options])
+    main([name, *options])
     printed = capsys.readouterr()
-    assert not exit_.value.code, printed.err
     assert "paper" in printed.out
     assert any(kind in printed.out for kind in ("measured", "simulated", "emulated"))
     folder = tmp_path / "wlb-reproduce"
@@ -269,30 +266,25 @@ def test_command(
 def test_command_with_lengths_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("typer")
+    pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    from wlb.cli import main
+    from studies.paper.__main__ import main
 
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", np.random.default_rng(0).integers(1, 60000, 500))
     options = ["--lengths", "lengths.npy", "--json", "--steps", "2", "--no-sweep", "--workers", "1"]
-    with pytest.raises(SystemExit):
-        main(["reproduce", "fig13", *options])
+    main(["fig13", *options])
     printed = json.loads(capsys.readouterr().out)
     assert printed["settings"]["documents"] == "lengths.npy (tokens)"
     assert [row["kind"] for row in printed["results"][0]["rows"]] == ["simulated"] * 5
 
 
-def test_the_command_knows_all_results() -> None:
-    assert tuple(RESULTS) == NAMES
-
-
 def test_command_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("typer")
-    from wlb.cli import main
+    pytest.importorskip("rich")
+    from studies.paper.__main__ import main
 
     with pytest.raises(SystemExit) as exit_:
-        main(["reproduce", "fig99"])
+        main(["fig99"])
     assert exit_.value.code == 2
     assert "fig99" in capsys.readouterr().err
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
+from oracles import schedule as naive
 from wlb.simulation.trace import chrome_trace, write_chrome_trace
-from wlb.testing import schedule as naive
 
 LAYOUTS: list[dict[str, Any]] = [
     {"schedule": "gpipe", "num_stages": 3},

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from wlb.testing import sharding as naive
-from wlb.testing import strategies
-from wlb.testing.cost import pairs
+from oracles import sharding as naive
+from oracles import strategies
+from oracles.cost import pairs
 
 VARIANTS: list[dict[str, Any]] = [
     {"strategy": "per_sequence"},

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from test_simulate import MODEL, documents, scenario, trained
 
 import wlb
+from oracles import kernel, strategies
+from oracles.dynamic_cp import step_seconds, violations
 from wlb.cli.simulate import not_compared
 from wlb.simulation import DEFAULT, KINDS, Scenario, Variant, defaults, planner_options, simulate, tune
 from wlb.simulation.dynamic import DynamicOutcome, collect_dynamic, dynamic_steps, group_waits
 from wlb.simulation.stream import GlobalBatches
-from wlb.testing import kernel, strategies
-from wlb.testing.dynamic_cp import step_seconds, violations
 
 BOTH = ("dynamic_cp", "wlb_dynamic_cp")
 ODD = wlb.ParallelLayout(dp=3, pp=1, cp=2, tp=4)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.testing import strategies
-from wlb.testing.cost import AnalyticCost, TableCost
-from wlb.testing.packing import plain
+from oracles import strategies
+from oracles.cost import AnalyticCost, TableCost
+from oracles.packing import plain
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")

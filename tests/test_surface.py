@@ -15,10 +15,8 @@ STUB = ast.parse((Path(wlb.__file__).parent / "_core.pyi").read_text())
 STUBBED_CLASSES = [node for node in STUB.body if isinstance(node, ast.ClassDef)]
 
 
-@pytest.mark.parametrize("module", ["wlb", "wlb.testing.packer", "wlb.testing.sharding"])
-def test_import_is_light(module: str) -> None:
-    """The oracles are as light as the rest: only the strategies need hypothesis."""
-    program = [sys.executable, "-c", f"import json, sys, {module}; print(json.dumps(list(sys.modules)))"]
+def test_import_is_light() -> None:
+    program = [sys.executable, "-c", "import json, sys, wlb; print(json.dumps(list(sys.modules)))"]
     output = subprocess.run(program, check=True, capture_output=True, timeout=120).stdout
     loaded = {name.partition(".")[0] for name in json.loads(output)}
     assert "wlb" in loaded

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from wlb.testing import strategies
-from wlb.testing.cost import AnalyticCost
+from oracles import strategies
+from oracles.cost import AnalyticCost
 
 POINT_FIELDS = [
     "imbalance_mean",

@@ -2,18 +2,16 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
 
 for needed in ("typer", "matplotlib"):
     pytest.importorskip(needed)
-loss_curves = pytest.importorskip("loss_curves")
+loss_curves = pytest.importorskip("studies.loss_curves")
 
 
 def test_a_difference_that_the_seeds_share_is_found_below_their_spread() -> None:

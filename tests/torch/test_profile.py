@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import wlb
-from wlb.testing import kernel as oracle
+from oracles import kernel as oracle
 from wlb.torch.profiling import Grid, Profiler, Shape, held_out_errors
 from wlb.torch.profiling import device as device_module
 from wlb.torch.profiling import profiler as profiler_module

@@ -1,11 +1,16 @@
-"""Hypothesis strategies: document lengths, cost models and packer settings, with the edges drawn often."""
+"""Hypothesis strategies for tests of programs that use wlb: document lengths, cost models and packer settings.
+
+They draw the edges often. Needs hypothesis: ``pip install "wlb[testing]"``.
+
+    @given(wlb.testing.document_lengths(max_length=8192), wlb.testing.cost_models())
+    def test_my_loader(lengths, cost_model): ...
+"""
 
 from typing import Any
 
 from hypothesis import strategies as st
 
-from wlb.testing.cost import AnalyticCost
-from wlb.testing.kernel import profile
+import wlb
 
 
 def document_lengths(*, max_length: int, min_size: int = 0, max_size: int = 40) -> st.SearchStrategy[list[int]]:
@@ -21,35 +26,18 @@ def document_lengths(*, max_length: int, min_size: int = 0, max_size: int = 40) 
     return st.lists(length, min_size=min_size, max_size=max_size) | few_values
 
 
-def costs(*, exact: bool = False) -> st.SearchStrategy[AnalyticCost]:
-    """Cost models: `exact` ones have whole coefficients, so that sums of costs carry no rounding."""
+def cost_settings(*, exact: bool = False) -> st.SearchStrategy[dict[str, Any]]:
+    """Arguments of `wlb.CostModel`: `exact` ones have whole coefficients, so that sums of costs carry no rounding."""
     whole = st.integers(0, 1000).map(float)
     real = st.floats(1e-12, 1e3)
     coefficient = whole if exact else st.one_of(whole, real)
-    return st.builds(AnalyticCost, coefficient, coefficient, st.booleans()).filter(
-        lambda cost: cost.attention > 0 or cost.linear > 0
-    )
+    settings = st.fixed_dictionaries({"attention": coefficient, "linear": coefficient, "causal": st.booleans()})
+    return settings.filter(lambda cost: cost["attention"] > 0 or cost["linear"] > 0)
 
 
-@st.composite
-def kernel_profiles(draw: st.DrawFn) -> dict[str, Any]:
-    """Profiles with any grid and times in no order, as `wlb.KernelModel.from_profile` reads them."""
-    lengths = st.sets(st.integers(1, 300) | st.sampled_from([128, 512, 4096]), min_size=1, max_size=5)
-    query_lengths = sorted(draw(lengths))
-    key_lengths = sorted(draw(lengths) | {query_lengths[-1]})
-
-    def table() -> list[list[float | None]]:
-        seconds = st.floats(1e-7, 1e-3)
-        return [[draw(seconds) if queries <= keys else None for keys in key_lengths] for queries in query_lengths]
-
-    return profile(
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        forward=table(),
-        backward=table(),
-        tile=draw(st.sampled_from([1, 16, 100, 128])),
-        causal=draw(st.booleans()),
-    )
+def cost_models(*, exact: bool = False) -> st.SearchStrategy[wlb.CostModel]:
+    """Cost models with :func:`cost_settings`."""
+    return cost_settings(exact=exact).map(lambda settings: wlb.CostModel(**settings))
 
 
 @st.composite

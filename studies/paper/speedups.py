@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from studies.paper.inputs import Point, documents, scenario
+from studies.paper.published import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE_14, Configuration
+from studies.paper.results import Facts, Result, Row, holds_at, influence, row
+from studies.paper.study import METHODS, OURS, Study, ceiling, even, run
 from wlb._core import pairs
-from wlb.reproduce.inputs import Point, documents, scenario
-from wlb.reproduce.paper import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE_14, Configuration
-from wlb.reproduce.results import Facts, Result, Row, holds_at, influence, row
-from wlb.reproduce.study import METHODS, OURS, Study, ceiling, even, run
 from wlb.simulation import Outcome, Simulation, Variant, simulate
 from wlb.simulation.static import static
 

@@ -1,6 +1,6 @@
 """Does packing change which expert a token goes to? Not in a dropless mixture of experts; with a capacity, it does.
 
-    python examples/moe.py
+    python -m studies.moe
 
 A router looks at one token's state, and that depends on the token's own document alone: attention does not cross
 documents, positions restart. So whatever a token is packed with, a dropless mixture sends it to the same experts. A
@@ -11,6 +11,8 @@ The model is untrained: a random router chooses as arbitrarily as any.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -19,6 +21,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+
+# The trainer of the examples: its model, documents and baselines.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import wlb
 from corpus import read_corpus

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from studies.paper.published import MEAN_DELAY, Configuration
 from wlb._core import KernelModel, batch_offsets, split_documents
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
-from wlb.reproduce.paper import MEAN_DELAY, Configuration
 from wlb.simulation import Scenario
 
 

@@ -1,7 +1,7 @@
 """Does packing change what is learnt? The same model on the same documents, packed in three ways, over several seeds.
 
-    python examples/loss_curves.py --seeds 3 --steps 150
-    python examples/loss_curves.py --summarize benches/records/loss_curves.json    # trains nothing
+    python -m studies.loss_curves --seeds 3 --steps 150
+    python -m studies.loss_curves --summarize benches/records/loss_curves.json    # trains nothing
 
 `original` keeps the order of arrival. `fixed, 8 batches` packs 8 global batches together, the strongest of the usual
 baselines for balance and the one that stirs the order of documents most. `wlb` delays outliers only. Every run is
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +34,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch.utils.data import DataLoader
+
+# The trainer of the examples: its model, documents and baselines.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import wlb
 from baselines import BaselineLoader

@@ -1,7 +1,7 @@
 """The optimal packing, found by a solver: a baseline and a test oracle, not a run-time path.
 
 Minimises ``max_j sum_i x_ij W(d_i)`` subject to each document once and ``sum_i x_ij d_i <= S_max`` (WLB-LLM,
-section 4.2), as a mixed-integer program given to HiGHS. Needs ``pip install "wlb[exact]"``.
+section 4.2), as a mixed-integer program given to HiGHS. Needs HiGHS: ``pip install highspy``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def solve(
     try:
         import highspy
     except ImportError as missing:
-        raise ImportError('wlb.exact needs the HiGHS solver: pip install "wlb[exact]"') from missing
+        raise ImportError("studies.exact needs the HiGHS solver: pip install highspy") from missing
     if time_limit != np.inf:
         check_positive("time_limit", time_limit)
     check_share("relative_gap", relative_gap)

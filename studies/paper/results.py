@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from wlb.reproduce.inputs import Point
+from studies.paper.inputs import Point
 
 Kind = Literal["measured", "simulated", "emulated"]
 """measured: taken with a clock, or counted, on this machine; simulated: a predicted time of the paper's cluster;

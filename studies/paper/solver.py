@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from studies.exact import ExactSolution, solve
 from wlb._core import CostModel, WlbError
-from wlb.exact import ExactSolution, solve
 from wlb.simulation.methods import Setup, Step
 from wlb.simulation.stream import GlobalBatches
 from wlb.simulation.trained import Plan, collect

@@ -1,13 +1,13 @@
-"""What `wlb reproduce` shows: tables for the terminal and one HTML file that loads nothing."""
+"""What the study shows: tables for the terminal and one HTML file that loads nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from studies.paper import SWEEP, Result, Row
 from wlb.cli.page import document, figure, notes, table
 from wlb.cli.tables import Table
-from wlb.reproduce import SWEEP, Result, Row
 
 HOW = (
     "measured: taken with a clock, or counted, on this machine. simulated: a predicted time of the paper's cluster; no"

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 import numpy as np
 from numpy.typing import NDArray
 
+from studies.paper.inputs import Inputs, documents, scenario
+from studies.paper.published import CONFIGURATIONS, MEAN_DELAY, TABLE_2
+from studies.paper.results import Kind, Result, Row, row
+from studies.paper.solver import solved
+from studies.paper.study import CHOICE, Source, Study, run
 from wlb._core import batch_offsets
-from wlb.reproduce.inputs import Inputs, documents, scenario
-from wlb.reproduce.paper import CONFIGURATIONS, MEAN_DELAY, TABLE_2
-from wlb.reproduce.results import Kind, Result, Row, row
-from wlb.reproduce.solver import solved
-from wlb.reproduce.study import CHOICE, Source, Study, run
 from wlb.simulation import Variant
 from wlb.simulation.static import StaticOutcome, score, shard_plan, static
 from wlb.simulation.stream import GlobalBatches

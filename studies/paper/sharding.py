@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from studies.paper.inputs import Inputs, documents, scenario
+from studies.paper.published import CONFIGURATIONS, FIGURE_15
+from studies.paper.results import Facts, Result, holds_at, influence, row
+from studies.paper.study import CHOICE, Source, Study
 from wlb._core import batch_offsets
 from wlb.cluster.parallel import ParallelLayout
 from wlb.cluster.step_time import stage_seconds
-from wlb.reproduce.inputs import Inputs, documents, scenario
-from wlb.reproduce.paper import CONFIGURATIONS, FIGURE_15
-from wlb.reproduce.results import Facts, Result, holds_at, influence, row
-from wlb.reproduce.study import CHOICE, Source, Study
 from wlb.simulation import Scenario
 from wlb.simulation.methods import original
 from wlb.simulation.static import shard_plan

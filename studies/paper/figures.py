@@ -1,4 +1,4 @@
-"""The pictures of `wlb reproduce`: rust is the paper, blue is ours, the pale band is the sweep."""
+"""The pictures of the study: rust is the paper, blue is ours, the pale band is the sweep."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from studies.paper import Result, Row
+from studies.paper.page import decimals, number, published
 from wlb.cli.figures import _STYLE, INK, ORIGINAL, WLB, WLB_PALE
-from wlb.cli.reproduce_page import decimals, number, published
-from wlb.reproduce import Result, Row
 
 _ROW_HEIGHT = 0.36  # inches
 

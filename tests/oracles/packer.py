@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from wlb.testing.cost import Cost
-from wlb.testing.packing import Piece, Plan, algorithm_1, refine_pieces, split_documents, sum_in_order
+from oracles.cost import Cost
+from oracles.packing import Piece, Plan, algorithm_1, refine_pieces, split_documents, sum_in_order
 
 
 class Waiting(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wlb.testing.sharding import owners, segments
+from oracles.sharding import owners, segments
 
 Table = Sequence[Sequence[float | None]]
 

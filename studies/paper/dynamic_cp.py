@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from studies.paper.inputs import Inputs, Point, generated, hardware, kernel, running
+from studies.paper.published import DYNAMIC_CP
+from studies.paper.results import Result, Row, influence, row
+from studies.paper.study import Source, Study
 from wlb._core import CostModel, KernelModel, batch_offsets, plan_dynamic_cp, shard, simulate_pipeline, simulate_steps
 from wlb.cluster.collectives import Group
 from wlb.cluster.hardware import Hardware
@@ -21,10 +25,6 @@ from wlb.cluster.memory import KEY_GRADIENT_BYTES, kv_width
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
 from wlb.cluster.step_time import data_parallel_seconds, stage_seconds
-from wlb.reproduce.inputs import Inputs, Point, generated, hardware, kernel, running
-from wlb.reproduce.paper import DYNAMIC_CP
-from wlb.reproduce.results import Result, Row, influence, row
-from wlb.reproduce.study import Source, Study
 
 Floats = NDArray[np.float64]
 Seed = tuple[int, int]

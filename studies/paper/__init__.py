@@ -1,20 +1,20 @@
 """The papers' tables and figures, side by side with ours.
 
 Each entry of :data:`RESULTS` makes one from a :class:`Study`. Nothing here decides anything: plans are those of
-`wlb.simulation`, on the paper's cluster (:mod:`wlb.reproduce.paper`) under stated inputs (:mod:`wlb.reproduce.inputs`).
+`wlb.simulation`, on the paper's cluster (`published.py`) under stated inputs (`inputs.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from wlb.reproduce.dynamic_cp import dynamic_cp
-from wlb.reproduce.inputs import SWEEP, Input, Inputs
-from wlb.reproduce.packing import table_2
-from wlb.reproduce.results import Facts, Result, Row
-from wlb.reproduce.sharding import figure_15
-from wlb.reproduce.speedups import figure_12, figure_13, figure_14
-from wlb.reproduce.study import Study
+from studies.paper.dynamic_cp import dynamic_cp
+from studies.paper.inputs import SWEEP, Input, Inputs
+from studies.paper.packing import table_2
+from studies.paper.results import Facts, Result, Row
+from studies.paper.sharding import figure_15
+from studies.paper.speedups import figure_12, figure_13, figure_14
+from studies.paper.study import Study
 
 __all__ = ["RESULTS", "SWEEP", "Facts", "Input", "Inputs", "Result", "Row", "Study"]
 

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from studies.paper.inputs import Inputs, Point, documents, points, scenario
+from studies.paper.published import Configuration
 from wlb._core import simulate_pipeline
-from wlb.reproduce.inputs import Inputs, Point, documents, points, scenario
-from wlb.reproduce.paper import Configuration
 from wlb.simulation import VARIANTS, Outcome, Simulation, Variant, simulate
 from wlb.simulation.static import StaticOutcome, score, static
 from wlb.simulation.variants import Strategy

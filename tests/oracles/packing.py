@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import wlb
-from wlb.testing.cost import Cost, pairs
+from oracles.cost import Cost, pairs
 
 
 class Piece(NamedTuple):
