@@ -23,13 +23,14 @@ test: $(VENV)/.wlb-test
 test-long: $(VENV)/.wlb-test
 	WLB_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "long or not long"
 
-## Formatting, lints, types, stubs.
+## Formatting, lints, floors and circles of imports, types, stubs.
 lint: $(VENV)/.wlb-test
 	$(BIN)/python -m pip install --quiet '.[lint]'
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- --deny warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
 
