@@ -13,6 +13,9 @@ _Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inte
 
 __all__ = [
     "BUILD_PROFILE",
+    "MAX_CP_SIZE",
+    "MAX_MICRO_BATCHES",
+    "MAX_TOKENS",
     "BacklogWarning",
     "Bounds",
     "CostModel",
@@ -49,6 +52,9 @@ __all__ = [
 
 __version__: str
 BUILD_PROFILE: Literal["release", "debug"]
+MAX_TOKENS: int
+MAX_MICRO_BATCHES: int
+MAX_CP_SIZE: int
 
 class BacklogWarning(UserWarning): ...
 

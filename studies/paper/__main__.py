@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="sweep the inputs that are not published; without, only their central values",
     )
-    parser.add_argument("--workers", type=_at_least_one, default=os.cpu_count() or 1, help="processes; default: one a core")
+    parser.add_argument("--workers", type=_at_least_one, default=os.cpu_count(), help="processes; default: all cores")
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="of the exact solver, a window; 0: none")
     parser.add_argument("--solver-samples", type=_at_least_one, default=2, help="windows of each size that it solves")
     parser.add_argument("--output-dir", type=Path, default=Path("wlb-reproduce"))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 import wlb
+from wlb._core import MAX_TOKENS
 from wlb.cli.cluster import assumptions, describe, kernel_sentence
 from wlb.cli.console import counted, written
 from wlb.cli.report import describe_documents
@@ -23,7 +24,6 @@ from wlb.cli.tables import Table, thresholds_choice, waiting_table
 from wlb.cluster.hardware import GIB
 from wlb.cluster.models import presets
 from wlb.simulation import KINDS, Choice, Scenario, Tuning
-from wlb.simulation.methods import MOST_TOKENS
 
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
@@ -254,7 +254,7 @@ class TuningReport:
 
     def _packer_before(self) -> str:
         scenario, best = self.tuning.scenario, self.tuning.best
-        max_tokens = min(scenario.tokens_per_batch, MOST_TOKENS)
+        max_tokens = min(scenario.tokens_per_batch, MAX_TOKENS)
         return (
             "packer = wlb.Packer(  # what it lets go is planned\n"
             f"    num_micro_batches={_micro_batches(scenario, best)},\n"

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import simulate_pipeline
+from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
 from wlb._errors import check_integer, error, numbers
 from wlb.cluster.hardware import GIB
 from wlb.cluster.models import ModelConfig
@@ -53,8 +53,6 @@ from wlb.cluster.parallel import ParallelLayout, Schedule, default_schedule
 
 RESERVED_BYTES = 4 * GIB
 """Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
-
-_MAX_MICRO_BATCHES = 2**20  # what the core takes
 
 KEY_GRADIENT_BYTES = 4
 """Width of the gradients of keys and values while they are summed over context-parallel ranks."""
@@ -149,7 +147,7 @@ def in_flight(
         if schedule == "gpipe":
             raise error("num_micro_batches", "is needed: gpipe holds as many as there are")
         num_micro_batches = 2 * layout.pp  # no other schedule runs further ahead
-    check_integer("num_micro_batches", num_micro_batches, minimum=1, maximum=_MAX_MICRO_BATCHES)
+    check_integer("num_micro_batches", num_micro_batches, minimum=1, maximum=MAX_MICRO_BATCHES)
     return _pipeline(schedule, layout.pp, layout.virtual_stages, int(num_micro_batches))[1]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import (
+    MAX_TOKENS,
     DynamicCpPlan,
     Packer,
     PipelineSteps,
@@ -24,7 +25,6 @@ from wlb._core import (
 )
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.step_time import data_parallel_seconds
-from wlb.simulation.methods import MOST_TOKENS
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
 from wlb.simulation.scenario import Scenario
@@ -109,7 +109,7 @@ def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int)
     """
     return {
         "num_micro_batches": scenario.micro_batches * split // scenario.layout.dp,
-        "max_tokens": min(scenario.tokens_per_batch, MOST_TOKENS),
+        "max_tokens": min(scenario.tokens_per_batch, MAX_TOKENS),
         "cost_model": options["cost_model"],
         "max_delay": scenario.max_delay,
         "max_document_tokens": scenario.context,

@@ -22,9 +22,6 @@ from wlb._core import (
 )
 from wlb.simulation.stream import GlobalBatches
 
-MOST_TOKENS = 2**31 - 1
-"""The most `max_tokens` of a packer."""
-
 
 @dataclass(frozen=True)
 class Setup:

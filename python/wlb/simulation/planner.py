@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import CostModel, WlbError, pairs
+from wlb._core import MAX_CP_SIZE, CostModel, WlbError, pairs
 from wlb._errors import error
 from wlb.cluster.fit import max_tokens
 from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.scenario import Scenario
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
-_MOST_RANKS = 65_536  # of :func:`wlb.plan_dynamic_cp`
 
 
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
@@ -75,8 +74,8 @@ def check_planner(scenario: Scenario) -> int:
     """
     if _world_size(scenario) == 1:
         raise error("layout", "has dp x cp = 1: Dynamic-CP needs ranks to form groups of", value=scenario.layout)
-    if _world_size(scenario) > _MOST_RANKS:
-        message = f"has dp x cp = {_world_size(scenario)}: Dynamic-CP plans for at most {_MOST_RANKS} ranks of a stage"
+    if _world_size(scenario) > MAX_CP_SIZE:
+        message = f"has dp x cp = {_world_size(scenario)}: Dynamic-CP plans for at most {MAX_CP_SIZE} ranks of a stage"
         raise error("layout", message, value=scenario.layout)
     schedule = scenario.pipeline_schedule
     if schedule not in _SCHEDULES:

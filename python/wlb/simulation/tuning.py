@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -44,7 +44,7 @@ PRICES = (0.003, 0.03, 0.3)
 """Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`; and the one that balances best within
 the limit of the mean delay."""
 
-STRATEGIES: tuple[Strategy, ...] = ("per_sequence", "per_document", "adaptive")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 _SHOWN_POINTS = 8
 _OTHERS = ("plain", "fixed", "per_document", "adaptive_cp")

@@ -20,6 +20,10 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // A benchmark refuses a debug build.
     module.add("BUILD_PROFILE", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+    // Limits that Python checks before it calls, or packs within.
+    module.add("MAX_TOKENS", wlb_core::lengths::MAX_TOKENS)?;
+    module.add("MAX_MICRO_BATCHES", wlb_core::packing::MAX_MICRO_BATCHES)?;
+    module.add("MAX_CP_SIZE", wlb_core::sharding::MAX_CP_SIZE)?;
     error::register(module)?;
     profile::register(module)?;
     cost::register(module)?;
