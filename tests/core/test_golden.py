@@ -14,7 +14,7 @@ from oracles import packing, sharding
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
 
-HERE = Path(__file__).parent / "golden"
+HERE = Path(__file__).parents[1] / "golden"
 FILES: dict[str, list[dict[str, Any]]] = {
     name: json.loads((HERE / f"{name}.json").read_text()) for name in ("pack", "packer", "shard")
 }

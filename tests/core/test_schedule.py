@@ -1,11 +1,9 @@
 """Pipelines: equal to the event simulation, exact on closed forms, every second accounted for."""
 
 import itertools
-import json
 import pickle
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ from numpy.typing import NDArray
 
 import wlb
 from oracles import schedule as naive
-from wlb.simulation.trace import chrome_trace, write_chrome_trace
 
 LAYOUTS: list[dict[str, Any]] = [
     {"schedule": "gpipe", "num_stages": 3},
@@ -288,56 +285,3 @@ def test_ranks_beyond_the_budget_keep_the_order_of_deal(llama_cost: wlb.CostMode
     same = (wlb.order_micro_batches(plan.costs, dp_size=dp_size, **layout) == plan.deal(dp_size)).all(axis=1)
     assert not same[: dp_size // 8].any()
     assert same[-dp_size // 8 :].all()
-
-
-def test_the_trace_conserves_time(tmp_path: Path) -> None:
-    rng = np.random.default_rng(2)
-    timelines = [
-        wlb.simulate_pipeline(rng.lognormal(size=8), schedule="zb_h1", num_stages=4, p2p_seconds=0.01) for _ in range(2)
-    ]
-    write_chrome_trace(timelines, path=tmp_path / "step.json")
-    trace = json.loads((tmp_path / "step.json").read_text())
-    assert trace == chrome_trace(timelines)
-    ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(ops) == sum(map(len, timelines))
-    for process, timeline in enumerate(timelines):
-        for rank in range(4):
-            mine = [event for event in ops if (event["pid"], event["tid"]) == (process, rank)]
-            assert sum(event["dur"] for event in mine) == pytest.approx(1e6 * timeline.busy[rank], rel=1e-12)
-            assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(mine))
-        names = {event["name"] for event in ops if event["pid"] == process}
-        assert names == {f"{letter}{j}" for letter in "FIW" for j in range(8)}
-        assert sum(event["args"]["critical"] for event in ops if event["pid"] == process) == len(timeline.critical_path)
-    threads = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "thread_name"
-    }
-    assert threads[1, 3] == "PP rank 3"
-    assert len(threads) == 8
-    assert chrome_trace(timelines[0])["traceEvents"] == [e for e in trace["traceEvents"] if e["pid"] == 0]
-    with pytest.raises(wlb.WlbError, match="timelines must not be empty") as caught:
-        chrome_trace([])
-    assert caught.value.argument == "timelines"
-
-
-def test_the_picture() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.path import Path
-
-    from wlb.cli.figures import png
-    from wlb.cli.timeline_figure import draw_timelines
-
-    costs = np.random.default_rng(3).lognormal(size=(2, 8))
-    layout: dict[str, Any] = {"schedule": "interleaved_1f1b", "num_stages": 2, "num_virtual_stages": 2}
-    timelines = [wlb.simulate_pipeline(row, **layout) for row in costs]
-    figure = draw_timelines(timelines)
-    boxes = sum(int((drawn.get_path().codes == Path.MOVETO).sum()) for drawn in figure.axes[0].patches)
-    critical = max(timelines, key=lambda timeline: timeline.seconds).critical_path
-    # Ops, the critical path once more, and of every rank the idle and of one pipeline the waiting.
-    assert boxes == sum(map(len, timelines)) + len(critical) + 4 + 2
-    assert png(figure) == png(draw_timelines(timelines))
-    assert "waiting for the slowest DP rank" in figure.axes[0].get_title(loc="left")
-    draw_timelines(wlb.simulate_pipeline(np.zeros(4), num_stages=2), title="nothing to do")
-    with pytest.raises(wlb.WlbError, match="rows"):
-        draw_timelines([])
