@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long lint bench bench-peers compare loss-curves kills fuzz clean
+.PHONY: demo test test-long lint bench bench-peers compare reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -23,13 +23,14 @@ test: $(VENV)/.wlb-test
 test-long: $(VENV)/.wlb-test
 	WLB_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "long or not long"
 
-## Formatting, lints, types, stubs.
+## Formatting, lints, floors and circles of imports, types, stubs.
 lint: $(VENV)/.wlb-test
 	$(BIN)/python -m pip install --quiet '.[lint]'
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- --deny warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
 
@@ -48,8 +49,12 @@ compare: $(VENV)/.wlb-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/compare.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
 
 ## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
-loss-curves: $(VENV)/.wlb-examples
-	$(BIN)/python examples/loss_curves.py $(LOSS_CURVES_FLAGS)
+loss-curves: $(VENV)/.wlb-studies
+	$(BIN)/python -m studies.loss_curves $(LOSS_CURVES_FLAGS)
+
+## The papers' tables and figures beside ours; writes wlb-reproduce/.
+reproduce: $(VENV)/.wlb-studies
+	$(BIN)/python -m studies.paper $(REPRODUCE_FLAGS)
 
 ## Kill the example trainer at 200 random moments, half of them in a save, and compare with a run that nobody killed.
 kills: $(VENV)/.wlb-examples

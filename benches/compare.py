@@ -31,8 +31,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import wlb
-from wlb.testing.dynamic_cp import violations
+from oracles.dynamic_cp import violations
 
 NEEDS = "needs real lengths"
 SECTIONS = {

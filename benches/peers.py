@@ -48,6 +48,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import wlb
 
 # How many documents these trainers hand their packer at a time.
@@ -263,12 +265,12 @@ def heapq_algorithm_1(lengths: Lengths, stream: Stream) -> list[list[int]]:
 
 
 def highs(stream: Stream) -> Result:
-    import wlb.exact
+    import studies.exact  # needs the solver
 
     result = Result(steps=[], seconds=[])
     optimal = 0
     for lengths in stream.batches[: stream.solver_batches]:
-        solution = wlb.exact.solve(lengths, time_limit=stream.solver_seconds, **stream.sizes)
+        solution = studies.exact.solve(lengths, time_limit=stream.solver_seconds, **stream.sizes)
         optimal += solution.optimal
         result.seconds.append(solution.seconds)
         result.steps.append([batch.lengths for batch in solution.packing.micro_batches])

@@ -2,7 +2,7 @@
 
     python benches/pipeline.py [--lengths FILE.npy ...]
 
-Speed is compared with a Python event simulation (`wlb.testing.schedule`) of the same input in the same run. Placement
+Speed is compared with a Python event simulation (`oracles.schedule`) of the same input in the same run. Placement
 is compared on the micro-batches of real lengths, or of synthetic ones like the paper's histogram: order of arrival,
 `Packing.deal` (light ends), `order_micro_batches`, and for eight micro-batches the best of all orders.
 """
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import wlb
-from wlb.testing import schedule as naive
+from oracles import schedule as naive
 
 STEPS = 20
 LAYOUTS: list[dict[str, Any]] = [

@@ -6,9 +6,9 @@
 
 50 to 500 documents in 4 to 64 micro-batches that may hold little more than the mean. Only instances where Algorithm 1
 could not always follow the cost are kept. The optimum is rarely known: the yardstick is the greater of two lower
-bounds. One is the solver's (HiGHS, `wlb.exact`). The other is a linear program: the longest documents of which no two
-fit together, be it by tokens or under the maximum cost that `refined` found, have a micro-batch each; the others may be
-cut at will.
+bounds. One is the solver's (HiGHS, `studies.exact`). The other is a linear program: the longest documents of which no
+two fit together, be it by tokens or under the maximum cost that `refined` found, have a micro-batch each; the others
+may be cut at will.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from common import COST, Lengths, bars, machine, options, parse, samples, synthe
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import studies.exact
 import wlb
-import wlb.exact
 
 DOCUMENTS = (50, 100, 200, 350, 500)
 MICRO_BATCHES = (4, 8, 16, 32, 64)
@@ -136,7 +138,7 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
     bound = relaxed_bound(lengths, options["num_micro_batches"], options["max_tokens"], float(refined.costs.max()))
     bound = max(bound or 0.0, refined.lower_bound)
     try:
-        solution = wlb.exact.solve(lengths, time_limit=seconds, **options)
+        solution = studies.exact.solve(lengths, time_limit=seconds, **options)
     except wlb.WlbError:  # nothing found in time
         solution = None
     if solution is not None:

@@ -14,6 +14,7 @@ without padding (:func:`shard`).
 The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
 """
 
+from wlb import _core, profile
 from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
@@ -43,13 +44,22 @@ from wlb._core import (
     tune_outlier_thresholds,
 )
 from wlb._results import Bounds, PackerMetrics, PipelineSteps, PipelineTimeline, TunedPoint, TuneResult
-from wlb.fit import max_tokens
-from wlb.hardware import Hardware, Link
-from wlb.layout import ParallelLayout
-from wlb.memory import RankMemory, memory_per_rank
-from wlb.models import ModelConfig
+from wlb.cluster import (
+    Hardware,
+    Link,
+    ModelConfig,
+    ParallelLayout,
+    RankMemory,
+    StageSeconds,
+    data_parallel_seconds,
+    max_tokens,
+    memory_per_rank,
+    stage_seconds,
+)
 from wlb.simulation import Scenario, Simulation, simulate
-from wlb.step_time import StageSeconds, data_parallel_seconds, stage_seconds
+
+# The engine knows no files: how it gets the text of a profile is passed down to it.
+_core.set_profile_reader(profile.read)
 
 __all__ = [
     "BUILD_PROFILE",

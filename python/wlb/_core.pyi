@@ -1,4 +1,5 @@
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, final, overload
 
 import numpy as np
@@ -25,10 +26,11 @@ __all__ = [
     "BUILD_PROFILE",
     "GENERATIONS",
     "LEFTOVER",
+    "MAX_CP_SIZE",
     "MAX_MICRO_BATCHES",
-    "MAX_RANKS",
     "MAX_STAGES",
     "MAX_TOKENS",
+    "MAX_WORLD_SIZE",
     "METHODS",
     "ON_BACKLOG",
     "OVERSIZE",
@@ -58,6 +60,7 @@ __all__ = [
     "pairs",
     "plan_dynamic_cp",
     "result",
+    "set_profile_reader",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
@@ -70,7 +73,8 @@ __version__: str
 BUILD_PROFILE: Literal["release", "debug"]
 MAX_TOKENS: int
 MAX_MICRO_BATCHES: int
-MAX_RANKS: int
+MAX_CP_SIZE: int
+MAX_WORLD_SIZE: int
 MAX_STAGES: int
 GENERATIONS: tuple[Generation, ...]
 LEFTOVER: tuple[Leftover, ...]
@@ -94,6 +98,8 @@ class WlbError(ValueError):
     value: Any
 
 class StateError(WlbError): ...
+
+def set_profile_reader(reader: Callable[[str | os.PathLike[str]], str]) -> None: ...
 
 @final
 class CostModel:
@@ -125,7 +131,7 @@ class CostModel:
         causal: bool = True,
     ) -> CostModel: ...
     @staticmethod
-    def from_profile(path_or_name: Any, *, passes: Passes = "forward_backward") -> CostModel: ...
+    def from_profile(path_or_name: str | os.PathLike[str], *, passes: Passes = "forward_backward") -> CostModel: ...
     def cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
@@ -392,7 +398,7 @@ def shard(
 @final
 class KernelModel:
     @staticmethod
-    def from_profile(path_or_name: Any, *, num_heads: int | None = None) -> KernelModel: ...
+    def from_profile(path_or_name: str | os.PathLike[str], *, num_heads: int | None = None) -> KernelModel: ...
     @staticmethod
     def analytic(
         generation: Generation,

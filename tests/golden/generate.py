@@ -8,12 +8,15 @@ read back bit for bit. Run it again only when the specification changes.
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-from wlb.testing import packing, sharding
-from wlb.testing.cost import AnalyticCost
-from wlb.testing.packer import NaivePacker, Waiting
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from oracles import packing, sharding
+from oracles.cost import AnalyticCost
+from oracles.packer import NaivePacker, Waiting
 
 HERE = Path(__file__).parent
 COSTS = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wlb
-from wlb.memory import activation_bytes
+from wlb.cluster.memory import activation_bytes
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import (
 )
 
 import wlb
-from wlb.testing import schedule as naive
+from oracles import schedule as naive
 from wlb.torch.pipeline import stages_of_rank
 
 KINDS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}

@@ -19,13 +19,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import wlb
-from wlb.testing import kernel as oracle
-from wlb.torch.profile import Grid, Profiler, Shape, held_out_errors
-from wlb.torch.profile import device as device_module
-from wlb.torch.profile import profiler as profiler_module
-from wlb.torch.profile.attention import AttentionBench
-from wlb.torch.profile.device import Device, repetitions
-from wlb.torch.profile.layer import LayerBench, _LinearPart
+from oracles import kernel as oracle
+from wlb.torch.profiling import Grid, Profiler, Shape, held_out_errors
+from wlb.torch.profiling import device as device_module
+from wlb.torch.profiling import profiler as profiler_module
+from wlb.torch.profiling.attention import AttentionBench
+from wlb.torch.profiling.device import Device, repetitions
+from wlb.torch.profiling.layer import LayerBench, _LinearPart
 
 MODEL = wlb.ModelConfig(
     hidden_size=32, ffn_hidden_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=10
@@ -116,7 +116,7 @@ def test_errors_are_those_of_the_model(tmp_path: Path) -> None:
 def test_what_a_call_computes() -> None:
     """Segments of a call are apart, each causal with its last query at its last key."""
     bench = AttentionBench.of(MODEL, tp=1, device=Device.open("cpu"), kernel="auto")
-    from wlb.torch.profile.attention import _call
+    from wlb.torch.profiling.attention import _call
 
     q, k, v = torch.randn(6, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
     out, _ = bench.kernel.forward(q, k, v, _call(2, 3, 5, torch.device("cpu")))

@@ -13,7 +13,6 @@ from wlb.cli.demo import demo
 from wlb.cli.options import as_options
 from wlb.cli.pack import pack
 from wlb.cli.profile import profile
-from wlb.cli.reproduce import reproduce
 from wlb.cli.simulate import simulate
 from wlb.cli.tune import tune
 
@@ -50,7 +49,6 @@ app.command()(pack)
 app.command()(profile)
 app.command()(tune)
 app.command()(simulate)
-app.command()(reproduce)
 app.command()(audit)
 
 

@@ -10,9 +10,9 @@ import typer
 import wlb
 from wlb.cli.console import CliError
 from wlb.cli.options import parse_numbers, whole
-from wlb.hardware import GIB
-from wlb.hardware import presets as gpus
-from wlb.layout import Fsdp, Recompute
+from wlb.cluster.hardware import GIB
+from wlb.cluster.hardware import presets as gpus
+from wlb.cluster.parallel import Fsdp, Recompute
 from wlb.simulation import Scenario, Schedule
 
 _CLUSTER = "Cluster"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import wlb
 from wlb.cli.console import CliError
-from wlb.models import presets
+from wlb.cluster.models import presets
 
 
 def model_config(model: str) -> wlb.ModelConfig:

@@ -9,7 +9,7 @@ import typer
 
 from wlb.cli.console import CliError
 from wlb.cli.stream import Oversize
-from wlb.models import presets
+from wlb.cluster.models import presets
 
 _DOCUMENTS = "Documents"
 _BATCHES = "Global batches"

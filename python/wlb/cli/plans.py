@@ -9,8 +9,9 @@ import wlb
 from wlb._choices import Release
 from wlb.cli.console import counted
 from wlb.cli.stream import Stream
-from wlb.simulation import plans
-from wlb.simulation.plans import Plan, Setup, Step, fixed_length, original, var_length
+from wlb.simulation import methods, trained
+from wlb.simulation.methods import Setup, Step, fixed_length, original, var_length
+from wlb.simulation.trained import Plan
 
 __all__ = ["Plan", "Release", "Setup", "Step", "collect", "fixed_length", "original", "tune", "var_length", "waiting"]
 
@@ -25,9 +26,9 @@ def collect(
     thresholds: tuple[int, ...] = (),
     release: Release = "fifo",
 ) -> Plan:
-    """Runs a method over the stream, as :func:`wlb.simulation.plans.collect`."""
+    """Runs a method over the stream, as :func:`wlb.simulation.trained.collect`."""
     tracked = progress.track(steps, total=stream.batches, description=f"Packing: {name}")
-    return plans.collect(name, tracked, stream, thresholds, release)
+    return trained.collect(name, tracked, stream, thresholds, release)
 
 
 def waiting(
@@ -59,9 +60,9 @@ def tune(
     """The best thresholds, or without `queues` the best price of delay, for the first `batches` global batches."""
     what = "the price of delay" if queues is None else counted(queues, "queue")
     task = progress.add_task(f"Tuning {what}", total=None)
-    result = plans.tune_waiting(
+    result = methods.tune_waiting(
         stream.head(batches),
-        {**plans.packer_options(setup, max_delay), "method": method},
+        {**methods.packer_options(setup, max_delay), "method": method},
         tokens_per_batch=setup.tokens_per_batch,
         queues=queues,
         max_mean_delay=max_mean_delay,

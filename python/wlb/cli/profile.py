@@ -11,7 +11,7 @@ from wlb.cli import options
 from wlb.cli.console import CliError, progress, results
 from wlb.cli.cost import model_config
 from wlb.cli.tables import Table
-from wlb.models import presets
+from wlb.cluster.models import presets
 
 _MEASURED = "What is measured"
 _SHOWN = 9  # columns and rows of the table
@@ -95,7 +95,7 @@ def profile(
     if find_spec("torch") is None:
         raise CliError('torch not installed; run: pip install "wlb[torch]"')
     import wlb
-    from wlb.torch.profile import Grid, Profiler, held_out_errors
+    from wlb.torch.profiling import Grid, Profiler, held_out_errors
 
     kernel_name: Any = kernel
     profiler = Profiler(model_config(model), tp=tp, device=device, kernel=kernel_name)

@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 import wlb
 from wlb.cli.figures import _STYLE, INK, ORIGINAL, SOFT, WLB
 from wlb.cli.timeline_figure import MAX_ROWS, draw_timelines
-from wlb.hardware import GIB
+from wlb.cluster.hardware import GIB
 from wlb.simulation import ATTRIBUTION, KINDS, Choice, Outcome, Tuning
 from wlb.simulation.tuning import Kind
 

@@ -22,9 +22,9 @@ from wlb.cli.simulation_explanation import explanation
 from wlb.cli.simulation_tables import NOTES, time_table, variant_table
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
-from wlb.hardware import GIB
-from wlb.schedule import write_chrome_trace
+from wlb.cluster.hardware import GIB
 from wlb.simulation import Outcome
+from wlb.simulation.trace import write_chrome_trace
 
 _TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
 

@@ -4,7 +4,7 @@ import itertools
 
 import wlb
 from wlb.cli.tables import Table
-from wlb.hardware import GIB
+from wlb.cluster.hardware import GIB
 
 NOTES = (
     "All times are predictions; the kernel model that they rest on is named above. per-document CP, adaptive CP,"

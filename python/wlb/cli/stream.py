@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 import wlb
 from wlb.cli.console import CliError, counted
 from wlb.cli.sources import Documents
-from wlb.simulation.plans import GlobalBatches
+from wlb.simulation.stream import GlobalBatches
 
 Oversize = Literal["split", "truncate", "error"]
 

@@ -21,8 +21,8 @@ from wlb.cli.simulation_report import SimulationReport
 from wlb.cli.sources import Documents
 from wlb.cli.stream import Stream
 from wlb.cli.tables import Table, thresholds_choice, waiting_table
-from wlb.hardware import GIB
-from wlb.models import presets
+from wlb.cluster.hardware import GIB
+from wlb.cluster.models import presets
 from wlb.simulation import KINDS, Choice, Scenario, Tuning
 
 _NOTES = (

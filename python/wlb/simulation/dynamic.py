@@ -22,12 +22,13 @@ from wlb._core import (
     simulate_steps,
 )
 from wlb._results import PipelineSteps, PipelineTimeline
-from wlb.memory import RankMemory, memory_per_rank
+from wlb.cluster.memory import RankMemory, memory_per_rank
+from wlb.cluster.step_time import data_parallel_seconds
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
-from wlb.simulation.plans import GlobalBatches, Trained
 from wlb.simulation.scenario import Scenario
-from wlb.step_time import data_parallel_seconds
+from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.trained import Trained
 
 Integers = NDArray[np.int64]
 

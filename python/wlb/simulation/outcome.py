@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._results import PipelineTimeline
-from wlb.memory import RankMemory
-from wlb.simulation.plans import Trained
+from wlb.cluster.memory import RankMemory
+from wlb.simulation.percentiles import imbalance_percentile, percentile
 from wlb.simulation.scenario import Scenario
+from wlb.simulation.trained import Trained
 
 Floats = NDArray[np.float64]
 
@@ -142,13 +143,13 @@ class Outcome(ABC):
             "micro_batches_mean": self.micro_batches,
             "seconds": total,
             "step_seconds_mean": float(self.seconds[: plan.streamed].mean()),
-            "step_seconds_p95": float(np.quantile(self.seconds[: plan.streamed], 0.95)),
+            "step_seconds_p95": percentile(self.seconds[: plan.streamed], 0.95),
             "step_seconds_worst": float(self.seconds[: plan.streamed].max()),
             "tokens_per_second": self.tokens_per_second,
             "model_flops_utilization": self.model_flops_utilization,
             "attribution": {name: float(part.sum() / total) for name, part in self.attribution.items()},
             "micro_batch_imbalance_mean": float(imbalance.mean()),
-            "micro_batch_imbalance_p95": float(np.quantile(imbalance, 0.95)),
+            "micro_batch_imbalance_p95": imbalance_percentile(imbalance, 0.95),
             "micro_batch_imbalance_worst": float(imbalance.max()),
             "cp_imbalance": self.cp_imbalance,
             "cp_strategies": self.strategies,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import MAX_RANKS, CostModel, WlbError, pairs
+from wlb._core import MAX_WORLD_SIZE, CostModel, WlbError, pairs
 from wlb._errors import error
-from wlb.fit import max_tokens
-from wlb.layout import ParallelLayout
+from wlb.cluster.fit import max_tokens
+from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.scenario import Scenario
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
@@ -74,8 +74,8 @@ def check_planner(scenario: Scenario) -> int:
     """
     if _world_size(scenario) == 1:
         raise error("layout", "has dp x cp = 1: Dynamic-CP needs ranks to form groups of", value=scenario.layout)
-    if _world_size(scenario) > MAX_RANKS:
-        message = f"has dp x cp = {_world_size(scenario)}: Dynamic-CP plans for at most {MAX_RANKS} ranks of a stage"
+    if _world_size(scenario) > MAX_WORLD_SIZE:
+        message = f"has dp x cp = {_world_size(scenario)}: Dynamic-CP plans for at most {MAX_WORLD_SIZE} ranks of a stage"
         raise error("layout", message, value=scenario.layout)
     schedule = scenario.pipeline_schedule
     if schedule not in _SCHEDULES:

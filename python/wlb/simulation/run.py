@@ -13,11 +13,13 @@ from wlb._core import Packer, batch_offsets
 from wlb._errors import error
 from wlb._results import TuneResult
 from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
+from wlb.simulation.methods import Setup, packer_options, tune_waiting
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import planner_options
-from wlb.simulation.plans import GlobalBatches, Plan, Setup, collect, packer_options, tune_waiting
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.score import Sharded, placed, score, shard_plan
+from wlb.simulation.static import Sharded, placed, score, shard_plan
+from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.trained import Plan, collect
 from wlb.simulation.variants import Variant, chosen, defaults
 
 TUNED_SHARE = 4

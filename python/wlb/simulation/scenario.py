@@ -10,18 +10,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb import profiles
 from wlb._choices import Generation, Schedule
 from wlb._core import CostModel, KernelModel, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
 from wlb._results import PipelineTimeline
-from wlb.fit import max_tokens
-from wlb.hardware import Hardware
-from wlb.layout import ParallelLayout
-from wlb.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
-from wlb.models import ModelConfig
-from wlb.simulation.plans import Setup
-from wlb.step_time import StageSeconds, stage_seconds
+from wlb.cluster.fit import max_tokens
+from wlb.cluster.hardware import Hardware
+from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, default_schedule
+from wlb.cluster.step_time import StageSeconds, stage_seconds
+from wlb.profile import read as read_profile
+from wlb.simulation.methods import Setup
 
 _GENERATIONS: dict[str, Generation] = {
     "a100": "a100",
@@ -160,7 +160,7 @@ class Scenario:
     @property
     def pipeline_schedule(self) -> Schedule:
         """The schedule by name."""
-        return self.schedule or ("1f1b" if self.layout.virtual_stages == 1 else "interleaved_1f1b")
+        return self.schedule or default_schedule(self.layout)
 
     @cached_property
     def attention(self) -> KernelModel:
@@ -185,7 +185,7 @@ class Scenario:
         """Measured forward and backward of everything but attention in a layer; None: by FLOPs."""
         if self.profile is None:
             return None
-        linear = json.loads(profiles.read(self.profile)).get("linear")
+        linear = json.loads(read_profile(self.profile)).get("linear")
         measured = linear.get("layer") if isinstance(linear, dict) else None
         model, tp = self.model, self.layout.tp
         mine = {

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike
 from wlb._core import WlbError, simulate_pipeline
 from wlb._results import TunedPoint, TuneResult
 from wlb.simulation.dynamic import packer_before
+from wlb.simulation.methods import packer_options, tune_waiting
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import check_planner, obstacle, planner_options
-from wlb.simulation.plans import packer_options, tune_waiting
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.variants import Strategy, Variant
@@ -45,7 +45,7 @@ PRICES = (0.003, 0.03, 0.3)
 """Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`; and the one that balances best within
 the limit of the mean delay."""
 
-STRATEGIES: tuple[Strategy, ...] = ("per_sequence", "per_document", "adaptive")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 _SHOWN_POINTS = 8
 _OTHERS = ("plain", "fixed", "per_document", "adaptive_cp")

@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 
 from wlb._core import WlbError
 from wlb._errors import error
+from wlb.simulation.methods import Setup, Step, fixed_length, original, var_length
 from wlb.simulation.planner import obstacle
-from wlb.simulation.plans import GlobalBatches, Setup, Step, fixed_length, original, var_length
 from wlb.simulation.scenario import Scenario
+from wlb.simulation.stream import GlobalBatches
 
 Packing = Literal["original", "fixed_length", "var_length", "dynamic_cp"]
 Strategy = Literal["per_sequence", "per_document", "adaptive"]

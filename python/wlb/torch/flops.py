@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 import wlb
 from wlb._errors import error
-from wlb.hardware import Hardware, presets
+from wlb.cluster.hardware import Hardware, presets
 
 # Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. Of the entries whose words are all among
 # those of the driver's name, the longest counts.

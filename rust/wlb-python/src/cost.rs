@@ -8,6 +8,7 @@ use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Passes};
 
 use crate::convert::{Pickled, array, as_json, floats, integer, positive, read_lengths, real};
 use crate::error::raise;
+use crate::profile::read_profile;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<CostModel>()?;
@@ -157,7 +158,7 @@ impl CostModel {
     /// Cost from a measured profile: a JSON file, or the name of one that came with wlb.
     ///
     /// Args:
-    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
+    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profile.names()``.
     ///     passes: "forward", "backward" or "forward_backward" (their sum).
     ///
     /// Raises:
@@ -166,8 +167,7 @@ impl CostModel {
     #[pyo3(signature = (path_or_name, *, passes = "forward_backward"))]
     fn from_profile(path_or_name: &Bound<'_, PyAny>, passes: &str) -> PyResult<Self> {
         let passes = passes.parse::<Passes>().map_err(raise)?;
-        let json: String =
-            path_or_name.py().import("wlb.profiles")?.call_method1("read", (path_or_name,))?.extract()?;
+        let json = read_profile(path_or_name)?;
         Model::from_profile(&json, passes).map(Self).map_err(raise)
     }
 

@@ -10,6 +10,7 @@ use wlb_core::sharding::kernel::{Generation, KernelModel as Model};
 use crate::convert::{Pickled, array, as_json, integer, read_lengths};
 use crate::cost::mask;
 use crate::error::raise;
+use crate::profile::read_profile;
 use crate::shard::Shard;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -36,7 +37,7 @@ impl KernelModel {
     /// The model of a measured profile; exact at every point of its grid.
     ///
     /// Args:
-    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
+    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profile.names()``.
     ///     num_heads: query heads of one GPU where they are others than the profile's: times are in proportion.
     ///
     /// Raises:
@@ -45,8 +46,7 @@ impl KernelModel {
     #[pyo3(signature = (path_or_name, *, num_heads = None))]
     fn from_profile(path_or_name: &Bound<'_, PyAny>, num_heads: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let num_heads = num_heads.map(|heads| integer("num_heads", heads)).transpose()?;
-        let json: String =
-            path_or_name.py().import("wlb.profiles")?.call_method1("read", (path_or_name,))?.extract()?;
+        let json = read_profile(path_or_name)?;
         let model = Model::from_profile(&json).map_err(raise)?;
         num_heads.map_or(Ok(model.clone()), |heads| model.with_num_heads(heads)).map(Self).map_err(raise)
     }

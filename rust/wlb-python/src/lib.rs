@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use wlb_core::cost::Passes;
-use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_STAGES, MAX_TOKENS};
+use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 use wlb_core::packing::stream::{OnBacklog, Oversize, Release, StreamMethod};
 use wlb_core::packing::{Leftover, Method};
 use wlb_core::pipeline::Schedule;
@@ -18,6 +18,7 @@ mod kernel;
 mod packer;
 mod packing;
 mod pipeline;
+mod profile;
 mod results;
 mod run;
 mod shard;
@@ -36,6 +37,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     limits_and_choices(module)?;
     error::register(module)?;
     results::register(module)?;
+    profile::register(module)?;
     cost::register(module)?;
     packing::register(module)?;
     packer::register(module)?;
@@ -51,7 +53,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn limits_and_choices(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_TOKENS", MAX_TOKENS)?;
     module.add("MAX_MICRO_BATCHES", MAX_MICRO_BATCHES)?;
-    module.add("MAX_RANKS", MAX_CP_SIZE)?;
+    module.add("MAX_CP_SIZE", MAX_CP_SIZE)?;
+    module.add("MAX_WORLD_SIZE", MAX_WORLD_SIZE)?;
     module.add("MAX_STAGES", MAX_STAGES)?;
     let choices = [
         ("GENERATIONS", Generation::NAMES),

@@ -1,0 +1,27 @@
+"""A model on a cluster: shapes, hardware, parallel layout, and what they take in bytes and seconds.
+
+Each file answers one question: `models` (what is trained), `hardware` (on what), `parallel` (spread how), `memory` (how
+many bytes of each GPU), `fit` (how many tokens fit, and what to change where too few do), `collectives` (how long
+communication takes) and `step_time` (how long a micro-batch takes on each pipeline stage).
+"""
+
+from wlb.cluster.fit import max_tokens
+from wlb.cluster.hardware import Hardware, Link
+from wlb.cluster.memory import RankMemory, memory_per_rank
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, Schedule
+from wlb.cluster.step_time import StageSeconds, data_parallel_seconds, stage_seconds
+
+__all__ = [
+    "Hardware",
+    "Link",
+    "ModelConfig",
+    "ParallelLayout",
+    "RankMemory",
+    "Schedule",
+    "StageSeconds",
+    "data_parallel_seconds",
+    "max_tokens",
+    "memory_per_rank",
+    "stage_seconds",
+]

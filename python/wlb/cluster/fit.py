@@ -1,0 +1,150 @@
+"""How many tokens fit into a GPU, and what to change where too few do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from wlb._choices import Schedule
+from wlb._core import WlbError
+from wlb._errors import check_integer, error
+from wlb.cluster.hardware import GIB, Hardware
+from wlb.cluster.memory import RESERVED_BYTES, RankMemory, memory_per_rank
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, default_schedule
+
+
+def max_tokens(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    hardware: Hardware,
+    *,
+    schedule: Schedule | None = None,
+    num_micro_batches: int | None = None,
+    reserved_bytes: int = RESERVED_BYTES,
+    at_least: int = 1,
+) -> int:
+    """The most tokens that every micro-batch may have, over all context-parallel ranks: the paper's `S_max`.
+
+    Safe: no rank runs out of memory although all micro-batches under way are that large.
+
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        hardware: `memory_bytes` of it.
+        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
+        num_micro_batches: as in :func:`wlb.memory_per_rank`.
+        reserved_bytes: as in :func:`wlb.memory_per_rank`.
+        at_least: tokens that a micro-batch must be able to have, as the context window.
+
+    Raises:
+        WlbError: so many do not fit; says on which rank, by how many GiB, and which least changes would make them fit,
+            first on the same GPUs, then on more. Or nothing of a GPU's memory is left, or the schedule cannot have the
+            layout.
+    """
+    layout.check(model=model)
+    check_integer("at_least", at_least, minimum=0)
+    check_integer("reserved_bytes", reserved_bytes, minimum=0)
+    if reserved_bytes >= hardware.memory_bytes:
+        message = (
+            f"= {reserved_bytes} ({reserved_bytes / GIB:.1f} GiB): leaves nothing of the"
+            f" {hardware.memory_bytes / GIB:.1f} GiB of {hardware.name}"
+        )
+        raise error("reserved_bytes", message, value=reserved_bytes)
+
+    def memory(layout: ParallelLayout, tokens: int, schedule: Schedule | None = schedule) -> RankMemory:
+        return memory_per_rank(
+            model,
+            layout,
+            tokens,
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            reserved_bytes=reserved_bytes,
+        )
+
+    def fits(layout: ParallelLayout, schedule: Schedule | None = schedule) -> bool:
+        try:
+            return bool((memory(layout, at_least, schedule).total <= hardware.memory_bytes).all())
+        except WlbError:  # a schedule that this layout cannot have
+            return False
+
+    one = memory(layout, 1)
+    room = hardware.memory_bytes - memory(layout, 0).total
+    most = int(np.floor((room / (one.activations + one.workspace + one.logits)).min()))
+    if most >= at_least:
+        return most
+
+    needed = memory(layout, at_least).total
+    rank = int(needed.argmax())
+    message = (
+        f"does not fit: {at_least:,} tokens of {model.name} need {needed[rank] / GIB:.1f} GiB on pipeline rank {rank},"
+        f" {(needed[rank] - hardware.memory_bytes) / GIB:.1f} GiB more than the {hardware.memory_bytes / GIB:.1f} GiB"
+        f" of {hardware.name}"
+    )
+    found = [option for more_gpus in (False, True) for option in _least_changes(model, layout, more_gpus, fits)]
+    default = default_schedule(layout)
+    if schedule not in (None, default) and fits(layout, default):
+        found.insert(0, f"schedule={default!r}")
+    options = ", or with ".join(found)
+    advice = f"it would fit with {options}" if options else "nor would it on 8 times as many GPUs along every axis"
+    raise error("layout", f"{message}; {advice}", value=layout)
+
+
+_SAVINGS: dict[str, tuple[object, ...]] = {
+    "fsdp": ("none", "zero1", "zero2", "zero3"),
+    "recompute": ("none", "selective", "full"),
+    "fused_loss": (False, True),
+    "fused_ffn": (False, True),
+    "sequence_parallel": (False, True),
+}
+"""Settings that save memory on the same GPUs, the dearest value last."""
+
+_AXES: dict[str, tuple[object, ...]] = dict.fromkeys(("tp", "cp", "pp", "dp"), (2, 4, 8))
+"""Axes and the factors by which they may grow."""
+
+_SHOWN = 3
+
+
+def _least_changes(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    more_gpus: bool,
+    fits: Callable[[ParallelLayout], bool],
+) -> list[str]:
+    """As few settings as possible, on as few GPUs as possible, and of each setting the smallest change that fits."""
+    settings = [*_SAVINGS, *_AXES] if more_gpus else [*_SAVINGS]
+    for count in range(1, len(settings) + 1):
+        options: list[tuple[int, str]] = []
+        for names in itertools.combinations(settings, count):
+            if more_gpus and _AXES.keys().isdisjoint(names):
+                continue
+            changed = next((changed for changed in _changed(model, layout, names) if fits(changed)), None)
+            if changed is not None:
+                text = " and ".join(f"{name}={getattr(changed, name)!r}" for name in names)
+                options.append((changed.world_size, text + f" ({changed.world_size} GPUs)" * more_gpus))
+        if options:
+            return [text for _, text in sorted(options, key=lambda option: option[0])[:_SHOWN]]
+    return []
+
+
+def _changed(model: ModelConfig, layout: ParallelLayout, names: tuple[str, ...]) -> Iterator[ParallelLayout]:
+    """The layouts that the model can have when each of these settings saves more, fewest GPUs first."""
+    values: list[tuple[object, ...]] = []
+    for name in names:
+        now = getattr(layout, name)
+        if name in _AXES:
+            values.append(tuple(now * factor for factor in _AXES[name]))
+        else:
+            values.append(_SAVINGS[name][_SAVINGS[name].index(now) + 1 :])
+    possible = []
+    for choice in itertools.product(*values):
+        try:
+            changed = dataclasses.replace(layout, **dict(zip(names, choice, strict=True)))  # type: ignore[arg-type]
+            changed.check(model=model)
+        except WlbError:
+            continue
+        possible.append(changed)
+    yield from sorted(possible, key=lambda changed: changed.world_size)

@@ -1,0 +1,292 @@
+"""Bytes of a GPU during training.
+
+Activations are counted as in Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models",
+section 4), for today's layer: flash attention, grouped-query attention, a gated feed-forward block, no dropout.
+Of one token and layer, with `a` bytes a value, hidden size `h`, queries `q = num_heads * head_dim`, keys
+`kv = num_kv_heads * head_dim` and feed-forward width `f`, these are kept for the backward:
+
+=========================================  ===========  =========================  ================
+what                                       bytes        divided by                 recompute drops
+=========================================  ===========  =========================  ================
+input of the layer (attention's norm)      a h          tp, if sequence parallel   (full keeps it)
+normalised input of QKV                    a h          tp, if sequence parallel   selective, full
+queries, keys, values, rotated             a (q + 2kv)  tp                         full
+attention's output, input of O             a q          tp                         full
+log-sum-exp, float32                       4 num_heads  tp                         full
+input of the feed-forward block's norm     a h          tp, if sequence parallel   full
+its normalised input                       a h          tp, if sequence parallel   selective, full
+gate and up                                2 a f        tp                         full
+activated gate, unless `fused_ffn`         a f          tp                         selective, full
+product of the two, input of down          a f          tp                         selective, full
+reciprocal norms, float32                  8            tp, if sequence parallel   full
+=========================================  ===========  =========================  ================
+
+A mixture of experts keeps the feed-forward rows for each expert visited, and a copy of the input for each, which tensor
+parallelism does not divide. Normalised heads (Qwen3) add their inputs, `a (q + kv)`, and their reciprocal norms. A
+layer is at work on one micro-batch at a time, which takes for each token
+
+=========================================  ==============================================
+gradients in the feed-forward block        a (3 f experts_per_token / tp + h)
+gathered keys and values, their gradients  2 (a + 4) cp kv / tp, with cp above 1
+a layer again, if recompute is full        the table above
+logits, on the rank of the last stage      (a + 4) vocab / tp, unless `fused_loss`
+=========================================  ==============================================
+
+Logits are the values and a float32 softmax, which becomes their gradient in place. The gradients of gathered keys are
+summed in float32, as `wlb.torch` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._choices import Schedule
+from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
+from wlb._errors import check_integer, error, numbers
+from wlb.cluster.hardware import GIB
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout, default_schedule
+
+RESERVED_BYTES = 4 * GIB
+"""Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
+
+KEY_GRADIENT_BYTES = 4
+"""Width of the gradients of keys and values while they are summed over context-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the GPUs of every pipeline rank.
+
+    The first five are float64[pp], the others [..., pp] for micro-batches [...].
+    """
+
+    parameters: NDArray[np.float64]
+    gradients: NDArray[np.float64]
+    optimizer: NDArray[np.float64]
+    gathered_parameters: NDArray[np.float64]  # ZeRO-3: two layers' parameters and one's gradients, whole
+    reserved: NDArray[np.float64]
+    activations: NDArray[np.float64]  # kept for the backward, of all micro-batches under way
+    workspace: NDArray[np.float64]  # of the layer at work: gathered keys, gradients, a layer recomputed
+    logits: NDArray[np.float64]  # on the rank of the last stage
+
+    @property
+    def total(self) -> NDArray[np.float64]:
+        """Float64[..., pp]: the sum."""
+        parts = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return np.asarray(sum(parts[1:], start=parts[0]))
+
+
+def activation_bytes(model: ModelConfig, layout: ParallelLayout) -> float:
+    """Bytes that one layer keeps for the backward, for each token of a rank: the table above."""
+    if layout.recompute == "full":
+        return layout.activation_bytes * model.hidden_size / (layout.tp if layout.sequence_parallel else 1)
+    return _layer_bytes(model, layout, selective=layout.recompute == "selective")
+
+
+def _layer_bytes(model: ModelConfig, layout: ParallelLayout, *, selective: bool) -> float:
+    a, tp = layout.activation_bytes, layout.tp
+    experts, h, f = model.experts_per_token, model.hidden_size, model.ffn_hidden_size
+    q, kv = model.num_heads * model.head_dim, kv_width(model, layout) * tp
+    kept_ffn = (2 if model.gated_ffn else 1) * f
+    dropped_ffn = (1 if layout.fused_ffn or not model.gated_ffn else 2) * f
+    by_token = 2.0 * a * h + 8  # split over tensor-parallel ranks only by sequence parallelism
+    by_head: float = a * (2 * q + 2 * kv + experts * kept_ffn) + 4 * model.num_heads
+    if model.qk_norm:
+        by_head += a * (q + kv) + 4 * (q + kv) / model.head_dim
+    if not selective:
+        by_token += 2 * a * h
+        by_head += a * experts * dropped_ffn
+    copies = a * h * experts if model.num_experts > 1 else 0
+    return by_token / (tp if layout.sequence_parallel else 1) + by_head / tp + copies
+
+
+def kv_width(model: ModelConfig, layout: ParallelLayout) -> int:
+    """Width of the keys of a tensor-parallel rank: a rank has at least one head, a copy if there are fewer."""
+    return max(1, model.num_kv_heads // layout.tp) * model.head_dim
+
+
+def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
+    """int64[stages]: the pipeline rank of every stage in the order of the model, by :func:`wlb.simulate_pipeline`.
+
+    Raises:
+        WlbError: the schedule cannot have that many virtual stages.
+    """
+    return _pipeline(schedule or default_schedule(layout), layout.pp, layout.virtual_stages, layout.pp)[0]
+
+
+def in_flight(
+    layout: ParallelLayout, *, schedule: Schedule | None = None, num_micro_batches: int | None = None
+) -> NDArray[np.float64]:
+    """How many micro-batches' activations each pipeline rank holds at its peak, in units of all its stages.
+
+    ``PipelineTimeline.peak_activation`` of :func:`wlb.simulate_pipeline`, which holds a micro-batch from its forward to
+    its weight gradient.
+
+    Args:
+        layout: `pp` and `virtual_stages` of it.
+        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
+        num_micro_batches: of a step and data-parallel rank; default: a large multiple of `pp`. Where `pp` does
+            not divide them an interleaved schedule has larger rounds, and holds more.
+
+    Returns:
+        float64[pp].
+
+    Raises:
+        WlbError: the schedule cannot have that layout or number; GPipe, which holds all there are, without a number.
+
+    Complexity:
+        O(num_micro_batches * stages) at the first call for a shape.
+    """
+    schedule = schedule or default_schedule(layout)
+    if num_micro_batches is None:
+        if schedule == "gpipe":
+            raise error("num_micro_batches", "is needed: gpipe holds as many as there are")
+        num_micro_batches = 2 * layout.pp  # no other schedule runs further ahead
+    check_integer("num_micro_batches", num_micro_batches, minimum=1, maximum=MAX_MICRO_BATCHES)
+    return _pipeline(schedule, layout.pp, layout.virtual_stages, int(num_micro_batches))[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _pipeline(
+    schedule: Schedule, pp: int, virtual_stages: int, num_micro_batches: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The rank of every stage, and what each rank holds at its peak; neither depends on how long anything takes."""
+    timeline = simulate_pipeline(
+        np.ones(num_micro_batches), schedule=schedule, num_stages=pp, num_virtual_stages=virtual_stages
+    )
+    ranks = np.empty(pp * virtual_stages, dtype=np.int64)
+    ranks[timeline.stages] = timeline.ranks
+    held = timeline.peak_activation
+    for shared in (ranks, held):
+        shared.flags.writeable = False
+    return ranks, held
+
+
+def memory_per_rank(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    tokens: ArrayLike,
+    *,
+    schedule: Schedule | None = None,
+    num_micro_batches: int | None = None,
+    held_tokens: ArrayLike | None = None,
+    reserved_bytes: int = RESERVED_BYTES,
+) -> RankMemory:
+    """Bytes of every pipeline rank when each micro-batch under way has that many tokens.
+
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        tokens: int[...] tokens of a micro-batch, over all context-parallel ranks; any shape.
+        schedule: of the pipeline, as in :func:`in_flight`.
+        num_micro_batches: of a step and data-parallel rank, as in :func:`in_flight`; default: enough to fill it.
+        held_tokens: float64[..., pp] tokens of the micro-batches under way on each rank, where they are not all that
+            large (``peak_activation`` of a simulated step); `tokens` is then the largest micro-batch, at work.
+        reserved_bytes: not available.
+
+    Raises:
+        WlbError: the layout does not divide the model, the schedule cannot have the layout, or a number is negative.
+    """
+    layout.check(model=model)
+    # A rank has at most one token more than its share; a fraction of a token is as good.
+    per_rank = _check_tokens("tokens", tokens)[..., None] / layout.cp
+    if held_tokens is None:
+        held = per_rank * in_flight(layout, schedule=schedule, num_micro_batches=num_micro_batches)
+    else:
+        held = _check_tokens("held_tokens", held_tokens) / layout.cp
+    check_integer("reserved_bytes", reserved_bytes, minimum=0)
+    reserved = np.full(layout.pp, float(reserved_bytes))
+    ranks = ranks_of_stages(layout, schedule=schedule)
+    activations, workspace, logits = _per_token(model, layout, ranks)
+    return RankMemory(
+        *_constant(model, layout, ranks), reserved, held * activations, per_rank * workspace, per_rank * logits
+    )
+
+
+def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
+    values = numbers(name, tokens)
+    wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)).ravel())
+    if wrong.size:
+        value = values.ravel()[wrong[0]]
+        index = int(wrong[0]) if values.ndim else None
+        raise error(name, f"= {value:g}: must be finite and not negative", index=index, value=value)
+    return values.astype(np.float64)
+
+
+Floats = NDArray[np.float64]
+
+
+def parameters_per_rank(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> NDArray[np.float64]:
+    """Float64[pp]: parameters on a GPU of every pipeline rank, before FSDP shares them out.
+
+    Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. The
+    embedding is on the rank of the first stage, the output projection on that of the last; a tied one has two copies
+    where these are two ranks.
+    """
+    return _parameters(model, layout, ranks_of_stages(layout, schedule=schedule))
+
+
+def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
+    layers = np.zeros(layout.pp)
+    np.add.at(layers, ranks, layout.layers_of_stages(model))
+    embedding = model.vocab_size * model.hidden_size / layout.tp
+    parameters: Floats = layers * _layer_parameters(model, layout)
+    parameters[ranks[0]] += embedding
+    separate = ranks[0] != ranks[-1] or not model.tied_embeddings
+    parameters[ranks[-1]] += model.hidden_size + (embedding if separate else 0)
+    return parameters
+
+
+def _layer_parameters(model: ModelConfig, layout: ParallelLayout) -> float:
+    whole = 2 * model.hidden_size + model.qk_norm * 2 * model.head_dim
+    whole += model.hidden_size * model.num_experts if model.num_experts > 1 else 0
+    copied = 2 * model.hidden_size * (kv_width(model, layout) - model.num_kv_heads * model.head_dim / layout.tp)
+    return (model.layer_parameters() - whole) / layout.tp + whole + copied
+
+
+def _constant(
+    model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """The first four terms of `RankMemory`; each float64[pp]."""
+    parameters = _parameters(model, layout, ranks)
+    shards = layout.dp * layout.cp
+    level = ("none", "zero1", "zero2", "zero3").index(layout.fsdp)
+    optimizer = parameters * layout.optimizer_bytes / (shards if level >= 1 else 1)
+    gradients = parameters * layout.gradient_bytes / (shards if level >= 2 else 1)
+    gathered = np.zeros(layout.pp)
+    if level >= 3 and shards > 1:
+        layer = _layer_parameters(model, layout)
+        largest = np.full(layout.pp, layer)
+        largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
+        gathered = largest * (2 * layout.parameter_bytes + layout.gradient_bytes)
+    held = parameters * layout.parameter_bytes / (shards if level >= 3 else 1)
+    return held, gradients, optimizer, gathered
+
+
+def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
+    """Bytes for each token of a rank; each float64[pp].
+
+    Activations of a micro-batch under way, workspace and logits of the one at work.
+    """
+    # Stages under way are counted as the rank's largest.
+    largest_stage = np.zeros(layout.pp)
+    np.maximum.at(largest_stage, ranks, layout.layers_of_stages(model))
+    activations = largest_stage * layout.virtual_stages * activation_bytes(model, layout)
+    a, tp = layout.activation_bytes, layout.tp
+    working = a * (3 * model.ffn_hidden_size * model.experts_per_token / tp + model.hidden_size)
+    if layout.cp > 1:
+        working += 2 * (a + KEY_GRADIENT_BYTES) * layout.cp * kv_width(model, layout)
+    if layout.recompute == "full":
+        working += _layer_bytes(model, layout, selective=False)
+    logits = np.zeros(layout.pp)
+    if not layout.fused_loss:
+        logits[ranks[-1]] = (a + 4) * model.vocab_size / tp
+    return activations, np.full(layout.pp, working), logits

@@ -1,0 +1,186 @@
+"""What a micro-batch takes on each pipeline stage: the ingredients of a simulated step.
+
+Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and hardware:
+
+- Tensor-parallel ranks are equal; of the context-parallel ranks the slowest counts, for attention and, with the most
+  tokens, for the rest. A stage takes compute plus the communication that nothing hides.
+- Linear part: measured where it is given; by default :meth:`wlb.CostModel.from_flops` at
+  ``Hardware.flops_per_second``, the backward two forwards. Half of the backward is the inputs' gradient, half the
+  weights'. The output projection has the FLOP rate of a layer's linear part, pass by pass.
+- Attention's seconds are given, for one layer and a rank's share of the heads; its backward is part of the inputs'
+  gradient, since it has no weights.
+- Full recomputation adds the forward, with its communication, to the inputs' gradient. Selective adds nothing: what it
+  repeats is element-wise.
+- Tensor parallelism: a layer's forward gathers the tokens before QKV and before the feed-forward block and
+  reduce-scatters after each (two all-reduces without sequence parallelism); its backward does the same. Exposed, except
+  for `tp_overlap` of it. The gather that the weights' gradient repeats runs beside the inputs' gradient.
+- Context parallelism: the forward gathers keys and values; the backward gathers them again and reduce-scatters their
+  gradients in float32. All of it is exposed except for `cp_overlap` of it, as the paper has it and as Llama 3 does.
+- A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next; `p2p` stands apart,
+  because a schedule decides what hides it.
+- Data parallelism stands apart too (:func:`data_parallel_seconds`): it happens once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._choices import Schedule
+from wlb._core import CostModel
+from wlb._errors import check_share, error, numbers
+from wlb.cluster.collectives import Group
+from wlb.cluster.hardware import Hardware
+from wlb.cluster.memory import KEY_GRADIENT_BYTES, kv_width, parameters_per_rank
+from wlb.cluster.models import ModelConfig
+from wlb.cluster.parallel import ParallelLayout
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of micro-batches on the stages of a pipeline, in the order of the model.
+
+    The last axis of the first three is forward, inputs' gradient, weights' gradient.
+    """
+
+    seconds: Floats  # [micro-batches, stages, 3]: everything but `p2p`; what wlb.simulate_pipeline takes as costs
+    exposed_cp: Floats  # [micro-batches, stages, 3]: the part of it that waits for context parallelism
+    exposed_tp: Floats  # [micro-batches, stages, 3]: the part of it that waits for tensor parallelism
+    p2p: Floats  # [micro-batches]: sending a stage's output, or its gradient, to a neighbour
+
+
+def stage_seconds(
+    tokens: ArrayLike,
+    *,
+    attention_forward: ArrayLike,
+    attention_backward: ArrayLike,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    hardware: Hardware,
+    linear_forward: ArrayLike | None = None,
+    linear_backward: ArrayLike | None = None,
+    cp_overlap: float = 0.0,
+    tp_overlap: float = 0.0,
+) -> StageSeconds:
+    """Times of micro-batches on every stage; the module's documentation lists what is assumed.
+
+    Args:
+        tokens: int[m] tokens of each micro-batch's fullest context-parallel rank.
+        attention_forward: float[m] seconds of one layer's attention on its slowest context-parallel rank, with
+            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``).
+        attention_backward: float[m] the same of its backward.
+        model: its shape.
+        layout: how it is spread.
+        hardware: what it runs on.
+        linear_forward: float64[m] seconds of everything but attention in one layer, on the fullest context-parallel
+            rank, with its share of the heads and the feed-forward block
+            (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs.
+        linear_backward: float64[m] the same of its backward; both or neither.
+        cp_overlap: share of the context-parallel communication that computation hides.
+        tp_overlap: share of the tensor-parallel communication that computation hides.
+
+    Raises:
+        WlbError: naming an argument of another length, a negative entry, a share outside 0..1, or as
+            :meth:`wlb.ParallelLayout.check`.
+
+    Complexity:
+        O(m * stages).
+    """
+    layout.check(model=model)
+    count = _entries("tokens", tokens, numbers("tokens", tokens).size)
+    forward_attention = _entries("attention_forward", attention_forward, count.size)
+    backward_attention = _entries("attention_backward", attention_backward, count.size)
+    for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap)):
+        check_share(name, share)
+
+    layer_flops, head_flops = _flops_per_token(model)
+    if (linear_forward is None) != (linear_backward is None):
+        missing = "linear_forward" if linear_forward is None else "linear_backward"
+        raise error(missing, "is missing: both passes are measured, or neither")
+    if linear_forward is None or linear_backward is None:
+        layer = count * layer_flops / (hardware.flops_per_second * layout.tp)
+        layer_gradient = layer
+    else:
+        layer = _entries("linear_forward", linear_forward, count.size)
+        layer_gradient = _entries("linear_backward", linear_backward, count.size) / 2
+    head_share = head_flops / layer_flops
+
+    cp, tp = Group.along("cp", layout, hardware), Group.along("tp", layout, hardware)
+    keys = 2 * kv_width(model, layout) * count * layout.cp
+    gather = (1 - cp_overlap) * cp.all_gather(keys * layout.activation_bytes)
+    scatter = (1 - cp_overlap) * cp.reduce_scatter(keys * KEY_GRADIENT_BYTES)
+    hidden = count * model.hidden_size * layout.activation_bytes
+    one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
+    exchange = (1 - tp_overlap) * 2 * one_block
+
+    zero = np.zeros_like(count)
+    layer_cp = np.stack([gather, gather + scatter, zero], axis=-1)
+    layer_tp = np.stack([exchange, exchange, zero], axis=-1)
+    linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)
+    layer_compute = linear + np.stack([forward_attention, backward_attention, zero], axis=-1)
+    if layout.recompute == "full":
+        for part in (layer_cp, layer_tp, layer_compute):
+            part[:, 1] += part[:, 0]
+
+    layers = layout.layers_of_stages(model).astype(np.float64)[None, :, None]
+    exposed_cp, exposed_tp, seconds = (part[:, None, :] * layers for part in (layer_cp, layer_tp, layer_compute))
+    seconds[:, -1] += head_share * linear
+    sent = hidden / (layout.tp if layout.sequence_parallel else 1)
+    p2p = Group.along("pp", layout, hardware).neighbour(sent)
+    return StageSeconds(seconds + exposed_cp + exposed_tp, exposed_cp, exposed_tp, p2p)
+
+
+def data_parallel_seconds(
+    model: ModelConfig, layout: ParallelLayout, hardware: Hardware, *, schedule: Schedule | None = None
+) -> Floats:
+    """Seconds a step in which dp x cp ranks sum gradients and share out new parameters, if nothing hides them.
+
+    A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP. Computation
+    can hide all but the first and last layer's share of it. With ZeRO-3 this is the least: parameters are then gathered
+    for every forward and backward of a micro-batch that finds them released.
+
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        hardware: what it runs on.
+        schedule: of the pipeline, which says what rank has which stage; default: 1F1B, interleaved where the layout has
+            virtual stages.
+
+    Returns:
+        float64[pp].
+    """
+    layout.check(model=model)
+    group = Group.along("dp_cp", layout, hardware)
+    parameters = parameters_per_rank(model, layout, schedule=schedule)
+    gradients = parameters * layout.gradient_bytes
+    if layout.fsdp == "none":
+        return group.all_reduce(gradients)
+    return group.reduce_scatter(gradients) + group.all_gather(parameters * layout.parameter_bytes)
+
+
+def _flops_per_token(model: ModelConfig) -> tuple[float, float]:
+    """Forward FLOPs of the linear part for each token: of a layer, and of the output projection."""
+
+    def linear(num_layers: int) -> float:
+        shape = model.shape() | {"num_layers": num_layers}
+        return float(CostModel.from_flops(**shape, passes="forward").linear_cost([1])[0])
+
+    layer = linear(2) - linear(1)
+    return layer, linear(1) - layer
+
+
+def _entries(name: str, given: ArrayLike, length: int) -> Floats:
+    values = numbers(name, given)
+    if values.shape != (length,):
+        raise error(name, f"has shape {values.shape}: must be ({length},), one entry a micro-batch", value=values.shape)
+    wrong = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
+    if wrong.size:
+        index = int(wrong[0])
+        raise error(
+            name, f"= {values[index]}: must be finite and not negative", index=index, value=float(values[index])
+        )
+    return values.astype(np.float64)

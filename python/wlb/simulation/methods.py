@@ -1,0 +1,160 @@
+"""How each packing method turns a stream of global batches into training steps, all in one form: :class:`Step`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._core import (
+    CostModel,
+    MicroBatch,
+    Packer,
+    Packing,
+    pack,
+    tune_delay_price,
+    tune_outlier_thresholds,
+)
+from wlb._results import TuneResult
+from wlb.simulation.stream import GlobalBatches
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the methods have in common."""
+
+    num_micro_batches: int  # of one global batch
+    context: int  # tokens: the longest document, and a micro-batch of the fixed-length methods
+    max_tokens: int  # the most tokens of a micro-batch of variable length
+    cost_model: CostModel
+    dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
+    split: int = 1  # so many times the micro-batches, where whole documents are packed
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """The most tokens of a global batch."""
+        return self.num_micro_batches * self.context
+
+    @property
+    def packed(self) -> int:
+        """Micro-batches of a global batch where whole documents are packed."""
+        return self.num_micro_batches * self.split
+
+
+@dataclass(frozen=True)
+class Step:
+    """One global batch as it is trained."""
+
+    micro_batches: Sequence[MicroBatch]
+    order: NDArray[np.int64]  # [dp, micro-batches of a rank] which rank trains which, in which order
+    first_document: int  # what to add to their document ids to get indices into the stream
+    iteration: int  # when it can run: iteration t is when global batch t of the stream arrives
+    digest: str
+    seconds: float | None  # of planning; None for what a flush yields
+
+
+def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iterator[Step]:
+    """Documents concatenated as they arrive and cut every `context` tokens.
+
+    Micro-batches go to data-parallel ranks by :meth:`wlb.Packing.deal`, or as they come.
+    """
+    for i in range(stream.batches):
+        first, last = int(stream.offsets[i]), int(stream.offsets[i + 1])
+        began = time.perf_counter()
+        packing = pack(
+            stream.lengths[first:last],
+            num_micro_batches=setup.num_micro_batches,
+            max_tokens=setup.context,
+            cost_model=setup.cost_model,
+            method="original",
+        )
+        seconds = time.perf_counter() - began
+        order = packing.deal(setup.dp_size) if dealt else _as_they_come(setup)
+        yield Step(packing.micro_batches, order, first, i, packing.digest(), seconds)
+
+
+def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[Step]:
+    """Greedy over `window` global batches. The first of their steps waits for the last of them to arrive."""
+    n = setup.num_micro_batches
+    for i in range(0, stream.batches, window):
+        end = min(i + window, stream.batches)
+        first, last = int(stream.offsets[i]), int(stream.offsets[end])
+        began = time.perf_counter()
+        packing = pack(
+            stream.lengths[first:last],
+            num_micro_batches=n,
+            max_tokens=setup.context,
+            cost_model=setup.cost_model,
+            method="fixed_length",
+            window=end - i,
+        )
+        seconds = (time.perf_counter() - began) / (end - i)
+        micro_batches, digest = packing.micro_batches, packing.digest()
+        orders = packing.deal(setup.dp_size).reshape(end - i, setup.dp_size, -1)
+        for k, order in enumerate(orders):
+            of_step = micro_batches[k * n : (k + 1) * n]
+            yield Step(of_step, order - k * n, first, end - 1 + k, digest, seconds)
+
+
+def var_length(
+    stream: GlobalBatches,
+    setup: Setup,
+    thresholds: tuple[int, ...],
+    max_delay: int | None,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[Step]:
+    """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
+
+    `options` are further arguments of the packer.
+    """
+    packer = Packer(**{**packer_options(setup, max_delay), "outlier_thresholds": thresholds, **(options or {})})
+
+    def step(packing: Packing, iteration: int, seconds: float | None) -> Step:
+        order = packing.deal(setup.dp_size)
+        return Step(packing.micro_batches, order, 0, iteration, packing.digest(), seconds)
+
+    for i in range(stream.batches):
+        lengths = stream.lengths[stream.offsets[i] : stream.offsets[i + 1]]
+        began = time.perf_counter()
+        packing = packer.push(lengths)  # default ids: a running number, here the index into the stream
+        yield step(packing, i, time.perf_counter() - began)
+    for i, packing in enumerate(packer.flush(), start=stream.batches):
+        yield step(packing, i, None)
+
+
+def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
+    """Arguments of :class:`wlb.Packer` for a setup; all but what waits, and how it is placed."""
+    return {
+        "num_micro_batches": setup.packed,
+        "max_tokens": setup.max_tokens,
+        "cost_model": setup.cost_model,
+        "max_delay": max_delay,
+        "max_document_tokens": setup.context,
+    }
+
+
+def tune_waiting(
+    lengths: ArrayLike,
+    packer: Mapping[str, Any],
+    *,
+    tokens_per_batch: int,
+    queues: int | None,
+    max_mean_delay: float,
+) -> TuneResult:
+    """The best of what may wait, for these documents and a packer with these arguments.
+
+    With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
+    release, by :func:`wlb.tune_delay_price`.
+    """
+    options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay}
+    if queues is None:
+        return tune_delay_price(lengths, **options)
+    return tune_outlier_thresholds(lengths, num_queues=queues, **options)
+
+
+def _as_they_come(setup: Setup) -> NDArray[np.int64]:
+    return np.arange(setup.num_micro_batches).reshape(setup.dp_size, -1)

@@ -1,0 +1,189 @@
+"""What a static plan takes on the cluster: predicted by costs that the packer did not use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import order_micro_batches, shard, simulate_pipeline, simulate_steps
+from wlb._results import PipelineTimeline
+from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
+from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
+from wlb.simulation.scenario import Scenario
+from wlb.simulation.trained import Plan
+from wlb.simulation.variants import Strategy
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Every micro-batch of a plan over the context-parallel ranks; seconds are of one layer's attention."""
+
+    forward: Floats  # [micro-batches, cp]
+    backward: Floats  # [micro-batches, cp]
+    tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
+    strategies: dict[str, int]  # how many micro-batches each was chosen for
+
+    @property
+    def imbalance(self) -> float:
+        """Attention of the slowest rank over the mean rank, mean over micro-batches weighted by their time."""
+        both = self.forward + self.backward
+        return float(both.max(axis=1).sum() / both.mean(axis=1).sum())
+
+
+def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...]) -> Sharded:
+    """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
+    kernel, cp = scenario.attention, scenario.layout.cp
+    selector = scenario.selector or kernel
+    forward, backward = np.zeros((2, plan.tokens.size, cp))
+    tokens = np.zeros((plan.tokens.size, cp), dtype=np.int64)
+    counts: Counter[str] = Counter()
+    for index, lengths in enumerate(plan.micro_batch_lengths()):
+        if not lengths.size:
+            continue
+        made = [
+            shard(lengths, cp_size=cp, strategy=name, kernel_model=selector if name == "adaptive" else None)
+            for name in strategies
+        ]
+        best = made[0] if len(made) == 1 else min(made, key=lambda one: selector.rank_seconds(one).max())
+        counts[best.strategy] += 1
+        forward[index] = kernel.rank_seconds(best, passes="forward")
+        backward[index] = kernel.rank_seconds(best, passes="backward")
+        tokens[index] = best.tokens_per_rank
+    return Sharded(forward, backward, tokens.max(axis=1), dict(sorted(counts.items())))
+
+
+def placed(plan: Plan, scenario: Scenario) -> Plan:
+    """The plan with every step's micro-batches placed for the schedule, by the costs that the packer knows."""
+    layout = scenario.layout
+    order = [
+        order_micro_batches(
+            costs,
+            dp_size=layout.dp,
+            schedule=scenario.pipeline_schedule,
+            num_stages=layout.pp,
+            num_virtual_stages=layout.virtual_stages,
+        )
+        for costs in plan.costs
+    ]
+    return dataclasses.replace(plan, order=np.stack(order))
+
+
+@dataclass(frozen=True)
+class StaticOutcome(Outcome):
+    """Under a plan whose micro-batches all have the same context-parallel ranks."""
+
+    plan: Plan
+    sharded: Sharded
+    costs: Floats  # [steps, dp, micro-batches of a rank, stages, 3] what wlb.simulate_pipeline takes
+    exposed: Floats  # the same: the part of it that waits or communicates
+    p2p: Floats  # [steps, dp, micro-batches of a rank]
+
+    @property
+    def cp_imbalance(self) -> float:
+        """As :attr:`Sharded.imbalance`."""
+        return self.sharded.imbalance
+
+    @property
+    def strategies(self) -> dict[str, int]:
+        """For how many micro-batches each sharding was chosen."""
+        return self.sharded.strategies
+
+    @property
+    def cp_sizes(self) -> dict[int, float]:
+        """All tokens, on the layout's ranks."""
+        return {self.scenario.layout.cp: 1.0}
+
+    @property
+    def micro_batches(self) -> float:
+        """Micro-batches of a rank in a step."""
+        return float(self.plan.order.shape[2])
+
+    def timelines(self, step: int) -> list[PipelineTimeline]:
+        """One step op by op, for each data-parallel replica."""
+        layout = self.scenario.layout
+        return [
+            simulate_pipeline(
+                self.costs[step, replica],
+                schedule=self.scenario.pipeline_schedule,
+                num_stages=layout.pp,
+                num_virtual_stages=layout.virtual_stages,
+                p2p_seconds=self.p2p[step, replica],
+                exposed=self.exposed[step, replica],
+            )
+            for replica in range(layout.dp)
+        ]
+
+
+def static(outcome: Outcome) -> StaticOutcome:
+    """The outcome, which is of a static plan.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(outcome, StaticOutcome):
+        raise TypeError(f"{outcome.title} has no fixed context-parallel ranks")
+    return outcome
+
+
+def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> StaticOutcome:
+    """Times of every micro-batch on every stage, through the pipeline, to the end of every step."""
+    layout, order = scenario.layout, plan.order
+    steps, width = plan.tokens.shape
+
+    def stages(forward: Floats, backward: Floats) -> StageSeconds:
+        return scenario.stage_seconds(sharded.tokens, attention_forward=forward, attention_backward=backward)
+
+    slowest = stages(sharded.forward.max(axis=1), sharded.backward.max(axis=1))
+    mean = stages(sharded.forward.mean(axis=1), sharded.backward.mean(axis=1))
+    noise = noise_factors(scenario, slowest.seconds.shape)
+    parts = {
+        "cp_wait": np.maximum(slowest.seconds - mean.seconds, 0.0) * noise,
+        "cp_communication": slowest.exposed_cp * noise,
+        "tp_communication": slowest.exposed_tp * noise,
+    }
+    seconds = slowest.seconds * noise
+
+    # Micro-batches of a step, dealt to the ranks and ordered.
+    row = np.arange(steps)[:, None, None] * width + order
+    costs, p2p = seconds[row], slowest.p2p[row]
+    exposed = np.minimum(sum(parts.values()), seconds)[row]  # up to rounding, no more than the whole
+    simulated = simulate_steps(
+        costs,
+        schedule=scenario.pipeline_schedule,
+        num_stages=layout.pp,
+        num_virtual_stages=layout.virtual_stages,
+        p2p_seconds=p2p,
+        activation=plan.tokens.reshape(-1)[row].astype(np.float64),
+        exposed=exposed,
+    )
+    of_ranks = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
+    gradients = float(of_ranks.max())
+    dp_communication = np.full(steps, (1 - scenario.dp_overlap) * gradients)
+
+    pipelines = layout.pp * layout.dp
+    attribution = {name: part.reshape(steps, -1).sum(axis=1) / pipelines for name, part in parts.items()}
+    busy = (simulated.compute + simulated.exposed) / pipelines
+    attribution["compute"] = busy - sum(attribution.values())
+    attribution["bubble"] = simulated.bubble / pipelines
+    attribution["dp_wait"] = simulated.dp_wait / pipelines
+    attribution["dp_communication"] = dp_communication
+    of_micro_batches = seconds.reshape(steps, width, -1).sum(axis=2)
+    return StaticOutcome(
+        title=title,
+        plan=plan,
+        sharded=sharded,
+        seconds=simulated.seconds + dp_communication,
+        attribution={name: attribution[name] for name in ATTRIBUTION},
+        work=of_micro_batches.sum(axis=1),
+        step_imbalance=of_micro_batches.max(axis=1) / of_micro_batches.mean(axis=1),
+        largest_micro_batch=int(plan.tokens.max()),
+        memory=scenario.memory(int(plan.tokens.max()), simulated.peak_activation.max(axis=(0, 1))),
+        costs=costs,
+        exposed=exposed,
+        p2p=p2p,
+        scenario=scenario,
+    )

@@ -1,0 +1,149 @@
+"""A whole stream as one method trains it: rows that are counted alike whatever the method, and summaries of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.simulation.methods import Step
+from wlb.simulation.percentiles import imbalance_percentile
+from wlb.simulation.stream import GlobalBatches, PieceBatches
+
+Release = Literal["fifo", "adaptive"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A whole stream as one method trains it: a row per piece of a document, in training order."""
+
+    name: str
+    step: NDArray[np.int64]  # [pieces] global batch, in training order
+    document: NDArray[np.int64]  # [pieces] index into the stream
+    start: NDArray[np.int64]  # [pieces] first token inside that document
+    length: NDArray[np.int64]  # [pieces] tokens
+    delay: NDArray[np.int64]  # [pieces] iterations from arrival to training
+    digests: tuple[str, ...]  # [steps]
+    seconds: NDArray[np.float64]  # [steps before the flush or remainder] planning time
+
+    @property
+    def streamed(self) -> int:
+        """Steps before those at the stream's end: the flush that empties the queues, the global batch that is not full.
+
+        All steps where there are no others.
+        """
+        return self.seconds.size or len(self.digests)
+
+    @property
+    def tokens_by_delay(self) -> NDArray[np.int64]:
+        """int64[delays]: tokens trained k iterations after they arrived."""
+        return np.bincount(self.delay, weights=self.length).astype(np.int64)
+
+    @property
+    def delay_mean(self) -> float:
+        """Iterations that a token waits, on average."""
+        by_delay = self.tokens_by_delay
+        return float(by_delay @ np.arange(by_delay.size) / by_delay.sum())
+
+    def summary(self) -> dict[str, Any]:
+        """Delay and planning in a few numbers, as plain JSON values."""
+        by_delay = self.tokens_by_delay
+        return {
+            "method": self.name,
+            "delay_mean": self.delay_mean,
+            "delay_p99": int(np.searchsorted(by_delay.cumsum(), 0.99 * by_delay.sum())),
+            "delay_max": by_delay.size - 1,
+            "planning_microseconds": float(np.median(self.seconds) * 1e6) if self.seconds.size else 0.0,
+            "steps": len(self.digests),
+            "steps_of_flush": len(self.digests) - self.streamed,
+            "documents_cut": int((np.bincount(self.document) > 1).sum()),
+            "digest": hashlib.sha256("".join(self.digests).encode()).hexdigest(),
+        }
+
+
+@dataclass(frozen=True)
+class Plan(Trained):
+    """Global batches of equally many micro-batches, all of them over the same context-parallel ranks."""
+
+    thresholds: tuple[int, ...]  # of the outlier queues
+    micro_batch: NDArray[np.int64]  # [pieces] inside the step
+    costs: NDArray[np.float64]  # [steps, micro-batches]
+    tokens: NDArray[np.int64]  # [steps, micro-batches]
+    order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
+    release: Release = "fifo"  # which outliers wait
+
+    @property
+    def waits(self) -> bool:
+        """Whether outliers wait for others."""
+        return bool(self.thresholds) or self.release == "adaptive"
+
+    @property
+    def imbalance(self) -> NDArray[np.float64]:
+        """float64[streamed]: the slowest micro-batch over the mean of its step."""
+        costs = self.costs[: self.streamed]
+        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+
+    def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
+        """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""
+        width = self.tokens.shape[1]
+        ends = np.bincount(self.step * width + self.micro_batch, minlength=self.tokens.size).cumsum()
+        return (self.length[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """Balance, delay and planning in a few numbers, as plain JSON values."""
+        imbalance, tokens = self.imbalance, self.tokens[: self.streamed]
+        return {
+            **super().summary(),
+            "thresholds": list(self.thresholds),
+            "release": self.release,
+            "imbalance_mean": float(imbalance.mean()),
+            "imbalance_p95": imbalance_percentile(imbalance, 0.95),
+            "imbalance_worst": float(imbalance.max()),
+            "memory_skew": float((tokens.max(axis=1) / tokens.mean(axis=1)).mean()),
+        }
+
+
+def collect(
+    name: str,
+    steps: Iterable[Step],
+    stream: GlobalBatches,
+    thresholds: tuple[int, ...] = (),
+    release: Release = "fifo",
+) -> Plan:
+    """Runs a method over the stream. A step in which every document waits trains nothing and is no step."""
+    trained = [step for step in steps if any(map(len, step.micro_batches))]
+    micro_batches = [m for step in trained for m in step.micro_batches]
+    shape = (len(trained), len(trained[0].micro_batches))
+
+    pieces = [len(m) for m in micro_batches]
+    step, micro_batch = (np.repeat(index.ravel(), pieces) for index in np.indices(shape))
+    document = np.concatenate([m.document_ids for m in micro_batches])
+    document += np.array([step.first_document for step in trained])[step]
+    start = np.concatenate([m.starts for m in micro_batches]).astype(np.int64)
+    iteration = np.array([step.iteration for step in trained])
+    delay = iteration[step] - stream.arrival[document]
+    seconds = [step.seconds for step in trained if step.seconds is not None]
+    if isinstance(stream, PieceBatches):
+        start += stream.firsts[document]
+        document = stream.documents[document]
+        seconds = seconds[: len(trained) - stream.remainder]
+    return Plan(
+        name=name,
+        thresholds=thresholds,
+        step=step,
+        micro_batch=micro_batch,
+        document=document,
+        start=start,
+        length=np.concatenate([m.lengths for m in micro_batches]).astype(np.int64),
+        delay=delay,
+        costs=np.array([m.cost for m in micro_batches]).reshape(shape),
+        tokens=np.array([m.tokens for m in micro_batches]).reshape(shape),
+        order=np.stack([step.order for step in trained]),
+        digests=tuple(step.digest for step in trained),
+        seconds=np.array(seconds),
+        release=release,
+    )

@@ -1,0 +1,112 @@
+"""The pictures of the study: rust is the paper, blue is ours, the pale band is the sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from studies.paper import Result, Row
+from studies.paper.page import decimals, number, published
+from wlb.cli.figures import _STYLE, INK, ORIGINAL, WLB, WLB_PALE
+
+_ROW_HEIGHT = 0.36  # inches
+
+
+def draw(result: Result) -> Figure:
+    """A panel for each quantity, and one for what the inputs do to the chief number."""
+    quantities = list(dict.fromkeys(row.quantity for row in result.rows))
+    counts = [sum(row.quantity == quantity for row in result.rows) for quantity in quantities]
+    heights = [[_height(count) for count in counts]] + ([[_height(len(result.influence))]] if result.influence else [])
+    tallest = max(map(sum, heights))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(7.4 * len(heights), tallest + 0.9))
+        figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
+        figure.suptitle(result.title, x=0.012, ha="left", size=14, weight="bold")
+        columns = figure.add_gridspec(1, len(heights))
+
+        def panels(column: int, width_ratios: tuple[float, ...]) -> list[list[Axes]]:
+            own = heights[column]
+            rest = [tallest - sum(own)] if tallest > sum(own) else []
+            grid = columns[0, column].subgridspec(
+                len(own + rest), len(width_ratios), height_ratios=own + rest, width_ratios=width_ratios, wspace=0
+            )
+            return [[figure.add_subplot(grid[i, j]) for j in range(len(width_ratios))] for i in range(len(own))]
+
+        for (ax, text), quantity in zip(panels(0, (1, 0.42)), quantities, strict=True):
+            _rows(ax, text, quantity, [row for row in result.rows if row.quantity == quantity])
+        if result.influence:
+            _influence(panels(1, (1,))[0][0], result)
+        handles: list[Any] = [
+            Line2D([], [], ls="none", marker="D", ms=7, mfc="none", mec=ORIGINAL, mew=2, label="paper"),
+            Line2D([], [], ls="none", marker="o", ms=7, color=WLB, label="ours"),
+            Patch(color=WLB_PALE, label="ours, over the sweep or samples"),
+        ]
+        figure.legend(handles=handles, loc="outside lower left", ncols=3, handletextpad=0.5)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # lay out once, not once a file
+        return figure
+
+
+def _height(rows: int) -> float:
+    return _ROW_HEIGHT * rows + 0.85
+
+
+def _rows(ax: Axes, text: Axes, quantity: str, rows: Sequence[Row]) -> None:
+    """A line for each row: the band, ours, the paper's; the numbers beside it."""
+    text.set_axis_off()
+    text.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.6))
+    digits = decimals(rows)
+    for y, row in enumerate(rows):
+        if row.low is not None and row.high is not None:
+            ax.barh(y, row.high - row.low, left=row.low, height=0.5, color=WLB_PALE, lw=0)
+        ax.plot(row.ours, y, "o", ms=7, color=WLB, zorder=3)
+        if row.paper:
+            ax.plot(row.paper, y, "D", ms=7, mfc="none", mec=ORIGINAL, mew=2, zorder=4)
+        style: Any = {"va": "center", "ha": "right", "size": 10.5}
+        text.text(0.45, y, published(row.paper), color=ORIGINAL, **style)
+        text.text(0.98, y, number(row.ours, digits), color=WLB, weight="bold", **style)
+    shown = [value for row in rows for value in (row.paper, row.ours, row.low, row.high) if value]
+    lowest, highest = min(shown), max(shown)
+    if highest > 50 * lowest:
+        ax.set_xscale("log")
+        ax.set_xlim(lowest / 2, highest * 2)
+    else:
+        margin = 0.06 * (highest - lowest) or 0.05
+        ax.set_xlim(lowest - margin, highest + margin)
+        if 0.5 < lowest <= 1 < highest:
+            ax.axvline(1, color=INK, lw=0.8, zorder=2)
+    _lines(ax, [row.name for row in rows])
+    kinds = " / ".join(dict.fromkeys(row.kind for row in rows))
+    ax.set_title(f"{quantity} ({kinds})", size=11.5)
+
+
+def _influence(ax: Axes, result: Result) -> None:
+    """How far each input alone moves the chief number."""
+    chief = next(row for row in result.rows if row.name == result.influenced)
+    for y, (low, high) in enumerate(result.influence.values()):
+        ax.barh(y, high - low, left=low, height=0.55, color=WLB_PALE, lw=0)
+    ax.axvline(chief.ours, color=WLB, lw=2)
+    values = [chief.ours, *(value for pair in result.influence.values() for value in pair)]
+    if chief.paper is not None:
+        ax.axvline(chief.paper, color=ORIGINAL, lw=2, ls=(0, (4, 3)))
+        values.append(chief.paper)
+    margin = 0.06 * (max(values) - min(values)) or 0.05
+    ax.set_xlim(min(values) - margin, max(values) + margin)
+    _lines(ax, list(result.influence))
+    ax.set_title(f"{result.influenced}: each input alone", size=11.5)
+
+
+def _lines(ax: Axes, names: Sequence[str]) -> None:
+    """Rows from top to bottom, with their names."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=True, axis="x")
+    ax.grid(visible=False, axis="y")

@@ -1,0 +1,162 @@
+"""What waits stays within the packer's bounds, for whoever asks how much to push; who does not is told."""
+
+import copy
+import warnings
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wlb
+from oracles import strategies
+
+COST = wlb.CostModel(attention=1.0, linear=100.0)
+
+
+def tight(**options: Any) -> wlb.Packer:
+    """Memory for one document of full length in a micro-batch, so that documents of 0.6 of it waste the rest."""
+    defaults: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 100, "cost_model": COST, "release": "adaptive"}
+    return wlb.Packer(**{**defaults, **options})
+
+
+def push_often(packer: wlb.Packer) -> None:
+    """Of every six documents four can be trained."""
+    for _ in range(40):
+        packer.push([60] * 6)
+
+
+@given(
+    strategies.document_lengths(max_length=300),
+    st.integers(1, 5),
+    st.integers(100, 300),
+    st.sampled_from([(), (30,), (20, 70)]),
+    st.sampled_from(["fifo", "adaptive"]),
+    st.sampled_from([None, 0, 3]),
+    st.sampled_from(["split", "truncate"]),
+)
+def test_what_waits_stays_within_the_bounds(
+    lengths: list[int],
+    micro_batches: int,
+    max_tokens: int,
+    thresholds: tuple[int, ...],
+    release: str,
+    max_delay: int | None,
+    oversize: str,
+) -> None:
+    packer = tight(
+        num_micro_batches=micro_batches,
+        max_tokens=max_tokens,
+        max_document_tokens=100,
+        outlier_thresholds=thresholds if release == "fifo" else (),
+        release=release,
+        max_delay=max_delay,
+        oversize=oversize,
+        on_backlog="error",
+    )
+    bounds = packer.bounds()
+    # Cut where the packer would cut, so that no document is more than it can take at once.
+    pieces = [min(100, length - start) for length in lengths for start in range(0, length, 100)] or [1]
+    stream, ahead = cycle(pieces), list[int]()
+    for step in range(40):
+        ahead += islice(stream, 60 - len(ahead))
+        admitted = packer.admits(ahead)
+        packer.push(ahead[:admitted], min_step_tokens=(step % 3) * micro_batches * 20)
+        del ahead[:admitted]
+        assert packer.pending_tokens <= bounds.tokens
+        assert bounds.delay is None or packer.oldest_wait <= bounds.delay
+    assert bounds.delay is None or packer.metrics().delay_max <= bounds.delay
+    assert len(packer.flush()) <= bounds.drain
+    assert bounds.delay is None or packer.metrics().delay_max <= bounds.delay + bounds.drain
+    assert packer.metrics().backlog_max <= bounds.tokens
+    assert packer.pending_tokens == 0
+    assert packer.room == micro_batches * max_tokens * (2 if release == "adaptive" else 1)
+
+
+@pytest.mark.parametrize("release", ["fifo", "adaptive"])
+def test_a_backlog_is_told_once_with_figures(release: str) -> None:
+    packer = tight(release=release)
+    told = rf"tokens wait after this push, more than the {packer.bounds().tokens} of packer\.bounds"
+    with pytest.warns(wlb.BacklogWarning, match=told) as warned:
+        push_often(packer)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packer.push([60] * 6)
+        packer.copy().flush()
+    assert packer.pending_tokens > packer.bounds().tokens
+    assert packer.room == packer.admits([1]) == 0
+
+
+@pytest.mark.parametrize("as_error", ["on_backlog", "filter"])
+def test_a_push_that_is_refused_for_its_backlog_changes_nothing(as_error: str) -> None:
+    packer = tight(on_backlog="error" if as_error == "on_backlog" else "warn")
+    expected = (wlb.WlbError, wlb.BacklogWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(expected, match=r"packer\.admits"):
+            push_often(packer)
+        before = packer.state_dict()
+        with pytest.raises(expected):
+            packer.push([60] * 6)
+    assert packer.state_dict() == before
+    assert packer.pending_tokens <= packer.bounds().tokens
+    assert packer.push([])[0].tokens > 0
+
+
+def test_the_adaptive_rule_has_a_limit_by_default() -> None:
+    assert (tight().max_delay, tight(release="fifo").max_delay, tight(max_delay=3).max_delay) == (16, None, 3)
+    bounds = tight().bounds()
+    assert (bounds.delay, bounds.tokens, bounds.drain) == (16, 800, 5)
+    assert tight(release="fifo", outlier_thresholds=(50,)).bounds().delay is None
+
+
+def test_a_document_longer_than_a_step_is_admitted_alone() -> None:
+    packer = tight(oversize="split", max_document_tokens=100)
+    assert packer.admits([5000, 10]) == 1
+    with pytest.warns(wlb.BacklogWarning):
+        packer.push([5000])
+    assert packer.admits([10]) == 0
+
+
+def test_pieces_enter_in_several_iterations() -> None:
+    packer = tight(oversize="split", release="fifo")
+    seen = []
+    for start in range(0, 1000, 250):
+        plan = packer.push([100, 100, 50], ids=[7, 7, 7], starts=[start, start + 100, start + 200])
+        seen += [(part.starts[at], part.lengths[at]) for part in plan for at in range(len(part.lengths))]
+    assert sorted(seen) == [
+        (start + at, n) for start in range(0, 1000, 250) for at, n in ((0, 100), (100, 100), (200, 50))
+    ]
+    with pytest.raises(wlb.WlbError, match=r"ids\[1\] = 7: this id stands twice"):
+        packer.push([100, 100], ids=[7, 7], starts=[0, 99])
+    with pytest.raises(wlb.WlbError, match=r"starts\[0\] = -1"):
+        packer.push([100], ids=[7], starts=[-1])
+    with pytest.raises(wlb.WlbError, match="starts: have a meaning only with ids"):
+        packer.push([100], starts=[0])
+
+
+@pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
+def test_drained_steps_are_those_of_a_flush() -> None:
+    packer = tight(num_micro_batches=2, release="fifo", outlier_thresholds=(50,))
+    packer.push(np.arange(1, 100, 7))
+    drained, flushed = packer.copy(), copy.copy(packer)
+    steps = []
+    while drained.pending:
+        steps.append(drained.drain())
+    assert steps == flushed.flush()
+    assert drained.state_dict() == flushed.state_dict()
+    assert packer.pending > 0, "copies are independent"
+    assert drained.drain().tokens.sum() == 0
+
+
+def test_copies_keep_what_is_not_in_a_state() -> None:
+    packer = tight(on_backlog="error", oversize="truncate")
+    packer.push([60] * 6)
+    assert packer.copy() is not packer
+    assert packer.copy().state_dict() == packer.state_dict()
+    empty = packer.empty_copy()
+    assert (empty.pending, empty.iteration, empty.on_backlog, empty.oversize) == (0, 0, "error", "truncate")
+    assert empty.fingerprint == packer.fingerprint

@@ -1,0 +1,176 @@
+"""Dynamic-CP plans from Python: legal, as long as they say, plain data, clear errors."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wlb
+from oracles import strategies
+from oracles.cost import AnalyticCost
+from oracles.dynamic_cp import step_seconds, violations
+
+COST = wlb.CostModel(attention=1.0, linear=3000.0)
+LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]
+MACHINE: dict[str, Any] = {"world_size": 8, "num_stages": 3, "max_tokens_per_rank": 512}
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `plan_dynamic_cp`, without its cost model."""
+    world_size = draw(st.integers(1, 13))
+    seconds = st.just(0.0) | st.floats(0.0, 1e4)
+    return {
+        "world_size": world_size,
+        "num_stages": draw(st.integers(1, 4)),
+        "max_tokens_per_rank": draw(st.integers(5, 200)),
+        "max_cp_size": draw(st.none() | st.integers(1, world_size)),
+        "cp_seconds_per_token": draw(seconds),
+        "cp_seconds_per_exchange": draw(seconds),
+        "cp_overlap": draw(st.floats(0.0, 1.0)),
+        "p2p_seconds": draw(seconds),
+        "micro_batch_seconds": draw(seconds),
+    }
+
+
+@given(machine=machines(), lengths=strategies.document_lengths(max_length=200), cost=strategies.costs())
+def test_plans_are_legal(machine: dict[str, Any], lengths: list[int], cost: AnalyticCost) -> None:
+    largest = 1 << (int(machine["max_cp_size"] or machine["world_size"]).bit_length() - 1)
+    limit = largest * machine["max_tokens_per_rank"]
+    lengths = [min(length, limit) for length in lengths]
+    plan = wlb.plan_dynamic_cp(lengths, cost_model=cost.model(), **machine)
+    assert violations(plan, lengths, machine["max_cp_size"]) == []
+    assert plan.seconds == pytest.approx(step_seconds(plan, machine["p2p_seconds"]), rel=1e-9)
+    assert plan.balanced_seconds * (1 - 1e-9) <= plan.lower_bound <= plan.seconds * (1 + 1e-9)
+    assert wlb.plan_dynamic_cp(np.array(lengths, np.int64), cost_model=cost.model(), **machine) == plan
+
+
+def test_the_faces_of_a_plan_agree() -> None:
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE)
+    m = len(plan)
+    assert m == plan.num_micro_batches == len(plan.micro_batches) >= 3
+    assert (plan.world_size, plan.num_stages, plan.num_virtual_stages, plan.max_tokens_per_rank) == (8, 3, 1, 512)
+    assert plan.cp_sizes.shape == plan.tokens_per_rank.shape == plan.rank_seconds.shape == (m, 8)
+    dtypes = [table.dtype for table in (plan.cp_sizes, plan.tokens_per_rank, plan.rank_seconds)]
+    assert dtypes == [np.int32, np.int64, np.float64]
+    for j, batch in enumerate(plan):
+        assert batch == plan[j] == plan[j - m]
+        assert batch.tokens == sum(group.tokens for group in batch)
+        assert batch.seconds == plan.rank_seconds[j].max()
+        for rank in range(8):
+            group = batch.group_of(rank)
+            assert rank in group.ranks
+            assert group in batch.groups
+            assert len(group) == group.cp_size == plan.cp_sizes[j, rank]
+            assert group.tokens_per_rank == plan.tokens_per_rank[j, rank]
+            assert group.seconds == plan.rank_seconds[j, rank]
+            shard = wlb.shard(group.lengths, cp_size=group.cp_size)
+            assert max(shard.tokens_per_rank) == group.tokens_per_rank
+    counts = [count for count, _ in plan.sweep]
+    assert counts == sorted(counts)
+    assert m in counts
+    assert "DynamicCpPlan(" in repr(plan)
+    assert "DynamicMicroBatch(" in repr(plan[0])
+    assert "CpGroup(" in repr(plan[0][0])
+    with pytest.raises(IndexError):
+        plan[m]
+    with pytest.raises(IndexError):
+        plan[0][99]
+    with pytest.raises(wlb.WlbError, match="rank = 8"):
+        plan[0].group_of(8)
+
+
+def test_plans_are_plain_data() -> None:
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE)
+    other = wlb.plan_dynamic_cp([*LENGTHS[:-1], 401], cost_model=COST, **MACHINE)
+    assert plan != other
+    assert plan.digest() != other.digest()
+    for item in (plan, plan[1], plan[1][0]):
+        copy = pickle.loads(pickle.dumps(item))
+        assert copy == item
+        assert hash(copy) == hash(item)
+    assert pickle.loads(pickle.dumps(plan)).digest() == plan.digest()
+
+
+def test_documents_have_the_callers_names() -> None:
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, ids=np.arange(12) * 10 - 5, **MACHINE)
+    found = np.concatenate([group.document_ids for batch in plan for group in batch])
+    assert sorted(found) == [10 * i - 5 for i in range(12)]
+
+
+def test_a_long_document_gets_more_ranks() -> None:
+    machine: dict[str, Any] = {"world_size": 8, "num_stages": 1, "max_tokens_per_rank": 2000}
+    plan = wlb.plan_dynamic_cp([4096] + [64] * 400, cost_model=COST, cp_seconds_per_token=300.0, **machine)
+    sizes = {int(i): group.cp_size for batch in plan for group in batch for i in group.document_ids}
+    assert sizes[0] >= 4
+    assert min(sizes.values()) == 1
+    assert plan.seconds < 1.05 * plan.lower_bound
+
+
+def test_an_interleaved_pipeline_takes_whole_rounds() -> None:
+    lengths = np.arange(1, 300)
+    plan = wlb.plan_dynamic_cp(lengths, cost_model=COST, num_virtual_stages=2, **MACHINE)
+    assert plan.num_micro_batches % 3 == 0
+    assert violations(plan, lengths.tolist()) == []
+    with pytest.raises(wlb.WlbError, match="num_micro_batches"):
+        wlb.plan_dynamic_cp(lengths, cost_model=COST, num_virtual_stages=2, num_micro_batches=10, **MACHINE)
+
+
+def test_a_schedule_may_want_more_micro_batches() -> None:
+    """DualPipeV takes no fewer than two a stage."""
+    few = wlb.plan_dynamic_cp(LENGTHS[:2], cost_model=COST, micro_batch_seconds=1e9, **MACHINE)
+    plan = wlb.plan_dynamic_cp(LENGTHS[:2], cost_model=COST, micro_batch_seconds=1e9, min_micro_batches=6, **MACHINE)
+    assert few.num_micro_batches < 6 == plan.num_micro_batches == plan.sweep[0][0]
+    assert violations(plan, LENGTHS[:2]) == []
+
+
+def test_with_a_delay() -> None:
+    """What a packer lets go is planned under the names it gave."""
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=8192, cost_model=COST, outlier_thresholds=(1000,), max_delay=3)
+    seen: list[int] = []
+    packings = [packer.push(LENGTHS) for _ in range(4)]
+    for packing in [*packings, *packer.flush()]:
+        ids = np.concatenate([batch.document_ids for batch in packing])
+        lengths = np.concatenate([batch.lengths for batch in packing])
+        plan = wlb.plan_dynamic_cp(lengths, ids=ids, cost_model=COST, **MACHINE)
+        seen += [int(i) for batch in plan for group in batch for i in group.document_ids]
+    assert sorted(seen) == list(range(4 * len(LENGTHS)))
+
+
+@pytest.mark.parametrize(
+    ("change", "argument", "index", "value"),
+    [
+        ({"lengths": [10, 5000]}, "lengths", 1, 5000),
+        ({"lengths": [10, 0]}, "lengths", 1, 0),
+        ({"world_size": 0}, "world_size", None, 0),
+        ({"world_size": 2.5}, "world_size", None, 2.5),
+        ({"num_stages": 0}, "num_stages", None, 0),
+        ({"num_virtual_stages": 0}, "num_virtual_stages", None, 0),
+        ({"max_tokens_per_rank": -1}, "max_tokens_per_rank", None, -1),
+        ({"max_cp_size": 9}, "max_cp_size", None, 9),
+        ({"num_micro_batches": 0}, "num_micro_batches", None, 0),
+        ({"num_micro_batches": 1, "max_tokens_per_rank": 400}, "num_micro_batches", None, None),
+        ({"min_micro_batches": 0}, "min_micro_batches", None, 0),
+        ({"min_micro_batches": 2.5}, "min_micro_batches", None, 2.5),
+        ({"min_micro_batches": 5, "max_micro_batches": 4}, "min_micro_batches", None, None),
+        ({"min_micro_batches": 5, "num_micro_batches": 5}, "min_micro_batches", None, None),
+        ({"max_micro_batches": 1, "max_tokens_per_rank": 400}, "max_micro_batches", None, None),
+        ({"cp_overlap": 1.01}, "cp_overlap", None, 1.01),
+        ({"cp_seconds_per_token": -1.0}, "cp_seconds_per_token", None, -1.0),
+        ({"cp_seconds_per_exchange": float("inf")}, "cp_seconds_per_exchange", None, float("inf")),
+        ({"p2p_seconds": -2.0}, "p2p_seconds", None, -2.0),
+        ({"micro_batch_seconds": -2.0}, "micro_batch_seconds", None, -2.0),
+        ({"micro_batch_seconds": 1.7e308}, "micro_batch_seconds", None, 1.7e308),
+        ({"p2p_seconds": True}, "p2p_seconds", None, True),
+        ({"cp_overlap": "all"}, "cp_overlap", None, "all"),
+        ({"ids": [1, 2]}, "ids", None, 2),
+    ],
+)
+def test_errors_name_the_culprit(change: dict[str, Any], argument: str, index: int | None, value: Any) -> None:
+    arguments = {"lengths": LENGTHS, "cost_model": COST, **MACHINE, **change}
+    with pytest.raises(wlb.WlbError) as error:
+        wlb.plan_dynamic_cp(arguments.pop("lengths"), **arguments)
+    assert (error.value.argument, error.value.index, error.value.value) == (argument, index, value)

@@ -1,0 +1,300 @@
+"""Pipelines: equal to the event simulation, exact on closed forms, every second accounted for."""
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import wlb
+from oracles import schedule as naive
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"schedule": "gpipe", "num_stages": 3},
+    {"schedule": "1f1b", "num_stages": 1},
+    {"schedule": "1f1b", "num_stages": 4},
+    {"schedule": "interleaved_1f1b", "num_stages": 2, "num_virtual_stages": 3},
+    {"schedule": "zb_h1", "num_stages": 3},
+    {"schedule": "zb_h2", "num_stages": 3},
+    {"schedule": "interleaved_zero_bubble", "num_stages": 2, "num_virtual_stages": 2},
+    {"schedule": "zbv", "num_stages": 3, "num_virtual_stages": 2},
+]
+ONE_F_ONE_B: dict[str, Any] = {"schedule": "1f1b", "num_stages": 4}
+PASSES = {"forward": [0], "backward": [1, 2], "input_gradient": [1], "weight_gradient": [2]}
+
+
+def stages(layout: dict[str, Any]) -> int:
+    return int(layout["num_stages"] * layout.get("num_virtual_stages", 1))
+
+
+@st.composite
+def work(draw: st.DrawFn) -> dict[str, Any]:
+    """Seconds per pass that are whole numbers, so that no sum rounds."""
+    layout = draw(st.sampled_from(LAYOUTS))
+    m = draw(st.sampled_from([1, 2, 4, 6, 8]))
+    shape = (m, stages(layout), 3)
+    seconds = draw(st.lists(st.integers(0, 9), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
+    p2p = draw(st.one_of(st.integers(0, 5), st.lists(st.integers(0, 5), min_size=m, max_size=m)))
+    return {"costs": np.reshape(np.array(seconds, dtype=np.float64), shape), "p2p_seconds": p2p, **layout}
+
+
+def rounds_divide(m: int, layout: dict[str, Any]) -> bool:
+    return "interleaved" not in layout["schedule"] or m % max(1, m // layout["num_stages"]) == 0
+
+
+@given(work())
+def test_equal_to_the_event_simulation(work: dict[str, Any]) -> None:
+    costs = work["costs"]
+    if not rounds_divide(len(costs), work):
+        return
+    timeline = wlb.simulate_pipeline(**work)
+    p2p = np.broadcast_to(work["p2p_seconds"], len(costs))
+    expected = naive.simulate(
+        naive.orders_of(timeline),
+        lambda op: float(sum(costs[op[1], op[2], k] for k in PASSES[op[0]])),
+        lambda j: float(p2p[j]),
+    )
+    assert len(timeline) == len(expected) == len(timeline.starts)
+    columns = (timeline.kinds, timeline.micro_batches, timeline.stages, timeline.starts, timeline.ends)
+    for kind, j, stage, start, end in zip(*(column.tolist() for column in columns), strict=True):
+        assert (start, end) == expected[timeline.KINDS[kind], j, stage]
+    assert timeline.seconds == max(end for _, end in expected.values())
+    assert timeline.busy.sum() == costs.sum()
+    assert np.array_equal(timeline.bubble, timeline.seconds - timeline.busy)
+    assert pickle.loads(pickle.dumps(timeline)) == timeline
+    again = wlb.simulate_pipeline(**work)
+    assert again == timeline
+    assert again.ends.tobytes() == timeline.ends.tobytes()
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 1), (4, 2), (4, 8), (5, 7)])
+def test_1f1b_is_what_it_is_called(p: int, m: int) -> None:
+    timeline = wlb.simulate_pipeline(np.full(m, 3.0 * p), num_stages=p)
+    assert naive.orders_of(timeline) == naive.one_forward_one_backward(p, m)
+
+
+def test_callers_may_change_the_arrays() -> None:
+    for result in (
+        wlb.simulate_pipeline(np.ones(4), num_stages=2),
+        wlb.simulate_steps(np.ones((3, 2, 4)), num_stages=2),
+    ):
+        before = result.busy
+        copy = pickle.loads(pickle.dumps(result))
+        result.busy[:] = -1
+        assert np.array_equal(result.busy, before)
+        assert hash(copy) == hash(result)
+        assert np.array_equal(copy.busy, before)
+
+
+@pytest.mark.parametrize("m", [8, 16, 64])
+def test_closed_forms(m: int) -> None:
+    p, v = 4, 2
+    costs = np.full(m, 3.0 * p * v)
+    one = {
+        name: wlb.simulate_pipeline(costs, schedule=name, num_stages=p) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")
+    }
+    assert one["gpipe"].bubble_ratio == one["1f1b"].bubble_ratio == (p - 1) / m
+    interleaved = wlb.simulate_pipeline(costs, schedule="interleaved_1f1b", num_stages=p, num_virtual_stages=v)
+    assert interleaved.bubble_ratio == (p - 1) / (v * m)
+    assert np.array_equal(one["zb_h1"].bubble * 3, one["1f1b"].bubble)
+    assert np.array_equal(one["zb_h2"].spans, one["zb_h2"].busy)
+    assert one["zb_h2"].period_seconds == costs.sum() / p
+    assert one["gpipe"].peak_activation.tolist() == [m] * p
+    assert one["1f1b"].peak_activation.tolist() == [4, 3, 2, 1]
+    assert one["zb_h1"].peak_activation.tolist() == [p] * p
+    assert one["zb_h2"].peak_activation.tolist() == [2 * p - 1] * p
+    tokens = np.arange(m, dtype=np.int64)
+    held = wlb.simulate_pipeline(costs, num_stages=p, activation=tokens)
+    assert held.peak_activation[0] == tokens[-p:].sum()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_details_of_costs_agree(layout: dict[str, Any]) -> None:
+    costs = np.arange(1.0, 9) * 3 * stages(layout)
+    timeline = wlb.simulate_pipeline(costs, **layout)
+    per_stage = np.repeat(costs[:, None] / stages(layout), stages(layout), axis=1)
+    per_pass = np.repeat(per_stage[:, :, None] / 3, 3, axis=2)
+    for detailed in (per_stage, per_pass):
+        other = wlb.simulate_pipeline(detailed, **layout)
+        assert np.array_equal(other.ends, timeline.ends)
+        assert other != timeline
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_critical_path_takes_the_whole_step(layout: dict[str, Any]) -> None:
+    costs = np.random.default_rng(0).lognormal(size=8)
+    timeline = wlb.simulate_pipeline(costs, p2p_seconds=0.01, **layout)
+    path = timeline.critical_path
+    assert timeline.starts[path[0]] == 0
+    assert timeline.ends[path[-1]] == timeline.seconds
+    gaps = timeline.starts[path[1:]] - timeline.ends[path[:-1]]
+    moved = timeline.ranks[path[1:]] != timeline.ranks[path[:-1]]
+    assert np.all(gaps[~moved] == 0)
+    assert np.allclose(gaps[moved], 0.01, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_steps_are_timelines_and_attributed_whole(layout: dict[str, Any]) -> None:
+    rng = np.random.default_rng(1)
+    steps, dp, m = 3, 2, 8
+    # Whole seconds per pass: nothing rounds.
+    costs = rng.integers(1, 20, (steps, dp, m)) * 3.0 * stages(layout)
+    exposed = np.floor(costs / 3 / stages(layout) / 2) * 3 * stages(layout)
+    activation = rng.integers(1, 100, (steps, dp, m))
+    p2p = rng.integers(0, 3, (steps, dp, m))
+    result = wlb.simulate_steps(costs, exposed=exposed, activation=activation, p2p_seconds=p2p, **layout)
+    assert len(result) == steps
+    for step, replica in itertools.product(range(steps), range(dp)):
+        at = step, replica
+        one = wlb.simulate_pipeline(
+            costs[at], exposed=exposed[at], activation=activation[at], p2p_seconds=p2p[at], **layout
+        )
+        assert one.seconds == result.pipeline_seconds[at]
+        assert np.array_equal(one.busy, result.busy[at])
+        assert np.array_equal(one.spans, result.spans[at])
+        assert np.array_equal(one.peak_activation, result.peak_activation[at])
+        assert one.exposed.sum() == exposed[at].sum()
+    assert np.array_equal(result.seconds, result.pipeline_seconds.max(axis=1))
+    ranks = dp * layout["num_stages"]
+    idle = result.exposed + result.bubble + result.dp_wait
+    assert np.array_equal(idle, ranks * result.seconds - result.compute)
+    assert np.array_equal(result.exposed, exposed.sum(axis=(1, 2)))
+    assert np.array_equal(result.compute + result.exposed, costs.sum(axis=(1, 2)))
+    assert pickle.loads(pickle.dumps(result)) == result
+    assert len(wlb.simulate_steps(np.zeros((0, 2, 8)), num_stages=2)) == 0
+
+
+@given(
+    costs=st.lists(st.floats(0, 100), min_size=8, max_size=8),
+    layout=st.sampled_from([layout for layout in LAYOUTS if layout["num_stages"] <= 4]),
+    dp_size=st.sampled_from([1, 2]),
+)
+def test_order_micro_batches(costs: list[float], layout: dict[str, Any], dp_size: int) -> None:
+    if not rounds_divide(8 // dp_size, layout):
+        return
+    order = wlb.order_micro_batches(costs, dp_size=dp_size, **layout)
+    assert order.shape == (dp_size, 8 // dp_size)
+    assert order.dtype == np.int64
+    assert sorted(order.ravel()) == list(range(8))
+    assert np.array_equal(order, wlb.order_micro_batches(costs, dp_size=dp_size, **layout))
+    arrived = np.arange(8).reshape(dp_size, -1)
+    both = wlb.simulate_steps(np.array(costs)[np.stack([order, arrived])], **layout)
+    if dp_size == 1:
+        assert both.seconds[0] <= both.seconds[1]
+
+
+def test_what_placement_gains(llama_cost: wlb.CostModel, corpus: NDArray[np.int64]) -> None:
+    """On long-tailed documents; see benches/pipeline.py for real ones."""
+    offsets = wlb.batch_offsets(corpus, tokens_per_batch=8 * 131072)
+    for layout in LAYOUTS[2:5]:
+        chosen, light_ends, arrived = [], [], []
+        for a, b in itertools.pairwise(offsets[:11]):
+            plan = wlb.pack(
+                corpus[a:b], num_micro_batches=8, max_tokens=131072, cost_model=llama_cost, method="original"
+            )
+            chosen.append(plan.costs[wlb.order_micro_batches(plan.costs, **layout)])
+            light_ends.append(plan.costs[plan.deal(1)])
+            arrived.append(plan.costs[None])
+        best, dealt, naive_order = (
+            wlb.simulate_steps(np.array(costs), **layout).seconds for costs in (chosen, light_ends, arrived)
+        )
+        assert np.all(best <= dealt)
+        assert np.all(best <= naive_order)
+        assert np.mean(naive_order / best) > 1.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "index"),
+    [
+        ({"costs": []}, "num_micro_batches", None),
+        ({"costs": [1.0, -1.0]}, "costs", 1),
+        ({"costs": [1.0, float("nan")]}, "costs", 1),
+        ({"costs": [[1.0] * 4, [1.0, float("inf"), 1.0, 1.0]]}, "costs", (1, 1)),
+        ({"costs": [[1.0, 2.0]]}, "costs", None),
+        ({"costs": np.ones((2, 4, 2))}, "costs", None),
+        ({"costs": 1.0}, "costs", None),
+        ({"costs": ["a"]}, "costs", None),
+        ({"costs": np.ones((2, 4, 3, 1))}, "costs", None),
+        ({"schedule": "2f2b"}, "schedule", None),
+        ({"num_stages": 0}, "num_stages", None),
+        ({"num_stages": 1.5}, "num_stages", None),
+        ({"num_stages": 10**9}, "num_stages", None),
+        ({"num_virtual_stages": 2}, "num_virtual_stages", None),
+        ({"schedule": "zbv"}, "num_virtual_stages", None),
+        ({"schedule": "interleaved_1f1b", "costs": np.ones(9)}, "num_micro_batches", None),
+        ({"p2p_seconds": -1.0}, "p2p_seconds", None),
+        ({"p2p_seconds": [0.0, float("nan")]}, "p2p_seconds", 1),
+        ({"p2p_seconds": [0.0]}, "p2p_seconds", None),
+        ({"p2p_seconds": True}, "p2p_seconds", None),
+        ({"p2p_seconds": np.True_}, "p2p_seconds", None),
+        ({"p2p_seconds": "1"}, "p2p_seconds", None),
+        ({"activation": [1.0]}, "activation", None),
+        ({"activation": [1.0, -2.0]}, "activation", 1),
+        ({"exposed": [1.0]}, "exposed", None),
+        ({"exposed": [0.0, 2.5]}, "exposed", 1),
+        ({"costs": [1.7e308] * 8}, "costs", None),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], argument: str, index: Any) -> None:
+    with pytest.raises(wlb.WlbError, match=argument) as caught:
+        wlb.simulate_pipeline(**{"costs": [1.0, 2.0], **ONE_F_ONE_B, **arguments})
+    assert (caught.value.argument, caught.value.index) == (argument, index)
+
+
+def test_bad_steps() -> None:
+    costs = np.ones((3, 2, 4))
+    costs[2, 1, 3] = -1
+    with pytest.raises(wlb.WlbError, match=r"costs\[2, 1, 3\] = -1") as caught:
+        wlb.simulate_steps(costs, num_stages=2)
+    assert caught.value.index == (2, 1, 3)
+    activation = np.ones((3, 2, 4))
+    activation[1, 0, 2] = np.nan
+    with pytest.raises(wlb.WlbError, match=r"activation\[1, 0, 2\]"):
+        wlb.simulate_steps(np.ones((3, 2, 4)), activation=activation, num_stages=2)
+    with pytest.raises(wlb.WlbError, match="replica") as caught:
+        wlb.simulate_steps(np.zeros((3, 0, 4)), num_stages=2)
+    assert caught.value.argument == "costs"
+    for dp_size in (0, 3, -1):
+        with pytest.raises(wlb.WlbError, match="dp_size"):
+            wlb.order_micro_batches(np.ones(4), dp_size=dp_size, num_stages=2)
+
+
+def least_seconds(work: Callable[[], object]) -> float:
+    durations = []
+    for _ in range(3):
+        start = time.perf_counter()
+        work()
+        durations.append(time.perf_counter() - start)
+    return min(durations)
+
+
+def test_many_micro_batches_are_ordered_in_linear_time() -> None:
+    """The search ends with its budget, not with the last of quadratically many swaps. In one run, least of three."""
+    costs = np.ones(40_000)
+    once = least_seconds(lambda: wlb.simulate_steps(costs[None, None], num_stages=16))
+    assert least_seconds(lambda: wlb.order_micro_batches(costs, num_stages=16)) < 10 * once
+
+
+def test_many_ranks_are_ordered_in_linear_time() -> None:
+    """The deal does not pass over the ranks that have their share. As above."""
+    costs = np.random.default_rng(0).random(2**18)
+    steps = costs.reshape(1, 2**16, 4)
+    once = least_seconds(lambda: wlb.simulate_steps(steps, num_stages=1))
+    assert least_seconds(lambda: wlb.order_micro_batches(costs, dp_size=2**16, num_stages=1)) < 15 * once
+
+
+def test_ranks_beyond_the_budget_keep_the_order_of_deal(llama_cost: wlb.CostModel) -> None:
+    count, dp_size = 2**15, 2**11
+    lengths = np.random.default_rng(0).integers(1, 100_000, count)
+    sizes: dict[str, Any] = {"num_micro_batches": count, "max_tokens": 100_000, "cost_model": llama_cost}
+    plan = wlb.Packing.from_assignment(lengths, np.arange(count), **sizes)
+    layout: dict[str, Any] = {"schedule": "interleaved_1f1b", "num_stages": 128, "num_virtual_stages": 2}
+    same = (wlb.order_micro_batches(plan.costs, dp_size=dp_size, **layout) == plan.deal(dp_size)).all(axis=1)
+    assert not same[: dp_size // 8].any()
+    assert same[-dp_size // 8 :].all()

@@ -1,0 +1,199 @@
+"""Sharding over context-parallel ranks: equal to the oracle, every token once, legal input for kernels."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import wlb
+from oracles import sharding as naive
+from oracles import strategies
+from oracles.cost import pairs
+
+VARIANTS: list[dict[str, Any]] = [
+    {"strategy": "per_sequence"},
+    {"strategy": "per_document"},
+    {"strategy": "per_document", "remainder": "token"},
+    {"strategy": "hybrid", "hybrid_threshold": 1},
+    {"strategy": "hybrid", "hybrid_threshold": 20},
+    {"strategy": "hybrid", "hybrid_threshold": 10_000},
+]
+LENGTHS = strategies.document_lengths(max_length=90, max_size=12)
+CP_SIZES = st.integers(1, 8)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@given(lengths=LENGTHS, cp_size=CP_SIZES, causal=st.booleans())
+def test_equal_to_the_oracle(lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool) -> None:
+    shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
+    owner = naive.owners(lengths, cp_size=cp_size, **variant)
+    for rank in range(cp_size):
+        assert naive.plain(shard.rank(rank)) == naive.plain_rank(lengths, owner, rank=rank, causal=causal)
+    assert (shard.strategy, shard.cp_size, shard.causal) == (variant["strategy"], cp_size, causal)
+    assert shard.lengths.tolist() == lengths
+    assert len(shard) == cp_size
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@given(lengths=LENGTHS, cp_size=CP_SIZES, causal=st.booleans())
+def test_every_token_on_one_rank(lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool) -> None:
+    """Also: equal tokens within one, each rank ascending, all pairs attended once, and the way back."""
+    shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
+    ranks = [shard.rank(i) for i in range(cp_size)]
+    total = sum(lengths)
+    rank_major = np.concatenate([rank.token_indices for rank in ranks])
+    assert sorted(rank_major) == list(range(total))
+    assert all(np.all(np.diff(rank.token_indices) > 0) for rank in ranks)
+    assert rank_major[shard.restore_indices].tolist() == list(range(total))
+    assert shard.restore_indices.dtype == np.int32
+
+    assert shard.num_tokens == total
+    assert shard.tokens_per_rank.tolist() == [rank.num_tokens for rank in ranks]
+    assert np.ptp(shard.tokens_per_rank) <= 1
+    assert shard.pairs_per_rank.tolist() == [rank.pairs for rank in ranks]
+    assert sum(shard.pairs_per_rank) == sum(pairs(length, causal=causal) for length in lengths)
+
+
+@given(LENGTHS, CP_SIZES, st.sampled_from(VARIANTS), st.booleans())
+def test_what_a_kernel_is_given_is_legal(
+    lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool
+) -> None:
+    shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    for i in range(cp_size):
+        rank = shard.rank(i)
+        arrays = [rank.token_indices, rank.position_ids, rank.cu_seqlens_q, rank.cu_seqlens_k]
+        assert {array.dtype for array in [*arrays, rank.k_starts, rank.documents]} == {np.dtype(np.int32)}
+        q_lengths, k_lengths = np.diff(rank.cu_seqlens_q), np.diff(rank.cu_seqlens_k)
+        assert rank.cu_seqlens_q[0] == rank.cu_seqlens_k[0] == 0
+        assert np.all(q_lengths > 0), "no empty segment"
+        assert np.all(k_lengths >= q_lengths), "a query sees itself"
+        assert rank.num_segments == len(q_lengths) == len(k_lengths) == len(rank.k_starts) == len(rank.documents)
+        assert rank.cu_seqlens_q[-1] == rank.num_tokens == len(rank.token_indices) == len(rank.position_ids)
+        assert rank.max_seqlen_q == max(q_lengths, default=0)
+        assert rank.max_seqlen_k == max(k_lengths, default=0)
+        assert np.all(rank.k_starts + k_lengths <= starts[rank.documents + 1]), "keys of one document only"
+        assert (
+            rank.token_indices.tolist() == (rank.position_ids + starts[np.repeat(rank.documents, q_lengths)]).tolist()
+        )
+        if variant["strategy"] == "per_document" and "remainder" not in variant:
+            assert max(np.bincount(rank.documents), default=0) <= 2, "at most two segments per document"
+
+
+@given(LENGTHS, CP_SIZES, st.sampled_from(VARIANTS), st.booleans(), st.integers(0, 2**32 - 1))
+def test_attention_is_that_of_whole_documents(
+    lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool, seed: int
+) -> None:
+    """Each rank attends from its own queries to its K ranges; put together, that is the masked attention."""
+    shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
+    rng = np.random.default_rng(seed)
+    q, k, v = rng.standard_normal((3, sum(lengths), 4))
+    parts = [
+        naive.rank_attention(q[rank.token_indices], k, v, rank, causal=causal)
+        for rank in map(shard.rank, range(cp_size))
+    ]
+    restored = np.concatenate(parts)[shard.restore_indices]
+    np.testing.assert_allclose(
+        restored, naive.document_attention(q, k, v, lengths, causal=causal), rtol=1e-10, atol=1e-12
+    )
+
+
+@given(LENGTHS, CP_SIZES)
+def test_pairs_are_equal_when_the_chunks_are(lengths: list[int], cp_size: int) -> None:
+    divisible = [length * 2 * cp_size for length in lengths]
+    shard = wlb.shard(divisible, cp_size=cp_size)
+    assert np.ptp(shard.pairs_per_rank) == 0
+    assert np.ptp(shard.tokens_per_rank) == 0
+
+
+@given(
+    strategies.document_lengths(max_length=90) | strategies.document_lengths(max_length=100_000),
+    st.integers(1, 16),
+)
+def test_pairs_are_nearly_equal_at_any_lengths(lengths: list[int], cp_size: int) -> None:
+    """The first published bound, and the second for each time that the cursor goes round."""
+    gap = int(np.ptp(wlb.shard(lengths, cp_size=cp_size).pairs_per_rank))
+    uneven = [length for length in lengths if length % (2 * cp_size)]
+    rounds = -(-sum(length % (2 * cp_size) for length in uneven) // (2 * cp_size))
+    assert gap <= 2 * sum(uneven)
+    assert gap <= 2 * max(uneven, default=0) * rounds
+
+
+def test_the_published_bound_needs_its_rounds() -> None:
+    """`2 * d_max` alone does not hold, as published, where the cursor goes round."""
+    assert np.ptp(wlb.shard([9, 7, 9], cp_size=8).pairs_per_rank) == 19
+    assert np.ptp(wlb.shard([5, 5, 3, 3, 3, 3, 3, 3], cp_size=3).pairs_per_rank) > 2 * 5
+
+
+@given(LENGTHS, CP_SIZES)
+def test_per_document_slots_hold_equal_tokens(lengths: list[int], cp_size: int) -> None:
+    """A last document fills the sequence up to a multiple of 2 * cp_size: then all ranks hold the same."""
+    filled = [*lengths, 2 * cp_size - sum(lengths) % (2 * cp_size)]
+    assert np.ptp(wlb.shard(filled, cp_size=cp_size).tokens_per_rank) == 0
+
+
+@given(LENGTHS, CP_SIZES, st.integers(1, 100))
+def test_hybrid_keeps_short_documents_whole(lengths: list[int], cp_size: int, threshold: int) -> None:
+    """A short document is cut only where a rank's quota ends, so at most cp_size - 1 cuts in all."""
+    shard = wlb.shard(lengths, cp_size=cp_size, strategy="hybrid", hybrid_threshold=threshold)
+    holders = [set(shard.rank(rank).documents.tolist()) for rank in range(cp_size)]
+    short = [i for i, length in enumerate(lengths) if length < threshold]
+    assert sum(sum(i in held for held in holders) - 1 for i in short) <= cp_size - 1
+
+
+@given(LENGTHS, LENGTHS, CP_SIZES, CP_SIZES, st.sampled_from(VARIANTS), st.sampled_from(VARIANTS), st.booleans())
+def test_digest_and_pickle(
+    lengths: list[int],
+    others: list[int],
+    cp_size: int,
+    other_size: int,
+    variant: dict[str, Any],
+    other_variant: dict[str, Any],
+    causal: bool,
+) -> None:
+    shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
+    copy = pickle.loads(pickle.dumps(shard))
+    assert copy == shard
+    assert copy.digest() == shard.digest()
+    assert copy.strategy == shard.strategy
+    assert contents(copy) == contents(shard)
+
+    other = wlb.shard(others, cp_size=other_size, causal=causal, **other_variant)
+    same = contents(shard) == contents(other) and lengths == others
+    assert (shard.digest() == other.digest()) == same
+    assert (shard == other) <= (shard.digest() == other.digest())
+
+
+def contents(shard: wlb.Shard) -> list[dict[str, Any]]:
+    return [naive.plain(shard.rank(rank)) for rank in range(shard.cp_size)]
+
+
+def test_a_long_sequence(corpus: NDArray[np.int64]) -> None:
+    lengths: Sequence[int] = corpus[:120].tolist()
+    for variant in VARIANTS:
+        shard = wlb.shard(lengths, cp_size=8, **variant)
+        owner = naive.owners(lengths, cp_size=8, **variant)
+        assert np.ptp(shard.tokens_per_rank) <= 1
+        for rank in range(8):
+            held = shard.rank(rank)
+            assert held.token_indices.tolist() == np.flatnonzero(np.array(owner) == rank).tolist()
+            assert held.pairs == shard.pairs_per_rank[rank]
+
+
+def test_a_million_tokens_do_not_overflow() -> None:
+    shard = wlb.shard([10**6, 3], cp_size=2)
+    assert sum(shard.pairs_per_rank.tolist()) == pairs(10**6) + pairs(3)
+
+
+@pytest.mark.parametrize("rank", [-1, 4, 2**40])
+def test_no_such_rank(rank: int) -> None:
+    shard = wlb.shard([10], cp_size=4)
+    with pytest.raises(wlb.WlbError) as raised:
+        shard.rank(rank)
+    assert raised.value.argument == "rank"
+    assert raised.value.value == rank

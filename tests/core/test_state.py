@@ -1,0 +1,284 @@
+"""Saved packers: plain data, exact to the bit, and refused when anything in them was touched."""
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wlb
+from oracles import strategies
+from oracles.cost import AnalyticCost, TableCost
+from oracles.packing import plain
+
+# Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
+pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
+
+Path = tuple[Any, ...]
+
+
+@st.composite
+def used_packers(draw: st.DrawFn) -> wlb.Packer:
+    """Packers with a history: full queues, documents carried over, metrics."""
+    settings = draw(strategies.packer_settings())
+    cost = draw(strategies.costs()).model()
+    packer = wlb.Packer(cost_model=cost, **settings)
+    longest = settings["max_document_tokens"] or settings["max_tokens"]
+    for lengths in draw(st.lists(strategies.document_lengths(max_length=longest, max_size=8), max_size=4)):
+        packer.push(lengths)
+    return packer
+
+
+def a_packer() -> wlb.Packer:
+    """One packer with something in every field of its state."""
+    cost = TableCost((10, 100), (0.1, 7.3), (0.3, 2.9)).model()
+    packer = wlb.Packer(
+        num_micro_batches=3,
+        max_tokens=100,
+        cost_model=cost,
+        outlier_thresholds=(40, 70),
+        max_delay=5,
+        oversize="split",
+    )
+    packer.push([50, 90, 45, 130, 20, 20], ids=[4, 9, 2, 6, 1, 8])
+    packer.push([39] * 9)
+    assert all(packer.queued)
+    assert packer.carried
+    return packer
+
+
+def paths(value: Any, path: Path = ()) -> Iterator[Path]:
+    """The way to every key, element and leaf below `value`."""
+    inside: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(value, dict):
+        inside = iter(value.items())
+    elif isinstance(value, list):
+        inside = iter(enumerate(value))
+    for key, child in inside:
+        yield (*path, key)
+        yield from paths(child, (*path, key))
+
+
+def at(state: Any, path: Path) -> Any:
+    for key in path:
+        state = state[key]
+    return state
+
+
+def check_refused_or_equal(damaged: Any, valid: dict[str, Any]) -> None:
+    """A StateError that changes nothing, or a state that is the very same."""
+    loaded = wlb.Packer.from_state_dict(valid)
+    loaded.push([1])
+    before = loaded.state_dict()
+    try:
+        loaded.load_state_dict(damaged)
+    except wlb.StateError:
+        assert loaded.state_dict() == before
+        with pytest.raises(wlb.StateError):
+            wlb.Packer.from_state_dict(damaged)
+    else:
+        assert loaded.state_dict() == valid
+        assert wlb.Packer.from_state_dict(damaged).state_dict() == valid
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.sampled_from([-(2**63) - 1, -(2**31), 2**31, 2**53, 2**63, 2**64, 10**30]),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 3), max_size=2),
+)
+
+
+@given(used_packers(), st.data())
+def test_a_changed_state_is_refused(packer: wlb.Packer, data: st.DataObject) -> None:
+    valid = packer.state_dict()
+    damaged = copy.deepcopy(valid)
+    path = data.draw(st.sampled_from(list(paths(damaged))))
+    parent, key = at(damaged, path[:-1]), path[-1]
+    if data.draw(st.booleans()):
+        parent[key] = data.draw(VALUES)
+    elif isinstance(parent, dict):
+        value = parent.pop(key)
+        if data.draw(st.booleans()):
+            parent[data.draw(st.text(max_size=8))] = value
+    else:
+        change = data.draw(st.sampled_from(["drop", "repeat", "reverse", "truncate"]))
+        if change == "drop":
+            del parent[key]
+        elif change == "repeat":
+            parent.insert(key, parent[key])
+        elif change == "reverse":
+            parent.reverse()
+        else:
+            del parent[key:]
+    check_refused_or_equal(damaged, valid)
+
+
+def test_every_number_of_a_state_is_guarded() -> None:
+    """Off by one anywhere, and the state is refused."""
+    valid = a_packer().state_dict()
+    numbers = [path for path in paths(valid) if type(at(valid, path)) in (int, float)]
+    assert len(numbers) > 40
+    for path in numbers:
+        for change in (1, -1):
+            damaged = copy.deepcopy(valid)
+            at(damaged, path[:-1])[path[-1]] += change
+            with pytest.raises(wlb.StateError):
+                wlb.Packer.from_state_dict(damaged)
+
+
+def test_every_key_of_a_state_is_needed() -> None:
+    valid = a_packer().state_dict()
+    for path in paths(valid):
+        damaged = copy.deepcopy(valid)
+        del at(damaged, path[:-1])[path[-1]]
+        with pytest.raises(wlb.StateError):
+            wlb.Packer.from_state_dict(damaged)
+
+
+def test_unknown_keys_are_refused() -> None:
+    """A state of a later version may hold what this one cannot keep."""
+    valid = a_packer().state_dict()
+    for path in [(), *(path for path in paths(valid) if isinstance(at(valid, path), dict))]:
+        damaged = copy.deepcopy(valid)
+        at(damaged, path)["a key from the future"] = 1
+        with pytest.raises(wlb.StateError):
+            wlb.Packer.from_state_dict(damaged)
+
+
+def test_states_cannot_be_mixed() -> None:
+    """A part of one valid state in another is no valid state."""
+    packer = a_packer()
+    first = packer.state_dict()
+    packer.push([7, 55])
+    second = packer.state_dict()
+    for key in first:
+        mixed = copy.deepcopy(second)
+        mixed[key] = first[key]
+        check_refused_or_equal(mixed, second)
+
+
+class Foreign:
+    """No JSON value."""
+
+
+def cyclic() -> dict[str, Any]:
+    state = a_packer().state_dict()
+    state["carried"] = state
+    return state
+
+
+def deep() -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for _ in range(100_000):
+        state = {"carried": state}
+    return a_packer().state_dict() | state
+
+
+FOREIGN: list[Any] = [
+    None,
+    0,
+    "wlb.packer",
+    b"wlb.packer",
+    [],
+    {},
+    {"format": "wlb.packer"},
+    {"format": "wlb.packer", "version": 1},
+    {"format": "wlb.packer", "version": 2},
+    {"format": "torch", "version": 1},
+    {1: 2},
+    {"format": Foreign()},
+    Foreign(),
+    [("format", "wlb.packer")],
+]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=str)
+def test_a_foreign_state_is_refused(foreign: Any) -> None:
+    packer = a_packer()
+    before = packer.state_dict()
+    for load in (packer.load_state_dict, wlb.Packer.from_state_dict):
+        with pytest.raises((wlb.StateError, TypeError)):
+            load(foreign)
+    assert packer.state_dict() == before
+
+
+@pytest.mark.parametrize("make", [cyclic, deep])
+def test_a_state_without_end_is_refused(make: Any) -> None:
+    state = make()
+    packer = a_packer()
+    before = packer.state_dict()
+    with pytest.raises(wlb.StateError):
+        packer.load_state_dict(state)
+    assert packer.state_dict() == before
+
+
+@given(used_packers())
+def test_a_state_is_plain_json_and_a_snapshot(packer: wlb.Packer) -> None:
+    state = packer.state_dict()
+    leaves = {type(value) for value in (at(state, path) for path in paths(state))}
+    assert leaves <= {dict, list, str, int, float, bool, type(None)}
+    assert {type(key) for path in paths(state) for key in path} <= {str, int}
+    text = json.dumps(state, allow_nan=False)
+    assert json.loads(text) == state
+    packer.push([1])
+    assert json.dumps(state, allow_nan=False) == text, "the packer went on, its snapshot did not"
+    now = packer.state_dict()
+    state["carried"] = state["queues"] = None
+    assert packer.state_dict() == now
+
+
+@given(used_packers(), strategies.costs(), st.data())
+def test_equal_configurations_have_equal_fingerprints(
+    packer: wlb.Packer, cost: AnalyticCost, data: st.DataObject
+) -> None:
+    settings = data.draw(strategies.packer_settings())
+    first, second = (wlb.Packer(cost_model=cost.model(), **settings) for _ in range(2))
+    assert first.fingerprint == second.fingerprint == first.state_dict()["fingerprint"]
+    other_size = wlb.Packer(cost_model=cost.model(), **settings | {"num_micro_batches": 17})
+    assert other_size.fingerprint == first.fingerprint, "the number of micro-batches may change on resume"
+    state = packer.state_dict()
+    try:
+        first.load_state_dict(state)
+    except wlb.StateError:
+        assert first.fingerprint != packer.fingerprint
+    else:
+        assert first.fingerprint == packer.fingerprint
+
+
+def test_a_state_says_what_it_is() -> None:
+    state = a_packer().state_dict()
+    assert (state["format"], state["version"]) == ("wlb.packer", 1)
+    expected = {
+        "format",
+        "version",
+        "fingerprint",
+        "config",
+        "iteration",
+        "next_id",
+        "carried",
+        "queues",
+        "metrics",
+    }
+    assert state.keys() == expected | {"digest"}
+    state["version"] = 2
+    with pytest.raises(wlb.StateError, match="version"):
+        wlb.Packer.from_state_dict(state)
+
+
+def test_loading_an_equal_state_gives_equal_plans() -> None:
+    """Also with table costs, whose floats must survive the text."""
+    packer = a_packer()
+    resumed = wlb.Packer.from_state_dict(json.loads(json.dumps(packer.state_dict())))
+    for lengths in ([80, 10, 41], [], [71, 72, 73], [5] * 20):
+        assert plain(resumed.push(lengths)) == plain(packer.push(lengths))
+    assert [plain(p) for p in resumed.flush()] == [plain(p) for p in packer.flush()]
+    assert resumed.state_dict() == packer.state_dict()
+    assert resumed.metrics().as_dict() == packer.metrics().as_dict()
