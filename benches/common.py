@@ -26,6 +26,9 @@ from rich.progress import Progress
 
 import wlb
 
+# A bench may import studies/ and tests/oracles/, which are not installed.
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+
 RECORDS = Path(__file__).parent / "records"
 DOCS = Path(__file__).parents[1] / "docs"
 CONTEXT = 131072

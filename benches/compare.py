@@ -31,8 +31,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 import wlb
 from oracles.dynamic_cp import violations
 

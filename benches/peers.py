@@ -48,8 +48,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import wlb
 
 # How many documents these trainers hand their packer at a time.

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 import wlb
 from oracles import schedule as naive
 

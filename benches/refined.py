@@ -25,8 +25,6 @@ from common import COST, Lengths, bars, machine, options, parse, samples, synthe
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import studies.exact
 import wlb
 

@@ -9,7 +9,7 @@ import wlb
 
 PACKAGE = Path(wlb.__file__).parent
 ROOMS = {"cli", "cluster", "integrations", "profile", "simulation", "torch"}
-FILES = {"__init__.py", "_core.pyi", "_errors.py", "_seal.py", "ledger.py", "py.typed", "testing.py"}
+FILES = {"__init__.py", "_core.pyi", "_errors.py", "_seal.py", "audit.py", "ledger.py", "py.typed", "testing.py"}
 
 
 def test_every_room_is_named() -> None:

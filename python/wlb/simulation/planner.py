@@ -75,7 +75,9 @@ def check_planner(scenario: Scenario) -> int:
     if _world_size(scenario) == 1:
         raise error("layout", "has dp x cp = 1: Dynamic-CP needs ranks to form groups of", value=scenario.layout)
     if _world_size(scenario) > MAX_WORLD_SIZE:
-        message = f"has dp x cp = {_world_size(scenario)}: Dynamic-CP plans for at most {MAX_WORLD_SIZE} ranks of a stage"
+        message = (
+            f"has dp x cp = {_world_size(scenario)}: Dynamic-CP plans for at most {MAX_WORLD_SIZE} ranks of a stage"
+        )
         raise error("layout", message, value=scenario.layout)
     schedule = scenario.pipeline_schedule
     if schedule not in _SCHEDULES:
