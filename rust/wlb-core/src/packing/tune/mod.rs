@@ -5,8 +5,6 @@ mod thresholds;
 
 use std::cmp::Ordering;
 
-use serde::{Deserialize, Serialize};
-
 use crate::error::{Error, Result};
 use crate::interrupt::check;
 use crate::lengths::Lengths;
@@ -30,12 +28,11 @@ pub struct TuneOptions {
 }
 
 /// What one choice gives on the sample.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct TunedPoint {
     /// The thresholds of the queues; none under [`Release::Adaptive`].
     pub thresholds: Vec<i32>,
     /// The price of delay, under [`Release::Adaptive`].
-    #[serde(default)]
     pub delay_price: Option<f64>,
     /// Mean imbalance over steps.
     pub imbalance_mean: f64,
@@ -52,7 +49,7 @@ pub struct TunedPoint {
 }
 
 /// The best choice and what else could be had.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Tuned {
     /// Best balance within the delay limit.
     pub best: TunedPoint,
@@ -61,9 +58,6 @@ pub struct Tuned {
     /// Number of choices tried.
     pub evaluated: usize,
 }
-
-crate::error::pickled_as_json!(TunedPoint);
-crate::error::pickled_as_json!(Tuned);
 
 /// The sample, and what has been tried on it.
 struct Search {
