@@ -240,24 +240,3 @@ pub(crate) fn from_json<'de, T: serde::Deserialize<'de>>(json: &'de str) -> std:
     deserializer.end().map_err(|error| (top(), error.to_string()))?;
     Ok(value)
 }
-
-/// `to_json` and `from_json` for plain data that Python pickles.
-macro_rules! pickled_as_json {
-    ($name:ty) => {
-        impl $name {
-            /// As JSON, for pickles.
-            pub fn to_json(&self) -> String {
-                serde_json::to_string(self).unwrap_or_default()
-            }
-
-            /// What `to_json` wrote.
-            ///
-            /// # Errors
-            /// [`crate::Error::State`] for anything else.
-            pub fn from_json(json: &str) -> $crate::error::Result<Self> {
-                $crate::error::from_json(json).map_err(|(path, problem)| $crate::error::Error::State { path, problem })
-            }
-        }
-    };
-}
-pub(crate) use pickled_as_json;

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result, from_json};
 use crate::packing::plan::Packing;
 
 /// Steps of the imbalance histogram in one unit: percentiles are good to 0.001.
@@ -42,23 +41,6 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// As JSON, for pickles.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string(self).unwrap_or_default()
-    }
-
-    /// What [`Metrics::to_json`] wrote.
-    ///
-    /// # Errors
-    /// [`Error::State`] for anything else.
-    pub fn from_json(json: &str) -> Result<Self> {
-        let metrics: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
-        match metrics.problem() {
-            None => Ok(metrics),
-            Some(problem) => Err(Error::State { path: "metrics".to_owned(), problem: problem.to_owned() }),
-        }
-    }
-
     /// Counts one global batch; `delays` gives the tokens of each emitted piece and the iterations it waited, `backlog`
     /// the tokens that wait now.
     pub(super) fn record(

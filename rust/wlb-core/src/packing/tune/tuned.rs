@@ -1,14 +1,11 @@
 //! What tuning found.
 
-use serde::{Deserialize, Serialize};
-
 /// What one choice gives on the sample.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct TunedPoint {
     /// The thresholds of the queues; none under [`Release::Adaptive`](crate::packing::stream::Release::Adaptive).
     pub thresholds: Vec<i32>,
     /// The price of delay, under [`Release::Adaptive`](crate::packing::stream::Release::Adaptive).
-    #[serde(default)]
     pub delay_price: Option<f64>,
     /// Mean imbalance over steps.
     pub imbalance_mean: f64,
@@ -25,7 +22,7 @@ pub struct TunedPoint {
 }
 
 /// The best choice and what else could be had.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Tuned {
     /// Best balance within the delay limit.
     pub best: TunedPoint,
@@ -34,6 +31,3 @@ pub struct Tuned {
     /// Number of choices tried.
     pub evaluated: usize,
 }
-
-crate::error::pickled_as_json!(TunedPoint);
-crate::error::pickled_as_json!(Tuned);
