@@ -18,7 +18,7 @@ import torch.distributed as dist
 from test_train import CONFIG, SETTINGS, checkpoints, example, rows, run
 from torch.distributed.checkpoint.api import CheckpointException
 
-from wlb.ledger import audit
+from wlb.audit import audit
 from wlb.torch.data import Step, collate
 from wlb.torch.groups import build_mesh
 

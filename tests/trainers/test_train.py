@@ -23,7 +23,7 @@ import checkpoints
 import llama
 import train as example
 from llama import LlamaConfig
-from wlb.ledger import audit
+from wlb.audit import audit
 from wlb.torch.data import collate
 from wlb.torch.groups import build_mesh
 from wlb.torch.loss import token_normalized_loss

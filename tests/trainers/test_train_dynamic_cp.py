@@ -15,7 +15,7 @@ import torch
 from test_train import CONFIG, SETTINGS, documents, example, mesh_of, rows, run
 
 import wlb
-from wlb.ledger import audit
+from wlb.audit import audit
 from wlb.torch.data import DynamicCpLoader, collate
 from wlb.torch.groups import data_and_context
 from wlb.torch.loss import token_normalized_loss
