@@ -361,6 +361,7 @@ def main(trials: int, seed: int) -> None:
     held: Counter[str] = Counter()
     tried: Counter[str] = Counter()
     latest: dict[str, float] = {}
+    early = 0  # trials begun again, for a rank failed before its fault: the machine was too busy for the timeout
     for trial in range(trials):
         kind, place = chance.choice([*KINDS, *SIGNALS]), chance.choice([*PLACES])
         world_size, tcp = chance.randint(2, 4), chance.random() < 0.5
@@ -370,7 +371,8 @@ def main(trials: int, seed: int) -> None:
         tried[kind] += 1
         try:
             found = endings(world_size, PLACES[place], kind, **options)
-            while any(ending.seconds < 0 for ending in found.values()):  # the machine was too busy to get that far
+            while any(ending.seconds < 0 for ending in found.values()):
+                early += 1
                 found = endings(world_size, PLACES[place], kind, **{**options, "tcp": free_port() if tcp else 0})
             problem = wrong(found, kind, world_size=world_size, failed=failed, keeper=tcp and failed == 0)
             survivors = [ending.seconds for rank, ending in found.items() if rank != failed]
@@ -382,7 +384,7 @@ def main(trials: int, seed: int) -> None:
             print(f"{what}: {problem}", flush=True)
     for kind, count in sorted(tried.items()):
         print(f"{kind:18} {held[kind]:4} of {count:4} held; the last rank ended after {latest[kind]:.1f} s")
-    print(f"{held.total()} of {tried.total()}, timeout {TIMEOUT:g} s")
+    print(f"{held.total()} of {tried.total()}, timeout {TIMEOUT:g} s; {early} begun again")
 
 
 if __name__ == "__main__":
