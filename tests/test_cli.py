@@ -21,15 +21,16 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from wlb.cli import cluster, main
+from wlb.cli import main
 from wlb.cli.app import app
-from wlb.cli.console import CliError, progress
-from wlb.cli.options import as_options
-from wlb.cli.plan_files import write_names
-from wlb.cli.report import Report
-from wlb.cli.sources import Documents, read_documents
-from wlb.cli.stream import build_stream
-from wlb.cli.tuning_report import _RELEASED
+from wlb.cli.inputs import cluster
+from wlb.cli.inputs.documents import Documents, read_documents
+from wlb.cli.inputs.options import as_options
+from wlb.cli.inputs.stream import build_stream
+from wlb.cli.output.console import CliError, progress
+from wlb.cli.output.packing import Report
+from wlb.cli.output.plan_files import write_names
+from wlb.cli.output.tuning import _RELEASED
 from wlb.simulation import DEFAULT, KINDS
 from wlb.testing import kernel
 

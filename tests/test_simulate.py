@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.simulate import not_compared
+from wlb.cli.commands.simulate import not_compared
 from wlb.simulation import ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
 
 MODEL = wlb.ModelConfig(hidden_size=512, ffn_hidden_size=1024, num_layers=8, num_heads=8, vocab_size=1000)

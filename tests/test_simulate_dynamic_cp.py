@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_simulate import MODEL, documents, scenario, trained
 
 import wlb
-from wlb.cli.simulate import not_compared
+from wlb.cli.commands.simulate import not_compared
 from wlb.simulation import DEFAULT, KINDS, Scenario, Variant, defaults, planner_options, simulate, tune
 from wlb.simulation.dynamic import DynamicOutcome, collect_dynamic, dynamic_steps, group_waits
 from wlb.simulation.plans import GlobalBatches

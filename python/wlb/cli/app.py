@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 
 import wlb
-from wlb.cli.audit import audit
-from wlb.cli.console import CliError, readable
-from wlb.cli.demo import demo
-from wlb.cli.options import as_options
-from wlb.cli.pack import pack
-from wlb.cli.profile import profile
+from wlb.cli.commands.audit import audit
+from wlb.cli.commands.demo import demo
+from wlb.cli.commands.pack import pack
+from wlb.cli.commands.profile import profile
+from wlb.cli.commands.simulate import simulate
+from wlb.cli.commands.tune import tune
+from wlb.cli.inputs.options import as_options
+from wlb.cli.output.console import CliError, readable
 from wlb.cli.reproduce import reproduce
-from wlb.cli.simulate import simulate
-from wlb.cli.tune import tune
 
 app = typer.Typer(
     name="wlb",

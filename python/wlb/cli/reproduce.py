@@ -10,10 +10,10 @@ import typer
 from rich.text import Text
 
 import wlb
-from wlb.cli import cluster, options
-from wlb.cli.console import CliError, progress, results, written
-from wlb.cli.machine import machine
-from wlb.cli.sources import read_documents
+from wlb.cli.inputs import cluster, options
+from wlb.cli.inputs.documents import read_documents
+from wlb.cli.output.console import CliError, progress, results, written
+from wlb.cli.output.machine import machine
 
 ALL = "all"
 NAMES = ("table2", "fig12", "fig13", "fig14", "fig15", "dynamic_cp")
@@ -92,7 +92,7 @@ def reproduce(
         )
         made = [make(study) for name, make in RESULTS.items() if what in (ALL, name)]
 
-    from wlb.cli.figures import png, svg
+    from wlb.cli.output.figures.packing import png, svg
     from wlb.cli.reproduce_figures import draw
     from wlb.cli.reproduce_page import HOW, misses, page, tables
 

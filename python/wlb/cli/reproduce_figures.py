@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from wlb.cli.figures import _STYLE, INK, ORIGINAL, WLB, WLB_PALE
+from wlb.cli.output.figures.packing import _STYLE, INK, ORIGINAL, WLB, WLB_PALE
 from wlb.cli.reproduce_page import decimals, number, published
 from wlb.reproduce import Result, Row
 

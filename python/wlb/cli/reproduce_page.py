@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wlb.cli.page import document, figure, notes, table
-from wlb.cli.tables import Table
+from wlb.cli.output.page import document, figure, notes, table
+from wlb.cli.output.tables import Table
 from wlb.reproduce import SWEEP, Result, Row
 
 HOW = (

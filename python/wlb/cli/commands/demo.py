@@ -5,14 +5,14 @@ from pathlib import Path
 
 import typer
 
-from wlb.cli import options
-from wlb.cli.console import counted, progress, results
-from wlb.cli.context_parallel import cp_balances
-from wlb.cli.cost import cost_model
-from wlb.cli.plans import Setup, collect, fixed_length, original, tune, var_length, waiting
-from wlb.cli.report import Report
-from wlb.cli.sources import read_documents
-from wlb.cli.stream import build_stream
+from wlb.cli.inputs import options
+from wlb.cli.inputs.documents import read_documents
+from wlb.cli.inputs.model import cost_model
+from wlb.cli.inputs.stream import build_stream
+from wlb.cli.output.console import counted, progress, results
+from wlb.cli.output.context_parallel import cp_balances
+from wlb.cli.output.packing import Report
+from wlb.cli.packing import Setup, collect, fixed_length, original, tune, var_length, waiting
 
 WINDOWS = (1, 2, 4, 8)
 QUEUES = (0, 1, 2, 3)

@@ -16,13 +16,13 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 import wlb
-from wlb.cli.context_parallel import CP_SIZES, STRATEGIES, CpBalance
-from wlb.cli.plans import Plan
-from wlb.cli.stream import Stream
-from wlb.cli.tables import waiting_choice
+from wlb.cli.inputs.stream import Stream
+from wlb.cli.output.context_parallel import CP_SIZES, STRATEGIES, CpBalance
+from wlb.cli.output.tables import waiting_choice
+from wlb.cli.packing import Plan
 
 if TYPE_CHECKING:
-    from wlb.cli.report import Report
+    from wlb.cli.output.packing import Report
 
 INK, SOFT, BARS = "#24292f", "#57606a", "#c3d3e0"
 ORIGINAL, ORIGINAL_PALE = "#c2482e", "#e8b4a4"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import wlb
-from wlb.cli.console import CliError
+from wlb.cli.output.console import CliError
 from wlb.models import presets
 
 

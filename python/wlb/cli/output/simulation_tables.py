@@ -3,7 +3,7 @@
 import itertools
 
 import wlb
-from wlb.cli.tables import Table
+from wlb.cli.output.tables import Table
 from wlb.hardware import GIB
 
 NOTES = (

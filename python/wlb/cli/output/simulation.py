@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 import wlb
-from wlb.cli.cluster import assumptions, describe, kernel_sentence
-from wlb.cli.console import written
-from wlb.cli.machine import machine
-from wlb.cli.report import Settings, describe_documents, document_sentences
-from wlb.cli.simulation_explanation import explanation
-from wlb.cli.simulation_tables import NOTES, time_table, variant_table
-from wlb.cli.sources import Documents
-from wlb.cli.stream import Stream
+from wlb.cli.inputs.cluster import assumptions, describe, kernel_sentence
+from wlb.cli.inputs.documents import Documents
+from wlb.cli.inputs.stream import Stream
+from wlb.cli.output.console import written
+from wlb.cli.output.explanation import explanation
+from wlb.cli.output.machine import machine
+from wlb.cli.output.packing import Settings, describe_documents, document_sentences
+from wlb.cli.output.simulation_tables import NOTES, time_table, variant_table
 from wlb.hardware import GIB
 from wlb.schedule import write_chrome_trace
 from wlb.simulation import Outcome
@@ -124,9 +124,9 @@ class SimulationReport:
 
         `first` is HTML that comes before the tables, `results` the numbers where they are more than these.
         """
-        from wlb.cli.figures import png, svg
-        from wlb.cli.page import document, figure, notes, table
-        from wlb.cli.simulation_figures import draw_simulation, draw_step
+        from wlb.cli.output.figures.packing import png, svg
+        from wlb.cli.output.figures.simulation import draw_simulation, draw_step
+        from wlb.cli.output.page import document, figure, notes, table
 
         scenario, shown = self.simulation.scenario, self.simulation.outcomes[self.shown]
         caption = f"{self.documents.source} · " + describe(

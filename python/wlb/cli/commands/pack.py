@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from wlb.cli import cluster, options
-from wlb.cli.console import CliError, counted, progress, results
-from wlb.cli.context_parallel import cp_balances
-from wlb.cli.cost import cost_model
-from wlb.cli.plan_files import deal, write_jsonl, write_names, write_npz
-from wlb.cli.plans import Plan, Release, Setup, collect, fixed_length, original, tune, var_length, waiting
-from wlb.cli.report import Report
-from wlb.cli.sources import read_documents
-from wlb.cli.stream import build_stream
+from wlb.cli.inputs import cluster, options
+from wlb.cli.inputs.documents import read_documents
+from wlb.cli.inputs.model import cost_model
+from wlb.cli.inputs.stream import build_stream
+from wlb.cli.output.console import CliError, counted, progress, results
+from wlb.cli.output.context_parallel import cp_balances
+from wlb.cli.output.packing import Report
+from wlb.cli.output.plan_files import deal, write_jsonl, write_names, write_npz
+from wlb.cli.packing import Plan, Release, Setup, collect, fixed_length, original, tune, var_length, waiting
 
 _TUNED_BATCHES = 100  # at most so many, from the start of the stream
 

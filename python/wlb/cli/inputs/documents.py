@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
-from wlb.cli.console import CliError, readable
+from wlb.cli.output.console import CliError, readable
 
 _CHUNK = 64  # texts measured at a time: enough for a tokenizer's threads, few enough for a smooth bar
 _MAX_LENGTH = 2**31 - 1

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 import wlb
-from wlb.cli.cluster import assumptions, describe, kernel_sentence
-from wlb.cli.console import counted, written
-from wlb.cli.report import describe_documents
-from wlb.cli.simulation_report import SimulationReport
-from wlb.cli.sources import Documents
-from wlb.cli.stream import Stream
-from wlb.cli.tables import Table, thresholds_choice, waiting_table
+from wlb.cli.inputs.cluster import assumptions, describe, kernel_sentence
+from wlb.cli.inputs.documents import Documents
+from wlb.cli.inputs.stream import Stream
+from wlb.cli.output.console import counted, written
+from wlb.cli.output.packing import describe_documents
+from wlb.cli.output.simulation import SimulationReport
+from wlb.cli.output.tables import Table, thresholds_choice, waiting_table
 from wlb.hardware import GIB
 from wlb.models import presets
 from wlb.simulation import KINDS, Choice, Scenario, Tuning
@@ -51,7 +51,7 @@ class WaitingReport:
 
     def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
         """Writes the picture."""
-        from wlb.cli.figures import draw_tuning, png
+        from wlb.cli.output.figures.packing import draw_tuning, png
 
         picture = folder / "tune.png"
         picture.write_bytes(png(draw_tuning(self.queued, self.adaptive, self.max_mean_delay)))
@@ -100,9 +100,9 @@ class TuningReport:
 
     def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
         """Writes the configuration, a picture of the choices, and a page, with a simulation of what was chosen."""
-        from wlb.cli.figures import png, svg
-        from wlb.cli.page import notes, table
-        from wlb.cli.simulation_figures import draw_choices
+        from wlb.cli.output.figures.packing import png, svg
+        from wlb.cli.output.figures.simulation import draw_choices
+        from wlb.cli.output.page import notes, table
 
         picture, configuration = folder / "tune.png", folder / "configuration.py"
         drawn = draw_choices(self.tuning)

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 import wlb
-from wlb.cli.console import counted, written
-from wlb.cli.context_parallel import CpBalance
-from wlb.cli.machine import machine
-from wlb.cli.plans import Plan, Setup
-from wlb.cli.sources import Documents
-from wlb.cli.stream import Stream
-from wlb.cli.tables import METHOD_NOTES, cp_table, method_table
+from wlb.cli.inputs.documents import Documents
+from wlb.cli.inputs.stream import Stream
+from wlb.cli.output.console import counted, written
+from wlb.cli.output.context_parallel import CpBalance
+from wlb.cli.output.machine import machine
+from wlb.cli.output.tables import METHOD_NOTES, cp_table, method_table
+from wlb.cli.packing import Plan, Setup
 
 Settings = dict[str, str | int | float | None]
 
@@ -72,8 +72,8 @@ class Report:
 
     def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
         """Writes `<name>.png`, `<name>.html` and `results.json` into a folder that exists."""
-        from wlb.cli.figures import draw_report, png, svg
-        from wlb.cli.page import page
+        from wlb.cli.output.figures.packing import draw_report, png, svg
+        from wlb.cli.output.page import page
 
         figure = draw_report(self)
         files = {

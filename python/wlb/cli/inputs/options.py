@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from wlb.cli.console import CliError
-from wlb.cli.stream import Oversize
+from wlb.cli.inputs.stream import Oversize
+from wlb.cli.output.console import CliError
 from wlb.models import presets
 
 _DOCUMENTS = "Documents"

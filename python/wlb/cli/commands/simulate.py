@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from wlb.cli import cluster, options
-from wlb.cli.console import CliError, progress, results
-from wlb.cli.cost import model_config
-from wlb.cli.simulation_report import SimulationReport
-from wlb.cli.sources import read_documents
-from wlb.cli.stream import build_stream
+from wlb.cli.inputs import cluster, options
+from wlb.cli.inputs.documents import read_documents
+from wlb.cli.inputs.model import model_config
+from wlb.cli.inputs.stream import build_stream
+from wlb.cli.output.console import CliError, progress, results
+from wlb.cli.output.simulation import SimulationReport
 from wlb.simulation import DEFAULT, VARIANTS, Scenario, defaults
 from wlb.simulation import simulate as run
 from wlb.simulation.variants import obstacles

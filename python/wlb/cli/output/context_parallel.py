@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
-from wlb.cli.plans import Plan
+from wlb.cli.packing import Plan
 
 CP_SIZES = (2, 4, 8, 16)
 STRATEGIES: tuple[Literal["per_sequence", "per_document"], ...] = ("per_sequence", "per_document")

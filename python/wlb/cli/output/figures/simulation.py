@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 import wlb
-from wlb.cli.figures import _STYLE, INK, ORIGINAL, SOFT, WLB
-from wlb.cli.timeline_figure import MAX_ROWS, draw_timelines
+from wlb.cli.output.figures.packing import _STYLE, INK, ORIGINAL, SOFT, WLB
+from wlb.cli.output.figures.timeline import MAX_ROWS, draw_timelines
 from wlb.hardware import GIB
 from wlb.simulation import ATTRIBUTION, KINDS, Choice, Outcome, Tuning
 from wlb.simulation.tuning import Kind

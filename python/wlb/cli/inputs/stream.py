@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.console import CliError, counted
-from wlb.cli.sources import Documents
+from wlb.cli.inputs.documents import Documents
+from wlb.cli.output.console import CliError, counted
 from wlb.simulation.plans import GlobalBatches
 
 Oversize = Literal["split", "truncate", "error"]

@@ -7,8 +7,8 @@ from rich import box
 from rich.table import Table as RichTable
 
 import wlb
-from wlb.cli.context_parallel import CP_SIZES, STRATEGIES, CpBalance
-from wlb.cli.plans import Plan
+from wlb.cli.output.context_parallel import CP_SIZES, STRATEGIES, CpBalance
+from wlb.cli.packing import Plan
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 import wlb
-from wlb.cli.console import CliError
-from wlb.cli.options import parse_numbers, whole
+from wlb.cli.inputs.options import parse_numbers, whole
+from wlb.cli.output.console import CliError
 from wlb.hardware import GIB
 from wlb.hardware import presets as gpus
 from wlb.layout import Fsdp, Recompute

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from rich.progress import Progress
 
 import wlb
-from wlb.cli.console import counted
-from wlb.cli.stream import Stream
+from wlb.cli.inputs.stream import Stream
+from wlb.cli.output.console import counted
 from wlb.simulation import plans
 from wlb.simulation.plans import Plan, Release, Setup, Step, fixed_length, original, var_length
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.plans import Plan, Setup
-from wlb.cli.stream import Stream
+from wlb.cli.inputs.stream import Stream
+from wlb.cli.packing import Plan, Setup
 
 Deals = list[list[list[int]]]  # [steps][dp_size][micro-batches / dp_size]
 

@@ -7,10 +7,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import wlb
-from wlb.cli.tables import METHOD_NOTES, Table, cp_table, method_table
+from wlb.cli.output.tables import METHOD_NOTES, Table, cp_table, method_table
 
 if TYPE_CHECKING:
-    from wlb.cli.report import Report
+    from wlb.cli.output.packing import Report
 
 _FIGURES = (
     ("mean imbalance", "imbalance_mean", ".2f"),

@@ -25,7 +25,7 @@ from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.figures import _STYLE, INK, SOFT
+from wlb.cli.output.figures.packing import _STYLE, INK, SOFT
 
 _COLOURS = ("#5b9bc8", "#d9775f", "#e59a82", "#a84a33")  # forward, backward, input gradient, weight gradient
 _LABELS = ("forward", "backward", "input gradient", "weight gradient")

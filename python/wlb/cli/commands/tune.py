@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from wlb.cli import cluster, options
-from wlb.cli.console import CliError, progress, results
-from wlb.cli.cost import model_config
-from wlb.cli.plans import Setup
-from wlb.cli.plans import tune as tune_stream
-from wlb.cli.simulation_report import SimulationReport
-from wlb.cli.sources import read_documents
-from wlb.cli.stream import build_stream
-from wlb.cli.tuning_report import TuningReport, WaitingReport
+from wlb.cli.inputs import cluster, options
+from wlb.cli.inputs.documents import read_documents
+from wlb.cli.inputs.model import model_config
+from wlb.cli.inputs.stream import build_stream
+from wlb.cli.output.console import CliError, progress, results
+from wlb.cli.output.simulation import SimulationReport
+from wlb.cli.output.tuning import TuningReport, WaitingReport
+from wlb.cli.packing import Setup
+from wlb.cli.packing import tune as tune_stream
 from wlb.simulation import tune as tune_cluster
 
 _MICRO_BATCHES = 16

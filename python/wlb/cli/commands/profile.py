@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from wlb.cli import options
-from wlb.cli.console import CliError, progress, results
-from wlb.cli.cost import model_config
-from wlb.cli.tables import Table
+from wlb.cli.inputs import options
+from wlb.cli.inputs.model import model_config
+from wlb.cli.output.console import CliError, progress, results
+from wlb.cli.output.tables import Table
 from wlb.models import presets
 
 _MEASURED = "What is measured"

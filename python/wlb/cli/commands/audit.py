@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from wlb.cli import options
-from wlb.cli.console import CliError, counted, results
-from wlb.cli.tables import Table
+from wlb.cli.inputs import options
+from wlb.cli.output.console import CliError, counted, results
+from wlb.cli.output.tables import Table
 from wlb.ledger import Audit
 from wlb.ledger import audit as audit_ledger
 
