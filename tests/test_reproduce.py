@@ -244,7 +244,7 @@ def test_a_sweep_holds_the_central_value_and_says_where_its_ends_are() -> None:
 def test_command(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("typer", "rich", "matplotlib"):
+    for module in ("cyclopts", "jinja2", "rich", "matplotlib"):
         pytest.importorskip(module)
     from wlb.cli import main
 
@@ -269,7 +269,7 @@ def test_command(
 def test_command_with_lengths_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("typer")
+    pytest.importorskip("cyclopts")
     pytest.importorskip("matplotlib")
     from wlb.cli import main
 
@@ -288,7 +288,7 @@ def test_the_command_knows_all_results() -> None:
 
 
 def test_command_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("typer")
+    pytest.importorskip("cyclopts")
     from wlb.cli import main
 
     with pytest.raises(SystemExit) as exit_:

@@ -325,7 +325,7 @@ def test_the_picture() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.path import Path
 
-    from wlb.cli.output.figures.packing import png
+    from wlb.cli.output.figures.style import png
     from wlb.cli.output.figures.timeline import draw_timelines
 
     costs = np.random.default_rng(3).lognormal(size=(2, 8))

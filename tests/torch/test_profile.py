@@ -453,7 +453,7 @@ CONFIG = {
 CLI = ["--model", "config.json", "--device", "cpu", "--output", "cpu.json"]
 CLI += ["--queries", "16", "32", "--keys", "32", "64", "--tokens", "8", "16", "--held-out", "2"]
 
-needs_cli = pytest.mark.skipif(importlib.util.find_spec("typer") is None, reason="needs the command's packages")
+needs_cli = pytest.mark.skipif(importlib.util.find_spec("cyclopts") is None, reason="needs the command's packages")
 
 
 @pytest.fixture

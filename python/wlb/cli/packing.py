@@ -1,19 +1,56 @@
-"""The packing methods on a user's stream, with a progress bar."""
+"""The packing methods side by side on one stream, and how evenly their micro-batches shard: what demo and pack run."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
+from wlb.cli.inputs.documents import Documents
 from wlb.cli.inputs.stream import Stream
-from wlb.cli.output.console import counted
+from wlb.cli.words import counted
 from wlb.simulation import plans
-from wlb.simulation.plans import Plan, Release, Setup, Step, fixed_length, original, var_length
-
-__all__ = ["Plan", "Release", "Setup", "Step", "collect", "fixed_length", "original", "tune", "var_length", "waiting"]
+from wlb.simulation.plans import Plan, Release, Setup, Step
 
 PackerMethod = Literal["var_length", "refined"]
+
+CP_SIZES = (2, 4, 8, 16)
+STRATEGIES: tuple[Literal["per_sequence", "per_document"], ...] = ("per_sequence", "per_document")
+
+
+@dataclass(frozen=True)
+class CpBalance:
+    """(query, key) pairs of the busiest rank over the mean rank, for each micro-batch."""
+
+    cp_size: int
+    strategy: str
+    ratios: NDArray[np.float64]  # [micro-batches]
+
+    def summary(self) -> dict[str, float | int | str]:
+        """The figures of the tables, as plain JSON values."""
+        return {
+            "cp_size": self.cp_size,
+            "strategy": self.strategy,
+            "mean": float(self.ratios.mean()),
+            "worst": float(self.ratios.max()),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Plans of one stream; the first is the original order."""
+
+    documents: Documents
+    stream: Stream
+    setup: Setup
+    plans: tuple[Plan, ...]
+    shown: Plan  # the one to set against the original
+    balances: tuple[CpBalance, ...]  # of `shown`
 
 
 def collect(
@@ -67,3 +104,19 @@ def tune(
     )
     progress.update(task, total=result.evaluated, completed=result.evaluated)
     return result
+
+
+def cp_balances(plan: Plan, progress: Progress) -> tuple[CpBalance, ...]:
+    """Every strategy at every CP size, over the micro-batches of the plan that are not empty."""
+    ends = np.flatnonzero(np.diff(plan.step * plan.costs.shape[1] + plan.micro_batch)) + 1
+    packed = np.split(plan.length, ends)
+    cases = [(cp_size, strategy) for cp_size in CP_SIZES for strategy in STRATEGIES]
+    return tuple(
+        CpBalance(cp_size, strategy, np.array([_ratio(lengths, cp_size, strategy) for lengths in packed]))
+        for cp_size, strategy in progress.track(cases, description="Sharding over CP ranks")
+    )
+
+
+def _ratio(lengths: NDArray[np.int64], cp_size: int, strategy: Literal["per_sequence", "per_document"]) -> float:
+    pairs = wlb.shard(lengths, cp_size=cp_size, strategy=strategy).pairs_per_rank
+    return float(pairs.max() / pairs.mean())

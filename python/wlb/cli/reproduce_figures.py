@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from wlb.cli.output.figures.packing import _STYLE, INK, ORIGINAL, WLB, WLB_PALE
+from wlb.cli.output.figures.style import INK, ORIGINAL, STYLE, WLB, WLB_PALE
 from wlb.cli.reproduce_page import decimals, number, published
 from wlb.reproduce import Result, Row
 
@@ -25,7 +25,7 @@ def draw(result: Result) -> Figure:
     counts = [sum(row.quantity == quantity for row in result.rows) for quantity in quantities]
     heights = [[_height(count) for count in counts]] + ([[_height(len(result.influence))]] if result.influence else [])
     tallest = max(map(sum, heights))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.4 * len(heights), tallest + 0.9))
         figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         figure.suptitle(result.title, x=0.012, ha="left", size=14, weight="bold")

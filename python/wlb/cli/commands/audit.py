@@ -1,35 +1,40 @@
 """`wlb audit`: what a run trained, proved from its ledger."""
 
-import json as jsonlib
+from __future__ import annotations
+
+import json
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
-from wlb.cli.inputs import options
-from wlb.cli.output.console import CliError, counted, results
-from wlb.cli.output.tables import Table
+from wlb.cli.errors import CliError
+from wlb.cli.output.console import Printing, results
+from wlb.cli.output.table import Table
+from wlb.cli.words import counted
 from wlb.ledger import Audit
 from wlb.ledger import audit as audit_ledger
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ledger, or with one in RUN/ledger.")],
-    state: Annotated[
-        Path | None,
-        typer.Option(help="A state that the run saved, as JSON: proves everything up to it, what waits included."),
-    ] = None,
-    lengths: Annotated[
-        Path | None, typer.Option(help="Lengths of all documents, .npy: proves the end of every document.")
-    ] = None,
-    json: options.Json = False,
+    run: Path,
+    /,
+    *,
+    state: Path | None = None,
+    lengths: Path | None = None,
+    printing: Printing = Printing(),
 ) -> None:
     """Proves from a run's ledger that every document was trained once an epoch.
 
     Or names the first step and rank that diverge, and the documents that are missing or were trained twice. The ledger
     is what `wlb.torch.Ledger` writes, a line a step and rank. After a crash: from which state on the run is sound.
     Exits with 1 if something does not hold.
+
+    Args:
+        run: folder of a ledger, or with one in RUN/ledger.
+        state: a state that the run saved, as JSON: proves everything up to it, what waits included.
+        lengths: lengths of all documents, .npy: proves the end of every document.
     """
     folder = next((place for place in (run, run / "ledger") if (place / "ledger-00000.jsonl").exists()), run)
     found = audit_ledger(
@@ -37,17 +42,17 @@ def audit(
         state=None if state is None else _read_state(state),
         lengths=None if lengths is None else _read_lengths(lengths),
     )
-    if json:
-        print(jsonlib.dumps(found.as_dict(), indent=2))
-    else:
+    if printing.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    elif not printing.quiet:
         _print(found)
     if not found.sound:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = jsonlib.loads(path.read_text())
+        state = json.loads(path.read_text())
     except ValueError as error:
         raise CliError(f"{path} is no JSON: {error}") from None
     if not isinstance(state, dict):

@@ -1,118 +1,94 @@
 """`wlb profile`: what attention and a layer take on the GPU at hand."""
 
-import json as jsonlib
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter, validators
+from cyclopts.types import NonNegativeInt, PositiveInt
 
-from wlb.cli.inputs import options
-from wlb.cli.inputs.model import model_config
-from wlb.cli.output.console import CliError, progress, results
-from wlb.cli.output.tables import Table
-from wlb.models import presets
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.model import MODELS, model_config
+from wlb.cli.inputs.options import Options, options
+from wlb.cli.output.console import Printing, results
+from wlb.cli.output.table import Table
 
-_MEASURED = "What is measured"
 _SHOWN = 9  # columns and rows of the table
+_Range = Annotated[tuple[int, int], Parameter(negative="")]
+
+
+@options("What is measured")
+@dataclass(frozen=True, kw_only=True)
+class Measured(Options):
+    """What is measured.
+
+    Args:
+        tp: tensor-parallel ranks that heads and layers are divided by: give what `wlb simulate --tp` gets, 8 there by
+            default.
+        device: a device as torch names it; by default the current GPU.
+        kernel: auto, flash_attn, varlen or sdpa.
+        queries: shortest and longest queries of a segment, such as --queries 16 8192.
+        keys: shortest and longest keys of a segment, such as --keys 128 131072.
+        tokens: fewest and most tokens of the layer, such as --tokens 1024 131072.
+        held_out: segments to test the model with.
+        budget: seconds that this run may take.
+    """
+
+    model: Annotated[str, Parameter(help=f"Model whose heads and layers are measured: {MODELS}.")] = "llama2-7b"
+    tp: PositiveInt = 1
+    device: str | None = None
+    kernel: str = "auto"
+    queries: _Range = (16, 8192)
+    keys: _Range = (128, 131072)
+    tokens: _Range = (1024, 131072)
+    held_out: NonNegativeInt = 24
+    budget: Annotated[float, Parameter(validator=validators.Number(gte=1))] = 300.0
 
 
 def profile(
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"Model whose heads and layers are measured: {', '.join(presets())}, or a Hugging Face config.json.",
-            rich_help_panel=_MEASURED,
-        ),
-    ] = "llama2-7b",
-    tp: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Tensor-parallel ranks that heads and layers are divided by: give what `wlb simulate --tp` gets, 8"
-            " there by default.",
-            rich_help_panel=_MEASURED,
-        ),
-    ] = 1,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="A device as torch names it; by default the current GPU.",
-            show_default=False,
-            rich_help_panel=_MEASURED,
-        ),
-    ] = None,
-    kernel: Annotated[str, typer.Option(help="auto, flash_attn, varlen or sdpa.", rich_help_panel=_MEASURED)] = "auto",
-    queries: Annotated[
-        tuple[int, int],
-        typer.Option(
-            metavar="SHORT LONG",
-            help="Shortest and longest queries of a segment, such as --queries 16 8192.",
-            rich_help_panel=_MEASURED,
-        ),
-    ] = (16, 8192),
-    keys: Annotated[
-        tuple[int, int],
-        typer.Option(
-            metavar="SHORT LONG",
-            help="Shortest and longest keys of a segment, such as --keys 128 131072.",
-            rich_help_panel=_MEASURED,
-        ),
-    ] = (128, 131072),
-    tokens: Annotated[
-        tuple[int, int],
-        typer.Option(
-            metavar="FEW MANY",
-            help="Fewest and most tokens of the layer, such as --tokens 1024 131072.",
-            rich_help_panel=_MEASURED,
-        ),
-    ] = (1024, 131072),
-    held_out: Annotated[
-        int, typer.Option(min=0, help="Segments to test the model with.", rich_help_panel=_MEASURED)
-    ] = 24,
-    budget: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that this run may take.", rich_help_panel=_MEASURED)
-    ] = 300.0,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write, its records beside it; by default named after GPU, kernel and heads.",
-            show_default=False,
-            rich_help_panel="Output",
-        ),
-    ] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    *,
+    measured: Measured = Measured(),
+    output: Annotated[Path | None, Parameter(group="Output")] = None,
+    printing: Printing = Printing(),
 ) -> None:
     """Measures this GPU: attention over lengths of queries and keys, and the rest of a transformer layer.
 
     Writes a profile for `wlb.KernelModel` and `wlb.CostModel`, and beside it the records with every sample. A run
     that is cut off goes on where it was when started again. At the end, the model's error on segments that it was
     not made of.
+
+    Args:
+        output: file to write, its records beside it; by default named after GPU, kernel and heads.
     """
     if find_spec("torch") is None:
         raise CliError('torch not installed; run: pip install "wlb[torch]"')
     import wlb
     from wlb.torch.profile import Grid, Profiler, held_out_errors
 
-    kernel_name: Any = kernel
-    profiler = Profiler(model_config(model), tp=tp, device=device, kernel=kernel_name)
-    grid = Grid.default(queries=queries, keys=keys, tokens=tokens, held_out=held_out)
+    kernel: Any = measured.kernel
+    profiler = Profiler(model_config(measured.model), tp=measured.tp, device=measured.device, kernel=kernel)
+    grid = Grid.default(
+        queries=measured.queries, keys=measured.keys, tokens=measured.tokens, held_out=measured.held_out
+    )
     path = output or Path(f"{profiler.name}.json")
     records = path.with_suffix(".records.jsonl")
     skipped: list[str] = []
-    with progress(quiet) as bars:
+    with printing.progress() as bars:
         task = bars.add_task("Measuring", total=None)
-        measured = profiler.measure(
+        found = profiler.measure(
             records=records,
             grid=grid,
-            budget_seconds=budget,
+            budget_seconds=measured.budget,
             progress=lambda done, total, name: bars.update(task, completed=done, total=total, description=name),
             skipped=skipped.append,
         )
-    path.write_text(jsonlib.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     errors = held_out_errors(path)
-    if json:
+    if printing.json:
         summary = {
             "profile": str(path),
             "records": str(records),
@@ -120,10 +96,10 @@ def profile(
             "skipped": skipped,
             "held_out": errors and {"segments": errors.relative.size, "median": errors.median, "p95": errors.p95},
         }
-        print(jsonlib.dumps(summary, indent=2))
-    elif not quiet:
+        print(json.dumps(summary, indent=2))
+    elif not printing.quiet:
         console = results()
-        console.print(rate_table(measured).for_terminal())
+        console.print(rate_table(found).for_terminal())
         for line in skipped:
             console.print(f"Left out: {line}")
         if errors is not None:
@@ -131,7 +107,7 @@ def profile(
                 f"Error of the model on {errors.relative.size} other segments:"
                 f" median {errors.median:.1%}, p95 {errors.p95:.1%}"
             )
-        if measured["gpu"] == "CPU":
+        if found["gpu"] == "CPU":
             console.print("This was the CPU: it shows that measuring works and says nothing about a GPU.")
         console.print(f"Wrote {path} and {records}")
 

@@ -1,135 +1,109 @@
 """`wlb tune`: settings for a user's documents, and with a cluster what each of them costs there."""
 
-import json as jsonlib
-from pathlib import Path
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
 from typing import Annotated
 
-import typer
+from cyclopts.types import PositiveInt
 
-from wlb.cli.inputs import cluster, options
-from wlb.cli.inputs.documents import read_documents
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.cluster import Cluster
+from wlb.cli.inputs.documents import Source
 from wlb.cli.inputs.model import model_config
-from wlb.cli.inputs.stream import build_stream
-from wlb.cli.output.console import CliError, progress, results
-from wlb.cli.output.simulation import SimulationReport
-from wlb.cli.output.tuning import TuningReport, WaitingReport
-from wlb.cli.packing import Setup
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options
+from wlb.cli.inputs.stream import Ordered
+from wlb.cli.output.console import Output
+from wlb.cli.output.simulation import Simulated
+from wlb.cli.output.tuning import tuning_report, waiting_report
 from wlb.cli.packing import tune as tune_stream
+from wlb.hardware import GIB
 from wlb.simulation import tune as tune_cluster
+from wlb.simulation.plans import Setup
 
 _MICRO_BATCHES = 16
 _MEMORY_FACTOR = 1.5
-_SETTINGS = (
-    "model",
-    *cluster.OPTIONS,
+_WITHOUT_A_CLUSTER = {
+    "attention_efficiency",
     "context",
-    "micro_batches",
-    "seed",
-    "oversize",
-    "steps",
-    "queues",
+    "max_delay",
     "max_mean_delay",
-)
+    "max_tokens",
+    "memory_factor",
+    "model_name",
+    "num_micro_batches",
+    "num_queues",
+}
+"""Options that mean the same on a cluster and without one; any other of :class:`TunedCluster` asks for a cluster."""
+
+
+@options("Cluster")
+@dataclass(frozen=True, kw_only=True)
+class TunedCluster(Cluster):
+    """A cluster whose thresholds are found; by default there is none.
+
+    Args:
+        num_micro_batches: micro-batches of a global batch; by default 16, on a cluster pp x dp.
+    """
+
+    outlier_thresholds: Annotated[tuple[int, ...] | None, NotAnOption] = None
+    noise: Annotated[float, NotAnOption] = 0.0
+    noise_seed: Annotated[int, NotAnOption] = 0
 
 
 def tune(
-    context_: typer.Context,
-    source: options.Source,
-    field: options.Field = "text",
-    pattern: options.Pattern = "*",
-    tokenizer: options.TokenizerFile = None,
-    seed: options.OptionalSeed = None,
-    oversize: options.OversizeFate = "split",
-    steps: options.Steps = 100,
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Micro-batches of a global batch; by default {_MICRO_BATCHES}, on a cluster PP x DP.",
-            show_default=False,
-            rich_help_panel="Global batches",
-        ),
-    ] = None,
-    context: options.Context = 131072,
-    queues: options.TunedQueues = 2,
-    max_mean_delay: options.MaxMeanDelay = 0.6,
-    max_delay: options.MaxDelay = None,
-    model: options.Model = "llama2-7b",
-    attention_efficiency: options.AttentionEfficiency = 0.55,
-    gpu: cluster.Gpu = "h100",
-    dp: cluster.Dp = 1,
-    pp: cluster.Pp = 4,
-    cp: cluster.Cp = 2,
-    tp: cluster.Tp = 8,
-    gpus: cluster.WorldSize = None,
-    virtual_stages: cluster.VirtualStages = 1,
-    stage_layers: cluster.StageLayers = None,
-    schedule: cluster.ScheduleName = None,
-    kernel_profile: cluster.KernelProfile = None,
-    gemm_efficiency: cluster.GemmEfficiency = None,
-    cp_overlap: cluster.CpOverlap = 0.0,
-    tp_overlap: cluster.TpOverlap = 0.0,
-    dp_overlap: cluster.DpOverlap = 0.0,
-    max_tokens: cluster.MaxTokens = None,
-    memory_factor: cluster.OptionalMemoryFactor = None,
-    fsdp: cluster.FsdpStage = "zero1",
-    recompute: cluster.Recomputation = "none",
-    fused_loss: cluster.FusedLoss = False,
-    fused_ffn: cluster.FusedFfn = True,
-    sequence_parallel: cluster.SequenceParallel = True,
-    reserved_gib: cluster.ReservedGib = 4.0,
-    output_dir: options.OutputDir = Path("wlb-tune"),
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    source: Source,
+    /,
+    *,
+    reading: Ordered = Ordered(),
+    steps: Annotated[PositiveInt, BATCHES] = 100,
+    cluster: TunedCluster = TunedCluster(),
+    output: Output = Output(),
+    command_line: CommandLine,
 ) -> None:
     """Finds settings within a limit of the mean delay: for the best balance, or on a cluster for speed.
 
     Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
-    the Pareto front of imbalance against delay. With any option of the panels "Cluster" and "Memory" but --max-tokens
-    and --memory-factor, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of micro-batches,
-    the sharding strategy and the costs; what each choice costs in delay and memory, and the configuration to paste.
-    On a cluster it chooses among plans that keep documents whole, one setting after the other; the report also has
-    methods that cut documents, which it never chooses, though they may be faster. Speed is predicted; the report says
-    on what grounds. --max-mean-delay 0 trains every document in the step that it
-    arrives for.
+    the Pareto front of imbalance against delay. With any option of the panel "Cluster" but --model and
+    --attention-efficiency, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
+    micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
+    configuration to paste. On a cluster it chooses among plans that keep documents whole, one setting after the
+    other; the report also has methods that cut documents, which it never chooses, though they may be faster. Speed is
+    predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
+    for.
+
+    Args:
+        steps: global batches to form.
     """
-    config = model_config(model)
-    scenario = cluster.scenario(context_, config) if cluster.given(context_) else None
-    if scenario is not None and cluster.given(context_, ("attention_efficiency",)):
+    on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
+    if on_a_cluster and "attention_efficiency" in cluster.given:
         raise CliError("--attention-efficiency: tuning on a cluster fits the packer's costs to it; leave this out")
-    limit = cluster.token_limit(max_tokens, memory_factor, context)
+    scenario = cluster.scenario() if on_a_cluster else None
     setup = Setup(
-        num_micro_batches=micro_batches or (scenario.micro_batches if scenario else _MICRO_BATCHES),
-        context=context,
-        max_tokens=limit or int(_MEMORY_FACTOR * context),
-        cost_model=config.cost_model(attention_efficiency=attention_efficiency),
+        num_micro_batches=scenario.micro_batches if scenario else cluster.num_micro_batches or _MICRO_BATCHES,
+        context=cluster.context,
+        max_tokens=cluster.token_limit() or int(_MEMORY_FACTOR * cluster.context),
+        cost_model=model_config(cluster.model_name).cost_model(attention_efficiency=cluster.attention_efficiency),
     )
-    with progress(quiet) as bars:
-        documents = read_documents(source, field=field, pattern=pattern, tokenizer=tokenizer, progress=bars)
-        stream = build_stream(
-            documents,
-            context=context,
-            tokens_per_batch=setup.tokens_per_batch,
-            seed=seed,
-            steps=steps,
-            oversize=oversize,
-        )
-        output_dir.mkdir(parents=True, exist_ok=True)  # before the long work, so that it fails early
-        report: WaitingReport | TuningReport
+    with output.progress() as bars:
+        documents = reading.documents(source, bars)
+        stream = reading.stream(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+        output.folder("tune")
         if scenario is None:
             queued, adaptive = (
                 tune_stream(
                     stream,
                     setup,
                     batches=stream.batches,
-                    queues=levels,
-                    max_mean_delay=max_mean_delay,
-                    max_delay=max_delay,
+                    queues=queues,
+                    max_mean_delay=cluster.max_mean_delay,
+                    max_delay=cluster.max_delay,
                     progress=bars,
                 )
-                for levels in (queues, None)
+                for queues in (cluster.num_queues, None)
             )
-            report = WaitingReport(queued=queued, adaptive=adaptive, max_mean_delay=max_mean_delay)
+            report = waiting_report(queued, adaptive, cluster.max_mean_delay)
         else:
             task = bars.add_task("Tuning", total=None)
             tuning = tune_cluster(
@@ -139,26 +113,39 @@ def tune(
                     task, description=f"Tuning: {what}", completed=done, total=total
                 ),
             )
-            report = TuningReport(
+            simulated = Simulated(
                 documents=documents,
                 stream=stream,
-                tuning=tuning,
-                model=model,
-                profile=kernel_profile,
-                simulation=SimulationReport(
-                    documents=documents,
-                    stream=stream,
-                    simulation=tuning.simulation,
-                    settings={
-                        **{name: context_.params[name] for name in _SETTINGS},
-                        "attention_efficiency": tuning.attention_efficiency,
-                    },
-                    shown=tuning.best.kind,
-                    name="tune",
-                ),
+                simulation=tuning.simulation,
+                settings=_settings(cluster, reading, steps) | {"attention_efficiency": tuning.attention_efficiency},
+                shown=tuning.best.kind,
             )
-        files = report.write(output_dir, context_.obj)
-    if json:
-        print(jsonlib.dumps(report.as_json(), indent=2))
-    elif not quiet:
-        report.print(results(), files)
+            report = tuning_report(simulated, tuning, model=cluster.model_name, profile=cluster.profile)
+    output.give(report, command_line)
+
+
+def _settings(cluster: TunedCluster, reading: Ordered, steps: int) -> dict[str, str | int | float | None]:
+    """The options, by name."""
+    layout = dataclasses.asdict(cluster.layout)
+    stage_layers = layout.pop("stage_layers")
+    return {
+        "model": cluster.model_name,
+        **layout,
+        "schedule": cluster.schedule,
+        "cp_overlap": cluster.cp_overlap,
+        "tp_overlap": cluster.tp_overlap,
+        "dp_overlap": cluster.dp_overlap,
+        "gpu": cluster.gpu,
+        "gpus": cluster.gpu_count,
+        "stage_layers": None if stage_layers is None else ",".join(map(str, stage_layers)),
+        "kernel_profile": cluster.profile,
+        "gemm_efficiency": cluster.gemm_efficiency,
+        "reserved_gib": cluster.reserved_bytes / GIB,
+        "context": cluster.context,
+        "micro_batches": cluster.num_micro_batches,
+        "seed": reading.seed,
+        "oversize": reading.oversize,
+        "steps": steps,
+        "queues": cluster.num_queues,
+        "max_mean_delay": cluster.max_mean_delay,
+    }

@@ -19,13 +19,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from cyclopts import Parameter
 from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
-from wlb.cli.output.console import CliError, readable
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.options import Options, options
+from wlb.cli.words import readable
 
 _CHUNK = 64  # texts measured at a time: enough for a tokenizer's threads, few enough for a smooth bar
 _MAX_LENGTH = 2**31 - 1
@@ -48,6 +52,36 @@ class Documents:
     def tokens(self) -> int:
         """The sum of the lengths."""
         return int(self.lengths.sum())
+
+
+Source = Annotated[
+    Path,
+    Parameter(
+        help="A directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths.",
+    ),
+]
+
+
+@options("Documents")
+@dataclass(frozen=True, kw_only=True)
+class Reading(Options):
+    """How documents are read.
+
+    Args:
+        field: text field of a .jsonl.
+        pattern: names of the files to take from a directory.
+        tokenizer: a Hugging Face tokenizer.json to count tokens with; by default a byte counts as a token.
+    """
+
+    field: str = "text"
+    pattern: str = "*"
+    tokenizer: Path | None = None
+
+    def documents(self, source: Path | None, progress: Progress) -> Documents:
+        """Finds the documents of `source` and measures them; without one, this interpreter's Python files."""
+        return read_documents(
+            source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
+        )
 
 
 def read_documents(

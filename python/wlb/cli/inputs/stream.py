@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from cyclopts.types import NonNegativeInt
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.inputs.documents import Documents
-from wlb.cli.output.console import CliError, counted
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.documents import Documents, Reading
+from wlb.cli.inputs.options import options
+from wlb.cli.words import counted
 from wlb.simulation.plans import GlobalBatches
 
 Oversize = Literal["split", "truncate", "error"]
@@ -27,6 +30,31 @@ class Stream(GlobalBatches):
     ids: NDArray[np.int64]  # [n] document of the source
     starts: NDArray[np.int64]  # [n] its first token inside that document
     epochs: int  # passes over the source, the last one perhaps not to its end
+
+
+@options("Documents")
+@dataclass(frozen=True, kw_only=True)
+class Ordered(Reading):
+    """How documents are read, and how they become a stream.
+
+    Args:
+        seed: shuffles the documents, every epoch anew; by default they come in the source's order.
+        oversize: what to do with documents longer than the context.
+    """
+
+    seed: NonNegativeInt | None = None
+    oversize: Oversize = "split"
+
+    def stream(self, documents: Documents, *, context: int, tokens_per_batch: int, steps: int | None) -> Stream:
+        """Orders the documents, fits them to `context` tokens and forms global batches, see :func:`build_stream`."""
+        return build_stream(
+            documents,
+            context=context,
+            tokens_per_batch=tokens_per_batch,
+            seed=self.seed,
+            steps=steps,
+            oversize=self.oversize,
+        )
 
 
 def build_stream(

@@ -1,32 +1,21 @@
-"""The terminal: results on stdout, progress on stderr, a wrong input as one line."""
+"""Where a command's results go: tables or JSON on stdout, progress on stderr, files into a folder."""
 
-import os
+from __future__ import annotations
+
+import json
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-
-class CliError(Exception):
-    """What the user has to change, in one line."""
-
-
-def counted(number: float, noun: str) -> str:
-    """`1 queue`, `2 queues`, `2 batches`."""
-    ending = "es" if noun.endswith("tch") else "s"
-    return f"{number:,g} {noun}{'' if number == 1 else ending}"
-
-
-def readable(name: str) -> str:
-    """A name with what is not UTF-8 in it replaced: nothing can draw or print that."""
-    return os.fsencode(name).decode("utf-8", "replace")
-
-
-def written(files: Iterable[Path]) -> str:
-    """The last line of a report."""
-    return readable(f"Wrote {', '.join(map(str, files))}")
+from wlb.cli.inputs.options import Flag, Options, options
+from wlb.cli.output.report import Report
+from wlb.cli.words import readable
 
 
 def results() -> Console:
@@ -45,3 +34,54 @@ def progress(quiet: bool) -> Progress:
         transient=True,
         disable=quiet or not sys.stderr.isatty(),
     )
+
+
+def written(files: Iterable[Path]) -> str:
+    """The last line of a report."""
+    return readable(f"Wrote {', '.join(map(str, files))}")
+
+
+@options("Output")
+@dataclass(frozen=True, kw_only=True)
+class Printing(Options):
+    """What a command prints.
+
+    Args:
+        json: print the results as JSON and nothing else.
+        quiet: print nothing but errors.
+    """
+
+    json: Annotated[bool, Flag] = False
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")] = False
+
+    def progress(self) -> Progress:
+        """Bars for the work under way."""
+        return progress(self.quiet)
+
+
+@options("Output")
+@dataclass(frozen=True, kw_only=True)
+class Output(Printing):
+    """What a command prints, and where its files go.
+
+    Args:
+        output_dir: folder to write to, made if missing; by default `wlb-` and the name of the command.
+    """
+
+    output_dir: Path | None = None
+
+    def give(self, report: Report, command_line: str, more: Iterable[Path] = ()) -> None:
+        """Writes the report's files and prints the report, which ends with their names and those of `more`."""
+        files = [*report.write(self.folder(report.command), command_line), *more]
+        if self.json:
+            print(json.dumps(report.numbers, indent=2))
+        elif not self.quiet:
+            console = results()
+            report.print(console)
+            console.print(written(files))
+
+    def folder(self, command: str) -> Path:
+        """The folder, made if missing; called before long work, so that what is wrong with it is known early."""
+        folder = self.output_dir or Path(f"wlb-{command}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder

@@ -1,125 +1,115 @@
-"""What a run has to show: on the terminal, as JSON, as a picture and as a page."""
+"""The report of demo and pack: plans side by side."""
 
-import json
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
-from rich.console import Console
-from rich.text import Text
+from collections.abc import Mapping, Sequence
 
-import wlb
-from wlb.cli.inputs.documents import Documents
-from wlb.cli.inputs.stream import Stream
-from wlb.cli.output.console import counted, written
-from wlb.cli.output.context_parallel import CpBalance
-from wlb.cli.output.machine import machine
-from wlb.cli.output.tables import METHOD_NOTES, cp_table, method_table
-from wlb.cli.packing import Plan, Setup
+from wlb.cli.output.documents import describe_documents, document_sentences
+from wlb.cli.output.report import Headline, Paragraphs, Picture, Report, origin
+from wlb.cli.output.table import Table
+from wlb.cli.packing import CP_SIZES, STRATEGIES, Comparison, CpBalance
+from wlb.simulation.plans import Plan
 
-Settings = dict[str, str | int | float | None]
+Settings = Mapping[str, str | int | float | None]
 
-
-@dataclass(frozen=True)
-class Report:
-    """Plans of one stream, side by side; the first is the original."""
-
-    name: str  # of the command, and of the files
-    documents: Documents
-    stream: Stream
-    setup: Setup
-    settings: Settings
-    plans: tuple[Plan, ...]
-    shown: Plan  # the one that the picture sets against the original
-    balances: tuple[CpBalance, ...]  # of `shown`
-    remark: str  # on the queues, in words
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything the tables and the page say, as plain JSON values."""
-        return {
-            "command": self.name,
-            "wlb": wlb.__version__,
-            "machine": machine(),
-            "settings": self.settings,
-            "documents": self.describe_documents(),
-            "methods": [plan.summary() for plan in self.plans],
-            "context_parallel": {"method": self.shown.name, "balance": [b.summary() for b in self.balances]},
-        }
-
-    def describe_documents(self) -> dict[str, Any]:
-        """The documents of the source and what the stream took of them; lengths in `unit`."""
-        return describe_documents(self.documents, self.stream, self.setup.context)
-
-    def sentences(self) -> list[str]:
-        """What was packed, in words."""
-        fate = str(self.settings["oversize"])
-        described = document_sentences(self.describe_documents(), self.setup, oversize=fate)
-        return [*described, self.remark]
-
-    def print(self, console: Console, files: Sequence[Path]) -> None:
-        """Sentences, tables with their notes, and the names of the `files` written."""
-        for sentence in self.sentences():
-            console.print(sentence)
-        console.print(method_table(self.plans).for_terminal())
-        for note in METHOD_NOTES:
-            console.print(Text(note, style="dim"))
-        console.print()
-        console.print(cp_table(self.balances, self.shown).for_terminal())
-        console.print(written(files))
-
-    def write(self, folder: Path, argv: Sequence[str]) -> list[Path]:
-        """Writes `<name>.png`, `<name>.html` and `results.json` into a folder that exists."""
-        from wlb.cli.output.figures.packing import draw_report, png, svg
-        from wlb.cli.output.page import page
-
-        figure = draw_report(self)
-        files = {
-            folder / f"{self.name}.png": png(figure),
-            folder / f"{self.name}.html": page(self, svg(figure), shlex.join(["wlb", *argv])).encode(),
-            folder / "results.json": json.dumps(self.as_json(), indent=2).encode(),
-        }
-        for path, content in files.items():
-            path.write_bytes(content)
-        return list(files)
+_HEADLINES = (
+    ("mean imbalance", "imbalance_mean", ".2f"),
+    ("imbalance of the worst step", "imbalance_worst", ".2f"),
+    ("iterations that a token waits, mean", "delay_mean", ".2f"),
+    ("µs to plan a step, median", "planning_microseconds", ",.0f"),
+)
+_NOTES = (
+    "g: global batches in the window of the fixed-length greedy.",
+    "imbalance: work of the heaviest micro-batch, which everyone waits for, over the mean of its step (1 is"
+    " perfect); over the steps before the flush at the end.",
+    "delay: iterations from the arrival of a token's global batch to its training, over all tokens, flush"
+    " included. A window of g batches cannot start before its last one has arrived: 0 to 2(g-1) iterations."
+    " Reading g-1 batches ahead would hide g-1 of them; documents then train up to g-1 iterations before or"
+    " after their turn.",
+    "memory skew: most tokens of a micro-batch over the mean, mean over steps. planning: median per step.",
+)
 
 
-def describe_documents(documents: Documents, stream: Stream, context: int) -> dict[str, Any]:
-    """The documents of a source and what the stream took of them; lengths in `unit`."""
-    lengths = documents.lengths
+def packing_report(command: str, comparison: Comparison, *, settings: Settings, remark: str) -> Report:
+    """The plans, the shown one beside the original; `remark` is on the queues, in words."""
+    from wlb.cli.output.figures.packing import draw_comparison
+
+    shown, plans = comparison.shown, comparison.plans
+    before, after = plans[0].summary(), shown.summary()
+    documents = describe_documents(comparison.documents, comparison.stream, comparison.setup.context)
+    sentences = (*document_sentences(documents, comparison.setup, oversize=str(settings["oversize"])), remark)
+    tables = (
+        method_table(plans),
+        Paragraphs(_NOTES, small=True),
+        cp_table(comparison.balances, shown),
+    )
+    return Report(
+        command=command,
+        subject=shown.name,
+        title=f"Work imbalance {before['imbalance_mean']:.2f} → {after['imbalance_mean']:.2f}",
+        sentences=sentences,
+        headlines=[Headline(label, f"{before[key]:{form}}", f"{after[key]:{form}}") for label, key, form in _HEADLINES],
+        page=(Picture(draw_comparison(comparison), f"{command}.png"), *tables),
+        terminal=(Paragraphs(sentences), *tables),
+        numbers={
+            "command": command,
+            **origin(),
+            "settings": settings,
+            "documents": documents,
+            "methods": [plan.summary() for plan in plans],
+            "context_parallel": {
+                "method": shown.name,
+                "balance": [balance.summary() for balance in comparison.balances],
+            },
+        },
+        facts={"Settings": {**settings, **_thresholds(plans)}, "Documents": documents},
+    )
+
+
+def _thresholds(plans: Sequence[Plan]) -> dict[str, str]:
     return {
-        "source": documents.source,
-        "unit": documents.unit,
-        "distinct": lengths.size,
-        "distinct_used": np.unique(stream.ids).size,
-        "empty": documents.empty,
-        "tokens": documents.tokens,
-        "mean": float(lengths.mean()),
-        "median": float(np.median(lengths)),
-        "p99": float(np.quantile(lengths, 0.99)),
-        "longest": int(lengths.max()),
-        "longer_than_context": int((lengths > context).sum()),
-        "epochs": stream.epochs,
-        "global_batches": stream.batches,
-        "streamed_tokens": int(stream.lengths.sum()),
-        "streamed_documents": stream.lengths.size,
+        f"thresholds: {plan.name}": ", ".join(f"{threshold:,}" for threshold in plan.thresholds)
+        for plan in plans
+        if plan.thresholds
     }
 
 
-def document_sentences(described: dict[str, Any], setup: Setup, *, oversize: str) -> list[str]:
-    """What `describe_documents` found, in words."""
-    d = described
-    sentences = [
-        f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
-        f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."
-        f"{' A byte counts as a token.' if d['unit'] == 'bytes' else ''}",
-        f"{d['global_batches']:,} global batches of up to {setup.tokens_per_batch:,} tokens"
-        f" ({setup.num_micro_batches} micro-batches x {setup.context:,}), from"
-        f" {d['distinct_used']:,} distinct documents in {counted(d['epochs'], 'epoch')}.",
-    ]
-    if d["longer_than_context"]:
-        fate = {"split": "split", "truncate": "truncated"}[oversize]
-        sentences.append(f"{d['longer_than_context']:,} documents longer than the context are {fate} to fit it.")
-    return sentences
+def method_table(plans: Sequence[Plan]) -> Table:
+    """Balance against delay, method by method."""
+    rows = []
+    for plan in plans:
+        s = plan.summary()
+        rows.append(
+            (
+                plan.name,
+                *(f"{s[key]:.3f}" for key in ("imbalance_mean", "imbalance_p95", "imbalance_worst")),
+                f"{s['delay_mean']:.2f}",
+                *(f"{s[key]:,}" for key in ("delay_p99", "delay_max")),
+                f"{s['memory_skew']:.2f}",
+                f"{s['planning_microseconds']:,.0f}",
+            )
+        )
+    return Table(
+        title="Balance and delay",
+        groups=(("", 1), ("imbalance", 3), ("delay", 3), ("memory", 1), ("planning", 1)),
+        columns=("method", "mean", "p95", "worst", "mean", "p99", "max", "skew", "µs/step"),
+        rows=tuple(rows),
+        strong=frozenset(i for i, plan in enumerate(plans) if plan.waits),
+    )
+
+
+def cp_table(balances: Sequence[CpBalance], plan: Plan) -> Table:
+    """A row per CP size, mean and worst of each strategy."""
+    cells = {(b.cp_size, b.strategy): b.summary() for b in balances}
+    return Table(
+        title=f"Context parallelism: attention of the busiest rank over the mean rank ({plan.name})",
+        groups=(("", 1), *((strategy.replace("_", " "), 2) for strategy in STRATEGIES)),
+        columns=("CP", *("mean", "worst") * len(STRATEGIES)),
+        rows=tuple(
+            (
+                str(size),
+                *(f"{cells[size, strategy][key]:.3f}" for strategy in STRATEGIES for key in ("mean", "worst")),
+            )
+            for size in CP_SIZES
+        ),
+    )

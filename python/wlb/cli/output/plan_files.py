@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb.cli.inputs.stream import Stream
-from wlb.cli.packing import Plan, Setup
+from wlb.simulation.plans import Plan, Setup
 
 Deals = list[list[list[int]]]  # [steps][dp_size][micro-batches / dp_size]
 

@@ -1,82 +1,57 @@
-"""The pictures. One colour per idea: rust is the original, blue is WLB, sand is a window of batches."""
+"""The picture of plans side by side: documents, balance, delay, context parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO, StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 import wlb
 from wlb.cli.inputs.stream import Stream
-from wlb.cli.output.context_parallel import CP_SIZES, STRATEGIES, CpBalance
-from wlb.cli.output.tables import waiting_choice
-from wlb.cli.packing import Plan
+from wlb.cli.output.figures.style import (
+    ADAPTIVE,
+    BARS,
+    BLUES,
+    INK,
+    ORIGINAL,
+    ORIGINAL_PALE,
+    SANDS,
+    SOFT,
+    STYLE,
+    WLB,
+    WLB_PALE,
+)
+from wlb.cli.packing import CP_SIZES, STRATEGIES, Comparison, CpBalance
+from wlb.simulation.plans import Plan
 
-if TYPE_CHECKING:
-    from wlb.cli.output.packing import Report
-
-INK, SOFT, BARS = "#24292f", "#57606a", "#c3d3e0"
-ORIGINAL, ORIGINAL_PALE = "#c2482e", "#e8b4a4"
-WLB, WLB_PALE = "#0a5c91", "#a9cbe2"
-BLUES = ("#7fb4d8", WLB, "#062f4c")  # more queues, darker
-ADAPTIVE, ADAPTIVE_PALE = "#2f8f5b", "#a8d5bc"
-SANDS = ("#e3bd6b", "#c9942f", "#8f641a")  # wider windows, darker
-
-_STYLE: Any = {  # matplotlib's own type for it changes from version to version
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 11.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#8c959f",
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#eaeef2",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 10.5,
-    "svg.hashsalt": "wlb",  # the same input draws the same bytes
-}
 _SHOWN_STEPS = 40
-_SVG_METADATA = ("Creator", "Date", "Format", "Type")
 
 
-def draw_report(report: Report) -> Figure:
+def draw_comparison(comparison: Comparison) -> Figure:
     """Four panels: the documents, the balance before and after, the delay, context parallelism."""
-    stream, unit, shown = report.stream, report.documents.unit, report.shown
+    stream, unit, shown = comparison.stream, comparison.documents.unit, comparison.shown
     caption = (
-        f"{report.documents.source} · {stream.batches:,} global batches of"
-        f" {report.setup.num_micro_batches} x {report.setup.context:,} {unit}"
+        f"{comparison.documents.source} · {stream.batches:,} global batches of"
+        f" {comparison.setup.num_micro_batches} x {comparison.setup.context:,} {unit}"
     )
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 9), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
         figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
         grid = figure.add_gridspec(2, 2, wspace=0.08, hspace=0.1)
-        compared = [report.plans[0]] if shown is report.plans[0] else [report.plans[0], shown]
+        compared = [comparison.plans[0]] if shown is comparison.plans[0] else [comparison.plans[0], shown]
         sides = grid[0, 1].subgridspec(1, len(compared), wspace=0.04)
         axes = [figure.add_subplot(sides[0])]
         axes += [figure.add_subplot(sides[i], sharey=axes[0]) for i in range(1, len(compared))]
-        _lengths(figure.add_subplot(grid[0, 0]), stream, unit, shown, report.setup.cost_model)
+        _lengths(figure.add_subplot(grid[0, 0]), stream, unit, shown, comparison.setup.cost_model)
         _balance(axes, compared)
-        _delay(figure.add_subplot(grid[1, 0]), report.plans)
-        _context_parallel(figure.add_subplot(grid[1, 1]), report.balances)
+        _delay(figure.add_subplot(grid[1, 0]), comparison.plans)
+        _context_parallel(figure.add_subplot(grid[1, 1]), comparison.balances)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # lay out once, not once a file
         return figure
@@ -184,52 +159,6 @@ def _context_parallel(ax: Axes, balances: Sequence[CpBalance]) -> None:
     ax.set_title("Sharding inside documents evens out the ranks")
     ax.margins(y=0.25)  # the legend has the room above
     ax.legend(loc="upper left", ncols=2, title="bar: mean, whisker: worst", alignment="left")
-
-
-def draw_tuning(queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_delay: float) -> Figure:
-    """The Pareto fronts: imbalance against mean delay."""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        ax = figure.subplots()
-        ring: Any = {"ls": "none", "marker": "o", "ms": 14, "mfc": "none", "mew": 2.2}
-        for name, found, color, pale in (
-            ("queues", queued, WLB, WLB_PALE),
-            ("adaptive release", adaptive, ADAPTIVE, ADAPTIVE_PALE),
-        ):
-            delay = [p.delay_mean for p in found.pareto]
-            ax.plot(delay, [p.imbalance_p95 for p in found.pareto], "o--", color=pale, lw=1.5, label=f"{name}, p95")
-            ax.plot(delay, [p.imbalance_mean for p in found.pareto], "o-", color=color, lw=2, label=f"{name}, mean")
-            best = found.best
-            kind = "price" if best.delay_price is not None else "thresholds"
-            chosen = f"chosen: {kind} {waiting_choice(best)}"
-            ax.plot(best.delay_mean, best.imbalance_mean, label=chosen, mec=color, **ring)
-        ax.axvline(max_mean_delay, color=ORIGINAL, ls=(0, (4, 3)), lw=1.4, label="limit of the mean delay")
-        ax.set(xlabel="mean delay of a token (iterations)", ylabel="imbalance", xlim=(0, None))
-        ax.set_title(f"What waiting buys: {queued.evaluated + adaptive.evaluated:,} choices tried")
-        ax.legend(fontsize=11.5)
-        return figure
-
-
-# Canvases print what `Figure.savefig` draws twice.
-
-
-def png(figure: Figure) -> bytes:
-    """A PNG file, twice as wide as a README shows it."""
-    out = BytesIO()
-    dpi, figure.dpi = figure.dpi, 150
-    canvas: Any = FigureCanvasAgg(figure)  # whose methods have no types
-    canvas.print_png(out, metadata={"Software": None})
-    figure.dpi = dpi
-    return out.getvalue()
-
-
-def svg(figure: Figure) -> str:
-    """An `<svg>` element to put into a page: text as outlines, nothing to load."""
-    out = StringIO()
-    with matplotlib.rc_context(_STYLE):
-        canvas: Any = FigureCanvasSVG(figure)
-        canvas.print_svg(out, metadata=dict.fromkeys(_SVG_METADATA))
-    return out.getvalue()[out.getvalue().index("<svg") :]
 
 
 def _binary(tokens: float) -> str:

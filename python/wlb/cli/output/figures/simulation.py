@@ -11,11 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 import wlb
-from wlb.cli.output.figures.packing import _STYLE, INK, ORIGINAL, SOFT, WLB
+from wlb.cli.output.figures.style import INK, ORIGINAL, SOFT, STYLE, WLB
 from wlb.cli.output.figures.timeline import MAX_ROWS, draw_timelines
-from wlb.hardware import GIB
-from wlb.simulation import ATTRIBUTION, KINDS, Choice, Outcome, Tuning
-from wlb.simulation.tuning import Kind
+from wlb.simulation import ATTRIBUTION, Outcome
 
 LABELS = {
     "compute": "compute",
@@ -43,7 +41,7 @@ _SHOWN_PIPELINES = 4
 def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Figure:
     """Two panels: what a GPU's time goes to under each variant, and how idle steps are."""
     rows = len(simulation.outcomes)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
         figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=layout)
         figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
@@ -113,59 +111,6 @@ def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
     timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:shown]
     title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
     return draw_timelines(timelines, title=title, pipelines=outcome.pipelines)
-
-
-def draw_choices(tuning: Tuning) -> Figure:
-    """Two panels: what memory buys with queues, and what waiting buys with any plan."""
-
-    def speed(choice: Choice) -> float:
-        return tuning.baseline.steady_seconds / choice.outcome.steady_seconds
-
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(13, 5.4), layout="constrained")
-        memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
-        memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=SOFT, lw=1.2, ls=(0, (4, 3)))
-        memory.plot(
-            [choice.outcome.memory.total.max() / GIB for choice in tuning.by_memory],
-            [speed(choice) for choice in tuning.by_memory],
-            "o-",
-            color=WLB,
-            lw=2,
-        )
-        for choice in tuning.by_memory:
-            at = (choice.outcome.memory.total.max() / GIB, speed(choice))
-            if choice.max_tokens == tuning.by_delay[0].max_tokens:
-                memory.plot(*at, "o", ms=14, mfc="none", mec=ORIGINAL, mew=2.2)
-                memory.annotate(f"{choice.max_tokens:,}", at, (10, 10), textcoords="offset points", color=ORIGINAL)
-        memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
-        memory.set_title("What memory buys: S_max, with queues")
-        memory.margins(x=0.15, y=0.3)
-
-        delay.axvline(tuning.scenario.max_mean_delay, color=SOFT, lw=1.2, ls=(0, (4, 3)))
-        delay.axhline(1, color=SOFT, lw=0.8, zorder=1)
-        for kind, colour in _KIND_COLOURS.items():
-            choices = [choice for choice in tuning.tried if choice.kind == kind]
-            if choices:
-                style: Any = {"ms": 7, "color": colour, "label": KINDS[kind], "mec": "white", "mew": 0.6}
-                delay.plot([c.delay for c in choices], [speed(c) for c in choices], "o", **style)
-        best = tuning.best
-        at = (best.delay, speed(best))
-        delay.plot(*at, "o", ms=15, mfc="none", mec=INK, mew=2)
-        delay.annotate("chosen", at, (12, -16), textcoords="offset points", color=INK, weight="bold")
-        delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
-        delay.set_title("What waiting buys: every plan that was tried")
-        delay.legend(loc="best")
-        delay.margins(x=0.08, y=0.12)
-        return figure
-
-
-_KIND_COLOURS: dict[Kind, str] = {
-    "no_waiting": SOFT,
-    "queues": "#5b9bc8",
-    "adaptive_release": WLB,
-    "dynamic_cp": "#e3bd6b",
-    "wlb_dynamic_cp": "#a3361f",
-}
 
 
 def _thousands(number: float) -> str:

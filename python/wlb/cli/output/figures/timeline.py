@@ -25,7 +25,7 @@ from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.output.figures.packing import _STYLE, INK, SOFT
+from wlb.cli.output.figures.style import INK, SOFT, STYLE
 
 _COLOURS = ("#5b9bc8", "#d9775f", "#e59a82", "#a84a33")  # forward, backward, input gradient, weight gradient
 _LABELS = ("forward", "backward", "input gradient", "weight gradient")
@@ -60,7 +60,7 @@ def draw_timelines(
     if not 1 <= rows <= MAX_ROWS:
         raise wlb.WlbError(f"timelines: {rows} rows; a picture has from 1 to {MAX_ROWS}")
     step = max(timeline.seconds for timeline in each)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 1.5 + 0.36 * rows + 0.12 * len(each)), layout="constrained")
         ax = figure.subplots()
         width = figure.get_figwidth() * 72 * 0.9  # points that the step's time spans, about
