@@ -8,8 +8,9 @@ import wlb
 from wlb.fit import DoesNotFit
 
 _OPTIONS = {
-    "hardware": "gpu",
+    "gpu_count": "gpus",
     "kernel_model": "kernel-profile",
+    "model_name": "model",
     "num_micro_batches": "micro-batches",
     "num_queues": "queues",
     "num_virtual_stages": "virtual-stages",

@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeInt, PositiveInt
 
 from wlb.cli.inputs.model import Cost
-from wlb.cli.inputs.options import BATCHES, CommandLine, options, whole
+from wlb.cli.inputs.options import BATCHES, CommandLine, options, settings, whole
 from wlb.cli.inputs.packing import Batches, Waiting
 from wlb.cli.inputs.stream import Ordered
 from wlb.cli.output.console import Output
@@ -105,18 +105,8 @@ def demo(
                 shown=shown,
                 balances=cp_balances(shown, bars),
             ),
-            settings={
-                "micro_batches": batches.num_micro_batches,
-                "context": batches.context,
-                "max_tokens": setup.max_tokens,
-                "model": cost.model,
-                "attention_efficiency": cost.attention_efficiency,
-                "seed": reading.seed,
-                "oversize": reading.oversize,
-                "max_mean_delay": delay.max_mean_delay,
-                "max_delay": delay.max_delay,
-                "tuned_batches": tuned_batches,
-            },
+            settings=settings(batches, cost, reading, delay)
+            | {"max_tokens": setup.max_tokens, "tuned_batches": tuned_batches},
             remark=f"Thresholds and the price of delay ({price:g}) are tuned on the first {tuned_batches:,} global"
             f" batches, for a mean delay of at most {counted(delay.max_mean_delay, 'iteration')}, and then tried on all"
             " of them.",

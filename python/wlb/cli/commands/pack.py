@@ -13,7 +13,7 @@ from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.cluster import token_limit
 from wlb.cli.inputs.documents import Source
 from wlb.cli.inputs.model import Cost
-from wlb.cli.inputs.options import PANELS, CommandLine, Numbers, options
+from wlb.cli.inputs.options import PANELS, CommandLine, Numbers, options, settings
 from wlb.cli.inputs.packing import Batches, Waiting
 from wlb.cli.inputs.stream import Ordered
 from wlb.cli.output.console import Output
@@ -137,23 +137,9 @@ def pack(
                 shown=plan,
                 balances=cp_balances(plan, bars),
             ),
-            settings={
-                "method": method,
-                "micro_batches": setup.num_micro_batches,
-                "context": setup.context,
-                "max_tokens": setup.max_tokens,
-                "model": cost.model,
-                "attention_efficiency": cost.attention_efficiency,
-                "seed": reading.seed,
-                "oversize": reading.oversize,
-                "window": batches.window,
-                "release": held.release,
-                "delay_price": price,
-                "queues": len(plan.thresholds),
-                "max_mean_delay": held.max_mean_delay,
-                "max_delay": held.max_delay,
-                "dp_size": batches.dp_size,
-            },
+            settings={"method": method}
+            | settings(batches, cost, reading, held)
+            | {"max_tokens": setup.max_tokens, "delay_price": price, "queues": len(plan.thresholds)},
             remark=f"{len(plan.digests):,} global batches planned"
             f"{f', the last {flushed:,} of them to empty the queues' if flushed else ''}.",
         )

@@ -11,10 +11,11 @@ import wlb
 from wlb.cli.errors import CliError, in_options
 from wlb.cli.inputs.cluster import Cluster
 from wlb.cli.inputs.documents import Source
-from wlb.cli.inputs.options import BATCHES, PANELS, CommandLine
+from wlb.cli.inputs.options import BATCHES, PANELS, CommandLine, settings
 from wlb.cli.inputs.stream import Ordered
 from wlb.cli.output.console import Output
 from wlb.cli.output.simulation import Simulated, simulation_report
+from wlb.hardware import GIB
 from wlb.simulation import DEFAULT, VARIANTS, defaults
 from wlb.simulation.variants import obstacles
 
@@ -46,7 +47,6 @@ def simulate(
     given = None if variants is None else _names(variants)
     scenario = cluster.scenario()
     names = given or defaults(scenario)
-    layout = scenario.layout
     with output.progress() as bars:
         documents = reading.documents(source, bars)
         stream = reading.stream(
@@ -65,25 +65,15 @@ def simulate(
                 documents=documents,
                 stream=stream,
                 simulation=simulation,
-                settings={
+                settings=settings(cluster, reading)
+                | {
                     "model": scenario.model.name,
-                    "gpu": cluster.gpu,
-                    "dp": layout.dp,
-                    "pp": layout.pp,
-                    "cp": layout.cp,
-                    "tp": layout.tp,
-                    "virtual_stages": layout.virtual_stages,
                     "schedule": scenario.pipeline_schedule,
                     "micro_batches": scenario.micro_batches,
-                    "context": scenario.context,
                     "max_tokens": scenario.limit,
                     "kernel_model": scenario.attention.source,
-                    "attention_efficiency": cluster.attention_efficiency,
-                    "seed": reading.seed,
-                    "oversize": reading.oversize,
                     "outlier_thresholds": ", ".join(f"{threshold:,}" for threshold in simulation.thresholds) or None,
-                    "max_mean_delay": scenario.max_mean_delay,
-                    "max_delay": scenario.max_delay,
+                    "reserved_gib": scenario.reserved_bytes / GIB,
                 },
                 shown=max(names[1:] or names, key=simulation.speedup),
                 remarks=() if given else not_compared(scenario),

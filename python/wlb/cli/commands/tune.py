@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from wlb.cli.errors import CliError
 from wlb.cli.inputs.cluster import Cluster
 from wlb.cli.inputs.documents import Source
 from wlb.cli.inputs.model import model_config
-from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
 from wlb.cli.inputs.stream import Ordered
 from wlb.cli.output.console import Output
 from wlb.cli.output.simulation import Simulated
@@ -117,35 +116,13 @@ def tune(
                 documents=documents,
                 stream=stream,
                 simulation=tuning.simulation,
-                settings=_settings(cluster, reading, steps) | {"attention_efficiency": tuning.attention_efficiency},
+                settings=settings(cluster, reading)
+                | {
+                    "steps": steps,
+                    "reserved_gib": cluster.reserved_bytes / GIB,
+                    "attention_efficiency": tuning.attention_efficiency,
+                },
                 shown=tuning.best.kind,
             )
             report = tuning_report(simulated, tuning, model=cluster.model_name, profile=cluster.profile)
     output.give(report, command_line)
-
-
-def _settings(cluster: TunedCluster, reading: Ordered, steps: int) -> dict[str, str | int | float | None]:
-    """The options, by name."""
-    layout = dataclasses.asdict(cluster.layout)
-    stage_layers = layout.pop("stage_layers")
-    return {
-        "model": cluster.model_name,
-        **layout,
-        "schedule": cluster.schedule,
-        "cp_overlap": cluster.cp_overlap,
-        "tp_overlap": cluster.tp_overlap,
-        "dp_overlap": cluster.dp_overlap,
-        "gpu": cluster.gpu,
-        "gpus": cluster.gpu_count,
-        "stage_layers": None if stage_layers is None else ",".join(map(str, stage_layers)),
-        "kernel_profile": cluster.profile,
-        "gemm_efficiency": cluster.gemm_efficiency,
-        "reserved_gib": cluster.reserved_bytes / GIB,
-        "context": cluster.context,
-        "micro_batches": cluster.num_micro_batches,
-        "seed": reading.seed,
-        "oversize": reading.oversize,
-        "steps": steps,
-        "queues": cluster.num_queues,
-        "max_mean_delay": cluster.max_mean_delay,
-    }

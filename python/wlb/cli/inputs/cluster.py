@@ -67,11 +67,11 @@ class Cluster(Options, wlb.Scenario):
     """
 
     model: Annotated[wlb.ModelConfig, NotAnOption] = _MODEL
-    model_name: Annotated[str, Parameter(name="--model", help=f"Model to train: {MODELS}.")] = "llama2-7b"
+    model_name: Annotated[str, Parameter(help=f"Model to train: {MODELS}.")] = "llama2-7b"
     layout: Layout = Layout()
     hardware: Annotated[wlb.Hardware, NotAnOption] = _HARDWARE
     gpu: Annotated[str, Parameter(help=f"Kind of GPU: {', '.join(presets())}.")] = "h100"
-    gpu_count: Annotated[int | None, Parameter(name="--gpus")] = None
+    gpu_count: int | None = None
     kernel_model: Annotated[wlb.KernelModel | None, NotAnOption] = None
     profile: str | None = None
     selector: Annotated[wlb.KernelModel | None, NotAnOption] = None

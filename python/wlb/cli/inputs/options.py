@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter, Token
 
-from wlb.cli.errors import CliError
+from wlb.cli.errors import CliError, option
 
 T = TypeVar("T", bound=type[Any])
 P = TypeVar("P")
@@ -74,6 +74,22 @@ def plain(given: Options, cls: type[P], **changes: Any) -> P:
     """An object of the library's class with the values of options that inherit from it; `changes` come first."""
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**values | changes)
+
+
+def settings(*given: Options) -> dict[str, str | int | float | None]:
+    """What options say, by their names in words with underscores, as plain JSON values."""
+    found: dict[str, str | int | float | None] = {}
+    for options_ in given:
+        hints = get_type_hints(type(options_), include_extras=True)
+        for field in dataclasses.fields(options_):  # type: ignore[arg-type]
+            value = getattr(options_, field.name)
+            if isinstance(value, Options):
+                found |= settings(value)
+            elif NotAnOption not in getattr(hints[field.name], "__metadata__", ()):
+                name = option(field.name).replace("-", "_")
+                plain = value is None or isinstance(value, bool | int | float)
+                found[name] = value if plain else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return found
 
 
 def _numbers(type_: object, tokens: Sequence[Token]) -> tuple[int, ...]:

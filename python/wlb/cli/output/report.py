@@ -154,6 +154,6 @@ def _is(kind: type) -> Any:
 
 def _value(value: Any) -> str:
     """A fact in a cell."""
-    if value is None:
-        return "none"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
