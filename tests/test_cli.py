@@ -1,5 +1,6 @@
 """The `wlb` command, run as a user runs it, on sources made here."""
 
+import inspect
 import itertools
 import json
 import os
@@ -8,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -28,9 +30,10 @@ from wlb.cli.errors import CliError, setting
 from wlb.cli.inputs.documents import Documents, read_documents
 from wlb.cli.inputs.stream import build_stream
 from wlb.cli.output.console import progress
-from wlb.cli.output.loaders import behind_packer
+from wlb.cli.output.loaders import behind_packer, behind_sampler, dynamic_cp
 from wlb.cli.output.plan_files import write_names
-from wlb.cli.output.report import Report
+from wlb.cli.output.report import Code, Heading, Headline, Paragraphs, Report
+from wlb.cli.output.table import Table
 from wlb.simulation import DEFAULT, KINDS
 from wlb.testing import kernel
 
@@ -162,6 +165,43 @@ def test_demo_finds_documents_by_itself(run: Any) -> None:
     results = run("demo", "--context", 4096, "--micro-batches", 4, "--steps", 4, "--json").json
     assert results["documents"]["distinct"] > 100
     assert results["documents"]["unit"] == "bytes"
+
+
+def test_any_report_is_a_page_of_html() -> None:
+    """What it says is text wherever it stands, and every element is closed."""
+    hostile = '<b>&"'
+    table = Table(hostile, ((hostile, 1),), (hostile,), ((hostile,), ("plain",)), strong=frozenset([1]))
+    blocks = (Heading(hostile), Code(hostile, hostile), Paragraphs([hostile], small=True), table)
+    report = Report(
+        command="pack",
+        subject=hostile,
+        title=hostile,
+        sentences=[hostile],
+        headlines=[Headline(hostile, hostile, hostile)],
+        page=blocks,
+        terminal=(),
+        numbers={},
+        facts={hostile: {"a_name": None, "flag": True, hostile: 1234.5}},
+    )
+    page = report.as_html(f"wlb pack {hostile}")
+    assert hostile not in page
+    assert "<td>a name</td><td>none</td>" in page
+    assert "<td>flag</td><td>yes</td>" in page
+
+    class Elements(HTMLParser):
+        """Which elements are open."""
+
+        opened: ClassVar[list[str]] = []
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.opened += [tag] * (tag != "meta")
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.opened.pop() == tag
+
+    parser = Elements()
+    parser.feed(page)
+    assert not parser.opened
 
 
 # --- pack ---
@@ -342,6 +382,9 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     configuration = (tmp_path / "wlb-tune/configuration.py").read_text()
     assert configuration.strip() in printed, "ready to paste: no line is broken"
     exec(configuration, made)
+    if "loader" in made:
+        sources = (inspect.getsource(module.loader) for module in (behind_packer, behind_sampler, dynamic_cp))
+        assert any(source in configuration for source in sources), "tests run what is printed"
     lengths = [100, 200, 300, 400]
     if "packer" in made:
         assert made["packer"].delay_price == best["delay_price"]

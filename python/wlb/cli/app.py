@@ -21,19 +21,19 @@ from wlb.cli.words import readable
 
 app = App(
     name="wlb",
-    help="""Packs documents into micro-batches of equal work for LLM training.
-
-    Start with `wlb demo`: it needs nothing but the Python files of this machine.
-    """,
+    help=(
+        "Packs documents into micro-batches of equal work for LLM training.\n\n"
+        "Start with `wlb demo`: it needs nothing but the Python files of this machine."
+    ),
     version=f"wlb {wlb.__version__}",
     help_flags=["--help", "-h"],
     version_flags=["--version"],
-    help_format="markdown",
+    help_format="plaintext",  # markdown takes a quarter of the start
     default_parameter=Parameter(name_transform=option, allow_repeating=True),
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (demo, pack, profile, tune, simulate, reproduce, audit)
 for place, command in enumerate(_COMMANDS):
-    app.command(command, sort_key=place)
+    app.command(command, sort_key=place, help_format="markdown")
 
 
 def run(argv: Sequence[str]) -> None:

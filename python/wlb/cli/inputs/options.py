@@ -87,8 +87,8 @@ def settings(*given: Options) -> dict[str, str | int | float | None]:
                 found |= settings(value)
             elif NotAnOption not in getattr(hints[field.name], "__metadata__", ()):
                 name = option(field.name).replace("-", "_")
-                plain = value is None or isinstance(value, bool | int | float)
-                found[name] = value if plain else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                simple = value is None or isinstance(value, bool | int | float)
+                found[name] = value if simple else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return found
 
 
@@ -101,7 +101,7 @@ def _numbers(type_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
         raise CliError(message) from None
 
 
-Numbers = Parameter(converter=_numbers, n_tokens=1, negative="")
+Numbers = Parameter(converter=_numbers, n_tokens=1, negative="", metavar="INT,INT,...")
 """Whole numbers with commas between."""
 
 

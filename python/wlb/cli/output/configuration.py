@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from wlb.cli.output.loaders import behind_packer, behind_sampler, dynamic_cp
@@ -18,6 +17,8 @@ from wlb.simulation.plans import MOST_TOKENS
 
 def configuration(tuning: Tuning, *, model: str, profile: str | None) -> str:
     """Python to paste; `model` is a preset's name or a path, `profile` that of the kernel, if it was measured."""
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
