@@ -80,7 +80,7 @@ class Cluster(Options, wlb.Scenario):
     attention_efficiency: Annotated[float, Parameter(validator=validators.Number(gte=0.01))] = 0.55
     memory_factor: Annotated[float | None, Parameter(validator=validators.Number(gte=1, lte=1000))] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None
-    reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib, metavar="FLOAT")] = 4 * GIB
+    reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib)] = 4 * GIB
 
     def __post_init__(self) -> None:
         """Values are checked by :meth:`scenario`."""

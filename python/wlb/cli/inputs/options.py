@@ -101,7 +101,7 @@ def _numbers(type_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
         raise CliError(message) from None
 
 
-Numbers = Parameter(converter=_numbers, n_tokens=1, negative="", metavar="INT,INT,...")
+Numbers = Parameter(converter=_numbers, n_tokens=1, negative="")
 """Whole numbers with commas between."""
 
 
