@@ -32,7 +32,7 @@ def test_import_is_light() -> None:
     output = subprocess.run(program, check=True, capture_output=True, timeout=120).stdout
     loaded = {name.partition(".")[0] for name in json.loads(output)}
     assert "wlb" in loaded
-    assert not loaded & {"torch", "matplotlib", "typer", "rich", "hypothesis", "highspy", "scipy"}
+    assert not loaded & {"torch", "matplotlib", "cyclopts", "jinja2", "rich", "hypothesis", "highspy", "scipy"}
 
 
 @pytest.mark.parametrize("name", wlb.__all__)

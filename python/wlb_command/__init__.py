@@ -9,7 +9,7 @@ INTERRUPTED = 128 + _signal.SIGINT
 
 
 class Interrupted(BaseException):
-    """Ctrl-C. Not KeyboardInterrupt, for which click has an exit status and words of its own."""
+    """Ctrl-C. Not KeyboardInterrupt, which libraries catch and answer in words of their own."""
 
 
 def main() -> None:

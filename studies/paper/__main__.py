@@ -7,7 +7,6 @@ the papers do not publish is stated, and swept: the band is the least and greate
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -15,16 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 import wlb
 from studies.paper import RESULTS, Study
 from studies.paper.figures import draw
-from studies.paper.page import HOW, misses, page, tables
-from wlb.cli.console import CliError, progress, results, written
-from wlb.cli.figures import png, svg
-from wlb.cli.machine import machine
-from wlb.cli.sources import read_documents
+from studies.paper.page import report
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.documents import read_documents
+from wlb.cli.output.console import Output
 
 PROGRAM = "python -m studies.paper"
 ALL = "all"
@@ -71,8 +67,9 @@ def _at_least_one(text: str) -> int:
 
 def reproduce(options: argparse.Namespace, command: str) -> None:
     """Makes the tables and figures, prints them and writes them."""
-    options.output_dir.mkdir(parents=True, exist_ok=True)  # before the long work, so that it fails early
-    with progress(options.quiet) as bars:
+    output = Output(output_dir=options.output_dir, json=options.json, quiet=options.quiet)
+    output.folder("reproduce")  # before the long work, so that it fails early
+    with output.progress() as bars:
         source = None
         if options.lengths is not None:
             source = read_documents(
@@ -94,41 +91,13 @@ def reproduce(options: argparse.Namespace, command: str) -> None:
             progress=lambda title, done, total: bars.update(task, description=title, completed=done, total=total),
         )
         made = [make(study) for name, make in RESULTS.items() if options.what in (ALL, name)]
-
-    documents = "generated, see the inputs" if source is None else f"{source.source} ({source.unit})"
     settings: dict[str, Any] = {
-        "documents": documents,
+        "documents": "generated, see the inputs" if source is None else f"{source.source} ({source.unit})",
         "global_batches": options.steps,
         "sweep": options.sweep,
         "kernel": options.kernel_profile or "assumed",
     }
-    contents: dict[str, Any] = {
-        "settings": settings,
-        "machine": {"wlb": wlb.__version__, **machine()},
-        "results": [result.as_json() for result in made],
-    }
-    drawn = {result.name: draw(result) for result in made}
-    files = {f"{name}.png": png(figure) for name, figure in drawn.items()}
-    pictures = {name: svg(figure) for name, figure in drawn.items()}
-    files["reproduce.html"] = page(
-        made, pictures, command_line=command, facts={"Settings": settings, "Machine": contents["machine"]}
-    ).encode()
-    files["results.json"] = json.dumps(contents, indent=2).encode()
-    for name, content in files.items():
-        (options.output_dir / name).write_bytes(content)
-    if options.json:
-        print(json.dumps(contents, indent=2))
-    elif not options.quiet:
-        console = results()
-        for result in made:
-            for table in tables(result):
-                console.print(table.for_terminal())
-            for note in result.notes:
-                console.print(Text(note, style="dim"))
-            console.print()
-        for sentence in (*HOW, *misses(made)):
-            console.print(Text(sentence, style="dim"))
-        console.print(written(options.output_dir / name for name in files))
+    output.give(report(made, {result.name: draw(result) for result in made}, settings), command)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from studies.paper import Result, Row
 from studies.paper.page import decimals, number, published
-from wlb.cli.figures import _STYLE, INK, ORIGINAL, WLB, WLB_PALE
+from wlb.cli.output.figures.style import INK, ORIGINAL, STYLE, WLB, WLB_PALE
 
 _ROW_HEIGHT = 0.36  # inches
 
@@ -25,7 +25,7 @@ def draw(result: Result) -> Figure:
     counts = [sum(row.quantity == quantity for row in result.rows) for quantity in quantities]
     heights = [[_height(count) for count in counts]] + ([[_height(len(result.influence))]] if result.influence else [])
     tallest = max(map(sum, heights))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.4 * len(heights), tallest + 0.9))
         figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
         figure.suptitle(result.title, x=0.012, ha="left", size=14, weight="bold")

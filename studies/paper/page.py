@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from studies.paper import SWEEP, Result, Row
-from wlb.cli.page import document, figure, notes, table
-from wlb.cli.tables import Table
+from wlb.cli.output.report import Block, Headline, Paragraphs, Picture, Report, origin
+from wlb.cli.output.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HOW = (
     "measured: taken with a clock, or counted, on this machine. simulated: a predicted time of the paper's cluster; no"
@@ -91,31 +94,30 @@ def _cells(row: Row, digits: int) -> tuple[str, ...]:
     return (row.name, published(row.paper), *ours, row.kind)
 
 
-def page(
-    made: Sequence[Result],
-    pictures: Mapping[str, str],
-    *,
-    command_line: str,
-    facts: Mapping[str, Mapping[str, Any]],
-) -> str:
-    """The page; `pictures` are `<svg>` elements by the results' names."""
-    body = [
-        part for result in made for part in (pictures[result.name], notes(result.notes), *map(table, tables(result)))
-    ]
-    return document(
-        name="reproduce",
+def report(made: Sequence[Result], figures: Mapping[str, Figure], settings: Mapping[str, Any]) -> Report:
+    """The report: of every result its figure by name, its notes and its tables."""
+    page: list[Block] = []
+    terminal: list[Paragraphs | Table] = []
+    for result in made:
+        small = Paragraphs(result.notes, small=True)
+        page += [Picture(figures[result.name], f"{result.name}.png"), small, *tables(result)]
+        terminal += [*tables(result), small]
+    sentences = (*HOW, *misses(made))
+    return Report(
+        command="reproduce",
         subject=", ".join(result.name for result in made),
         title="The papers' tables and figures beside ours",
-        sentences=(*HOW, *misses(made)),
-        figures=[
-            figure(f"{row.name}: paper, ours", published(row.paper), number(row.ours), "·")
+        sentences=sentences,
+        headlines=[
+            Headline(f"{row.name}: paper, ours", published(row.paper), number(row.ours), "·")
             for result in made
             for row in result.rows
             if row.name == result.influenced and row.paper is not None
         ],
-        body=[*body, table(inputs())],
-        command_line=command_line,
-        facts=facts,
+        page=[*page, inputs()],
+        terminal=[*terminal, Paragraphs(sentences, small=True)],
+        numbers={"settings": settings, **origin(), "results": [result.as_json() for result in made]},
+        facts={"Settings": settings},
     )
 
 

@@ -1,5 +1,6 @@
 """The `wlb` command, run as a user runs it, on sources made here."""
 
+import inspect
 import itertools
 import json
 import os
@@ -8,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,20 +19,22 @@ from numpy.typing import NDArray
 
 import wlb
 
-pytest.importorskip("typer")
+pytest.importorskip("cyclopts")
+pytest.importorskip("jinja2")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from oracles import kernel
-from wlb.cli import cluster, main
+from wlb.cli import main
 from wlb.cli.app import app
-from wlb.cli.console import CliError, progress
-from wlb.cli.options import as_options
-from wlb.cli.plan_files import write_names
-from wlb.cli.report import Report
-from wlb.cli.sources import Documents, read_documents
-from wlb.cli.stream import build_stream
-from wlb.cli.tuning_report import _RELEASED
+from wlb.cli.errors import CliError, setting
+from wlb.cli.inputs.documents import Documents, read_documents
+from wlb.cli.inputs.stream import build_stream
+from wlb.cli.output.console import progress
+from wlb.cli.output.loaders import behind_packer, behind_sampler, dynamic_cp
+from wlb.cli.output.plan_files import write_names
+from wlb.cli.output.report import Code, Heading, Headline, Paragraphs, Report
+from wlb.cli.output.table import Table
 from wlb.simulation import DEFAULT, KINDS
 
 CONTEXT = 1024
@@ -161,6 +165,43 @@ def test_demo_finds_documents_by_itself(run: Any) -> None:
     results = run("demo", "--context", 4096, "--micro-batches", 4, "--steps", 4, "--json").json
     assert results["documents"]["distinct"] > 100
     assert results["documents"]["unit"] == "bytes"
+
+
+def test_any_report_is_a_page_of_html() -> None:
+    """What it says is text wherever it stands, and every element is closed."""
+    hostile = '<b>&"'
+    table = Table(hostile, ((hostile, 1),), (hostile,), ((hostile,), ("plain",)), strong=frozenset([1]))
+    blocks = (Heading(hostile), Code(hostile, hostile), Paragraphs([hostile], small=True), table)
+    report = Report(
+        command="pack",
+        subject=hostile,
+        title=hostile,
+        sentences=[hostile],
+        headlines=[Headline(hostile, hostile, hostile)],
+        page=blocks,
+        terminal=(),
+        numbers={},
+        facts={hostile: {"a_name": None, "flag": True, hostile: 1234.5}},
+    )
+    page = report.as_html(f"wlb pack {hostile}")
+    assert hostile not in page
+    assert "<td>a name</td><td>none</td>" in page
+    assert "<td>flag</td><td>yes</td>" in page
+
+    class Elements(HTMLParser):
+        """Which elements are open."""
+
+        opened: ClassVar[list[str]] = []
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.opened += [tag] * (tag != "meta")
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.opened.pop() == tag
+
+    parser = Elements()
+    parser.feed(page)
+    assert not parser.opened
 
 
 # --- pack ---
@@ -341,6 +382,9 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     configuration = (tmp_path / "wlb-tune/configuration.py").read_text()
     assert configuration.strip() in printed, "ready to paste: no line is broken"
     exec(configuration, made)
+    if "loader" in made:
+        sources = (inspect.getsource(module.loader) for module in (behind_packer, behind_sampler, dynamic_cp))
+        assert any(source in configuration for source in sources), "tests run what is printed"
     lengths = [100, 200, 300, 400]
     if "packer" in made:
         assert made["packer"].delay_price == best["delay_price"]
@@ -362,18 +406,18 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     assert simulated["seconds"] == pytest.approx(best["seconds"], rel=1e-12)
 
 
-def test_the_loader_of_a_configuration_loses_nothing() -> None:
+def test_the_loader_of_a_configuration_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = wlb.CostModel(attention=1.0, linear=0.0)
-    made: dict[str, Any] = {
-        "packer": wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost, outlier_thresholds=(10,))
-    }
-    exec(_RELEASED, made)
 
     class Dataset(list[str]):
         lengths = (5, 50, 6, 5, 40, 60, 7)
 
     dataset = Dataset("abcdefg")
-    read = [list(made["released"](dataset, [[0, 1, 2], [3, 4], [5, 6]], rank, 2)) for rank in range(2)]
+    read = []
+    for rank in range(2):
+        packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost, outlier_thresholds=(10,))
+        monkeypatch.setattr(behind_packer, "packer", packer, raising=False)
+        read.append(list(behind_packer.released(dataset, [[0, 1, 2], [3, 4], [5, 6]], rank, 2)))
     assert len(read[0]) == len(read[1]) > 3, "a step more, of what waited"
     assert sorted(itertools.chain(*read[0], *read[1])) == list(dataset)
 
@@ -479,12 +523,20 @@ def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path:
 
 def test_tune_takes_the_options_of_simulate(run: Any) -> None:
     """A cluster that was simulated can be tuned, with the same words and the same defaults."""
-    import typer.main as typer_main
-
-    commands = typer_main.get_command(app).commands  # type: ignore[attr-defined]
-    simulated, tuned = ({param.name: param for param in commands[name].params} for name in ("simulate", "tune"))
-    for name in (*cluster.OPTIONS, "max_tokens", "memory_factor", "oversize", "seed"):
-        assert (simulated[name].opts, simulated[name].default) == (tuned[name].opts, tuned[name].default)
+    simulated, tuned = (
+        {
+            argument.name: argument.field_info.default
+            for argument in app[name].assemble_argument_collection(default_parameter=app.default_parameter)
+            if argument.parse
+        }
+        for name in ("simulate", "tune")
+    )
+    differ = {"--steps", "--thresholds", "--noise", "--noise-seed", "--variants"}
+    assert {"--seed", "--oversize", "--dp", "--fsdp", "--gpu", "--max-tokens", "--memory-factor"} <= tuned.keys()
+    assert simulated.keys() - tuned.keys() == differ - {"--steps"}
+    assert {name: simulated[name] for name in tuned.keys() - differ} == {
+        name: tuned[name] for name in tuned.keys() - differ
+    }
 
 
 @pytest.mark.parametrize(
@@ -513,12 +565,11 @@ def test_advice_can_be_followed_on_the_command_line(run: Any, npy: Path) -> None
     options = [word for word in advice.split() if word != "and"]
     result = run("simulate", npy, "--pp", 1, "--tp", 4, *options, "--steps", 1, "--variants", "plain")
     assert result.code == 0, result.err
-    assert as_options("it would fit with fused_loss=True and fsdp='zero3'") == (
-        "it would fit with --fused-loss and --fsdp zero3"
-    )
-    assert as_options("max_delay='a' of the GPU's tp=2, in 'pp=4/max_delay' and \"it's tp=2\"") == (
-        "--max-delay a of the GPU's --tp 2, in 'pp=4/max_delay' and \"it's tp=2\""
-    )
+    assert [setting("fused_loss", True), setting("fused_ffn", False), setting("num_micro_batches", 8)] == [
+        "--fused-loss",
+        "--no-fused-ffn",
+        "--micro-batches 8",
+    ]
 
 
 def test_simulate_explains_itself(run: Any, npy: Path) -> None:
@@ -654,7 +705,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--variants", "plain,best"): "--variants best: must be one of plain",
         ("simulate", npy, *CLUSTER, "--variants", "wlb,wlb"): "--variants wlb: given twice",
         ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
-        ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): "schedule",
+        ("simulate", npy, *CLUSTER, "--schedule", "2f2b"): 'Invalid value "2f2b" for --schedule',
         ("simulate", npy, *CLUSTER, "--micro-batches", 3): "--micro-batches = 3",
         ("simulate", npy, *CLUSTER, "--micro-batches", 10**23): "--micro-batches = ",
         ("simulate", npy, *CLUSTER, "--max-tokens", 1000): "--max-tokens 1,000: below --context 1,024",
@@ -674,7 +725,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("tune", npy, *SMALL, "--oversize", "error"): "more than --context 1,024",
         ("tune", npy, *SMALL, "--max-tokens", 1000): "--max-tokens 1,000: below --context 1,024",
         ("tune", npy, *SMALL, "--model", "pp=4/config.json"): "config 'pp=4/config.json' is not a JSON object",
-        ("tune", npy, "--tp", 3): "tp = 3: does not divide num_heads = 32",
+        ("tune", npy, "--tp", 3): "--tp = 3: does not divide num_heads = 32",
         ("demo", npy, "--tokenizer", "t.json"): "--tokenizer has nothing to read",
         ("demo", "empty.txt", "--tokenizer", "t.json"): "t.json: no such tokenizer file",
     }
@@ -689,7 +740,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     for command in ("demo", "simulate", "tune"):
         result = run(command, npy, *SMALL, "--seed", -1)
         assert result.code == 2
-        assert "Invalid value for '--seed'" in result.err
+        assert result.err == 'wlb: Invalid value "-1" for --seed. Must be >= 0.\n'
     for option, value in [
         ("--release", "lifo"),
         ("--method", "best"),
@@ -699,7 +750,9 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     ]:
         result = run("pack", npy, *SMALL, "--release", "adaptive", option, value)
         assert (result.code, result.out) == (2, "")
-        assert f"Invalid value for '{option}'" in result.err
+        assert result.err.startswith("wlb: Invalid value ")
+        assert f"for {option}" in result.err
+        assert result.err.count("\n") == 1
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert 'pip install "wlb[tokenizers]"' in run("demo", "empty.txt", "--tokenizer", "bad.jsonl").err
@@ -733,7 +786,7 @@ def test_model_may_be_a_config_file(run: Any, npy: Path, tmp_path: Path) -> None
 
 
 def test_import_wlb_needs_none_of_the_commands_packages() -> None:
-    code = "import sys, wlb; assert not {'typer', 'rich', 'matplotlib'} & set(sys.modules)"
+    code = "import sys, wlb; assert not {'cyclopts', 'jinja2', 'rich', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,8 +12,8 @@ def test_the_picture() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.path import Path
 
-    from wlb.cli.figures import png
-    from wlb.cli.timeline_figure import draw_timelines
+    from wlb.cli.output.figures.style import png
+    from wlb.cli.output.figures.timeline import draw_timelines
 
     costs = np.random.default_rng(3).lognormal(size=(2, 8))
     layout: dict[str, Any] = {"schedule": "interleaved_1f1b", "num_stages": 2, "num_virtual_stages": 2}

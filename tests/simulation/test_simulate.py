@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.simulate import not_compared
+from wlb.cli.commands.simulate import not_compared
 from wlb.simulation import ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
 from wlb.simulation.methods import packer_options, var_length
 from wlb.simulation.stream import GlobalBatches

@@ -14,7 +14,7 @@ from test_simulate import MODEL, documents, scenario, trained
 import wlb
 from oracles import kernel, strategies
 from oracles.dynamic_cp import step_seconds, violations
-from wlb.cli.simulate import not_compared
+from wlb.cli.commands.simulate import not_compared
 from wlb.simulation import DEFAULT, KINDS, Scenario, Variant, defaults, planner_options, simulate, tune
 from wlb.simulation.dynamic import DynamicOutcome, collect_dynamic, dynamic_steps, group_waits
 from wlb.simulation.stream import GlobalBatches

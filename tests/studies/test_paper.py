@@ -190,7 +190,7 @@ def test_every_published_number_stands_in_a_row(made: dict[str, Result]) -> None
 
 
 def test_what_lies_outside_the_bands_is_named(made: dict[str, Result]) -> None:
-    pytest.importorskip("rich")
+    pytest.importorskip("cyclopts")
     from studies.paper.page import misses
 
     rows = (
@@ -243,7 +243,7 @@ def test_a_sweep_holds_the_central_value_and_says_where_its_ends_are() -> None:
 def test_command(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("rich", "matplotlib"):
+    for module in ("cyclopts", "jinja2", "rich", "matplotlib"):
         pytest.importorskip(module)
     from studies.paper.__main__ import main
 
@@ -266,7 +266,7 @@ def test_command(
 def test_command_with_lengths_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("rich")
+    pytest.importorskip("cyclopts")
     pytest.importorskip("matplotlib")
     from studies.paper.__main__ import main
 
@@ -280,7 +280,7 @@ def test_command_with_lengths_as_json(
 
 
 def test_command_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
+    pytest.importorskip("cyclopts")
     from studies.paper.__main__ import main
 
     with pytest.raises(SystemExit) as exit_:

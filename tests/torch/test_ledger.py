@@ -314,7 +314,7 @@ def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    pytest.importorskip("typer")
+    pytest.importorskip("cyclopts")
     pytest.importorskip("rich")
     from wlb.cli import main
 

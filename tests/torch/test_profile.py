@@ -453,7 +453,7 @@ CONFIG = {
 CLI = ["--model", "config.json", "--device", "cpu", "--output", "cpu.json"]
 CLI += ["--queries", "16", "32", "--keys", "32", "64", "--tokens", "8", "16", "--held-out", "2"]
 
-needs_cli = pytest.mark.skipif(importlib.util.find_spec("typer") is None, reason="needs the command's packages")
+needs_cli = pytest.mark.skipif(importlib.util.find_spec("cyclopts") is None, reason="needs the command's packages")
 
 
 @pytest.fixture
@@ -512,5 +512,5 @@ def test_the_command_refuses_in_one_line(run: Any, monkeypatch: pytest.MonkeyPat
         assert said in err, arguments
         assert err.startswith("wlb: ")
         assert err.count("\n") == 1, err
-    monkeypatch.setattr("wlb.cli.profile.find_spec", lambda _: None)
+    monkeypatch.setattr("wlb.cli.commands.profile.find_spec", lambda _: None)
     assert run(*small) == (2, "", 'wlb: torch not installed; run: pip install "wlb[torch]"\n')

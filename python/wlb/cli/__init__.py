@@ -1,6 +1,6 @@
 """The `wlb` command.
 
-Its packages (typer, rich, matplotlib) are optional and only imported when the command runs: `import wlb`
+Its packages (cyclopts, jinja2, matplotlib, rich) are optional and only imported when the command runs: `import wlb`
 needs none of them.
 """
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 def load() -> Callable[[Sequence[str]], None]:
     """Imports what the command needs; gives the function that runs it on the words after `wlb`, and exits."""
-    missing = [name for name in ("typer", "rich", "matplotlib") if find_spec(name) is None]
+    missing = [name for name in ("cyclopts", "jinja2", "matplotlib", "rich") if find_spec(name) is None]
     if missing:
         print(f'wlb: {", ".join(missing)} not installed; run: pip install "wlb[cli]"', file=sys.stderr)
         sys.exit(2)

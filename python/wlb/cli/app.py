@@ -1,64 +1,67 @@
 """The commands under one name, and the way their errors leave."""
 
-import sys
-from collections.abc import Sequence
-from typing import Annotated
+from __future__ import annotations
 
-import typer
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+from cyclopts import App, CycloptsError, Parameter
 
 import wlb
-from wlb.cli.audit import audit
-from wlb.cli.console import CliError, readable
-from wlb.cli.demo import demo
-from wlb.cli.options import as_options
-from wlb.cli.pack import pack
-from wlb.cli.profile import profile
-from wlb.cli.simulate import simulate
-from wlb.cli.tune import tune
+from wlb.cli.commands.audit import audit
+from wlb.cli.commands.demo import demo
+from wlb.cli.commands.pack import pack
+from wlb.cli.commands.profile import profile
+from wlb.cli.commands.simulate import simulate
+from wlb.cli.commands.tune import tune
+from wlb.cli.errors import CliError, in_options, option
+from wlb.cli.words import readable
 
-app = typer.Typer(
+app = App(
     name="wlb",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Packs documents into micro-batches of equal work for LLM training.\n\n"
+        "Start with `wlb demo`: it needs nothing but the Python files of this machine."
+    ),
+    version=f"wlb {wlb.__version__}",
+    help_flags=["--help", "-h"],
+    version_flags=["--version"],
+    help_format="plaintext",  # markdown takes a quarter of the start
+    default_parameter=Parameter(name_transform=option, allow_repeating=True),
 )
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"wlb {wlb.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def wlb_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Packs documents into micro-batches of equal work for LLM training.
-
-    Start with `wlb demo`: it needs nothing but the Python files of this machine.
-    """
-
-
-app.command()(demo)
-app.command()(pack)
-app.command()(profile)
-app.command()(tune)
-app.command()(simulate)
-app.command()(audit)
+_COMMANDS: tuple[Callable[..., None], ...] = (demo, pack, profile, tune, simulate, audit)
+for place, command in enumerate(_COMMANDS):
+    app.command(command, sort_key=place, help_format="markdown")
 
 
 def run(argv: Sequence[str]) -> None:
     """Runs the command and exits: 0 done, 1 what was audited does not hold, 2 wrong input (one line on stderr)."""
     try:
-        app(args=list(argv), prog_name="wlb", obj=[readable(word) for word in argv])
+        called, bound, injected = app.parse_args(argv, print_error=False, exit_on_error=False)
+        if "command_line" in injected:
+            bound.arguments["command_line"] = shlex.join(["wlb", *map(readable, argv)])
+        called(*bound.args, **bound.kwargs)
     except wlb.WlbError as error:
-        print(f"wlb: {as_options(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(in_options(error, _options(argv)))
+    except CycloptsError as error:
+        cause = error.__cause__
+        _refuse(in_options(cause, _options(argv)) if isinstance(cause, wlb.WlbError) else str(error))
     except (CliError, OSError) as error:
-        print(f"wlb: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(str(error))
+    sys.exit(0 if argv else 2)  # without a command there is only help
+
+
+def _options(argv: Sequence[str]) -> set[str]:
+    """The options of the command that these words call."""
+    _, apps, _ = app.parse_commands(argv)
+    return {
+        name
+        for argument in apps[-1].assemble_argument_collection(default_parameter=app.default_parameter)
+        for name in argument.names
+    }
+
+
+def _refuse(message: str) -> None:
+    print(f"wlb: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -80,17 +81,51 @@ def max_tokens(
     needed = memory(layout, at_least).total
     rank = int(needed.argmax())
     message = (
-        f"does not fit: {at_least:,} tokens of {model.name} need {needed[rank] / GIB:.1f} GiB on pipeline rank {rank},"
-        f" {(needed[rank] - hardware.memory_bytes) / GIB:.1f} GiB more than the {hardware.memory_bytes / GIB:.1f} GiB"
-        f" of {hardware.name}"
+        f"layout does not fit: {at_least:,} tokens of {model.name} need {needed[rank] / GIB:.1f} GiB on pipeline rank"
+        f" {rank}, {(needed[rank] - hardware.memory_bytes) / GIB:.1f} GiB more than the"
+        f" {hardware.memory_bytes / GIB:.1f} GiB of {hardware.name}"
     )
-    found = [option for more_gpus in (False, True) for option in _least_changes(model, layout, more_gpus, fits)]
+    found = [change for more_gpus in (False, True) for change in _least_changes(model, layout, more_gpus, fits)]
     default = default_schedule(layout)
     if schedule not in (None, default) and fits(layout, default):
-        found.insert(0, f"schedule={default!r}")
-    options = ", or with ".join(found)
-    advice = f"it would fit with {options}" if options else "nor would it on 8 times as many GPUs along every axis"
-    raise error("layout", f"{message}; {advice}", value=layout)
+        found.insert(0, Change({"schedule": default}))
+    raise DoesNotFit(message, found, layout)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that would make a model fit."""
+
+    settings: Mapping[str, object]
+    gpus: int | None = None  # so many are needed, where they are more
+
+
+class DoesNotFit(WlbError):
+    """A model does not fit into memory.
+
+    Attributes:
+        changes: the least changes that would make it fit; none where no such change was found.
+    """
+
+    def __init__(self, problem: str, changes: Sequence[Change], layout: ParallelLayout) -> None:
+        self._problem, self.changes = problem, tuple(changes)
+        super().__init__(self.worded(lambda name, value: f"{name}={value!r}"))
+        self.argument, self.index, self.value = "layout", None, layout
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Exceptions are copied and sent with the arguments that made them."""
+        return type(self), (self._problem, self.changes, self.value)
+
+    def worded(self, setting: Callable[[str, object], str]) -> str:
+        """The message, its settings written by `setting(name, value)`, as keyword arguments or as options."""
+        if not self.changes:
+            return f"{self._problem}; nor would it on 8 times as many GPUs along every axis"
+        options = (
+            " and ".join(setting(name, value) for name, value in change.settings.items())
+            + (f" ({change.gpus} GPUs)" if change.gpus else "")
+            for change in self.changes
+        )
+        return f"{self._problem}; it would fit with {', or with '.join(options)}"
 
 
 _SAVINGS: dict[str, tuple[object, ...]] = {
@@ -113,20 +148,20 @@ def _least_changes(
     layout: ParallelLayout,
     more_gpus: bool,
     fits: Callable[[ParallelLayout], bool],
-) -> list[str]:
+) -> list[Change]:
     """As few settings as possible, on as few GPUs as possible, and of each setting the smallest change that fits."""
     settings = [*_SAVINGS, *_AXES] if more_gpus else [*_SAVINGS]
     for count in range(1, len(settings) + 1):
-        options: list[tuple[int, str]] = []
+        options: list[tuple[int, Change]] = []
         for names in itertools.combinations(settings, count):
             if more_gpus and _AXES.keys().isdisjoint(names):
                 continue
             changed = next((changed for changed in _changed(model, layout, names) if fits(changed)), None)
             if changed is not None:
-                text = " and ".join(f"{name}={getattr(changed, name)!r}" for name in names)
-                options.append((changed.world_size, text + f" ({changed.world_size} GPUs)" * more_gpus))
+                saving = {name: getattr(changed, name) for name in names}
+                options.append((changed.world_size, Change(saving, changed.world_size if more_gpus else None)))
         if options:
-            return [text for _, text in sorted(options, key=lambda option: option[0])[:_SHOWN]]
+            return [change for _, change in sorted(options, key=lambda option: option[0])[:_SHOWN]]
     return []
 
 

@@ -1,0 +1,100 @@
+"""`wlb simulate`: what each method would give, on a user's documents, model and cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+
+import wlb
+from wlb.cli.errors import CliError, in_options
+from wlb.cli.inputs.cluster import Cluster
+from wlb.cli.inputs.documents import Source
+from wlb.cli.inputs.options import BATCHES, PANELS, CommandLine, settings
+from wlb.cli.inputs.stream import Ordered
+from wlb.cli.output.console import Output
+from wlb.cli.output.simulation import Simulated, simulation_report
+from wlb.cluster.hardware import GIB
+from wlb.simulation import DEFAULT, VARIANTS, defaults
+from wlb.simulation.variants import obstacles
+
+_HELP = (
+    f"Methods with commas between, the baseline first: {', '.join(VARIANTS)}; by default all but"
+    f" {', '.join(name for name in VARIANTS if name not in DEFAULT)}."
+)
+
+
+def simulate(
+    source: Source,
+    /,
+    *,
+    reading: Ordered = Ordered(),
+    steps: Annotated[PositiveInt, BATCHES] = 500,
+    cluster: Cluster = Cluster(),
+    variants: Annotated[str | None, Parameter(group=PANELS["methods"], help=_HELP)] = None,
+    output: Output = Output(),
+    command_line: CommandLine,
+) -> None:
+    """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB, Dynamic-CP, and their parts.
+
+    No GPU is needed. By default the cluster is the paper's for a 7B model with 128K tokens of context. Every
+    prediction says what it rests on; docs/simulation.md has the assumptions.
+
+    Args:
+        steps: global batches to form.
+    """
+    given = None if variants is None else _names(variants)
+    scenario = cluster.scenario()
+    names = given or defaults(scenario)
+    with output.progress() as bars:
+        documents = reading.documents(source, bars)
+        stream = reading.stream(
+            documents, context=scenario.context, tokens_per_batch=scenario.tokens_per_batch, steps=steps
+        )
+        output.folder("simulate")
+        task = bars.add_task("Simulating", total=len(names))
+        simulation = wlb.simulate(
+            stream.lengths,
+            scenario,
+            variants=names,
+            progress=lambda title, done, total: bars.update(task, description=f"Simulating: {title}", completed=done),
+        )
+        report = simulation_report(
+            Simulated(
+                documents=documents,
+                stream=stream,
+                simulation=simulation,
+                settings=settings(cluster, reading)
+                | {
+                    "model": scenario.model.name,
+                    "schedule": scenario.pipeline_schedule,
+                    "micro_batches": scenario.micro_batches,
+                    "max_tokens": scenario.limit,
+                    "kernel_model": scenario.attention.source,
+                    "outlier_thresholds": ", ".join(f"{threshold:,}" for threshold in simulation.thresholds) or None,
+                    "reserved_gib": scenario.reserved_bytes / GIB,
+                },
+                shown=max(names[1:] or names, key=simulation.speedup),
+                remarks=() if given else not_compared(scenario),
+            )
+        )
+    output.give(report, command_line)
+
+
+def _names(variants: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in variants.split(","))
+    for index, name in enumerate(names):
+        if name not in VARIANTS:
+            raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
+        if name in names[:index]:
+            raise CliError(f"--variants {name}: given twice")
+    return names
+
+
+def not_compared(scenario: wlb.Scenario) -> tuple[str, ...]:
+    """What is not compared by default, and why."""
+    titles: dict[str, list[str]] = {}
+    for name, reason in obstacles(scenario).items():
+        titles.setdefault(in_options(reason), []).append(VARIANTS[name].title)
+    return tuple(f"Not compared: {' and '.join(names)}, since {reason}." for reason, names in titles.items())

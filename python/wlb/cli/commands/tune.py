@@ -1,0 +1,128 @@
+"""`wlb tune`: settings for a user's documents, and with a cluster what each of them costs there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts.types import PositiveInt
+
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.cluster import Cluster
+from wlb.cli.inputs.documents import Source
+from wlb.cli.inputs.model import model_config
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
+from wlb.cli.inputs.stream import Ordered
+from wlb.cli.output.console import Output
+from wlb.cli.output.simulation import Simulated
+from wlb.cli.output.tuning import tuning_report, waiting_report
+from wlb.cli.packing import tune as tune_stream
+from wlb.cluster.hardware import GIB
+from wlb.simulation import tune as tune_cluster
+from wlb.simulation.methods import Setup
+
+_MICRO_BATCHES = 16
+_MEMORY_FACTOR = 1.5
+_WITHOUT_A_CLUSTER = {
+    "attention_efficiency",
+    "context",
+    "max_delay",
+    "max_mean_delay",
+    "max_tokens",
+    "memory_factor",
+    "model_name",
+    "num_micro_batches",
+    "num_queues",
+}
+"""Options that mean the same on a cluster and without one; any other of :class:`TunedCluster` asks for a cluster."""
+
+
+@options("Cluster")
+@dataclass(frozen=True, kw_only=True)
+class TunedCluster(Cluster):
+    """A cluster whose thresholds are found; by default there is none.
+
+    Args:
+        num_micro_batches: micro-batches of a global batch; by default 16, on a cluster pp x dp.
+    """
+
+    outlier_thresholds: Annotated[tuple[int, ...] | None, NotAnOption] = None
+    noise: Annotated[float, NotAnOption] = 0.0
+    noise_seed: Annotated[int, NotAnOption] = 0
+
+
+def tune(
+    source: Source,
+    /,
+    *,
+    reading: Ordered = Ordered(),
+    steps: Annotated[PositiveInt, BATCHES] = 100,
+    cluster: TunedCluster = TunedCluster(),
+    output: Output = Output(),
+    command_line: CommandLine,
+) -> None:
+    """Finds settings within a limit of the mean delay: for the best balance, or on a cluster for speed.
+
+    Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
+    the Pareto front of imbalance against delay. With any option of the panel "Cluster" but --model and
+    --attention-efficiency, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
+    micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
+    configuration to paste. On a cluster it chooses among plans that keep documents whole, one setting after the
+    other; the report also has methods that cut documents, which it never chooses, though they may be faster. Speed is
+    predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
+    for.
+
+    Args:
+        steps: global batches to form.
+    """
+    on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
+    if on_a_cluster and "attention_efficiency" in cluster.given:
+        raise CliError("--attention-efficiency: tuning on a cluster fits the packer's costs to it; leave this out")
+    scenario = cluster.scenario() if on_a_cluster else None
+    setup = Setup(
+        num_micro_batches=scenario.micro_batches if scenario else cluster.num_micro_batches or _MICRO_BATCHES,
+        context=cluster.context,
+        max_tokens=cluster.token_limit() or int(_MEMORY_FACTOR * cluster.context),
+        cost_model=model_config(cluster.model_name).cost_model(attention_efficiency=cluster.attention_efficiency),
+    )
+    with output.progress() as bars:
+        documents = reading.documents(source, bars)
+        stream = reading.stream(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+        output.folder("tune")
+        if scenario is None:
+            queued, adaptive = (
+                tune_stream(
+                    stream,
+                    setup,
+                    batches=stream.batches,
+                    queues=queues,
+                    max_mean_delay=cluster.max_mean_delay,
+                    max_delay=cluster.max_delay,
+                    progress=bars,
+                )
+                for queues in (cluster.num_queues, None)
+            )
+            report = waiting_report(queued, adaptive, cluster.max_mean_delay)
+        else:
+            task = bars.add_task("Tuning", total=None)
+            tuning = tune_cluster(
+                stream.lengths,
+                scenario,
+                progress=lambda what, done, total: bars.update(
+                    task, description=f"Tuning: {what}", completed=done, total=total
+                ),
+            )
+            simulated = Simulated(
+                documents=documents,
+                stream=stream,
+                simulation=tuning.simulation,
+                settings=settings(cluster, reading)
+                | {
+                    "steps": steps,
+                    "reserved_gib": cluster.reserved_bytes / GIB,
+                    "attention_efficiency": tuning.attention_efficiency,
+                },
+                shown=tuning.best.kind,
+            )
+            report = tuning_report(simulated, tuning, model=cluster.model_name, profile=cluster.profile)
+    output.give(report, command_line)

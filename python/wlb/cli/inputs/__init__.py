@@ -1,0 +1,1 @@
+"""What commands are given: documents, models and clusters, read from options."""

@@ -1,0 +1,236 @@
+"""Where documents come from: one length per document, and an id that leads back to it.
+
+| source | a document is | its id |
+| --- | --- | --- |
+| nothing | a Python file of the interpreter or of an installed package | its rank among them, by path |
+| a directory | a file in it; hidden ones and `__pycache__` are passed over | its rank among them, by path |
+| `*.jsonl` | a line: an object with a text field | the line, from 0 |
+| `*.txt` | a line | the line, from 0 |
+| `*.npy` | an integer: a length in tokens | its index |
+
+Empty documents (a blank line, an empty file) are left out, and the others keep their id. Without a tokenizer
+a length is in bytes of UTF-8, and the files of a directory are not even opened.
+"""
+
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+import wlb
+from wlb._core import MAX_TOKENS
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.options import Options, options
+from wlb.cli.words import readable
+
+_CHUNK = 64  # texts measured at a time: enough for a tokenizer's threads, few enough for a smooth bar
+
+Measure = Callable[[list[str]], list[int]]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The distinct documents of a source, none of them empty."""
+
+    source: str  # its name, for reports
+    unit: str  # what a length counts: "bytes" or "tokens"
+    ids: NDArray[np.int64]  # [documents]
+    lengths: NDArray[np.int64]  # [documents] >= 1
+    names: tuple[str, ...] | None = None  # of a directory: the path of document id i is names[i]
+    empty: int = 0  # documents left out
+
+    @property
+    def tokens(self) -> int:
+        """The sum of the lengths."""
+        return int(self.lengths.sum())
+
+
+Source = Annotated[
+    Path,
+    Parameter(
+        help="A directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths.",
+    ),
+]
+
+
+@options("Documents")
+@dataclass(frozen=True, kw_only=True)
+class Reading(Options):
+    """How documents are read.
+
+    Args:
+        field: text field of a .jsonl.
+        pattern: names of the files to take from a directory.
+        tokenizer: a Hugging Face tokenizer.json to count tokens with; by default a byte counts as a token.
+    """
+
+    field: str = "text"
+    pattern: str = "*"
+    tokenizer: Path | None = None
+
+    def documents(self, source: Path | None, progress: Progress) -> Documents:
+        """Finds the documents of `source` and measures them; without one, this interpreter's Python files."""
+        return read_documents(
+            source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
+        )
+
+
+def read_documents(
+    source: Path | None, *, field: str, pattern: str, tokenizer: Path | None, progress: Progress
+) -> Documents:
+    """Finds the documents of `source` and measures them.
+
+    `field` is the text field of a `.jsonl`, `pattern` the file names taken from a directory.
+    """
+    if source is not None and not source.exists():
+        raise CliError(f"{source}: no such file or directory")
+    if source is not None and source.suffix == ".npy":
+        if tokenizer is not None:
+            raise CliError(f"{source}: holds lengths, so --tokenizer has nothing to read")
+        return _read_lengths(source)
+
+    measure = _bytes if tokenizer is None else _load_tokenizer(tokenizer)
+    names: tuple[str, ...] | None = None
+    if source is None:
+        found = _walk(_python_roots(), "*.py", progress)
+        lengths = _measure_files(found, None if tokenizer is None else measure, progress)
+        title = "Python sources of this interpreter and its packages"
+    elif source.is_dir():
+        found = _walk([source], pattern, progress)
+        lengths = _measure_files(found, None if tokenizer is None else measure, progress)
+        names = tuple(path.relative_to(source).as_posix() for path in found)
+        title = readable(source.resolve().name)
+    elif source.suffix in (".jsonl", ".txt"):
+        texts = _json_texts(source, field) if source.suffix == ".jsonl" else _line_texts(source)
+        lengths = _measure_lines(source, texts, measure, progress)
+        title = readable(source.resolve().name)
+    else:
+        raise CliError(f"{source}: give a directory, a .jsonl or .txt of documents, or a .npy of lengths")
+
+    measured = np.array(lengths, dtype=np.int64)
+    ids = np.flatnonzero(measured)
+    if not ids.size:
+        raise CliError(f"{title}: no documents, or only empty ones")
+    unit = "bytes" if tokenizer is None else "tokens"
+    return Documents(title, unit, ids, measured[ids], names, empty=measured.size - ids.size)
+
+
+def _read_lengths(path: Path) -> Documents:
+    try:
+        lengths = np.load(path, allow_pickle=False)
+    except Exception as error:  # of a broken header's parser, or of more memory than there is
+        raise CliError(f"{path}: {error}") from None
+    try:
+        wlb.split_documents(lengths, max_document_tokens=MAX_TOKENS)
+    except wlb.WlbError as error:
+        raise CliError(f"{path}: {error}") from None
+    if not lengths.size:
+        raise CliError(f"{path}: no lengths in it")
+    return Documents(readable(path.name), "tokens", np.arange(lengths.size), lengths.astype(np.int64))
+
+
+def _python_roots() -> list[Path]:
+    """The interpreter's library and the folders of installed packages, none inside another."""
+    paths = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return sorted(path for path in paths if path.is_dir() and paths.isdisjoint(path.parents))
+
+
+def _walk(roots: Iterable[Path], pattern: str, progress: Progress) -> list[Path]:
+    """The regular files below `roots` whose name matches `pattern`, ordered by their paths alone."""
+    found: list[Path] = []
+    task = progress.add_task("Looking for files", total=None)
+    for root in roots:
+        for folder, subfolders, files in os.walk(root):
+            subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and s != "__pycache__")
+            names = (name for name in sorted(files) if not name.startswith(".") and fnmatch(name, pattern))
+            found += (path for name in names if (path := Path(folder, name)).is_file())
+            progress.update(task, completed=len(found))
+    progress.update(task, total=len(found))
+    return found
+
+
+def _measure_files(paths: list[Path], measure: Measure | None, progress: Progress) -> list[int]:
+    """Lengths of the files; without `measure` their sizes, which need no reading."""
+    if measure is None:
+        return [path.stat().st_size for path in paths]
+    lengths: list[int] = []
+    task = progress.add_task("Tokenizing files", total=len(paths))
+    for first in range(0, len(paths), _CHUNK):
+        chunk = paths[first : first + _CHUNK]
+        lengths += measure([path.read_text(encoding="utf-8", errors="replace") for path in chunk])
+        progress.update(task, advance=len(chunk))
+    return lengths
+
+
+def _measure_lines(path: Path, texts: Iterator[tuple[str, int]], measure: Measure, progress: Progress) -> list[int]:
+    """Lengths of `texts`, each of which comes with the bytes of the file that it took."""
+    lengths: list[int] = []
+    task = progress.add_task(f"Reading {path.name}", total=path.stat().st_size)
+    chunk: list[str] = []
+    taken = 0
+    for text, size in texts:
+        chunk.append(text)
+        taken += size
+        if len(chunk) == _CHUNK:
+            lengths += measure(chunk)
+            progress.update(task, completed=taken)
+            chunk = []
+    progress.update(task, completed=path.stat().st_size)
+    return lengths + measure(chunk)
+
+
+def _json_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                yield "", len(line)
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise CliError(f"{path}:{number}: not JSON: {error}") from None
+            text = record.get(field) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                fields = ", ".join(record) if isinstance(record, dict) else "none, it is not an object"
+                raise CliError(f"{path}:{number}: no text in field {field!r} (--field); its fields: {fields}")
+            yield text, len(line)
+
+
+def _line_texts(path: Path) -> Iterator[tuple[str, int]]:
+    with path.open("rb") as file:
+        for line in file:
+            yield line.strip().decode("utf-8", "replace"), len(line)
+
+
+def _bytes(texts: list[str]) -> list[int]:
+    # JSON may hold half a surrogate pair, which UTF-8 proper cannot write.
+    return [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+
+
+def _load_tokenizer(path: Path) -> Measure:
+    """A measure by a Hugging Face `tokenizer.json`; special tokens are the trainer's business."""
+    if not path.is_file():
+        raise CliError(f"{path}: no such tokenizer file")
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        raise CliError('--tokenizer needs the package tokenizers; run: pip install "wlb[tokenizers]"') from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception
+        raise CliError(f"{path}: not a tokenizer file: {error}") from None
+
+    def measure(texts: list[str]) -> list[int]:
+        clean = [text.encode("utf-8", "replace").decode() for text in texts]
+        return [len(encoding.ids) for encoding in tokenizer.encode_batch(clean, add_special_tokens=False)]
+
+    return measure

@@ -1,0 +1,112 @@
+"""Dataclasses as options: every field is one, with the name, type, default and help that its class gives it.
+
+Classes of the library become options when they are inherited from: what is inherited is declared there and nowhere
+else. cyclopts reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from cyclopts import Parameter, Token
+
+from wlb.cli.errors import CliError, option
+
+T = TypeVar("T", bound=type[Any])
+P = TypeVar("P")
+
+PANELS = {"batches": "Global batches", "waiting": "Waiting", "methods": "Methods"}
+"""Panels of the help that several classes have options in."""
+
+BATCHES = Parameter(group=PANELS["batches"])
+
+NotAnOption = Parameter(parse=False)
+"""For fields that the command line cannot give."""
+
+CommandLine = Annotated[str, NotAnOption]
+"""What was typed; a command that has a parameter of this type is given it."""
+
+Flag = Parameter(negative="")
+"""A switch that nothing needs to turn off."""
+
+
+class Options:
+    """Base of classes whose fields are options.
+
+    Attributes:
+        given: fields that the command line has; the others have their defaults.
+    """
+
+    given: frozenset[str]
+
+    def __new__(cls, **given: Any) -> Any:
+        """Notes what is given."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", frozenset(given))
+        return made
+
+
+def options(group: str, **elsewhere: Sequence[str]) -> Callable[[T], T]:
+    """Makes the fields of a dataclass options, each with its own name, in one panel of the help.
+
+    Args:
+        group: the panel.
+        elsewhere: fields that belong to other panels, by panel.
+    """
+
+    def decorate(cls: T) -> T:
+        hints = get_type_hints(cls, include_extras=True)
+        for panel, names in elsewhere.items():
+            for name in names:
+                hints[name] = cls.__annotations__[name] = Annotated[hints[name], Parameter(group=PANELS[panel])]
+        # What is inherited is annotated with text that only the module of its class can read.
+        cls.__init__.__annotations__ = hints
+        decorated: T = Parameter(name="*", group=group)(cls)
+        return decorated
+
+    return decorate
+
+
+def plain(given: Options, cls: type[P], **changes: Any) -> P:
+    """An object of the library's class with the values of options that inherit from it; `changes` come first."""
+    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls(**values | changes)
+
+
+def settings(*given: Options) -> dict[str, str | int | float | None]:
+    """What options say, by their names in words with underscores, as plain JSON values."""
+    found: dict[str, str | int | float | None] = {}
+    for options_ in given:
+        hints = get_type_hints(type(options_), include_extras=True)
+        for field in dataclasses.fields(options_):  # type: ignore[arg-type]
+            value = getattr(options_, field.name)
+            if isinstance(value, Options):
+                found |= settings(value)
+            elif NotAnOption not in getattr(hints[field.name], "__metadata__", ()):
+                name = option(field.name).replace("-", "_")
+                simple = value is None or isinstance(value, bool | int | float)
+                found[name] = value if simple else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return found
+
+
+def _numbers(type_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
+    token = tokens[0]
+    try:
+        return tuple(int(part) for part in token.value.split(",") if part.strip())
+    except ValueError:
+        message = f"{token.keyword} {token.value}: give whole numbers with commas between, such as 49152,98304"
+        raise CliError(message) from None
+
+
+Numbers = Parameter(converter=_numbers, n_tokens=1, negative="")
+"""Whole numbers with commas between."""
+
+
+def whole(option: str, value: float, unit: int) -> int:
+    """What an option says in contexts or GiB, in tokens or bytes."""
+    if not math.isfinite(value * unit):
+        raise CliError(f"{option} {value}: must be a finite number")
+    return int(value * unit)

@@ -1,0 +1,87 @@
+"""Where a command's results go: tables or JSON on stdout, progress on stderr, files into a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from wlb.cli.inputs.options import Flag, Options, options
+from wlb.cli.output.report import Report
+from wlb.cli.words import readable
+
+
+def results() -> Console:
+    """Where tables go. Piped output gets a fixed width, so that a file reads like the screen."""
+    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, markup=False)
+
+
+def progress(quiet: bool) -> Progress:
+    """Bars that vanish when the work is done, and never appear where nobody looks."""
+    return Progress(
+        TextColumn("{task.description:<34}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet or not sys.stderr.isatty(),
+    )
+
+
+def written(files: Iterable[Path]) -> str:
+    """The last line of a report."""
+    return readable(f"Wrote {', '.join(map(str, files))}")
+
+
+@options("Output")
+@dataclass(frozen=True, kw_only=True)
+class Printing(Options):
+    """What a command prints.
+
+    Args:
+        json: print the results as JSON and nothing else.
+        quiet: print nothing but errors.
+    """
+
+    json: Annotated[bool, Flag] = False
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")] = False
+
+    def progress(self) -> Progress:
+        """Bars for the work under way."""
+        return progress(self.quiet)
+
+
+@options("Output")
+@dataclass(frozen=True, kw_only=True)
+class Output(Printing):
+    """What a command prints, and where its files go.
+
+    Args:
+        output_dir: folder to write to, made if missing; by default `wlb-` and the name of the command.
+    """
+
+    output_dir: Path | None = None
+
+    def give(self, report: Report, command_line: str, more: Iterable[Path] = ()) -> None:
+        """Writes the report's files and prints the report, which ends with their names and those of `more`."""
+        files = [*report.write(self.folder(report.command), command_line), *more]
+        if self.json:
+            print(json.dumps(report.numbers, indent=2))
+        elif not self.quiet:
+            console = results()
+            report.print(console)
+            console.print(written(files))
+
+    def folder(self, command: str) -> Path:
+        """The folder, made if missing; called before long work, so that what is wrong with it is known early."""
+        folder = self.output_dir or Path(f"wlb-{command}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder

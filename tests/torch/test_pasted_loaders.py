@@ -1,0 +1,74 @@
+"""The loaders that `wlb tune` prints, executed as they are printed, over real process groups."""
+
+import functools
+import inspect
+import itertools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch.distributed as dist
+
+import wlb
+import wlb.torch.data  # before the processes fork: importing it takes most of their time
+from wlb.cli.output.loaders import behind_packer, behind_sampler, dynamic_cp
+
+COST = wlb.CostModel(attention=1.0, linear=100.0)
+PLAN = functools.partial(
+    wlb.plan_dynamic_cp, cost_model=COST, world_size=2, num_stages=1, max_tokens_per_rank=150, min_micro_batches=1
+)
+
+
+class Dataset(list[np.ndarray]):
+    """Documents that hold their own number, from 1 on, and their lengths."""
+
+    def __init__(self) -> None:
+        self.lengths = np.random.default_rng(0).integers(2, 100, 40)
+        super().__init__(np.full(length, number) for number, length in enumerate(self.lengths, start=1))
+
+
+class Ranks:
+    """As much of a mesh as the loaders use."""
+
+    get_group = staticmethod(lambda: dist.group.WORLD)
+    get_local_rank = staticmethod(dist.get_rank)
+    size = staticmethod(dist.get_world_size)
+
+
+def printed(module: ModuleType, **names: Any) -> dict[str, Any]:
+    """What the text of a module's functions defines, with what the configuration defines above them."""
+    made = dict(names)
+    for _, function in inspect.getmembers(module, inspect.isfunction):
+        exec(inspect.getsource(function), made)
+    return made
+
+
+def trained(steps: Any) -> list[int]:
+    """Numbers of the documents that have tokens on this rank."""
+    return [int(number) for step in steps for batch in step.micro_batches for number in batch.tokens.unique()]
+
+
+def read(rank: int, name: str) -> list[int]:
+    dataset, batches = Dataset(), [list(range(start, start + 10)) for start in range(0, 40, 10)]
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=2000, cost_model=COST, outlier_thresholds=(80,))
+    if name == "dynamic_cp":
+        shares = [[dataset[index] for index in batch[rank::2]] for batch in batches]
+        steps = printed(dynamic_cp, plan=PLAN)["loader"](shares, Ranks)
+    elif name == "behind_packer":
+        steps = printed(behind_packer, plan=PLAN, packer=packer)["loader"](dataset, batches, Ranks)
+    else:
+        made = printed(behind_sampler, plan=PLAN, packer=packer, TOKENS_PER_BATCH=1000)
+        steps = itertools.islice(made["loader"](dataset, Ranks), 3)
+    return trained(steps)
+
+
+@pytest.mark.parametrize("name", ["dynamic_cp", "behind_packer", "behind_sampler"])
+def test_a_printed_loader_reads_documents(name: str) -> None:
+    read_by_rank = processes.run(2, read, name)
+    documents = set(itertools.chain(*read_by_rank)) - {0}  # padding
+    if name == "behind_sampler":  # of epochs without end
+        assert len(documents) > 20
+    else:
+        assert documents == set(range(1, 41)), "no document is lost"
