@@ -18,8 +18,8 @@ mod plan;
 mod stream;
 
 use arbitrary::{Result, Unstructured};
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask};
 
