@@ -333,10 +333,13 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         max_tokens_per_rank=math.ceil(settings.context * settings.memory_factor / settings.cp),
         # What the schedules of torch take at least.
         min_micro_batches=settings.pp * (2 if settings.schedule == "dualpipev" else 1),
-        max_cp_size=max_cp_size(
-            settings.transport,
-            num_heads=config.num_heads // settings.tp,
-            num_kv_heads=config.num_kv_heads // settings.tp,
+        max_cp_size=min(
+            readers.size(),
+            max_cp_size(
+                settings.transport,
+                num_heads=config.num_heads // settings.tp,
+                num_kv_heads=config.num_kv_heads // settings.tp,
+            ),
         ),
         cost_model=cost,
         cp_seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0]),
