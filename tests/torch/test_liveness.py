@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,3 +168,70 @@ def test_a_least_number_of_tokens_is_checked() -> None:
         with pytest.raises(wlb.WlbError, match="min_step_tokens"):
             BalancedStream([[]], packer=packer("adaptive"), collate_fn=list, min_step_tokens=tokens)  # type: ignore[arg-type]
     assert make(min_step_tokens=0).total_steps() > 0
+
+
+def trained_steps(sampler: BalancedBatchSampler) -> list[int]:
+    reader, tokens = sampler.reader.copy(), []
+    while reader.epoch < sampler.num_epochs:
+        while not reader.ended:
+            tokens.append(reader.next_step().num_tokens)
+        reader.next_epoch()
+    return tokens
+
+
+@pytest.mark.filterwarnings("ignore:the longest document")
+@pytest.mark.parametrize("lengths", [[100, 1], [1000, 1], [30, 1, 1]])
+def test_an_epoch_leaves_no_rest_of_next_to_nothing(lengths: list[int]) -> None:
+    config = wlb.Packer(num_micro_batches=4, max_tokens=100, cost_model=COST, oversize="split")
+    sampler = BalancedBatchSampler(
+        lengths, packer=config, dp_rank=0, dp_size=1, tokens_per_batch=50, min_step_tokens=40, num_epochs=2
+    )
+    steps = trained_steps(sampler)
+    assert sum(steps) == 2 * sum(lengths)
+    assert min(steps) >= min(40, sum(lengths))
+
+
+def test_much_is_read_in_few_steps() -> None:
+    """A least step of a thousand batches: what waits is packed some ten times, and not a thousand."""
+    config = wlb.Packer(num_micro_batches=8, max_tokens=65536, cost_model=COST)
+    sampler = BalancedBatchSampler(
+        np.full(200_000, 3), packer=config, dp_rank=0, dp_size=1, tokens_per_batch=128, min_step_tokens=128_000
+    )
+    reader, began = sampler.reader.copy(), time.perf_counter()
+    assert reader.next_step().num_tokens >= 128_000
+    assert time.perf_counter() - began < 2.0  # 7 s if the batches were added one by one
+
+
+@pytest.mark.filterwarnings("ignore:the longest document", "ignore:document .* more than tokens_per_batch")
+@pytest.mark.parametrize("oversize", ["error", "truncate"])
+def test_only_who_splits_goes_on_with_a_document_that_entered_in_part(oversize: str) -> None:
+    splitting = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=COST, oversize="split")
+    other = wlb.Packer(num_micro_batches=2, max_tokens=1000, cost_model=COST, oversize=oversize)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "shuffle": False}
+    reader = BalancedBatchSampler([1000] * 3, packer=splitting, **sizes).reader.copy()
+    reader.next_step()
+    again = BalancedBatchSampler([1000] * 3, packer=other, **sizes)
+    with pytest.raises(wlb.WlbError, match='only oversize="split" can go on with it'):
+        again.load_state_dict(reader.state_dict(), allow_config_change=True)
+    stream = BalancedStream([documents([1000] * 3)], packer=splitting, collate_fn=list)
+    state = next(stream).state
+    stream.close()
+    with pytest.raises(wlb.WlbError, match='only oversize="split" can go on with it'):
+        BalancedStream([documents([1000] * 3)], packer=other, collate_fn=list).load_state_dict(
+            state, allow_config_change=True
+        )
+
+
+def test_truncated_documents_fill_a_stream_s_steps() -> None:
+    """They count for what is trained of them, in reading as in packing."""
+    config = wlb.Packer(num_micro_batches=4, max_tokens=100, cost_model=COST, oversize="truncate")
+    stream = BalancedStream([documents([2000] * 40)], packer=config, collate_fn=list)
+    steps = [step.packing.num_tokens for step in stream]
+    stream.close()
+    assert steps == [400] * 10
+
+
+def test_an_epoch_beyond_ids_is_refused() -> None:
+    sampler = BalancedBatchSampler([30] * 9, packer=packer("adaptive"), dp_rank=0, dp_size=1)
+    with pytest.raises(wlb.WlbError, match="beyond what ids can count"):
+        sampler.set_epoch(2**60)

@@ -69,7 +69,7 @@ def next_packing(packer: wlb.Packer, source: Source, *, min_step_tokens: int) ->
                     source.advance(entering)
                     extra = 0
                 else:
-                    extra += 1
+                    extra = 2 * extra + 1  # so that few offers are made, however little a batch is
                 continue
             after = packer.copy()
             packing = _push(after, offer, entering, max(min_step_tokens, 1))
@@ -114,7 +114,8 @@ def least_tokens(packer: wlb.Packer, tokens_per_batch: int, min_step_tokens: int
 
     Raises:
         wlb.WlbError: It is no integer, below 0, or so much that no packing could keep it: documents of little more than
-            half of `max_tokens` fill half of a step, and all but one micro-batch of an odd number count.
+            half of `max_tokens` fill half of a step, and all but one micro-batch of an odd number count. A single
+            micro-batch is filled as far as goes: a short document, and behind it one of `max_tokens`, make two steps.
     """
     most = max(packer.num_micro_batches * packer.max_tokens // 3, 1)
     if min_step_tokens is None:

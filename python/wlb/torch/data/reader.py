@@ -16,7 +16,7 @@ from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.filling import Offer, next_packing
 from wlb.torch.data.permutation import Permutation
-from wlb.torch.data.state import Link, Progress, Snapshot, field, outside, read_outside, same
+from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 
 FORMAT: Final = "wlb.batch_sampler"
 VERSION: Final = 2
@@ -102,8 +102,11 @@ class Ahead:
             at, starts, lengths = np.arange(documents.size), np.zeros(documents.size, np.int64), shown
         ends = starts + lengths
         entered = lengths.cumsum()
-        last = bool(end == total and shown.sum() <= looked_at and (shown == left).all())
-        taken = lengths.size if last else max(int(np.searchsorted(entered, wanted, side="right")), 1)
+        taken = max(int(np.searchsorted(entered, wanted, side="right")), 1)
+        whole_rest = end == total and bool((shown == left).all())
+        if whole_rest and entered[-1] - entered[taken - 1] < order.min_step_tokens:
+            taken = lengths.size
+        last = whole_rest and taken == lengths.size
         offset = np.where(at == 0, self.offset, 0)
         self._places, self._ends, self._finished = self.place + at, ends + offset, ends == left[at]
         return Offer(
@@ -220,6 +223,8 @@ class StepReader:
         if epoch == self.epoch:
             return
         check_integer("epoch", epoch, minimum=0)
+        if (epoch + 1) * self._order.corpus.lengths.size >= 2**63:
+            raise error("epoch", f"= {epoch}: beyond what ids can count", value=epoch)
         if epoch < self.epoch and self.pending:
             message = f"= {epoch}: epoch {self.epoch} is reached, {self.pending} documents of it or before still wait"
             raise error("epoch", message, value=epoch)
@@ -297,6 +302,7 @@ class StepReader:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
         if (epoch + 1) * total >= 2**63:
             raise error("state", f"has 'epoch' = {epoch}, beyond what ids can count", value=epoch)
+        check_outside(read_outside(state), self._config)
         reader = StepReader(self._order, self._config)
         reader._restore(state, allow_config_change=allow_config_change)
         if read_outside(reader._state()) != read_outside(state):

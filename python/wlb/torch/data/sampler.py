@@ -50,7 +50,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             default `num_micro_batches * max_document_tokens`; at most `num_micro_batches * max_tokens`.
         min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
             By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
-            steps that drain the packer at the end of the run may hold fewer.
+            steps that drain the packer at the end of the run may hold fewer, and those of a single micro-batch where a
+            short document and one of `max_tokens` cannot share it.
         shuffle: Another order in every epoch; else documents come as they are numbered.
         seed: Of these orders.
         num_epochs: Epochs of the run; more may be added when it is resumed.

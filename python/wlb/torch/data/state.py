@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import wlb
 from wlb._errors import error
 from wlb._seal import seal
 from wlb.ledger import waiting_pieces
@@ -105,6 +106,20 @@ def read_outside(state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     if len({len(column) for column in columns}) > 1 or not all(isinstance(value, int) for row in rows for value in row):
         raise error("state", "has no pieces in 'outside'")
     return rows
+
+
+def check_outside(rows: Iterable[tuple[int, int, int]], packer: wlb.Packer) -> None:
+    """Whether a packer can go on with pieces that wait outside.
+
+    Raises:
+        wlb.WlbError: One is the rest of a document, or longer than the packer takes, and it does not split documents.
+    """
+    for id, start, length in rows:
+        if packer.oversize != "split" and (start or length > packer.max_document_tokens):
+            message = (
+                f'has document {id} from token {start} on waiting to enter: only oversize="split" can go on with it'
+            )
+            raise error("state", message, value=id)
 
 
 # --- the state that travels with a step ------------------------------------------------------------------------------

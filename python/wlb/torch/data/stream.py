@@ -21,7 +21,7 @@ from wlb.ledger import waiting_pieces
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.torch.data.peers import Peers, failure_text
-from wlb.torch.data.state import Link, Progress, Snapshot, field, outside, read_outside, same
+from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step
 from wlb.torch.data.thread import PreparedStep, StepsAhead
 
@@ -67,7 +67,8 @@ class BalancedStream(Generic[T]):
             `num_micro_batches * max_document_tokens`.
         min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
             By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
-            steps after the end of all streams may hold fewer.
+            steps after the end of all streams may hold fewer, and those of a single micro-batch where a short
+            document and one of `max_tokens` cannot share it.
         timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
@@ -105,7 +106,7 @@ class BalancedStream(Generic[T]):
         self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
-        self._streams = [_Stream(stream) for stream in streams]
+        self._streams = [_Stream(stream, self._longest) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, _Waiting] = {}
         self._warned = False  # of a document longer than a global batch
@@ -173,6 +174,7 @@ class BalancedStream(Generic[T]):
         saved_streams = zip(self._streams, field(state, "streams", list), strict=True)
         streams = [stream.restored(saved) for stream, saved in saved_streams]
         saved_documents = field(state, "waiting", list)
+        check_outside(read_outside(state), self._config)
         rest = {id: (start, length) for id, start, length in read_outside(state)}
         waiting = {}
         for saved in saved_documents:
@@ -467,6 +469,7 @@ class _Outside:
         self._split = packer.oversize == "split"
         self._read = read
         self._ended = False
+        self._extra = 0  # batches read for this step beyond the first
         self.ids = [id for id in sorted(waiting) if waiting[id].rest]
 
     @property
@@ -485,8 +488,9 @@ class _Outside:
 
     def offer(self, extra: int) -> Offer:
         """See `Source`."""
-        if extra or not self.ids:
+        for _ in range(extra - self._extra if self.ids else 1):
             self.read()
+        self._extra = extra
         lengths = np.array([self._waiting[id].rest for id in self.ids], np.int64)
         ids, starts = np.array(self.ids, np.int64), None
         if self._split and lengths.size:
@@ -502,6 +506,7 @@ class _Outside:
             waiting = self._waiting[id]
             self._waiting[id] = replace(waiting, entered=waiting.entered + length, rest=waiting.rest - length)
         self.ids = [id for id in self.ids if self._waiting[id].rest]
+        self._extra = 0
 
 
 def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:
@@ -516,8 +521,9 @@ def _rows(document: Document) -> list[NDArray[Any]]:
 class _Stream:
     """One stream and how far it was read. Not opened before it is read."""
 
-    def __init__(self, documents: Iterable[Any]) -> None:
+    def __init__(self, documents: Iterable[Any], longest: int | None) -> None:
         self._documents: Any = documents
+        self._longest = longest  # what a document counts for at most; None: all that it has
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # documents so far
         self._credit = 0  # tokens that it may still give, below 0 if the last document was longer than its share
@@ -539,12 +545,21 @@ class _Stream:
                 break
             if isinstance(document, Document):
                 raise error(f"streams[{number}]", "is a Document: give what it is made of", index=self._read)
-            documents.append(as_arrays(document, self._read, f"streams[{number}]"))
+            documents.append(self._kept(as_arrays(document, self._read, f"streams[{number}]")))
             self._read += 1
-            self._credit -= documents[-1].tokens.size
+            size = documents[-1].tokens.size
+            self._credit -= size if self._longest is None else min(size, self._longest)
         if all(hasattr(self._documents, f"{verb}state_dict") for verb in ("", "load_")):
             self._saved = copy.deepcopy(self._documents.state_dict())
         return documents
+
+    def _kept(self, document: Document) -> Document:
+        """What of it can be trained, and the token behind: its last one predicts that."""
+        if self._longest is None or document.tokens.size <= self._longest + 1:
+            return document
+        end = self._longest + 1
+        labels = None if document.labels is None else document.labels[:end]
+        return replace(document, tokens=document.tokens[:end], labels=labels)
 
     def state_dict(self) -> dict[str, Any]:
         return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": self._saved}
@@ -556,7 +571,7 @@ class _Stream:
 
     def restored(self, state: Mapping[str, Any]) -> _Stream:
         """The same stream where the state was saved."""
-        result = _Stream(self._documents)
+        result = _Stream(self._documents, self._longest)
         result.stands(state)
         return result
 
