@@ -88,7 +88,7 @@ def test_an_interrupted_push_or_flush_changes_nothing(
     state = packer.state_dict()
     many = np.full(4_000_000, 3000)
     many[::7] = 100_000
-    assert seconds_late(lambda: packer.push(many), 0.1, stop_after) < 1.5
+    assert seconds_late(lambda: packer.push(many), 0.3, stop_after) < 1.5
     assert packer.state_dict() == state
     # And goes on as if there had been none.
     assert packer.push([500, 700]).num_tokens > 0
@@ -98,7 +98,7 @@ def test_an_interrupted_flush_changes_nothing(stop_after: Callable[[float], None
     packer = wlb.Packer(**PACKER)
     packer.push(np.full(300_000, 150_000))
     state = packer.state_dict()
-    assert seconds_late(packer.flush, 0.1, stop_after) < 1.5
+    assert seconds_late(packer.flush, 0.3, stop_after) < 1.5
     assert packer.state_dict() == state
 
 

@@ -41,12 +41,7 @@ pub(crate) fn run<T: Send>(py: Python<'_>, size: usize, work: impl FnOnce() -> T
             if last.get().elapsed() < INTERVAL {
                 return false;
             }
-            let error = Python::attach(|py| {
-                let outer = HANDLING.replace(true);
-                let handled = py.check_signals();
-                HANDLING.set(outer);
-                handled.err()
-            });
+            let error = Python::attach(|py| handle_signals(py).err());
             last.set(Instant::now());
             let stop = error.is_some();
             *for_check.lock().unwrap_or_else(PoisonError::into_inner) = error;
@@ -55,8 +50,22 @@ pub(crate) fn run<T: Send>(py: Python<'_>, size: usize, work: impl FnOnce() -> T
         interruptible(check, AssertUnwindSafe(work))
     };
     let done = if size < DETACH_FROM { listening() } else { py.detach(listening) };
-    done.map_err(|error| {
+    let done = done.map_err(|error| {
         let raised = raised.lock().unwrap_or_else(PoisonError::into_inner).take();
         raised.unwrap_or_else(|| raise(error))
-    })
+    })?;
+    if size >= DETACH_FROM {
+        // A signal that came since the last look: else Python would raise after the caller has taken over what was done, and
+        // the result would be lost.
+        handle_signals(py)?;
+    }
+    Ok(done)
+}
+
+/// Runs the handlers of signals that came; gives what one of them raises.
+fn handle_signals(py: Python<'_>) -> PyResult<()> {
+    let outer = HANDLING.replace(true);
+    let handled = py.check_signals();
+    HANDLING.set(outer);
+    handled
 }
