@@ -325,6 +325,11 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     )
     if not dynamic:
         return StepLoader(documents, prepare=partial(prepare, settings, device))
+    widest = max_cp_size(
+        settings.transport,
+        num_heads=config.num_heads // settings.tp,
+        num_kv_heads=config.num_kv_heads // settings.tp,
+    )
     plan = partial(
         wlb.plan_dynamic_cp,
         world_size=readers.size(),
@@ -333,14 +338,7 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         max_tokens_per_rank=math.ceil(settings.context * settings.memory_factor / settings.cp),
         # What the schedules of torch take at least.
         min_micro_batches=settings.pp * (2 if settings.schedule == "dualpipev" else 1),
-        max_cp_size=min(
-            readers.size(),
-            max_cp_size(
-                settings.transport,
-                num_heads=config.num_heads // settings.tp,
-                num_kv_heads=config.num_kv_heads // settings.tp,
-            ),
-        ),
+        max_cp_size=readers.size() if widest is None else min(widest, readers.size()),
         cost_model=cost,
         cp_seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0]),
     )

@@ -219,9 +219,9 @@ def reference() -> tuple[list[float], np.ndarray]:
 def test_trainer_takes_the_steps_of_one_document_at_a_time(tmp_path: Path) -> None:
     """From epoch 0 into the next on two ranks; there interrupted, while documents wait, and resumed on one."""
     losses, parameters = reference()
-    assert len(losses) == 8
+    assert len(losses) == 9
     processes.run(2, train, tmp_path, 2, 5)
-    ((found, found_parameters),) = processes.run(1, train, tmp_path, 1, 8)
+    ((found, found_parameters),) = processes.run(1, train, tmp_path, 1, 9)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(found_parameters, parameters, rtol=0, atol=1e-6 * np.abs(parameters).max())
 
@@ -301,7 +301,7 @@ def test_an_iteration_after_any_step_gives_documents() -> None:
     whole = micro_batch_loader()
     expected = [*whole, *whole]
     found, state = [], micro_batch_loader().steps.state_dict()
-    for _ in range(8):
+    for _ in range(9):
         loader = micro_batch_loader()
         loader.steps.load_state_dict(state)
         found += itertools.islice(loader, MICRO_BATCHES)
