@@ -137,10 +137,7 @@ MICRO_BATCHES = 4
 
 
 def sampler(dp_rank: int = 0, dp_size: int = 1, lengths: list[int] = LENGTHS) -> BalancedBatchSampler:
-    """4 steps in epoch 0 and 5 in the next. Documents wait, also from one to the other: in the step between them all.
-
-    Other micro-batches are empty too.
-    """
+    """4 steps in epoch 0 and 5 in the next. Documents wait, also from one to the other, and micro-batches are empty."""
     packer = wlb.Packer(
         num_micro_batches=MICRO_BATCHES,
         max_tokens=64,
@@ -199,29 +196,28 @@ def train(rank: int, folder: Path, dp_size: int, stop: int) -> tuple[list[float]
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
-def reference() -> tuple[list[float], np.ndarray]:
-    """The same steps with a plain loop, one document at a time, but for the one without documents."""
+def reference(steps: int) -> tuple[list[float], np.ndarray]:
+    """So many of the same steps with a plain loop, one document at a time."""
     model, features, losses = llama(), documents(LENGTHS), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     batches = sampler()
     micro_batches = [*batches, *batches]  # two epochs
-    for first in range(0, len(micro_batches), MICRO_BATCHES):
+    for first in range(0, steps * MICRO_BATCHES, MICRO_BATCHES):
         ids = list(itertools.chain(*micro_batches[first : first + MICRO_BATCHES]))
-        if ids:
-            _, loss = one_by_one(model, [features[index] for index in ids])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        _, loss = one_by_one(model, [features[index] for index in ids])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
 def test_trainer_takes_the_steps_of_one_document_at_a_time(tmp_path: Path) -> None:
     """From epoch 0 into the next on two ranks; there interrupted, while documents wait, and resumed on one."""
-    losses, parameters = reference()
-    assert len(losses) == 9
+    assert sampler().total_steps() == 9
+    losses, parameters = reference(8)
     processes.run(2, train, tmp_path, 2, 5)
-    ((found, found_parameters),) = processes.run(1, train, tmp_path, 1, 9)
+    ((found, found_parameters),) = processes.run(1, train, tmp_path, 1, 8)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(found_parameters, parameters, rtol=0, atol=1e-6 * np.abs(parameters).max())
 
