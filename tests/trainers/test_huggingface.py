@@ -219,7 +219,8 @@ def test_trainer_takes_the_steps_of_one_document_at_a_time(tmp_path: Path) -> No
     processes.run(2, train, tmp_path, 2, 5)
     ((found, found_parameters),) = processes.run(1, train, tmp_path, 1, 8)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
-    np.testing.assert_allclose(found_parameters, parameters, rtol=0, atol=1e-6 * np.abs(parameters).max())
+    # As close as the losses: norms and rotations are in float32, and sums in another order.
+    np.testing.assert_allclose(found_parameters, parameters, rtol=0, atol=1e-5 * np.abs(parameters).max())
 
 
 class StreamTrainer(Trainer):
