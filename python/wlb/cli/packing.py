@@ -11,15 +11,13 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
-from wlb._choices import Release
+from wlb._choices import Release, StreamMethod
 from wlb.cli.inputs.documents import Documents
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.words import counted
 from wlb.simulation import methods, trained
 from wlb.simulation.methods import Setup, Step
 from wlb.simulation.trained import Plan
-
-PackerMethod = Literal["var_length", "refined"]
 
 CP_SIZES = (2, 4, 8, 16)
 STRATEGIES: tuple[Literal["per_sequence", "per_document"], ...] = ("per_sequence", "per_document")
@@ -72,7 +70,7 @@ def waiting(
     setup: Setup,
     release: Release,
     delay_price: float | None = None,
-    method: PackerMethod = "var_length",
+    method: StreamMethod = "var_length",
 ) -> dict[str, Any]:
     """Options of a packer: what waits, and how the rest is placed. A global batch is what the price counts in."""
     return {
@@ -92,7 +90,7 @@ def tune(
     max_mean_delay: float,
     max_delay: int | None,
     progress: Progress,
-    method: PackerMethod = "var_length",
+    method: StreamMethod = "var_length",
 ) -> wlb.TuneResult:
     """The best thresholds, or without `queues` the best price of delay, for the first `batches` global batches."""
     what = "the price of delay" if queues is None else counted(queues, "queue")

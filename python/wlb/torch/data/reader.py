@@ -310,7 +310,7 @@ class StepReader:
         latest = int(waiting_pieces(reader._state()).ids.max(initial=-1))
         if latest >= (epoch + 1) * total:
             raise error("state", f"has document {latest} waiting, of an epoch after 'epoch' = {epoch}", value=latest)
-        self._restore(state, allow_config_change=allow_config_change)
+        vars(self).update(vars(reader))  # restored once, and now known to be sound
 
     def _restore(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Stands where `state` does, which has been checked but for its packer."""
