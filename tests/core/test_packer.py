@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -450,3 +451,43 @@ def test_ids_can_run_out() -> None:
         packer.push([1])
     assert packer.state_dict() == before
     assert packer.push([1], ids=[5]).micro_batches[0].document_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("release", ["fifo", "adaptive"])
+def test_other_costs_price_what_waits_anew_and_come_with_the_state(release: Any) -> None:
+    rng = np.random.default_rng(5)
+    settings: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 400, "release": release}
+    if release == "fifo":
+        settings["outlier_thresholds"] = (150,)
+    first, later = wlb.CostModel(attention=0.0, linear=1.0), wlb.CostModel(attention=1.0, linear=10.0)
+    packer = wlb.Packer(cost_model=first, **settings)
+    batches = [rng.integers(1, 300, 8) for _ in range(12)]
+    for lengths in batches[:4]:
+        packer.push(lengths)
+    assert packer.pending
+    before = packer.fingerprint
+    packer.set_cost_model(first)  # no change
+    assert packer.fingerprint == before == wlb.Packer(cost_model=first, **settings).fingerprint
+    packer.set_cost_model(later)
+    assert packer.cost_model == later
+    assert packer.fingerprint not in (before, wlb.Packer(cost_model=later, **settings).fingerprint)
+    resumed = wlb.Packer(cost_model=first, **settings)
+    resumed.load_state_dict(json.loads(json.dumps(packer.state_dict())))
+    assert resumed.cost_model == later
+    # As a packer that always had these costs, and met the same documents waiting.
+    other = wlb.Packer(cost_model=later, **settings)
+    with pytest.raises(wlb.StateError, match="cost_model"):
+        other.load_state_dict(packer.state_dict())
+    other.load_state_dict(packer.state_dict(), allow_config_change=True)
+    for lengths in batches[4:]:
+        pickled = pickle.loads(pickle.dumps(packer))
+        assert len({each.push(lengths).digest() for each in (packer, resumed, other, pickled)}) == 1
+    assert packer.state_dict() == resumed.state_dict() != other.state_dict()
+
+
+def test_costs_whose_sums_overflow_change_nothing() -> None:
+    packer = small_packer()
+    before = packer.state_dict()
+    with pytest.raises(wlb.WlbError, match="cost_model"):
+        packer.set_cost_model(wlb.CostModel(attention=1e308, linear=0.0))
+    assert packer.state_dict() == before

@@ -334,7 +334,7 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
 
 fn event(u: &mut Unstructured, config: &PackerConfig) -> Result<Event> {
     let longest = config.max_document_tokens.saturating_mul(3);
-    Ok(match u.int_in_range(0..=9)? {
+    Ok(match u.int_in_range(0..=10)? {
         0..=3 => Event::Push(lengths(u, 60, longest)?),
         4 => {
             let mut documents = Vec::new();
@@ -356,6 +356,7 @@ fn event(u: &mut Unstructured, config: &PackerConfig) -> Result<Event> {
             }
             Event::ResumeAs(Box::new(other))
         }
+        9 => Event::SetCostModel(packer_config(u)?.cost_model),
         _ => Event::Flush,
     })
 }

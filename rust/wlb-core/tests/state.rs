@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::Value;
 use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
-use wlb_core::{CostModel, Error, Mask};
+use wlb_core::{CostModel, Error, Lengths, Mask};
 
 /// A packer with something in every field.
 fn full() -> Packer {
@@ -45,6 +45,16 @@ fn adaptive() -> Packer {
     // More than fits, so that some is late.
     let packer = run(&config, &[Event::Push(vec![100; 7]), Event::Push(vec![50, 90])]);
     assert!(!packer.queue().is_empty() && !packer.carried().is_empty());
+    packer
+}
+
+/// A packer that was told other costs twice.
+fn repriced() -> Packer {
+    let mut packer = full();
+    for attention in [1.0, 2.0] {
+        packer.set_cost_model(CostModel::analytic(attention, 10.0, Mask::Causal).unwrap()).unwrap();
+        packer.push(&Lengths::new("lengths", &[30, 90]).unwrap(), None).unwrap();
+    }
     packer
 }
 
@@ -152,7 +162,7 @@ fn any_byte_changed_anywhere_is_noticed() {
 
 #[test]
 fn any_leaf_changed_or_missing_is_noticed() {
-    for packer in [full(), adaptive()] {
+    for packer in [full(), adaptive(), repriced()] {
         every_leaf_counts(&packer);
     }
 }
@@ -181,8 +191,10 @@ fn every_leaf_counts(packer: &Packer) {
 /// The tests above prove something only if a state that was not changed passes, and a signature can be forged.
 #[test]
 fn an_unchanged_state_is_signed_as_it_was() {
+    for packer in [full(), adaptive(), repriced()] {
+        assert_eq!(sign(&packer.save()), packer.save());
+    }
     let text = full().save();
-    assert_eq!(sign(&text), text);
     assert!(numbers(&text).len() > 20);
 }
 
@@ -221,10 +233,51 @@ fn forged_contradictions_are_refused() {
         let forged = sign(&text.replacen(from, to, 1));
         assert!(matches!(Packer::load(&forged), Err(Error::State { .. })), "accepted: {why}");
     }
+    let text = repriced().save();
+    let contradictions = [
+        ("\"changes\":2", "\"changes\":0", "a history of nothing"),
+        ("\"since\":4", "\"since\":6", "costs from the future"),
+        ("\"first\":{\"attention\":{\"rate\":0.5}", "\"first\":{\"attention\":{\"rate\":-0.5}", "costs below 0"),
+    ];
+    for (from, to, why) in contradictions {
+        assert!(text.contains(from), "{from} is not in {text}");
+        let forged = sign(&text.replacen(from, to, 1));
+        assert!(matches!(Packer::load(&forged), Err(Error::State { .. })), "accepted: {why}");
+    }
     let text = full().save();
     let other = full().config().fingerprint().chars().rev().collect::<String>();
     let forged = sign_digest(&text.replacen(&full().config().fingerprint(), &other, 1)).unwrap();
     assert!(matches!(Packer::load(&forged), Err(Error::State { path, .. }) if path == "fingerprint"));
+}
+
+/// Costs that were told later belong to the state, and a packer made with the first ones goes on with them.
+#[test]
+fn later_costs_come_with_the_state() {
+    let packer = repriced();
+    let history = packer.cost_history().unwrap();
+    assert_eq!((history.changes, history.since, &history.first), (2, 4, &full().config().cost_model));
+    let mut made_alike = Packer::new(full().config().clone()).unwrap();
+    made_alike.restore(&packer.save(), false).unwrap();
+    assert_eq!(made_alike, packer);
+    // One that was made with what the other has learnt is another one.
+    let mut made_with_the_last = Packer::new(packer.config().clone()).unwrap();
+    let refused = made_with_the_last.restore(&packer.save(), false);
+    assert!(matches!(refused, Err(Error::ConfigChanged { fields }) if fields.starts_with("cost_model")));
+    made_with_the_last.restore(&packer.save(), true).unwrap();
+    assert_eq!((made_with_the_last.config(), made_with_the_last.cost_history()), (packer.config(), None));
+    // The order of two changes is seen.
+    let mut other = full();
+    let push = |packer: &mut Packer| packer.push(&Lengths::new("lengths", &[30, 90]).unwrap(), None).unwrap();
+    other.set_cost_model(CostModel::analytic(2.0, 10.0, Mask::Causal).unwrap()).unwrap();
+    push(&mut other);
+    push(&mut other);
+    assert_eq!(other.config(), packer.config());
+    assert_ne!(other.fingerprint(), packer.fingerprint());
+    // Costs whose sums overflow change nothing.
+    let before = other.clone();
+    let refused = other.set_cost_model(CostModel::analytic(f64::MAX, 0.0, Mask::Causal).unwrap());
+    assert!(matches!(refused, Err(Error::Number { argument: "cost_model", .. })));
+    assert_eq!(other, before);
 }
 
 /// States and fingerprints of before there was a choice of methods stay what they were.

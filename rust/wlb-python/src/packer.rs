@@ -465,10 +465,31 @@ impl Packer {
         CostModel(self.lock().config().cost_model.clone())
     }
 
-    /// Hex hash of the configuration, all but ``num_micro_batches``: what must agree for a state to be loaded.
+    /// Packs by other costs from the next push on.
+    ///
+    /// Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are lengths and
+    /// ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a mean delay was tuned under
+    /// the costs before.
+    ///
+    /// The change is part of the state and of :attr:`fingerprint`. A packer that loads the state was made with the *first* costs, as
+    /// in the run that saved it, and goes on with the latest. Equal costs are no change.
+    ///
+    /// Args:
+    ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.
+    ///
+    /// Raises:
+    ///     WlbError: sums of such costs could overflow. The packer is unchanged.
+    #[pyo3(text_signature = "($self, cost_model)")]
+    fn set_cost_model(&self, py: Python<'_>, cost_model: &Bound<'_, CostModel>) -> PyResult<()> {
+        let cost_model = cost_model.get().0.clone();
+        self.change(py, 0, |core| core.set_cost_model(cost_model))?.map_err(raise)
+    }
+
+    /// Hex hash of the configuration, all but ``num_micro_batches``, and of every change of the cost model: equal if and only if the
+    /// same documents gave, and will give, the same plans.
     #[getter]
     fn fingerprint(&self) -> String {
-        self.lock().config().fingerprint()
+        self.lock().fingerprint()
     }
 
     /// Balance, delay and memory since the stream began.

@@ -279,6 +279,7 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
             3 => Just(Event::Resume),
             2 => (1_usize..8).prop_map(Event::ResumeOn),
             2 => other,
+            2 => cost_model().prop_map(Event::SetCostModel),
             1 => Just(Event::Flush),
         ];
         (Just(config), vec(event, 0..=most_events))

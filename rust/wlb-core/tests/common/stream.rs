@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
-use wlb_core::{Error, Lengths};
+use wlb_core::{CostModel, Error, Lengths};
 
 use super::{check, naive};
 
@@ -29,6 +29,8 @@ pub(crate) enum Event {
     ResumeOn(usize),
     /// Resumed under another configuration.
     ResumeAs(Box<PackerConfig>),
+    /// Other costs from here on.
+    SetCostModel(CostModel),
     /// The end of the stream.
     Flush,
 }
@@ -89,14 +91,25 @@ impl Both {
                 self.packer = resumed;
             }
             Event::ResumeOn(num_micro_batches) => {
-                let config = PackerConfig { num_micro_batches: *num_micro_batches, ..self.packer.config().clone() };
-                assert_eq!(config.fingerprint(), self.packer.config().fingerprint());
-                let mut resumed = Packer::new(config.clone()).unwrap();
+                let config = PackerConfig { num_micro_batches: *num_micro_batches, ..self.made_with() };
+                let mut resumed = Packer::new(config).unwrap();
                 resumed.restore(&self.packer.save(), false).unwrap();
+                assert_eq!(resumed.fingerprint(), self.packer.fingerprint());
+                assert_eq!(resumed.cost_history(), self.packer.cost_history());
+                let cost_model = self.oracle.config.cost_model.clone();
+                self.oracle.reconfigure(PackerConfig { cost_model, ..resumed.config().clone() });
                 self.packer = resumed;
-                self.oracle.reconfigure(config);
             }
             Event::ResumeAs(config) => self.resume_as(config),
+            Event::SetCostModel(cost_model) => {
+                let before = self.packer.clone();
+                self.packer.set_cost_model(cost_model.clone()).unwrap();
+                let changes = |packer: &Packer| packer.cost_history().map_or(0, |history| history.changes);
+                let changed = *cost_model != before.config().cost_model;
+                assert_eq!(changes(&self.packer), changes(&before) + u64::from(changed));
+                assert_eq!(self.packer.fingerprint() != before.fingerprint(), changed);
+                self.oracle.config.cost_model = cost_model.clone();
+            }
             Event::Flush => {
                 let packings = self.packer.flush();
                 let plans = self.oracle.flush();
@@ -211,9 +224,18 @@ impl Both {
         assert_eq!(self.packer, before, "a push that failed changed the packer");
     }
 
+    /// The configuration before any other costs were set: what a new process makes its packer with.
+    fn made_with(&self) -> PackerConfig {
+        let mut config = self.packer.config().clone();
+        if let Some(history) = self.packer.cost_history() {
+            config.cost_model = history.first.clone();
+        }
+        config
+    }
+
     fn resume_as(&mut self, config: &PackerConfig) {
         let text = self.packer.save();
-        let saved = self.packer.config().clone();
+        let saved = self.made_with();
         let mut resumed = Packer::new(config.clone()).unwrap();
         let empty = resumed.clone();
         let changed = [
@@ -243,8 +265,13 @@ impl Both {
         match resumed.restore(&text, true) {
             Ok(()) => {
                 assert!(!too_long, "a document longer than the limit was taken over");
+                // What was learnt stays learnt, unless the costs that it began with are others now.
+                let mut config = config.clone();
+                if config.cost_model == saved.cost_model {
+                    config.cost_model = self.oracle.config.cost_model.clone();
+                }
                 self.packer = resumed;
-                self.oracle.reconfigure(config.clone());
+                self.oracle.reconfigure(config);
             }
             Err(Error::State { .. }) => {
                 assert!(too_long);

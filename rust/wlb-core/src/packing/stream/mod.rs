@@ -10,12 +10,14 @@
 //! | `iteration`, `fuller` | one packing, made of what leaves |
 //! | `drain` | the end of the stream |
 //! | `admission` | how much may enter, so that what waits stays bounded |
+//! | `cost_history` | the packer goes on under another cost model |
 //! | `metrics` | what waiting did to balance, delay and memory |
 //! | `state` | a packer saved and loaded |
 
 mod admission;
 mod arrivals;
 mod config;
+mod cost_history;
 mod drain;
 mod fuller;
 mod iteration;
@@ -31,6 +33,7 @@ mod state;
 pub use admission::{Bounds, OnBacklog};
 pub use arrivals::Push;
 pub use config::{ADAPTIVE_MAX_DELAY, DELAY_PRICE, Oversize, PackerConfig, Release, StreamMethod};
+pub use cost_history::CostHistory;
 pub use metrics::Metrics;
 pub use outlier_queue::{OutlierQueue, Waiting};
 pub use packer::Packer;

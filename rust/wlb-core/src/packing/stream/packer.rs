@@ -3,6 +3,7 @@
 use crate::error::Result;
 
 use super::config::PackerConfig;
+use super::cost_history::CostHistory;
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
 
@@ -35,6 +36,8 @@ use super::outlier_queue::{OutlierQueue, Waiting};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Packer {
     pub(super) config: PackerConfig,
+    /// None as long as the cost model is the one that the packer was made with.
+    pub(super) cost_history: Option<CostHistory>,
     pub(super) iteration: u64,
     /// The id that the next document gets when the caller gives none; above every id seen.
     /// `None` when int64 has no further one.
@@ -53,7 +56,15 @@ impl Packer {
     pub fn new(config: PackerConfig) -> Result<Self> {
         config.check()?;
         let queue = OutlierQueue::of(&config);
-        Ok(Self { config, iteration: 0, next_id: Some(0), queue, carried: Vec::new(), metrics: Metrics::default() })
+        Ok(Self {
+            config,
+            cost_history: None,
+            iteration: 0,
+            next_id: Some(0),
+            queue,
+            carried: Vec::new(),
+            metrics: Metrics::default(),
+        })
     }
 
     /// How the stream is packed.

@@ -7,6 +7,7 @@ use crate::limits::MAX_ITERATION;
 use crate::packing::piece::Piece;
 
 use super::config::PackerConfig;
+use super::cost_history::{CostHistory, fingerprint};
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
 use super::packer::Packer;
@@ -27,6 +28,9 @@ struct State {
     carried: Columns,
     queues: Vec<Columns>,
     metrics: Metrics,
+    /// Left out where there is none: a packer that never changed its costs has the state that it always had.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    cost_history: Option<CostHistory>,
     /// A hash of all the rest: a flipped digit in a length is still a valid length.
     digest: String,
 }
@@ -50,13 +54,14 @@ impl Packer {
         let mut state = State {
             format: FORMAT.to_owned(),
             version: VERSION,
-            fingerprint: self.config.fingerprint(),
+            fingerprint: self.fingerprint(),
             config: self.config.clone(),
             iteration: self.iteration,
             next_id: self.next_id,
             carried: Columns::of(&self.carried),
             queues: self.queue.levels().iter().map(Columns::of).collect(),
             metrics: self.metrics.clone(),
+            cost_history: self.cost_history.clone(),
             digest: String::new(),
         };
         state.digest = state.content_digest();
@@ -73,22 +78,32 @@ impl Packer {
 
     /// Goes on where the saved one stopped, under this packer's configuration.
     ///
-    /// Another `num_micro_batches` is always allowed. With `allow_config_change` so is everything else: waiting
-    /// documents are then filed anew, oldest first, and those that are no outliers any more are carried over.
+    /// Another `num_micro_batches` is always allowed. Both packers must have been made with the same cost model; what
+    /// the saved one has gone on to since ([`Packer::set_cost_model`]) comes with the state. With `allow_config_change` so is everything else: waiting
+    /// documents are then filed anew, oldest first, and those that are no outliers any more are carried over. If the cost
+    /// models were others, this packer's holds from here on.
     ///
     /// # Errors
     /// [`Error::State`] as in [`Packer::load`], or if a waiting document is longer than this packer allows;
     /// [`Error::ConfigChanged`] naming the fields that differ. The packer is then unchanged.
     pub fn restore(&mut self, json: &str, allow_config_change: bool) -> Result<()> {
         let mut saved = Self::load(json)?;
-        let changed = differences(&saved.config, &self.config);
+        let (saved_first, first) = (saved.first_config(), self.first_config());
+        let changed = differences(&saved_first, &first);
         if !changed.is_empty() {
             if !allow_config_change {
                 return Err(Error::ConfigChanged { fields: changed.join("; ") });
             }
             saved.refile(&self.config)?;
         }
-        saved.config = self.config.clone();
+        let mut config = self.config.clone();
+        if saved_first.cost_model == first.cost_model {
+            config.cost_model = saved.config.cost_model.clone();
+            config.check()?;
+        } else {
+            saved.cost_history = None;
+        }
+        saved.config = config;
         *self = saved;
         Ok(())
     }
@@ -139,7 +154,7 @@ impl State {
         if let Err(error) = self.config.check() {
             return wrong("config", &error.to_string());
         }
-        if self.fingerprint != self.config.fingerprint() {
+        if self.fingerprint != fingerprint(&self.config, self.cost_history.as_ref()) {
             return wrong("fingerprint", "does not belong to the configuration");
         }
         if self.digest != self.content_digest() {
@@ -148,6 +163,9 @@ impl State {
         // A push stops at the limit; a flush may go past it, by no more than documents can wait.
         if self.iteration > 2 * MAX_ITERATION {
             return wrong("iteration", "is out of range");
+        }
+        if let Some(problem) = self.cost_history.as_ref().and_then(|history| history.problem(self.iteration)) {
+            return wrong("cost_history", problem);
         }
         if let Some(problem) = self.metrics.problem() {
             return wrong("metrics", problem);
@@ -182,6 +200,7 @@ impl State {
         }
         Ok(Packer {
             config: self.config,
+            cost_history: self.cost_history,
             iteration: self.iteration,
             next_id: self.next_id,
             queue,
