@@ -461,7 +461,7 @@ def test_other_costs_price_what_waits_anew_and_come_with_the_state(release: Any)
         settings["outlier_thresholds"] = (150,)
     first, later = wlb.CostModel(attention=0.0, linear=1.0), wlb.CostModel(attention=1.0, linear=10.0)
     packer = wlb.Packer(cost_model=first, **settings)
-    batches = [rng.integers(1, 300, 8) for _ in range(12)]
+    batches = [rng.integers(100, 400, 5) for _ in range(12)]
     for lengths in batches[:4]:
         packer.push(lengths)
     assert packer.pending
