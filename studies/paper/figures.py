@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from studies.paper import Result, Row
 from studies.paper.page import decimals, number, published
-from wlb.cli.output.figures.style import INK, ORIGINAL, STYLE, WLB, WLB_PALE
+from wlb.cli.output.figures.style import INK, ORIGINAL, WLB, WLB_PALE, drawing
 
 _ROW_HEIGHT = 0.36  # inches
 
@@ -25,9 +23,7 @@ def draw(result: Result) -> Figure:
     counts = [sum(row.quantity == quantity for row in result.rows) for quantity in quantities]
     heights = [[_height(count) for count in counts]] + ([[_height(len(result.influence))]] if result.influence else [])
     tallest = max(map(sum, heights))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.4 * len(heights), tallest + 0.9))
-        figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
+    with drawing(7.4 * len(heights), tallest + 0.9) as figure:
         figure.suptitle(result.title, x=0.012, ha="left", size=14, weight="bold")
         columns = figure.add_gridspec(1, len(heights))
 
@@ -49,9 +45,7 @@ def draw(result: Result) -> Figure:
             Patch(color=WLB_PALE, label="ours, over the sweep or samples"),
         ]
         figure.legend(handles=handles, loc="outside lower left", ncols=3, handletextpad=0.5)
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # lay out once, not once a file
-        return figure
+    return figure
 
 
 def _height(rows: int) -> float:

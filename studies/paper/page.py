@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from studies.paper import SWEEP, Result, Row
-from wlb.cli.output.report import Block, Headline, Paragraphs, Picture, Report, origin
-from wlb.cli.output.table import Table
+from wlb.cli.output.report import Block, Headline, Paragraphs, Picture, Report, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,13 +33,11 @@ def tables(result: Result) -> list[Table]:
                 rows=tuple(_cells(row, digits) for row in rows),
             )
         )
-    for facts in result.facts:
-        groups = tuple(("", 1) for _ in facts.columns)
-        made.append(Table(title=facts.title, groups=groups, columns=facts.columns, rows=facts.rows))
+    made += (Table(facts.title, facts.columns, facts.rows) for facts in result.facts)
     if result.influence:
         ranges = tuple((name, number(low), number(high)) for name, (low, high) in result.influence.items())
         title = f"{result.influenced}: over the values of each input alone"
-        made.append(Table(title, (("", 1), ("", 1), ("", 1)), ("", "least", "greatest"), ranges))
+        made.append(Table(title, ("", "least", "greatest"), ranges))
     return made
 
 
@@ -96,27 +93,24 @@ def _cells(row: Row, digits: int) -> tuple[str, ...]:
 
 def report(made: Sequence[Result], figures: Mapping[str, Figure], settings: Mapping[str, Any]) -> Report:
     """The report: of every result its figure by name, its notes and its tables."""
-    page: list[Block] = []
-    terminal: list[Paragraphs | Table] = []
+    blocks: list[Block] = []
     for result in made:
-        small = Paragraphs(result.notes, small=True)
-        page += [Picture(figures[result.name], f"{result.name}.png"), small, *tables(result)]
-        terminal += [*tables(result), small]
-    sentences = (*HOW, *misses(made))
+        picture = Picture(figures[result.name], f"{result.name}.png")
+        blocks += [picture, *tables(result), Paragraphs(result.notes, small=True)]
     return Report(
         command="reproduce",
         subject=", ".join(result.name for result in made),
         title="The papers' tables and figures beside ours",
-        sentences=sentences,
+        sentences=(*HOW, *misses(made)),
         headlines=[
             Headline(f"{row.name}: paper, ours", published(row.paper), number(row.ours), "·")
             for result in made
             for row in result.rows
             if row.name == result.influenced and row.paper is not None
         ],
-        page=[*page, inputs()],
-        terminal=[*terminal, Paragraphs(sentences, small=True)],
-        numbers={"settings": settings, **origin(), "results": [result.as_json() for result in made]},
+        blocks=blocks,
+        details=[inputs()],
+        numbers={"settings": settings, "results": [result.as_json() for result in made]},
         facts={"Settings": settings},
     )
 
@@ -125,7 +119,6 @@ def inputs() -> Table:
     """What is not published, and what is assumed instead."""
     return Table(
         title="Inputs that are not published",
-        groups=(("", 1), ("", 1), ("", 1), ("", 1)),
         columns=("", "central", "swept", "why"),
         rows=tuple(
             (one.label, _text(one.field, one.central), ", ".join(map(str, one.values)), one.reason) for one in SWEEP

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,13 +29,13 @@ from oracles import kernel
 from wlb.cli import main
 from wlb.cli.app import app
 from wlb.cli.errors import CliError, setting
-from wlb.cli.inputs.documents import Documents, read_documents
-from wlb.cli.inputs.stream import build_stream
+from wlb.cli.inputs.documents import Documents
+from wlb.cli.inputs.stream import Reading
+from wlb.cli.output import loaders, render
 from wlb.cli.output.console import progress
-from wlb.cli.output.loaders import behind_packer, behind_sampler, dynamic_cp
+from wlb.cli.output.figures import style
 from wlb.cli.output.plan_files import write_names
-from wlb.cli.output.report import Code, Heading, Headline, Paragraphs, Report
-from wlb.cli.output.table import Table
+from wlb.cli.output.report import Code, Column, Heading, Headline, Paragraphs, Report, Table
 from wlb.simulation import DEFAULT, KINDS
 
 CONTEXT = 1024
@@ -71,7 +72,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out pictures, most of the time of a run, where a test is about plans."""
-    monkeypatch.setattr(Report, "write", lambda *_: [])
+    monkeypatch.setattr(style, "png", lambda _: b"")
+    monkeypatch.setattr(style, "svg", lambda _: "")
 
 
 def long_tailed(count: int, seed: int = 0) -> NDArray[np.int64]:
@@ -95,8 +97,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 def read(source: Path, **options: Any) -> Documents:
     with progress(quiet=True) as bars:
-        arguments = {"field": "text", "pattern": "*", "tokenizer": None} | options
-        return read_documents(source, **arguments, progress=bars)
+        return Reading(**options).documents(source, bars)
 
 
 # --- demo ---
@@ -170,7 +171,7 @@ def test_demo_finds_documents_by_itself(run: Any) -> None:
 def test_any_report_is_a_page_of_html() -> None:
     """What it says is text wherever it stands, and every element is closed."""
     hostile = '<b>&"'
-    table = Table(hostile, ((hostile, 1),), (hostile,), ((hostile,), ("plain",)), strong=frozenset([1]))
+    table = Table(hostile, (hostile,), ((hostile,), ("plain",)), ((hostile, 1),), strong={1})
     blocks = (Heading(hostile), Code(hostile, hostile), Paragraphs([hostile], small=True), table)
     report = Report(
         command="pack",
@@ -178,12 +179,12 @@ def test_any_report_is_a_page_of_html() -> None:
         title=hostile,
         sentences=[hostile],
         headlines=[Headline(hostile, hostile, hostile)],
-        page=blocks,
-        terminal=(),
+        blocks=blocks,
+        details=blocks,
         numbers={},
         facts={hostile: {"a_name": None, "flag": True, hostile: 1234.5}},
     )
-    page = report.as_html(f"wlb pack {hostile}")
+    page = render.page(report, f"wlb pack {hostile}")
     assert hostile not in page
     assert "<td>a name</td><td>none</td>" in page
     assert "<td>flag</td><td>yes</td>" in page
@@ -202,6 +203,13 @@ def test_any_report_is_a_page_of_html() -> None:
     parser = Elements()
     parser.feed(page)
     assert not parser.opened
+
+
+def test_a_table_shows_what_is_known() -> None:
+    columns = (Column("", "one", "a", ".2f"), Column("both", "two", "b"), Column("both", "three", "c", ".1%"))
+    table = Table.of("title", "names", columns, [("x", {"a": 1, "b": 12345, "c": None}, True)])
+    assert (table.columns, table.groups) == (("names", "one", "two", "three"), (("", 1), ("", 1), ("both", 2)))
+    assert (table.rows, table.strong) == ([("x", "1.00", "12,345", "")], {0})
 
 
 # --- pack ---
@@ -267,7 +275,7 @@ def test_pack_measures_what_the_packer_measures(run: Any, npy: Path) -> None:
     results = run("pack", npy, *SMALL, "--thresholds", "300,700", "--json").json
     ours = results["methods"][-1]
 
-    stream = build_stream(read(npy), context=CONTEXT, tokens_per_batch=4 * CONTEXT, seed=None, steps=None)
+    stream = Reading().stream(read(npy), context=CONTEXT, tokens_per_batch=4 * CONTEXT)
     cost_model = wlb.CostModel.from_flops(
         hidden_size=4096,
         ffn_hidden_size=11008,
@@ -383,8 +391,7 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     assert configuration.strip() in printed, "ready to paste: no line is broken"
     exec(configuration, made)
     if "loader" in made:
-        sources = (inspect.getsource(module.loader) for module in (behind_packer, behind_sampler, dynamic_cp))
-        assert any(source in configuration for source in sources), "tests run what is printed"
+        assert inspect.getsource(loaders.loader) in configuration, "tests run what is printed"
     lengths = [100, 200, 300, 400]
     if "packer" in made:
         assert made["packer"].delay_price == best["delay_price"]
@@ -415,9 +422,10 @@ def test_the_loader_of_a_configuration_loses_nothing(monkeypatch: pytest.MonkeyP
     dataset = Dataset("abcdefg")
     read = []
     for rank in range(2):
+        ranks = SimpleNamespace(get_local_rank=lambda rank=rank: rank, size=lambda: 2)
         packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost, outlier_thresholds=(10,))
-        monkeypatch.setattr(behind_packer, "packer", packer, raising=False)
-        read.append(list(behind_packer.released(dataset, [[0, 1, 2], [3, 4], [5, 6]], rank, 2)))
+        monkeypatch.setattr(loaders, "packer", packer, raising=False)
+        read.append(list(loaders.released(dataset, [[0, 1, 2], [3, 4], [5, 6]], ranks)))
     assert len(read[0]) == len(read[1]) > 3, "a step more, of what waited"
     assert sorted(itertools.chain(*read[0], *read[1])) == list(dataset)
 
@@ -593,10 +601,10 @@ def test_simulate_explains_itself(run: Any, npy: Path) -> None:
 # --- sources ---
 
 
-def test_stream_is_shuffled_anew_every_epoch_and_whole(npy: Path) -> None:
+def test_stream_is_shuffled_anew_every_epoch_and_complete(npy: Path) -> None:
     documents = read(npy)
     streams = [
-        build_stream(documents, context=CONTEXT, tokens_per_batch=4 * CONTEXT, seed=seed, steps=100)
+        Reading(seed=seed).stream(documents, context=CONTEXT, tokens_per_batch=4 * CONTEXT, steps=100)
         for seed in (0, 0, 1)
     ]
     np.testing.assert_array_equal(streams[0].ids, streams[1].ids)
@@ -615,10 +623,10 @@ def test_stream_is_shuffled_anew_every_epoch_and_whole(npy: Path) -> None:
 def test_stream_counts_the_tokens_that_truncation_leaves(tmp_path: Path) -> None:
     np.save(tmp_path / "long.npy", np.full(4, 100 * CONTEXT))
     documents = read(tmp_path / "long.npy")
-    fit: dict[str, Any] = {"context": CONTEXT, "seed": 0, "oversize": "truncate"}
-    assert build_stream(documents, tokens_per_batch=2 * CONTEXT, steps=10, **fit).batches == 10
+    reading = Reading(seed=0, oversize="truncate")
+    assert reading.stream(documents, context=CONTEXT, tokens_per_batch=2 * CONTEXT, steps=10).batches == 10
     with pytest.raises(CliError, match="4 documents with 4,096 tokens do not fill"):
-        build_stream(documents, tokens_per_batch=8 * CONTEXT, steps=10, **fit)
+        reading.stream(documents, context=CONTEXT, tokens_per_batch=8 * CONTEXT, steps=10)
 
 
 def test_sources_agree_on_lengths(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import wlb
 import wlb.torch.data  # before the processes fork: importing it takes most of their time
-from wlb.cli.output.loaders import behind_packer, behind_sampler, dynamic_cp
+from wlb.cli.output import loaders
 
 COST = wlb.CostModel(attention=1.0, linear=100.0)
 PLAN = functools.partial(
@@ -37,10 +37,10 @@ class Ranks:
     size = staticmethod(dist.get_world_size)
 
 
-def printed(module: ModuleType, **names: Any) -> dict[str, Any]:
-    """What the text of a module's functions defines, with what the configuration defines above them."""
+def printed(*functions: Callable[..., Any], **names: Any) -> dict[str, Any]:
+    """What the text of functions defines, with what the configuration defines above them."""
     made = dict(names)
-    for _, function in inspect.getmembers(module, inspect.isfunction):
+    for function in functions:
         exec(inspect.getsource(function), made)
     return made
 
@@ -53,22 +53,26 @@ def trained(steps: Any) -> list[int]:
 def read(rank: int, name: str) -> list[int]:
     dataset, batches = Dataset(), [list(range(start, start + 10)) for start in range(0, 40, 10)]
     packer = wlb.Packer(num_micro_batches=2, max_tokens=2000, cost_model=COST, outlier_thresholds=(80,))
-    if name == "dynamic_cp":
-        shares = [[dataset[index] for index in batch[rank::2]] for batch in batches]
-        steps = printed(dynamic_cp, plan=PLAN)["loader"](shares, Ranks)
-    elif name == "behind_packer":
-        steps = printed(behind_packer, plan=PLAN, packer=packer)["loader"](dataset, batches, Ranks)
+    if name == "loader":
+        made = printed(loaders.loader, plan=PLAN)
+        shares: Any = [[dataset[index] for index in batch[rank::2]] for batch in batches]
+    elif name == "released":
+        made = printed(loaders.released, loaders.loader, plan=PLAN, packer=packer)
+        shares = made["released"](dataset, batches, Ranks)
     else:
-        made = printed(behind_sampler, plan=PLAN, packer=packer, TOKENS_PER_BATCH=1000)
-        steps = itertools.islice(made["loader"](dataset, Ranks), 3)
+        made = printed(loaders.sampled, loaders.loader, plan=PLAN, packer=packer, TOKENS_PER_BATCH=1000)
+        shares = made["sampled"](dataset, Ranks)
+    steps = made["loader"](shares, Ranks)
+    if name == "sampled":
+        steps = itertools.islice(steps, 3)
     return trained(steps)
 
 
-@pytest.mark.parametrize("name", ["dynamic_cp", "behind_packer", "behind_sampler"])
+@pytest.mark.parametrize("name", ["loader", "released", "sampled"])
 def test_a_printed_loader_reads_documents(name: str) -> None:
     read_by_rank = processes.run(2, read, name)
     documents = set(itertools.chain(*read_by_rank)) - {0}  # padding
-    if name == "behind_sampler":  # of epochs without end
+    if name == "sampled":  # of epochs without end
         assert len(documents) > 20
     else:
         assert documents == set(range(1, 41)), "no document is lost"

@@ -1,18 +1,16 @@
-"""The packing methods side by side on one stream, and how evenly their micro-batches shard: what demo and pack run."""
+"""The packing methods on one stream, and how evenly their micro-batches shard: what demo and pack run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
-from wlb._choices import Release, StreamMethod
-from wlb.cli.inputs.documents import Documents
+from wlb._choices import Release, Strategy, StreamMethod
+from wlb.cli.inputs.packing import Delay, Held
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.words import counted
 from wlb.simulation import methods, trained
@@ -20,103 +18,74 @@ from wlb.simulation.methods import Setup, Step
 from wlb.simulation.trained import Plan
 
 CP_SIZES = (2, 4, 8, 16)
-STRATEGIES: tuple[Literal["per_sequence", "per_document"], ...] = ("per_sequence", "per_document")
-
-
-@dataclass(frozen=True)
-class CpBalance:
-    """(query, key) pairs of the busiest rank over the mean rank, for each micro-batch."""
-
-    cp_size: int
-    strategy: str
-    ratios: NDArray[np.float64]  # [micro-batches]
-
-    def summary(self) -> dict[str, float | int | str]:
-        """The figures of the tables, as plain JSON values."""
-        return {
-            "cp_size": self.cp_size,
-            "strategy": self.strategy,
-            "mean": float(self.ratios.mean()),
-            "worst": float(self.ratios.max()),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Plans of one stream; the first is the original order."""
-
-    documents: Documents
-    stream: Stream
-    setup: Setup
-    plans: tuple[Plan, ...]
-    shown: Plan  # the one to set against the original
-    balances: tuple[CpBalance, ...]  # of `shown`
+STRATEGIES: tuple[Strategy, ...] = ("per_sequence", "per_document")
 
 
 def collect(
     name: str,
     steps: Iterator[Step],
     stream: Stream,
-    progress: Progress,
+    bars: Progress,
     thresholds: tuple[int, ...] = (),
     release: Release = "fifo",
 ) -> Plan:
     """Runs a method over the stream, as :func:`wlb.simulation.trained.collect`."""
-    tracked = progress.track(steps, total=stream.batches, description=f"Packing: {name}")
+    tracked = bars.track(steps, total=stream.batches, description=f"Packing: {name}")
     return trained.collect(name, tracked, stream, thresholds, release)
-
-
-def waiting(
-    setup: Setup,
-    release: Release,
-    delay_price: float | None = None,
-    method: StreamMethod = "var_length",
-) -> dict[str, Any]:
-    """Options of a packer: what waits, and how the rest is placed. A global batch is what the price counts in."""
-    return {
-        "release": release,
-        "delay_price": delay_price,
-        "max_document_tokens": setup.context,
-        "method": method,
-    }
 
 
 def tune(
     stream: Stream,
     setup: Setup,
+    delay: Delay,
+    bars: Progress,
     *,
-    batches: int,
     queues: int | None,
-    max_mean_delay: float,
-    max_delay: int | None,
-    progress: Progress,
+    batches: int | None = None,
     method: StreamMethod = "var_length",
 ) -> wlb.TuneResult:
     """The best thresholds, or without `queues` the best price of delay, for the first `batches` global batches."""
-    what = "the price of delay" if queues is None else counted(queues, "queue")
-    task = progress.add_task(f"Tuning {what}", total=None)
+    task = bars.add_task(f"Tuning {'the price of delay' if queues is None else counted(queues, 'queue')}", total=None)
     result = methods.tune_waiting(
-        stream.head(batches),
-        {**methods.packer_options(setup, max_delay), "method": method},
+        stream.head(batches or stream.batches),
+        {**methods.packer_options(setup, delay.max_delay), "method": method},
         tokens_per_batch=setup.tokens_per_batch,
         queues=queues,
-        max_mean_delay=max_mean_delay,
+        max_mean_delay=delay.max_mean_delay,
     )
-    progress.update(task, total=result.evaluated, completed=result.evaluated)
+    bars.update(task, total=result.evaluated, completed=result.evaluated)
     return result
 
 
-def cp_balances(plan: Plan, progress: Progress) -> tuple[CpBalance, ...]:
-    """Every strategy at every CP size, over the micro-batches of the plan that are not empty."""
-    ends = np.flatnonzero(np.diff(plan.step * plan.costs.shape[1] + plan.micro_batch)) + 1
-    packed = np.split(plan.length, ends)
-    cases = [(cp_size, strategy) for cp_size in CP_SIZES for strategy in STRATEGIES]
-    return tuple(
-        CpBalance(cp_size, strategy, np.array([_ratio(lengths, cp_size, strategy) for lengths in packed]))
-        for cp_size, strategy in progress.track(cases, description="Sharding over CP ranks")
-    )
+def wlb_plan(
+    stream: Stream, setup: Setup, held: Held, bars: Progress, *, tuned_batches: int, method: StreamMethod = "var_length"
+) -> tuple[Plan, float | None]:
+    """WLB as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any."""
+    levels, price = held.outlier_thresholds, held.delay_price
+    adaptive = held.release == "adaptive"
+    if price is None if adaptive else levels is None and held.num_queues > 0:
+        queues = None if adaptive else held.num_queues
+        tuned = tune(stream, setup, held, bars, queues=queues, batches=tuned_batches, method=method)
+        levels, price = tuned.thresholds, tuned.delay_price
+    levels = levels or ()
+    waiting = {"release": held.release, "delay_price": price, "method": method}
+    steps = methods.var_length(stream, setup, levels, held.max_delay, waiting)
+    name = f"WLB{' refined' if method == 'refined' else ''}, "
+    name += "adaptive" if adaptive else counted(len(levels), "queue")
+    return collect(name, steps, stream, bars, levels, held.release), price
 
 
-def _ratio(lengths: NDArray[np.int64], cp_size: int, strategy: Literal["per_sequence", "per_document"]) -> float:
-    pairs = wlb.shard(lengths, cp_size=cp_size, strategy=strategy).pairs_per_rank
-    return float(pairs.max() / pairs.mean())
+def cp_balance(plan: Plan, bars: Progress) -> list[dict[str, Any]]:
+    """(query, key) pairs of the busiest rank over the mean rank, in the mean and in the worst micro-batch.
+
+    Every strategy at every CP size, over the micro-batches of the plan that are not empty, as plain JSON values.
+    """
+    packed = [lengths for lengths in plan.micro_batch_lengths() if lengths.size]
+    found = []
+    cases = [(size, strategy) for size in CP_SIZES for strategy in STRATEGIES]
+    for size, strategy in bars.track(cases, description="Sharding over CP ranks"):
+        pairs = [wlb.shard(lengths, cp_size=size, strategy=strategy).pairs_per_rank for lengths in packed]
+        ratios = np.array([of_ranks.max() / of_ranks.mean() for of_ranks in pairs])
+        balance = {"mean": float(ratios.mean()), "worst": float(ratios.max())}
+        found.append({"cp_size": size, "strategy": strategy, **balance})
+    return found

@@ -1,6 +1,9 @@
-"""Numbers and names in sentences."""
+"""Numbers and names in sentences and cells."""
 
 import os
+from collections.abc import Iterable
+
+import wlb
 
 
 def counted(number: float, noun: str) -> str:
@@ -12,3 +15,16 @@ def counted(number: float, noun: str) -> str:
 def readable(name: str) -> str:
     """A name with what is not UTF-8 in it replaced: nothing can draw or print that."""
     return os.fsencode(name).decode("utf-8", "replace")
+
+
+def thresholds(of_queues: Iterable[int]) -> str:
+    """Thresholds in a cell."""
+    return " ".join(f"{threshold:,}" for threshold in of_queues) or "none"
+
+
+def waits(point: wlb.TunedPoint) -> str:
+    """What tuning chose, in a cell or a label: a price, or thresholds."""
+    price = point.delay_price
+    if price is None:
+        return thresholds(point.thresholds)
+    return f"{price:,.0f}" if price >= 100 else f"{price:g}"

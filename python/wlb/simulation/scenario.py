@@ -169,16 +169,21 @@ class Scenario:
             return self.kernel_model
         if self.profile is not None:
             return KernelModel.from_profile(self.profile, num_heads=self.model.num_heads // self.layout.tp)
-        if self.hardware.name not in _GENERATIONS:
-            message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(_GENERATIONS)} have"
-            raise error("kernel_model", message)
         tp = self.layout.tp
         return KernelModel.analytic(
-            _GENERATIONS[self.hardware.name],
+            self.generation,
             num_heads=self.model.num_heads // tp,
             num_kv_heads=max(1, self.model.num_kv_heads // tp),
             head_dim=self.model.head_dim,
         )
+
+    @property
+    def generation(self) -> Generation:
+        """The GPU of which attention is assumed, where no kernel model and no profile is given."""
+        if self.hardware.name not in _GENERATIONS:
+            message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(_GENERATIONS)} have"
+            raise error("kernel_model", message)
+        return _GENERATIONS[self.hardware.name]
 
     @cached_property
     def linear(self) -> tuple[CostModel, CostModel] | None:

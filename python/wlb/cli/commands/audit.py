@@ -12,8 +12,8 @@ import numpy as np
 from wlb.audit import Audit
 from wlb.audit import audit as audit_ledger
 from wlb.cli.errors import CliError
-from wlb.cli.output.console import Printing, results
-from wlb.cli.output.table import Table
+from wlb.cli.output.console import Printing
+from wlb.cli.output.report import Column, Paragraphs, Report, Table
 from wlb.cli.words import counted
 
 
@@ -42,10 +42,8 @@ def audit(
         state=None if state is None else _read_state(state),
         lengths=None if lengths is None else _read_lengths(lengths),
     )
-    if printing.json:
-        print(json.dumps(found.as_dict(), indent=2))
-    elif not printing.quiet:
-        _print(found)
+    sentences = Paragraphs(_sentences(found))
+    printing.give(Report(command="audit", blocks=[*_table(found), sentences], numbers=found.as_dict()))
     if not found.sound:
         sys.exit(1)
 
@@ -67,32 +65,31 @@ def _read_lengths(path: Path) -> Any:
         raise CliError(f"{path} is no array of numpy: {error}") from None
 
 
-def _print(found: Audit) -> None:
-    console = results()
-    if found.epochs:
-        table = Table(
-            title="Documents",
-            groups=(("", 1), ("documents", 3), ("", 1)),
-            columns=("epoch", "read", "trained once", "waiting", "tokens trained"),
-            rows=tuple(
-                (f"{epoch.epoch}", f"{epoch.read:,}", f"{epoch.trained:,}", f"{epoch.waiting:,}", f"{epoch.tokens:,}")
-                for epoch in found.epochs
-            ),
-        )
-        console.print(table.for_terminal())
+def _table(found: Audit) -> list[Table]:
+    columns = (
+        Column("documents", "read", "read"),
+        Column("documents", "trained once", "trained"),
+        Column("documents", "waiting", "waiting"),
+        Column("", "tokens trained", "tokens"),
+    )
+    rows = [(f"{epoch.epoch}", vars(epoch), False) for epoch in found.epochs]
+    return [Table.of("Documents", "epoch", columns, rows)] if rows else []
+
+
+def _sentences(found: Audit) -> list[str]:
+    sentences = []
     for finding in found.findings:
-        console.print(f"✗ {finding}")
-        for epoch, document in finding.documents:
-            console.print(f"    document {document} of epoch {epoch}")
+        sentences.append(f"✗ {finding}")
+        sentences += (f"    document {document} of epoch {epoch}" for epoch, document in finding.documents)
     if found.sound:
-        console.print(f"✓ Sound: {found.proof}.")
+        sentences.append(f"✓ Sound: {found.proof}.")
     if found.superseded:
-        console.print(f"{counted(found.superseded, 'step')} trained anew after going back to a checkpoint.")
-    if found.num_steps:
-        last = found.first_step + found.num_steps - 1
-        console.print(
-            f"Steps {found.first_step} to {last} hold. A run may go on from the state after step {last},"
-            f" {found.state}, or from one before it."
-        )
-    else:
-        console.print("No step holds: go on from nothing that this run has saved.")
+        sentences.append(f"{counted(found.superseded, 'step')} trained anew after going back to a checkpoint.")
+    if not found.num_steps:
+        return [*sentences, "No step holds: go on from nothing that this run has saved."]
+    last = found.first_step + found.num_steps - 1
+    return [
+        *sentences,
+        f"Steps {found.first_step} to {last} hold. A run may go on from the state after step {last}, {found.state}, or"
+        " from one before it.",
+    ]

@@ -12,10 +12,10 @@ from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeInt, PositiveInt
 
 from wlb.cli.errors import CliError
-from wlb.cli.inputs.model import MODELS, model_config
+from wlb.cli.inputs.model import ModelName, model_config
 from wlb.cli.inputs.options import Options, options
-from wlb.cli.output.console import Printing, results
-from wlb.cli.output.table import Table
+from wlb.cli.output.console import Printing
+from wlb.cli.output.report import Paragraphs, Report, Table
 
 _SHOWN = 9  # columns and rows of the table
 _Range = Annotated[tuple[int, int], Parameter(negative="")]
@@ -38,7 +38,7 @@ class Measured(Options):
         budget: seconds that this run may take.
     """
 
-    model: Annotated[str, Parameter(help=f"Model whose heads and layers are measured: {MODELS}.")] = "llama2-7b"
+    model_name: ModelName = "llama2-7b"
     tp: PositiveInt = 1
     device: str | None = None
     kernel: str = "auto"
@@ -70,7 +70,7 @@ def profile(
     from wlb.torch.profiling import Grid, Profiler, held_out_errors
 
     kernel: Any = measured.kernel
-    profiler = Profiler(model_config(measured.model), tp=measured.tp, device=measured.device, kernel=kernel)
+    profiler = Profiler(model_config(measured.model_name), tp=measured.tp, device=measured.device, kernel=kernel)
     grid = Grid.default(
         queries=measured.queries, keys=measured.keys, tokens=measured.tokens, held_out=measured.held_out
     )
@@ -88,33 +88,28 @@ def profile(
         )
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     errors = held_out_errors(path)
-    if printing.json:
-        summary = {
-            "profile": str(path),
-            "records": str(records),
-            "source": wlb.KernelModel.from_profile(path).source,
-            "skipped": skipped,
-            "held_out": errors and {"segments": errors.relative.size, "median": errors.median, "p95": errors.p95},
-        }
-        print(json.dumps(summary, indent=2))
-    elif not printing.quiet:
-        console = results()
-        console.print(rate_table(found).for_terminal())
-        for line in skipped:
-            console.print(f"Left out: {line}")
-        if errors is not None:
-            console.print(
-                f"Error of the model on {errors.relative.size} other segments:"
-                f" median {errors.median:.1%}, p95 {errors.p95:.1%}"
-            )
-        if found["gpu"] == "CPU":
-            console.print("This was the CPU: it shows that measuring works and says nothing about a GPU.")
-        console.print(f"Wrote {path} and {records}")
+    summary = {
+        "profile": str(path),
+        "records": str(records),
+        "source": wlb.KernelModel.from_profile(path).source,
+        "skipped": skipped,
+        "held_out": errors and {"segments": errors.relative.size, "median": errors.median, "p95": errors.p95},
+    }
+    sentences = [f"Left out: {line}" for line in skipped]
+    if errors is not None:
+        sentences.append(
+            f"Error of the model on {errors.relative.size} other segments: median {errors.median:.1%},"
+            f" p95 {errors.p95:.1%}"
+        )
+    if found["gpu"] == "CPU":
+        sentences.append("This was the CPU: it shows that measuring works and says nothing about a GPU.")
+    blocks = (rate_table(found), Paragraphs(sentences))
+    printing.give(Report(command="profile", blocks=blocks, numbers=summary), [path, records])
 
 
 def rate_table(measured: dict[str, Any]) -> Table:
     """TFLOP/s of attention, forward and backward together, counting only the pairs that were asked for."""
-    rows, columns = (thin(measured[f"{name}_lengths"]) for name in ("query", "key"))
+    queries, keys = (thin(measured[f"{name}_lengths"]) for name in ("query", "key"))
 
     def cell(i: int, j: int) -> str:
         seconds = [measured[name]["median_seconds"][i][j] for name in ("forward", "backward")]
@@ -126,9 +121,9 @@ def rate_table(measured: dict[str, Any]) -> Table:
 
     return Table(
         title=f"{measured['gpu']}, {measured['kernel']}: TFLOP/s by queries and keys of a segment",
-        groups=(("", 1), ("keys", len(columns))),
-        columns=("queries", *(f"{measured['key_lengths'][j]:,}" for j in columns)),
-        rows=tuple((f"{measured['query_lengths'][i]:,}", *(cell(i, j) for j in columns)) for i in rows),
+        groups=(("", 1), ("keys", len(keys))),
+        columns=("queries", *(f"{measured['key_lengths'][j]:,}" for j in keys)),
+        rows=[(f"{measured['query_lengths'][i]:,}", *(cell(i, j) for j in keys)) for i in queries],
     )
 
 

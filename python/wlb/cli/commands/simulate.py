@@ -10,11 +10,10 @@ from cyclopts.types import PositiveInt
 import wlb
 from wlb.cli.errors import CliError, in_options
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.documents import Source
 from wlb.cli.inputs.options import BATCHES, PANELS, CommandLine, settings
-from wlb.cli.inputs.stream import Ordered
+from wlb.cli.inputs.stream import Reading, Source
 from wlb.cli.output.console import Output
-from wlb.cli.output.simulation import Simulated, simulation_report
+from wlb.cli.output.simulation import simulation_report
 from wlb.cluster.hardware import GIB
 from wlb.simulation import DEFAULT, VARIANTS, defaults
 from wlb.simulation.variants import obstacles
@@ -29,7 +28,7 @@ def simulate(
     source: Source,
     /,
     *,
-    reading: Ordered = Ordered(),
+    reading: Reading = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 500,
     cluster: Cluster = Cluster(),
     variants: Annotated[str | None, Parameter(group=PANELS["methods"], help=_HELP)] = None,
@@ -48,9 +47,11 @@ def simulate(
     scenario = cluster.scenario()
     names = given or defaults(scenario)
     with output.progress() as bars:
-        documents = reading.documents(source, bars)
         stream = reading.stream(
-            documents, context=scenario.context, tokens_per_batch=scenario.tokens_per_batch, steps=steps
+            reading.documents(source, bars),
+            context=scenario.context,
+            tokens_per_batch=scenario.tokens_per_batch,
+            steps=steps,
         )
         output.folder("simulate")
         task = bars.add_task("Simulating", total=len(names))
@@ -61,25 +62,22 @@ def simulate(
             progress=lambda title, done, total: bars.update(task, description=f"Simulating: {title}", completed=done),
         )
         report = simulation_report(
-            Simulated(
-                documents=documents,
-                stream=stream,
-                simulation=simulation,
-                settings=settings(cluster, reading)
-                | {
-                    "model": scenario.model.name,
-                    "schedule": scenario.pipeline_schedule,
-                    "micro_batches": scenario.micro_batches,
-                    "max_tokens": scenario.limit,
-                    "kernel_model": scenario.attention.source,
-                    "outlier_thresholds": ", ".join(f"{threshold:,}" for threshold in simulation.thresholds) or None,
-                    "reserved_gib": scenario.reserved_bytes / GIB,
-                },
-                shown=max(names[1:] or names, key=simulation.speedup),
-                remarks=() if given else not_compared(scenario),
-            )
+            simulation,
+            stream,
+            shown=max(names[1:] or names, key=simulation.speedup),
+            settings=settings(cluster, reading)
+            | {
+                "model": scenario.model.name,
+                "schedule": scenario.pipeline_schedule,
+                "micro_batches": scenario.micro_batches,
+                "max_tokens": scenario.limit,
+                "kernel_model": scenario.attention.source,
+                "outlier_thresholds": ", ".join(f"{threshold:,}" for threshold in simulation.thresholds) or None,
+                "reserved_gib": scenario.reserved_bytes / GIB,
+            },
+            remarks=() if given else not_compared(scenario),
         )
-    output.give(report, command_line)
+    output.write(report, command_line)
 
 
 def _names(variants: str) -> tuple[str, ...]:

@@ -9,20 +9,16 @@ from cyclopts.types import PositiveInt
 
 from wlb.cli.errors import CliError
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.documents import Source
-from wlb.cli.inputs.model import model_config
 from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
-from wlb.cli.inputs.stream import Ordered
+from wlb.cli.inputs.packing import Batches, Delay
+from wlb.cli.inputs.stream import Reading, Source
 from wlb.cli.output.console import Output
-from wlb.cli.output.simulation import Simulated
 from wlb.cli.output.tuning import tuning_report, waiting_report
-from wlb.cli.packing import tune as tune_stream
+from wlb.cli.packing import tune as tune_waiting
 from wlb.cluster.hardware import GIB
 from wlb.simulation import tune as tune_cluster
-from wlb.simulation.methods import Setup
 
 _MICRO_BATCHES = 16
-_MEMORY_FACTOR = 1.5
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
     "context",
@@ -55,7 +51,7 @@ def tune(
     source: Source,
     /,
     *,
-    reading: Ordered = Ordered(),
+    reading: Reading = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 100,
     cluster: TunedCluster = TunedCluster(),
     output: Output = Output(),
@@ -67,7 +63,7 @@ def tune(
     the Pareto front of imbalance against delay. With any option of the panel "Cluster" but --model and
     --attention-efficiency, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
     micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
-    configuration to paste. On a cluster it chooses among plans that keep documents whole, one setting after the
+    configuration to paste. On a cluster it chooses among plans that leave documents uncut, one setting after the
     other; the report also has methods that cut documents, which it never chooses, though they may be faster. Speed is
     predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
     for.
@@ -79,30 +75,30 @@ def tune(
     if on_a_cluster and "attention_efficiency" in cluster.given:
         raise CliError("--attention-efficiency: tuning on a cluster fits the packer's costs to it; leave this out")
     scenario = cluster.scenario() if on_a_cluster else None
-    setup = Setup(
+    batches = Batches(
         num_micro_batches=scenario.micro_batches if scenario else cluster.num_micro_batches or _MICRO_BATCHES,
         context=cluster.context,
-        max_tokens=cluster.token_limit() or int(_MEMORY_FACTOR * cluster.context),
-        cost_model=model_config(cluster.model_name).cost_model(attention_efficiency=cluster.attention_efficiency),
+        max_tokens=cluster.token_limit(),
     )
+    setup = batches.setup(cluster)
     with output.progress() as bars:
-        documents = reading.documents(source, bars)
-        stream = reading.stream(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+        stream = reading.stream(
+            reading.documents(source, bars),
+            context=setup.context,
+            tokens_per_batch=setup.tokens_per_batch,
+            steps=steps,
+        )
         output.folder("tune")
         if scenario is None:
-            queued, adaptive = (
-                tune_stream(
-                    stream,
-                    setup,
-                    batches=stream.batches,
-                    queues=queues,
-                    max_mean_delay=cluster.max_mean_delay,
-                    max_delay=cluster.max_delay,
-                    progress=bars,
-                )
-                for queues in (cluster.num_queues, None)
+            waiting = Delay(max_mean_delay=cluster.max_mean_delay, max_delay=cluster.max_delay)
+            report = waiting_report(
+                stream,
+                setup,
+                tune_waiting(stream, setup, waiting, bars, queues=cluster.num_queues),
+                tune_waiting(stream, setup, waiting, bars, queues=None),
+                max_mean_delay=cluster.max_mean_delay,
+                settings=settings(batches, waiting, reading) | {"steps": steps, "queues": cluster.num_queues},
             )
-            report = waiting_report(queued, adaptive, cluster.max_mean_delay)
         else:
             task = bars.add_task("Tuning", total=None)
             tuning = tune_cluster(
@@ -112,17 +108,16 @@ def tune(
                     task, description=f"Tuning: {what}", completed=done, total=total
                 ),
             )
-            simulated = Simulated(
-                documents=documents,
-                stream=stream,
-                simulation=tuning.simulation,
+            report = tuning_report(
+                tuning,
+                stream,
                 settings=settings(cluster, reading)
                 | {
                     "steps": steps,
                     "reserved_gib": cluster.reserved_bytes / GIB,
                     "attention_efficiency": tuning.attention_efficiency,
                 },
-                shown=tuning.best.kind,
+                model=cluster.model_name,
+                profile=cluster.profile,
             )
-            report = tuning_report(simulated, tuning, model=cluster.model_name, profile=cluster.profile)
-    output.give(report, command_line)
+    output.write(report, command_line)

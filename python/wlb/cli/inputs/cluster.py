@@ -12,8 +12,9 @@ from cyclopts import Parameter, Token, validators
 
 import wlb
 from wlb.cli.errors import CliError
-from wlb.cli.inputs.model import MODELS, model_config
-from wlb.cli.inputs.options import NotAnOption, Numbers, Options, options, plain, whole
+from wlb.cli.inputs.model import Cost, model_config
+from wlb.cli.inputs.options import NotAnOption, Numbers, Options, options, plain, scaled
+from wlb.cli.inputs.packing import Limits
 from wlb.cluster.hardware import GIB, presets
 
 # Names take the place of these two.
@@ -40,7 +41,7 @@ class Layout(Options, wlb.ParallelLayout):
 
 
 def _gib(type_: object, tokens: Sequence[Token]) -> int:
-    return whole("--reserved-gib", float(tokens[0].value), GIB)
+    return scaled("--reserved-gib", float(tokens[0].value), GIB)
 
 
 def _in_gib(size: int) -> str:
@@ -54,7 +55,7 @@ def _in_gib(size: int) -> str:
     methods=("noise", "noise_seed"),
 )
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Options, wlb.Scenario):
+class Cluster(Cost, Limits, wlb.Scenario):
     """A scenario whose model and hardware are names.
 
     Args:
@@ -62,25 +63,20 @@ class Cluster(Options, wlb.Scenario):
         reserved_bytes: GiB of a GPU that are not available.
         gpu_count: GPUs there are: checks that dp x pp x cp x tp is that.
         gemm_efficiency: share of the GPU's peak that the linear part of a layer reaches; by default the preset's.
-        attention_efficiency: FLOP/s of attention kernels relative to matrix multiplications.
-        memory_factor: the same as --max-tokens, in contexts.
     """
 
-    model: Annotated[wlb.ModelConfig, NotAnOption] = _MODEL
-    model_name: Annotated[str, Parameter(help=f"Model to train: {MODELS}.")] = "llama2-7b"
     layout: Layout = Layout()
-    hardware: Annotated[wlb.Hardware, NotAnOption] = _HARDWARE
     gpu: Annotated[str, Parameter(help=f"Kind of GPU: {', '.join(presets())}.")] = "h100"
     gpu_count: int | None = None
-    kernel_model: Annotated[wlb.KernelModel | None, NotAnOption] = None
     profile: str | None = None
-    selector: Annotated[wlb.KernelModel | None, NotAnOption] = None
-    cost_model: Annotated[wlb.CostModel | None, NotAnOption] = None
     gemm_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=1))] = None
-    attention_efficiency: Annotated[float, Parameter(validator=validators.Number(gte=0.01))] = 0.55
-    memory_factor: Annotated[float | None, Parameter(validator=validators.Number(gte=1, lte=1000))] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None
     reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib)] = 4 * GIB
+    model: Annotated[wlb.ModelConfig, NotAnOption] = _MODEL
+    hardware: Annotated[wlb.Hardware, NotAnOption] = _HARDWARE
+    kernel_model: Annotated[wlb.KernelModel | None, NotAnOption] = None
+    selector: Annotated[wlb.KernelModel | None, NotAnOption] = None
+    cost_model: Annotated[wlb.CostModel | None, NotAnOption] = None
 
     def __post_init__(self) -> None:
         """Values are checked by :meth:`scenario`."""
@@ -98,9 +94,9 @@ class Cluster(Options, wlb.Scenario):
             raise CliError(f"--gpus {self.gpu_count}: {sizes} = {layout.world_size}")
         if self.gpu not in presets():
             raise CliError(f"--gpu {self.gpu}: must be one of {', '.join(presets())}")
-        hardware = wlb.Hardware.preset(self.gpu)
         if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():
             raise CliError(f"--kernel-profile {self.profile}: no such file")
+        hardware = wlb.Hardware.preset(self.gpu)
         return plain(
             self,
             wlb.Scenario,
@@ -113,20 +109,3 @@ class Cluster(Options, wlb.Scenario):
             ),
             max_tokens=self.token_limit(),
         )
-
-    def token_limit(self) -> int | None:
-        """The most tokens of a micro-batch that the options give, or None without them."""
-        if self.memory_factor is None:
-            return token_limit(self.max_tokens, self.context)
-        if self.max_tokens is not None:
-            raise CliError("--max-tokens and --memory-factor: give one of them")
-        return whole("--memory-factor", self.memory_factor, self.context)
-
-
-def token_limit(max_tokens: int | None, context: int) -> int | None:
-    """`--max-tokens`, where it is not below the context."""
-    if max_tokens is not None and max_tokens < context:
-        raise CliError(
-            f"--max-tokens {max_tokens:,}: below --context {context:,}, so the longest documents fit nowhere"
-        )
-    return max_tokens

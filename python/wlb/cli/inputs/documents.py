@@ -12,6 +12,7 @@ Empty documents (a blank line, an empty file) are left out, and the others keep 
 a length is in bytes of UTF-8, and the files of a directory are not even opened.
 """
 
+import itertools
 import json
 import os
 import sysconfig
@@ -19,17 +20,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-from cyclopts import Parameter
 from numpy.typing import NDArray
 from rich.progress import Progress
 
 import wlb
 from wlb._core import MAX_TOKENS
 from wlb.cli.errors import CliError
-from wlb.cli.inputs.options import Options, options
 from wlb.cli.words import readable
 
 _CHUNK = 64  # texts measured at a time: enough for a tokenizer's threads, few enough for a smooth bar
@@ -54,36 +52,6 @@ class Documents:
         return int(self.lengths.sum())
 
 
-Source = Annotated[
-    Path,
-    Parameter(
-        help="A directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths.",
-    ),
-]
-
-
-@options("Documents")
-@dataclass(frozen=True, kw_only=True)
-class Reading(Options):
-    """How documents are read.
-
-    Args:
-        field: text field of a .jsonl.
-        pattern: names of the files to take from a directory.
-        tokenizer: a Hugging Face tokenizer.json to count tokens with; by default a byte counts as a token.
-    """
-
-    field: str = "text"
-    pattern: str = "*"
-    tokenizer: Path | None = None
-
-    def documents(self, source: Path | None, progress: Progress) -> Documents:
-        """Finds the documents of `source` and measures them; without one, this interpreter's Python files."""
-        return read_documents(
-            source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
-        )
-
-
 def read_documents(
     source: Path | None, *, field: str, pattern: str, tokenizer: Path | None, progress: Progress
 ) -> Documents:
@@ -100,19 +68,20 @@ def read_documents(
 
     measure = _bytes if tokenizer is None else _load_tokenizer(tokenizer)
     names: tuple[str, ...] | None = None
-    if source is None:
-        found = _walk(_python_roots(), "*.py", progress)
-        lengths = _measure_files(found, None if tokenizer is None else measure, progress)
-        title = "Python sources of this interpreter and its packages"
-    elif source.is_dir():
-        found = _walk([source], pattern, progress)
-        lengths = _measure_files(found, None if tokenizer is None else measure, progress)
-        names = tuple(path.relative_to(source).as_posix() for path in found)
+    title = "Python sources of this interpreter and its packages"
+    if source is not None:
         title = readable(source.resolve().name)
+    if source is None or source.is_dir():
+        found = _walk(_python_roots(), "*.py", progress) if source is None else _walk([source], pattern, progress)
+        if source is not None:
+            names = tuple(path.relative_to(source).as_posix() for path in found)
+        if tokenizer is None:
+            lengths = [path.stat().st_size for path in found]
+        else:
+            lengths = _measure("Tokenizing files", _file_texts(found), len(found), measure, progress)
     elif source.suffix in (".jsonl", ".txt"):
         texts = _json_texts(source, field) if source.suffix == ".jsonl" else _line_texts(source)
-        lengths = _measure_lines(source, texts, measure, progress)
-        title = readable(source.resolve().name)
+        lengths = _measure(f"Reading {source.name}", texts, source.stat().st_size, measure, progress)
     else:
         raise CliError(f"{source}: give a directory, a .jsonl or .txt of documents, or a .npy of lengths")
 
@@ -158,34 +127,22 @@ def _walk(roots: Iterable[Path], pattern: str, progress: Progress) -> list[Path]
     return found
 
 
-def _measure_files(paths: list[Path], measure: Measure | None, progress: Progress) -> list[int]:
-    """Lengths of the files; without `measure` their sizes, which need no reading."""
-    if measure is None:
-        return [path.stat().st_size for path in paths]
+def _measure(
+    title: str, texts: Iterable[tuple[str, int]], total: int, measure: Measure, progress: Progress
+) -> list[int]:
+    """Lengths of `texts`, each of which comes with its share of `total`, for the bar."""
     lengths: list[int] = []
-    task = progress.add_task("Tokenizing files", total=len(paths))
-    for first in range(0, len(paths), _CHUNK):
-        chunk = paths[first : first + _CHUNK]
-        lengths += measure([path.read_text(encoding="utf-8", errors="replace") for path in chunk])
-        progress.update(task, advance=len(chunk))
+    task = progress.add_task(title, total=total)
+    texts = iter(texts)
+    while chunk := list(itertools.islice(texts, _CHUNK)):
+        lengths += measure([text for text, _ in chunk])
+        progress.update(task, advance=sum(size for _, size in chunk))
     return lengths
 
 
-def _measure_lines(path: Path, texts: Iterator[tuple[str, int]], measure: Measure, progress: Progress) -> list[int]:
-    """Lengths of `texts`, each of which comes with the bytes of the file that it took."""
-    lengths: list[int] = []
-    task = progress.add_task(f"Reading {path.name}", total=path.stat().st_size)
-    chunk: list[str] = []
-    taken = 0
-    for text, size in texts:
-        chunk.append(text)
-        taken += size
-        if len(chunk) == _CHUNK:
-            lengths += measure(chunk)
-            progress.update(task, completed=taken)
-            chunk = []
-    progress.update(task, completed=path.stat().st_size)
-    return lengths + measure(chunk)
+def _file_texts(paths: Iterable[Path]) -> Iterator[tuple[str, int]]:
+    for path in paths:
+        yield path.read_text(encoding="utf-8", errors="replace"), 1
 
 
 def _json_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:

@@ -13,7 +13,9 @@ from wlb.cli.errors import CliError
 from wlb.cli.inputs.options import Options, options
 from wlb.cluster.models import presets
 
-MODELS = f"{', '.join(presets())}, or a Hugging Face config.json"
+ModelName = Annotated[
+    str, Parameter(help=f"shape of the model: {', '.join(presets())}, or a Hugging Face config.json.")
+]
 
 
 def model_config(name: str) -> wlb.ModelConfig:
@@ -31,13 +33,12 @@ class Cost(Options):
     """What a document costs.
 
     Args:
-        model: model whose FLOPs are the cost.
         attention_efficiency: FLOP/s of attention kernels relative to matrix multiplications.
     """
 
-    model: Annotated[str, Parameter(help=f"Model whose FLOPs are the cost: {MODELS}.")] = "llama2-7b"
+    model_name: ModelName = "llama2-7b"
     attention_efficiency: Annotated[float, Parameter(validator=validators.Number(gte=0.01))] = 0.55
 
-    def cost_model(self) -> wlb.CostModel:
+    def of_documents(self) -> wlb.CostModel:
         """The cost model; unit: GEMM-equivalent FLOPs."""
-        return model_config(self.model).cost_model(attention_efficiency=self.attention_efficiency)
+        return model_config(self.model_name).cost_model(attention_efficiency=self.attention_efficiency)

@@ -65,6 +65,7 @@ def options(group: str, **elsewhere: Sequence[str]) -> Callable[[T], T]:
         # What is inherited is annotated with text that only the module of its class can read.
         cls.__init__.__annotations__ = hints
         decorated: T = Parameter(name="*", group=group)(cls)
+        del decorated.__cyclopts__.parameters[:-1]  # the panels of the classes that it inherits from
         return decorated
 
     return decorate
@@ -105,8 +106,8 @@ Numbers = Parameter(converter=_numbers, n_tokens=1, negative="")
 """Whole numbers with commas between."""
 
 
-def whole(option: str, value: float, unit: int) -> int:
-    """What an option says in contexts or GiB, in tokens or bytes."""
+def scaled(option: str, value: float, unit: int) -> int:
+    """What an option says in contexts or GiB, as tokens or bytes."""
     if not math.isfinite(value * unit):
         raise CliError(f"{option} {value}: must be a finite number")
     return int(value * unit)

@@ -1,31 +1,74 @@
-"""What the packing commands without a cluster have in common: global batches, and what may wait."""
+"""What is packed together, and what may wait."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from wlb.cli.inputs.options import PANELS, Options, options
+from wlb._choices import Release
+from wlb.cli.errors import CliError
+from wlb.cli.inputs.model import Cost
+from wlb.cli.inputs.options import PANELS, Numbers, Options, options, scaled
+from wlb.simulation.methods import Setup
 
 
 @options(PANELS["batches"])
 @dataclass(frozen=True, kw_only=True)
-class Batches(Options):
+class Limits(Options):
+    """The longest document and the largest micro-batch.
+
+    Args:
+        context: context window in tokens: the longest document. A global batch holds so many per micro-batch.
+        max_tokens: the most tokens of a micro-batch of variable length; by default 1.5 contexts.
+        memory_factor: the same as --max-tokens, in contexts.
+    """
+
+    context: PositiveInt = 131072
+    max_tokens: int | None = None
+    memory_factor: Annotated[float | None, Parameter(validator=validators.Number(gte=1, lte=1000))] = None
+
+    def token_limit(self) -> int | None:
+        """The most tokens of a micro-batch that the options give, or None without them."""
+        if self.max_tokens is not None and self.memory_factor is not None:
+            raise CliError("--max-tokens and --memory-factor: give one of them")
+        if self.max_tokens is not None and self.max_tokens < self.context:
+            raise CliError(
+                f"--max-tokens {self.max_tokens:,}: below --context {self.context:,}, so the longest documents fit"
+                " nowhere"
+            )
+        if self.memory_factor is not None:
+            return scaled("--memory-factor", self.memory_factor, self.context)
+        return self.max_tokens
+
+
+@options(PANELS["batches"])
+@dataclass(frozen=True, kw_only=True)
+class Batches(Limits):
     """Global batches.
 
     Args:
         num_micro_batches: micro-batches of a global batch: pp x dp.
-        context: context window in tokens: the longest document. A global batch holds so many per micro-batch.
     """
 
     num_micro_batches: PositiveInt = 16
-    context: PositiveInt = 131072
+
+    def setup(self, cost: Cost, *, dp_size: int = 1) -> Setup:
+        """What all methods have in common."""
+        return Setup(
+            num_micro_batches=self.num_micro_batches,
+            context=self.context,
+            max_tokens=self.token_limit() or self.context * 3 // 2,
+            cost_model=cost.of_documents(),
+            dp_size=dp_size,
+        )
 
 
 @options(PANELS["waiting"])
 @dataclass(frozen=True, kw_only=True)
-class Waiting(Options):
+class Delay(Options):
     """How long documents may wait.
 
     Args:
@@ -35,3 +78,22 @@ class Waiting(Options):
 
     max_mean_delay: NonNegativeFloat = 0.6
     max_delay: NonNegativeInt | None = None
+
+
+@options(PANELS["waiting"])
+@dataclass(frozen=True, kw_only=True)
+class Held(Delay):
+    """What waits, and how long.
+
+    Args:
+        release: fifo: queues with thresholds. adaptive: what cannot be balanced now waits; no thresholds.
+        delay_price: with adaptive release: the imbalance that the first iteration of waiting of a global batch is
+            worth; higher waits less. By default it is tuned.
+        num_queues: number of outlier queues; their thresholds are tuned.
+        outlier_thresholds: thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.
+    """
+
+    release: Release = "fifo"
+    delay_price: NonNegativeFloat | None = None
+    num_queues: NonNegativeInt = 2
+    outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None

@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from wlb._core import MAX_TOKENS
-from wlb.cli.output.loaders import behind_packer, behind_sampler, dynamic_cp
+from wlb.cli.output import loaders
 from wlb.cluster.models import presets
 from wlb.simulation import Choice, Scenario, Tuning
 
 
+class _Code(str):
+    """An expression, written into a call as it stands."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def configuration(tuning: Tuning, *, model: str, profile: str | None) -> str:
     """Python to paste; `model` is a preset's name or a path, `profile` that of the kernel, if it was measured."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["repr"] = repr
-    best, scenario = tuning.best, tuning.scenario
-    micro_batches = packer_micro_batches(scenario, best)
-    sampled = micro_batches % scenario.layout.size("dp_cp") == 0
-    loader: list[Callable[..., object]] = [dynamic_cp.loader]
-    if best.kind != "dynamic_cp":
-        loader = [behind_sampler.loader] if sampled else [behind_packer.released, behind_packer.loader]
-    return environment.get_template("configuration.py.jinja").render(
-        best=best,
-        scenario=scenario,
-        efficiency=tuning.attention_efficiency,
-        model=model,
-        preset=model in presets(),
-        profile=profile,
-        kernel=scenario.attention,
-        micro_batches=micro_batches,
-        released_tokens=min(scenario.tokens_per_batch, MAX_TOKENS),
-        sampled=sampled,
-        loader=map(inspect.getsource, loader),
-        **_planner(tuning),
-    )
+    return (_dynamic(tuning) if tuning.best.dynamic else _static(tuning, model, profile)) + "\n"
 
 
 def packer_micro_batches(scenario: Scenario, choice: Choice) -> int:
@@ -54,14 +30,80 @@ def packer_micro_batches(scenario: Scenario, choice: Choice) -> int:
     return scenario.micro_batches * choice.split // (scenario.layout.dp if choice.dynamic else 1)
 
 
-def _planner(tuning: Tuning) -> dict[str, Any]:
-    """Arguments of the planner as Python writes them: numbers without numpy's types."""
-    options = dict(tuning.planner or {})
-    if not options:
-        return {"planner": {}, "attention": None, "linear": None}
-    cost = options.pop("cost_model")
-    return {
-        "planner": {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()},
-        "attention": float(cost.attention_cost([1])[0]),
-        "linear": float(cost.linear_cost([1])[0]),
-    }
+def _static(tuning: Tuning, model: str, profile: str | None) -> str:
+    """A packer and a way to shard what it packs."""
+    best, scenario = tuning.best, tuning.scenario
+    preset = "preset" if model in presets() else "from_hugging_face"
+    costs = f"attention_efficiency={tuning.attention_efficiency:.3f}"
+    if scenario.layout.recompute == "full":
+        costs += ", recompute=True"
+    packer = _packer(tuning, max_tokens=best.max_tokens, cost_model=_Code(f"model.cost_model({costs})"))
+    lines = [
+        "import functools",
+        "",
+        "import wlb",
+        "",
+        f"model = wlb.ModelConfig.{preset}({model!r})",
+        f"packer = {packer}  # for BalancedBatchSampler: tokens_per_batch={scenario.tokens_per_batch}",
+    ]
+    sharding: dict[str, Any] = {"cp_size": scenario.layout.cp, "strategy": best.strategy}
+    if best.strategy == "adaptive":
+        sharding["kernel_model"] = _Code("kernel")
+        kernel = scenario.attention
+        if profile is not None:
+            made = _call("wlb.KernelModel.from_profile", _Code(repr(profile)), num_heads=kernel.num_heads)
+        else:
+            shape = {name: getattr(kernel, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            made = _call("wlb.KernelModel.analytic", _Code(repr(scenario.generation)), **shape)
+        lines.append(f"kernel = {made}")
+    return "\n".join([*lines, f"shard = {_call('functools.partial', _Code('wlb.shard'), **sharding)}"])
+
+
+def _dynamic(tuning: Tuning) -> str:
+    """Costs, the planner of groups, what waits before it, and a loader."""
+    scenario, planner = tuning.scenario, dict(tuning.planner or {})
+    cost = planner.pop("cost_model")
+    seconds = {"attention": cost.attention_cost([1])[0], "linear": cost.linear_cost([1])[0]}
+    planner = {"cost_model": _Code("cost_model"), **planner}
+    lines = [
+        "import functools",
+        "",
+        "import wlb",
+        "",
+        f"cost_model = {_call('wlb.CostModel', **seconds)}  # seconds",
+        f"plan = {_call('functools.partial', _Code('wlb.plan_dynamic_cp'), **planner)}",
+    ]
+    functions: list[Any] = [loaders.loader]
+    if tuning.best.kind == "wlb_dynamic_cp":
+        # Memory is the planner's concern: a micro-batch of the packer may hold a global batch.
+        released = min(scenario.tokens_per_batch, MAX_TOKENS)
+        lines.append(f"packer = {_packer(tuning, max_tokens=released, cost_model=_Code('cost_model'))}")
+        if packer_micro_batches(scenario, tuning.best) % scenario.layout.size("dp_cp"):
+            functions.insert(0, loaders.released)
+        else:
+            functions.insert(0, loaders.sampled)
+            lines.append(f"TOKENS_PER_BATCH = {scenario.tokens_per_batch}")
+    return "\n".join([*lines, *(f"\n\n{inspect.getsource(function).rstrip()}" for function in functions)])
+
+
+def _packer(tuning: Tuning, **arguments: object) -> str:
+    best, scenario = tuning.best, tuning.scenario
+    if best.delay_price is None:
+        waiting: dict[str, object] = {"outlier_thresholds": best.outlier_thresholds}
+    else:
+        waiting = {"release": "adaptive", "delay_price": best.delay_price}
+    return _call(
+        "wlb.Packer",
+        num_micro_batches=packer_micro_batches(scenario, best),
+        **arguments,
+        **waiting,
+        max_delay=scenario.max_delay,
+        max_document_tokens=scenario.context,
+    )
+
+
+def _call(function: str, *positional: _Code, **arguments: object) -> str:
+    """A call as Python writes it, an argument a line; numbers without numpy's types."""
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in arguments.items()}
+    lines = [*positional, *(f"{name}={value!r}" for name, value in plain.items())]
+    return "\n".join([f"{function}(", *(f"    {line}," for line in lines), ")"])

@@ -1,8 +1,7 @@
-"""Where a command's results go: tables or JSON on stdout, progress on stderr, files into a folder."""
+"""Where a command's results go: a report or JSON on stdout, progress on stderr, files into a folder."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,13 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from wlb.cli.inputs.options import Flag, Options, options
+from wlb.cli.output import render
 from wlb.cli.output.report import Report
 from wlb.cli.words import readable
-
-
-def results() -> Console:
-    """Where tables go. Piped output gets a fixed width, so that a file reads like the screen."""
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, markup=False)
 
 
 def progress(quiet: bool) -> Progress:
@@ -34,11 +29,6 @@ def progress(quiet: bool) -> Progress:
         transient=True,
         disable=quiet or not sys.stderr.isatty(),
     )
-
-
-def written(files: Iterable[Path]) -> str:
-    """The last line of a report."""
-    return readable(f"Wrote {', '.join(map(str, files))}")
 
 
 @options("Output")
@@ -58,6 +48,17 @@ class Printing(Options):
         """Bars for the work under way."""
         return progress(self.quiet)
 
+    def give(self, report: Report, files: Iterable[Path] = ()) -> None:
+        """Prints the report, and last the names of the files that were written."""
+        if self.json:
+            print(render.as_json(report))
+        elif not self.quiet:
+            # Piped output gets a fixed width, so that a file reads like the screen.
+            console = Console(width=None if sys.stdout.isatty() else 100, highlight=False, markup=False)
+            render.show(report, console)
+            if written := ", ".join(map(str, files)):
+                console.print(readable(f"Wrote {written}"))
+
 
 @options("Output")
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +71,9 @@ class Output(Printing):
 
     output_dir: Path | None = None
 
-    def give(self, report: Report, command_line: str, more: Iterable[Path] = ()) -> None:
-        """Writes the report's files and prints the report, which ends with their names and those of `more`."""
-        files = [*report.write(self.folder(report.command), command_line), *more]
-        if self.json:
-            print(json.dumps(report.numbers, indent=2))
-        elif not self.quiet:
-            console = results()
-            report.print(console)
-            console.print(written(files))
+    def write(self, report: Report, command_line: str) -> None:
+        """Writes the report's files, and gives it."""
+        self.give(report, render.write(report, self.folder(report.command), command_line))
 
     def folder(self, command: str) -> Path:
         """The folder, made if missing; called before long work, so that what is wrong with it is known early."""

@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cli.inputs.documents import Documents
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.words import counted
 from wlb.simulation.methods import Setup
 
 
-def describe_documents(documents: Documents, stream: Stream, context: int) -> dict[str, Any]:
+def describe_documents(stream: Stream, context: int) -> dict[str, Any]:
     """The documents of a source and what the stream took of them; lengths in `unit`."""
-    lengths = documents.lengths
+    documents, lengths = stream.documents, stream.documents.lengths
     return {
         "source": documents.source,
         "unit": documents.unit,

@@ -1,19 +1,12 @@
-"""A report: what a command found, to be read on a terminal, as a page, as pictures and as numbers."""
+"""A report: what a command found. A command makes one; `render` shows it on a terminal, as JSON and as a page."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.text import Text
-
-import wlb
-from wlb.cli.output.machine import machine
-from wlb.cli.output.table import Table
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +22,7 @@ class Paragraphs:
 
 @dataclass(frozen=True)
 class Heading:
-    """A title over what follows on the page."""
+    """A title over what follows."""
 
     text: str
 
@@ -44,10 +37,56 @@ class Code:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of matplotlib; with a file name it is also written by itself, as a PNG."""
+    """A figure of matplotlib; with a file name it is also written by itself, as a PNG. A terminal shows none."""
 
     figure: Figure
     file: str | None = None
+
+
+class Column(NamedTuple):
+    """A column of numbers: the heading of its group, its own, the key of its values and their format."""
+
+    group: str
+    heading: str
+    key: str
+    form: str = ","
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first column names the row, the others are numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    groups: Sequence[tuple[str, int]] = ()  # a heading over the columns, and how many it covers
+    strong: Collection[int] = ()  # rows to make stand out
+
+    @classmethod
+    def of(
+        cls, title: str, names: str, columns: Sequence[Column], rows: Iterable[tuple[str, Mapping[str, Any], bool]]
+    ) -> Table:
+        """A table of numbers by keys; what is None stays empty.
+
+        Args:
+            title: of the table.
+            names: heading of the first column.
+            columns: the others.
+            rows: name and values of each, and whether it is to stand out.
+        """
+        rows = list(rows)
+        groups = itertools.groupby(column.group for column in columns)
+        return cls(
+            title=title,
+            columns=(names, *(column.heading for column in columns)),
+            rows=[(name, *(_cell(values[column.key], column.form) for column in columns)) for name, values, _ in rows],
+            groups=(("", 1), *((group, len(list(members))) for group, members in groups)),
+            strong={i for i, (_, _, strong) in enumerate(rows) if strong},
+        )
+
+
+def _cell(value: Any, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 @dataclass(frozen=True)
@@ -71,89 +110,22 @@ class Report:
         command: its name; the page is `<command>.html`.
         subject: what the page is about, in a few words above its title.
         title: the chief finding.
-        sentences: what was done, in words, below the title of the page.
+        sentences: what was done, in words, before everything else.
         headlines: the numbers that stand out on the page.
-        page: what the page shows, in this order.
-        terminal: what the terminal shows, in this order; it has no pictures and no headings.
-        numbers: everything that is shown, as plain JSON values: `results.json`, and what `--json` prints.
+        blocks: what a terminal and the page show, in this order.
+        details: what only the page shows, after that.
+        numbers: everything that is shown, as plain JSON values.
         facts: tables of names and values at the end of the page; the machine comes last by itself.
         files: further files by name: text, or a function that writes to a path.
     """
 
     command: str
-    subject: str
-    title: str
+    subject: str = ""
+    title: str = ""
     sentences: Sequence[str] = ()
     headlines: Sequence[Headline] = ()
-    page: Sequence[Block]
-    terminal: Sequence[Paragraphs | Table | Code]
+    blocks: Sequence[Block]
+    details: Sequence[Block] = ()
     numbers: Mapping[str, Any]
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, str | Callable[[Path], object]] = field(default_factory=dict)
-
-    def print(self, console: Console) -> None:
-        """Prints sentences, tables, notes and code."""
-        for index, block in enumerate(self.terminal):
-            if isinstance(block, Table):
-                console.print(block.for_terminal())
-            elif isinstance(block, Code):
-                console.print(block.text, style="bold", soft_wrap=True)
-            else:
-                for sentence in block.sentences:
-                    console.print(Text(sentence, style="dim") if block.small else sentence)
-                if block.small and index + 1 < len(self.terminal):
-                    console.print()
-
-    def write(self, folder: Path, command_line: str) -> list[Path]:
-        """Writes pictures, page, numbers and further files into a folder that exists; gives their paths."""
-        from wlb.cli.output.figures.style import png
-
-        contents: dict[str, bytes | str | Callable[[Path], object]] = {
-            block.file: png(block.figure) for block in self.page if isinstance(block, Picture) and block.file
-        }
-        contents[f"{self.command}.html"] = self.as_html(command_line)
-        contents["results.json"] = json.dumps(self.numbers, indent=2)
-        contents.update(self.files)
-        for name, content in contents.items():
-            path = folder / name
-            if callable(content):
-                content(path)
-            else:
-                path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return [folder / name for name in contents]
-
-    def as_html(self, command_line: str) -> str:
-        """The page: one file that loads nothing; `command_line` is what made it."""
-        import jinja2
-
-        from wlb.cli.output.figures.style import svg
-
-        environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        environment.filters.update(svg=svg, value=_value)
-        for kind in (Paragraphs, Heading, Code, Picture, Table):
-            environment.tests[kind.__name__.lower()] = _is(kind)
-        facts = {**self.facts, "Machine": {"wlb": wlb.__version__, **machine()}}
-        return environment.get_template("page.html.jinja").render(report=self, command_line=command_line, facts=facts)
-
-
-def origin() -> dict[str, Any]:
-    """The version and machine that numbers come from, as plain JSON values."""
-    return {"wlb": wlb.__version__, "machine": machine()}
-
-
-def _is(kind: type) -> Any:
-    """The test `block is picture` of the template."""
-    return lambda block: isinstance(block, kind)
-
-
-def _value(value: Any) -> str:
-    """A fact in a cell."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "yes", False: "no"}[value]
-    return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

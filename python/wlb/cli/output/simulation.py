@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import wlb
-from wlb.cli.inputs.documents import Documents
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
 from wlb.cli.output.explanation import explanation
-from wlb.cli.output.report import Block, Heading, Headline, Paragraphs, Picture, Report, origin
-from wlb.cli.output.table import Table
+from wlb.cli.output.report import Block, Column, Heading, Headline, Paragraphs, Picture, Report, Table
 from wlb.cluster.hardware import GIB
 from wlb.simulation import Outcome, Scenario
 from wlb.simulation.trace import write_chrome_trace
@@ -38,120 +35,142 @@ _NOTES = (
 
 _TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
 
+_COLUMNS = (
+    Column("speed", "tokens/s", "tokens_per_second", ",.0f"),
+    Column("speed", "x", "speedup", ".3f"),
+    Column("speed", "MFU", "model_flops_utilization", ".1%"),
+    Column("step", "s", "step_seconds_mean", ".3g"),
+    Column("step", "n", "micro_batches_mean", ".3g"),
+    Column("imbalance", "MB", "micro_batch_imbalance_mean", ".3f"),
+    Column("imbalance", "CP", "cp_imbalance", ".3f"),
+    Column("delay", "mean", "delay_mean", ".2f"),
+    Column("delay", "max", "delay_max"),
+    Column("GPU", "GiB", "peak_gib", ".1f"),
+)
+_PARTS = (
+    Column("", "compute", "compute", ".1%"),
+    Column("communication", "CP", "cp_communication", ".1%"),
+    Column("communication", "TP", "tp_communication", ".1%"),
+    Column("communication", "DP", "dp_communication", ".1%"),
+    Column("waiting", "slowest CP", "cp_wait", ".1%"),
+    Column("waiting", "bubble", "bubble", ".1%"),
+    Column("waiting", "slowest DP", "dp_wait", ".1%"),
+)
 
-@dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """Methods on one stream; the first is the baseline."""
 
-    documents: Documents
-    stream: Stream
-    simulation: wlb.Simulation
-    settings: Mapping[str, str | int | float | None]
-    shown: str  # the method that pictures set against the baseline
-    remarks: tuple[str, ...] = ()  # what else there is to say
+def simulation_report(
+    simulation: wlb.Simulation,
+    stream: Stream,
+    *,
+    shown: str,
+    settings: Mapping[str, Any],
+    remarks: Sequence[str] = (),
+) -> Report:
+    """Every method; on the page also a typical and the most idle step of two of them.
 
-    @property
-    def compared(self) -> dict[str, Outcome]:
-        """The baseline, and the shown method if it is another, by names for files."""
-        baseline, shown = self.simulation.baseline, self.simulation.outcomes[self.shown]
-        return {"baseline": baseline} if shown is baseline else {"baseline": baseline, self.shown: shown}
-
-
-def simulation_report(simulated: Simulated, command: str = "simulate") -> Report:
-    """The report; on the page the methods come first, then a typical and the most idle step of two of them."""
+    Args:
+        simulation: of the stream; its first method is the baseline.
+        stream: what was simulated.
+        shown: the method that pictures set against the baseline.
+        settings: of the command.
+        remarks: what else there is to say.
+    """
     from wlb.cli.output.figures.simulation import draw_simulation
 
-    simulation, scenario = simulated.simulation, simulated.simulation.scenario
-    before, shown = simulation.baseline, simulation.outcomes[simulated.shown]
-    caption = f"{simulated.documents.source} · {describe(scenario)}"
-    overview = draw_simulation(simulation, simulated.shown, f"{caption} · attention {scenario.attention.source}")
-    tables = (
-        variant_table(simulation, simulated.shown),
-        time_table(simulation, simulated.shown),
-        Paragraphs(_NOTES, small=True),
-    )
-    pictures, traces = _steps(simulated)
-    documents = describe_documents(simulated.documents, simulated.stream, scenario.context)
-    sentences = _sentences(simulated, documents)
+    scenario, before, after = simulation.scenario, simulation.baseline, simulation.outcomes[shown]
+    caption = f"{stream.documents.source} · {describe(scenario)}"
+    overview = draw_simulation(simulation, shown, f"{caption} · attention {scenario.attention.source}")
+    documents = describe_documents(stream, scenario.context)
+    basis = assumptions(scenario)
+    details, traces = _steps({"baseline": before, shown: after} if after is not before else {"baseline": before})
     headlines = {
-        "tokens/s": [f"{outcome.tokens_per_second:,.0f}" for outcome in (before, shown)],
-        "seconds of a mean step": [f"{o.seconds[: o.plan.streamed].mean():.3g}" for o in (before, shown)],
-        "of the time idle": [f"{_idle_share(outcome):.0%}" for outcome in (before, shown)],
-        "imbalance of CP ranks": [f"{outcome.cp_imbalance:.2f}" for outcome in (before, shown)],
+        "tokens/s": [f"{outcome.tokens_per_second:,.0f}" for outcome in (before, after)],
+        "seconds of a mean step": [f"{o.seconds[: o.plan.streamed].mean():.3g}" for o in (before, after)],
+        "of the time idle": [f"{o.idle @ o.seconds / o.total_seconds:.0%}" for o in (before, after)],
+        "imbalance of CP ranks": [f"{outcome.cp_imbalance:.2f}" for outcome in (before, after)],
     }
     return Report(
-        command=command,
+        command="simulate",
         subject=f"predicted · {caption}",
-        title=f"{shown.title}: {simulation.speedup(simulated.shown):.2f}x the speed of {before.title} (predicted)",
-        sentences=sentences,
+        title=f"{after.title}: {simulation.speedup(shown):.2f}x the speed of {before.title} (predicted)",
+        sentences=[
+            f"{describe(scenario)}.",
+            *_sentences(simulation),
+            *document_sentences(documents, scenario.setup(), oversize=settings["oversize"]),
+            *remarks,
+            *_too_large(simulation),
+            *explanation(simulation, shown),
+        ],
         headlines=[Headline(label, *values) for label, values in headlines.items()],
-        page=(
-            Picture(overview, "simulate.png"),
-            *tables,
-            *pictures,
-            Paragraphs((f"Traces to look into, at ui.perfetto.dev: {', '.join(traces)}.",), small=True),
-        ),
-        terminal=(Paragraphs(sentences), *tables),
+        blocks=(Picture(overview, "simulate.png"), *_tables(simulation, shown), Paragraphs(_NOTES, small=True)),
+        details=details,
         numbers={
-            "command": command,
-            **origin(),
-            "settings": simulated.settings,
-            "assumptions": assumptions(scenario),
+            "settings": settings,
+            "assumptions": basis,
             "documents": documents,
             "gpus": scenario.layout.world_size,
-            "explanation": explanation(simulation, simulated.shown),
+            "explanation": explanation(simulation, shown),
             **simulation.as_json(),
         },
-        facts={"Assumptions": assumptions(scenario), "Settings": simulated.settings, "Documents": documents},
+        facts={"Assumptions": basis, "Settings": settings, "Documents": documents},
         files=traces,
     )
 
 
-def _steps(simulated: Simulated) -> tuple[list[Block], dict[str, Any]]:
-    """Pictures of steps, and their traces by the names of the files."""
+def _tables(simulation: wlb.Simulation, strong: str) -> list[Table]:
+    """Speed, balance, delay and memory; shares of a GPU's time, without what nobody spends time on."""
+    numbers, shares = [], []
+    for name, outcome in simulation.outcomes.items():
+        of = outcome.summary()
+        of |= {"speedup": simulation.speedup(name), "peak_gib": of["peak_bytes"] / GIB}
+        numbers.append((outcome.title, of, name == strong))
+        shares.append((outcome.title, of["attribution"], name == strong))
+    parts = [part for part in _PARTS if any(of[part.key] >= 0.0005 for _, of, _ in shares)]
+    return [
+        Table.of("Predicted speed, balance and delay", "method", _COLUMNS, numbers),
+        Table.of("What a GPU's time goes to", "method", parts, shares),
+    ]
+
+
+def _steps(outcomes: Mapping[str, Outcome]) -> tuple[list[Block], dict[str, Any]]:
+    """Pictures of the median and the most idle step before any flush, and their traces by the names of the files."""
     from wlb.cli.output.figures.simulation import draw_step
 
-    pictures: list[Block] = []
+    details: list[Block] = []
     traces: dict[str, Any] = {}
-    for kind, heading, words in (
-        ("typical", "Typical steps", "a typical"),
-        ("worst", "The most idle steps", "its most idle"),
+    for kind, heading, which, place in (
+        ("typical", "Typical steps", "a typical", 0.5),
+        ("worst", "The most idle steps", "its most idle", 1.0),
     ):
-        pictures.append(Heading(heading))
-        for slug, outcome in simulated.compared.items():
-            step = _shown_steps(outcome)[kind]
-            figure = draw_step(outcome, step, words)
-            pictures.append(Paragraphs((_TOO_DEEP,), small=True) if figure is None else Picture(figure))
-            traces[f"step-{kind}-{slug}.trace.json"] = _trace(outcome, step)
-    return pictures, traces
+        details.append(Heading(heading))
+        for name, outcome in outcomes.items():
+            ranked = np.argsort(outcome.idle[: outcome.plan.streamed], kind="stable")
+            step = int(ranked[min(int(place * ranked.size), ranked.size - 1)])
+            figure = draw_step(outcome, step, which)
+            details.append(Paragraphs([_TOO_DEEP], small=True) if figure is None else Picture(figure))
+            traces[f"step-{kind}-{name}.trace.json"] = functools.partial(_write_trace, outcome, step)
+    details.append(Paragraphs([f"Traces to look into, at ui.perfetto.dev: {', '.join(traces)}."], small=True))
+    return details, traces
 
 
-def _trace(outcome: Outcome, step: int) -> Any:
-    def write(path: Path) -> None:
-        pipelines = "DP rank" if outcome.pipelines == "DP" else outcome.pipelines
-        write_chrome_trace(outcome.timelines(step), path=path, pipelines=pipelines)
-
-    return write
+def _write_trace(outcome: Outcome, step: int, path: Path) -> None:
+    pipelines = "DP rank" if outcome.pipelines == "DP" else outcome.pipelines
+    write_chrome_trace(outcome.timelines(step), path=path, pipelines=pipelines)
 
 
-def _sentences(simulated: Simulated, documents: Mapping[str, Any]) -> Sequence[str]:
+def _sentences(simulation: wlb.Simulation) -> list[str]:
     """What was simulated, in words."""
-    simulation, scenario = simulated.simulation, simulated.simulation.scenario
+    scenario = simulation.scenario
     thresholds = " and ".join(f"{threshold:,}" for threshold in simulation.thresholds)
     return [
-        f"{describe(scenario)}.",
         kernel_sentence(scenario),
         f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
         f" micro-batches a step) would still idle {scenario.equal_bubble:.1%} of its time.",
         f"Assumed: computation hides {scenario.cp_overlap:.0%} of CP, {scenario.tp_overlap:.0%} of TP and"
         f" {scenario.dp_overlap:.0%} of DP communication. Gains rest on this and on the number of micro-batches,"
         " those of Dynamic-CP most: try --cp-overlap, --tp-overlap and --micro-batches, and other layouts.",
-        *document_sentences(documents, scenario.setup(), oversize=str(simulated.settings["oversize"])),
         f"Micro-batches of variable length have at most {scenario.limit:,} tokens; "
         + (f"in queues wait documents from {thresholds} tokens on." if thresholds else "no document waits in a queue."),
-        *simulated.remarks,
-        *_too_large(simulation),
-        *explanation(simulation, simulated.shown),
     ]
 
 
@@ -165,17 +184,6 @@ def _too_large(simulation: wlb.Simulation) -> list[str]:
         for title, need in needs.items()
         if need > hardware.memory_bytes
     ]
-
-
-def _idle_share(outcome: Outcome) -> float:
-    """Of the time of all steps."""
-    return float(outcome.idle @ outcome.seconds) / outcome.total_seconds
-
-
-def _shown_steps(outcome: Outcome) -> dict[str, int]:
-    """Steps to look at, by how much of them is idle: the median and the most, before any flush."""
-    ranked = np.argsort(outcome.idle[: outcome.plan.streamed], kind="stable")
-    return {"typical": int(ranked[ranked.size // 2]), "worst": int(ranked[-1])}
 
 
 def describe(scenario: Scenario) -> str:
@@ -219,61 +227,3 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         "noise": f"{scenario.noise:.1%} of every pass, seed {scenario.noise_seed}" if scenario.noise else "none",
         "not modelled": "optimizer step, kernel launches between layers, stragglers, loading",
     }
-
-
-def variant_table(simulation: wlb.Simulation, strong: str) -> Table:
-    """Speed, balance, delay and memory."""
-    rows = []
-    for name, outcome in simulation.outcomes.items():
-        s = outcome.summary()
-        rows.append(
-            (
-                outcome.title,
-                f"{s['tokens_per_second']:,.0f}",
-                f"{simulation.speedup(name):.3f}",
-                f"{s['model_flops_utilization']:.1%}",
-                f"{s['step_seconds_mean']:.3g}",
-                f"{s['micro_batches_mean']:.3g}",
-                f"{s['micro_batch_imbalance_mean']:.3f}",
-                f"{s['cp_imbalance']:.3f}",
-                f"{s['delay_mean']:.2f}",
-                f"{s['delay_max']:,}",
-                f"{s['peak_bytes'] / GIB:.1f}",
-            )
-        )
-    return Table(
-        title="Predicted speed, balance and delay",
-        groups=(("", 1), ("throughput", 3), ("step", 2), ("imbalance", 2), ("delay", 2), ("memory", 1)),
-        columns=("method", "tokens/s", "x", "MFU", "s", "n", "MB", "CP", "mean", "max", "GiB"),
-        rows=tuple(rows),
-        strong=frozenset(i for i, name in enumerate(simulation.outcomes) if name == strong),
-    )
-
-
-_PARTS = {
-    "compute": ("", "compute"),
-    "cp_communication": ("communication", "CP"),
-    "tp_communication": ("communication", "TP"),
-    "dp_communication": ("communication", "DP"),
-    "cp_wait": ("waiting", "slowest CP"),
-    "bubble": ("waiting", "bubble"),
-    "dp_wait": ("waiting", "slowest DP"),
-}
-"""A group and a column for each part of the time."""
-
-
-def time_table(simulation: wlb.Simulation, strong: str) -> Table:
-    """Shares of a GPU's time, in per cent; what nobody spends time on is left out."""
-    shares = {name: outcome.summary()["attribution"] for name, outcome in simulation.outcomes.items()}
-    shown = [part for part in _PARTS if any(of[part] >= 0.0005 for of in shares.values())]
-    groups = itertools.groupby(_PARTS[part][0] for part in shown)
-    return Table(
-        title="What a GPU's time goes to (%)",
-        groups=(("", 1), *((group, len(list(members))) for group, members in groups)),
-        columns=("method", *(_PARTS[part][1] for part in shown)),
-        rows=tuple(
-            (simulation.outcomes[name].title, *(f"{100 * of[part]:.1f}" for part in shown))
-            for name, of in shares.items()
-        ),
-        strong=frozenset(i for i, name in enumerate(shares) if name == strong),
-    )

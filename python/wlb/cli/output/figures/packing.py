@@ -2,71 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-import wlb
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.figures.style import (
     ADAPTIVE,
     BARS,
     BLUES,
+    DASHED,
     INK,
     ORIGINAL,
     ORIGINAL_PALE,
     SANDS,
     SOFT,
-    STYLE,
     WLB,
     WLB_PALE,
+    drawing,
 )
-from wlb.cli.packing import CP_SIZES, STRATEGIES, Comparison, CpBalance
+from wlb.cli.packing import CP_SIZES, STRATEGIES
+from wlb.simulation.methods import Setup
 from wlb.simulation.trained import Plan
 
 _SHOWN_STEPS = 40
 
 
-def draw_comparison(comparison: Comparison) -> Figure:
-    """Four panels: the documents, the balance before and after, the delay, context parallelism."""
-    stream, unit, shown = comparison.stream, comparison.documents.unit, comparison.shown
+def draw_comparison(
+    stream: Stream, setup: Setup, plans: Sequence[Plan], balance: Sequence[Mapping[str, Any]]
+) -> Figure:
+    """Four panels: the documents, the balance of the first and last plan, the delay, context parallelism."""
+    documents = stream.documents
+    compared = [plans[0], plans[-1]][: len(plans)]
     caption = (
-        f"{comparison.documents.source} · {stream.batches:,} global batches of"
-        f" {comparison.setup.num_micro_batches} x {comparison.setup.context:,} {unit}"
+        f"{documents.source} · {stream.batches:,} global batches of {setup.num_micro_batches} x {setup.context:,}"
+        f" {documents.unit}"
     )
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13, 9), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
-        figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
+    with drawing(13, 9, caption=caption) as figure:
         grid = figure.add_gridspec(2, 2, wspace=0.08, hspace=0.1)
-        compared = [comparison.plans[0]] if shown is comparison.plans[0] else [comparison.plans[0], shown]
-        sides = grid[0, 1].subgridspec(1, len(compared), wspace=0.04)
-        axes = [figure.add_subplot(sides[0])]
-        axes += [figure.add_subplot(sides[i], sharey=axes[0]) for i in range(1, len(compared))]
-        _lengths(figure.add_subplot(grid[0, 0]), stream, unit, shown, comparison.setup.cost_model)
-        _balance(axes, compared)
-        _delay(figure.add_subplot(grid[1, 0]), comparison.plans)
-        _context_parallel(figure.add_subplot(grid[1, 1]), comparison.balances)
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # lay out once, not once a file
-        return figure
+        _lengths(figure.add_subplot(grid[0, 0]), stream, setup, plans[-1].thresholds)
+        sides = grid[0, 1].subgridspec(1, len(compared), wspace=0.04).subplots(sharey=True, squeeze=False)
+        _balance(sides[0], compared)
+        _delay(figure.add_subplot(grid[1, 0]), plans)
+        _context_parallel(figure.add_subplot(grid[1, 1]), balance)
+    return figure
 
 
-def _lengths(ax: Axes, stream: Stream, unit: str, shown: Plan, cost_model: wlb.CostModel) -> None:
+def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) -> None:
     lengths = np.sort(stream.lengths)
-    tokens, work = (np.cumsum(x) / np.sum(x) for x in (lengths, cost_model.cost(lengths)))
+    tokens, work = (np.cumsum(x) / np.sum(x) for x in (lengths, setup.cost_model.cost(lengths)))
     heavy = (work > 0.5).mean()
     ax.set_title(f"Half of the work is in {heavy:.1%} of the documents")
     bins = np.geomspace(lengths[0], lengths[-1] + 1, 50)
     shares, edges = np.histogram(lengths, bins, weights=np.full(lengths.size, 1 / lengths.size))
     ax.stairs(shares, edges, fill=True, color=BARS)
     ax.set_ylim(0, 1.4 * shares.max())  # the legend has the room above
-    ax.set(xscale="log", xlabel=f"length of a document ({unit})", ylabel="share of documents")
+    ax.set(xscale="log", xlabel=f"length of a document ({stream.documents.unit})", ylabel="share of documents")
     ticks = 2.0 ** np.arange(np.ceil(np.log2(lengths[0])), np.log2(lengths[-1]) + 0.01)
     ax.set_xticks(ticks[::-1][:: -(-ticks.size // 7)])
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _binary(x)))
@@ -80,9 +75,8 @@ def _lengths(ax: Axes, stream: Stream, unit: str, shown: Plan, cost_model: wlb.C
     share.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     share.spines.right.set_visible(True)
     share.grid(False)
-    for i, threshold in enumerate(shown.thresholds):
-        label = "thresholds of the queues" if i == 0 else None
-        share.axvline(threshold, color="#8c959f", ls=(0, (4, 3)), lw=1.2, label=label)
+    for i, threshold in enumerate(thresholds):
+        share.axvline(threshold, color="#8c959f", label=None if i else "thresholds of the queues", **DASHED)
     share.legend(loc="upper left")
 
 
@@ -102,7 +96,6 @@ def _balance(axes: Sequence[Axes], plans: Sequence[Plan]) -> None:
         ax.axhline(1, color=INK, lw=0.8)
         ax.set_xlabel("step")
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        ax.tick_params(labelleft=ax is axes[0])
         label = f"{plan.name}\nimbalance {plan.imbalance.mean():.2f}"
         ax.text(0.5, 0.97, label, transform=ax.transAxes, ha="center", va="top", color=strong, weight="bold")
     top = max(plan.imbalance[shown].max() for plan in plans)
@@ -139,22 +132,19 @@ def _delay(ax: Axes, plans: Sequence[Plan]) -> None:
         ax.text(0.5, 0.5, "no token waits", transform=ax.transAxes, ha="center", color=SOFT)
 
 
-def _context_parallel(ax: Axes, balances: Sequence[CpBalance]) -> None:
+def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]]) -> None:
     """Bars for the mean, a whisker up to the worst micro-batch."""
-    x = np.arange(len(CP_SIZES))
     text: Any = {"ha": "center", "size": 10.5}
     for k, (strategy, colour) in enumerate(zip(STRATEGIES, (ORIGINAL, WLB), strict=True)):
-        mine = [b for b in balances if b.strategy == strategy]
-        mean = np.array([b.ratios.mean() for b in mine])
-        worst = np.array([b.ratios.max() for b in mine])
-        at = x + (k - 0.5) * 0.42
+        mean, worst = (np.array([of[key] for of in balance if of["strategy"] == strategy]) for key in ("mean", "worst"))
+        at = np.arange(len(CP_SIZES)) + (k - 0.5) * 0.42
         ax.bar(at, mean, width=0.38, color=colour, label=strategy.replace("_", " "))
         ax.vlines(at, mean, worst, color=colour, lw=1.4)
         ax.plot(at, worst, "_", color=colour, ms=12, mew=1.6)
         for xi, m, w in zip(at, mean, worst, strict=True):
             ax.text(xi, m - 0.05, f"{m:.2f}", va="top", color="white", weight="bold", **text)
             ax.text(xi, w + 0.04, f"{w:.2f}", va="bottom", color=colour, **text)
-    ax.set_xticks(x, [f"CP {size}" for size in CP_SIZES])
+    ax.set_xticks(range(len(CP_SIZES)), [f"CP {size}" for size in CP_SIZES])
     ax.set_ylabel("attention of the busiest rank / mean")
     ax.set_title("Sharding inside documents evens out the ranks")
     ax.margins(y=0.25)  # the legend has the room above

@@ -4,56 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 import wlb
-from wlb.cli.output.figures.style import INK, ORIGINAL, SOFT, STYLE, WLB
+from wlb.cli.output.figures.style import INK, ORIGINAL, WLB, drawing, named_rows
 from wlb.cli.output.figures.timeline import MAX_ROWS, draw_timelines
 from wlb.simulation import ATTRIBUTION, Outcome
 
-LABELS = {
-    "compute": "compute",
-    "cp_wait": "waits for slowest CP rank",
-    "cp_communication": "CP communication",
-    "tp_communication": "TP communication",
-    "bubble": "pipeline bubble",
-    "dp_wait": "waits for slowest DP rank",
-    "dp_communication": "DP communication",
-}
 # Work is blue, communication sand, waiting rust.
-_COLOURS = {
-    "compute": "#0a5c91",
-    "tp_communication": "#e3bd6b",
-    "cp_communication": "#c9942f",
-    "dp_communication": "#8f641a",
-    "cp_wait": "#e8b4a4",
-    "bubble": "#d9775f",
-    "dp_wait": "#a3361f",
+_PARTS = {
+    "compute": ("compute", "#0a5c91"),
+    "tp_communication": ("TP communication", "#e3bd6b"),
+    "cp_communication": ("CP communication", "#c9942f"),
+    "dp_communication": ("DP communication", "#8f641a"),
+    "cp_wait": ("waits for slowest CP rank", "#e8b4a4"),
+    "bubble": ("pipeline bubble", "#d9775f"),
+    "dp_wait": ("waits for slowest DP rank", "#a3361f"),
 }
-assert set(_COLOURS) == set(ATTRIBUTION)
+assert set(_PARTS) == set(ATTRIBUTION)
 _SHOWN_PIPELINES = 4
 
 
 def draw_simulation(simulation: wlb.Simulation, shown: str, caption: str) -> Figure:
     """Two panels: what a GPU's time goes to under each variant, and how idle steps are."""
-    rows = len(simulation.outcomes)
-    with matplotlib.rc_context(STYLE):
-        layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
-        figure = Figure(figsize=(13, 2.6 + 0.42 * rows), layout=layout)
-        figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
+    with drawing(13, 2.6 + 0.42 * len(simulation.outcomes), caption=caption) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
         _time(left, simulation, shown)
         _idle(right, simulation, shown)
         handles, labels = left.get_legend_handles_labels()
         style: Any = {"loc": "outside lower center", "columnspacing": 1.4, "handlelength": 1.0}
         figure.legend(handles, labels, ncols=len(labels), **style)
-        layout.execute(figure)
-        figure.set_layout_engine("none")  # lay out once, not once a file
-        return figure
+    return figure
 
 
 def _time(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
@@ -63,10 +46,10 @@ def _time(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
     y = np.arange(len(outcomes))
     per_token = np.array([1e6 * gpus / outcome.tokens for _, outcome in outcomes])  # GPU seconds for 1M tokens
     left = np.zeros(len(outcomes))
-    for name, colour in _COLOURS.items():
+    for name, (label, colour) in _PARTS.items():
         width = per_token * [float(outcome.attribution[name].sum()) for _, outcome in outcomes]
         if width.max() > 0.001 * per_token.max():
-            ax.barh(y, width, left=left, height=0.68, color=colour, label=LABELS[name])
+            ax.barh(y, width, left=left, height=0.68, color=colour, label=label)
         left += width
     for row, (name, outcome) in enumerate(outcomes):
         text = f" {_thousands(outcome.tokens_per_second)} tokens/s"
@@ -74,12 +57,10 @@ def _time(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
             text += f"  {simulation.speedup(name):.2f}x"
         ax.text(left[row], row, text, va="center", color=INK, weight="bold" if name == shown else "normal")
     ax.set_yticks(y, [outcome.title for _, outcome in outcomes])
-    for label, (name, _) in zip(ax.get_yticklabels(), outcomes, strict=True):
-        label.set_fontweight("bold" if name == shown else "normal")
+    for title, (name, _) in zip(ax.get_yticklabels(), outcomes, strict=True):
+        title.set_fontweight("bold" if name == shown else "normal")
     ax.invert_yaxis()
-    ax.tick_params(axis="y", length=0)
-    ax.spines.left.set_visible(False)
-    ax.grid(visible=False, axis="y")
+    named_rows(ax)
     ax.grid(visible=True, axis="x")
     ax.set(xlim=(0, 1.42 * left.max()), xlabel="GPU seconds for a million tokens (predicted)")
     ax.set_title("What a GPU's time goes to")

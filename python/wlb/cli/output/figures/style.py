@@ -1,5 +1,7 @@
 """What all pictures share. One colour per idea: rust is the original, blue is WLB, sand is a window of batches."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO, StringIO
 from typing import Any
 
@@ -7,6 +9,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 INK, SOFT, BARS = "#24292f", "#57606a", "#c3d3e0"
 ORIGINAL, ORIGINAL_PALE = "#c2482e", "#e8b4a4"
@@ -39,6 +42,29 @@ STYLE: Any = {  # matplotlib's own type for it changes from version to version
     "svg.hashsalt": "wlb",  # the same input draws the same bytes
 }
 _SVG_METADATA = ("Creator", "Date", "Format", "Type")
+
+DASHED: Any = {"lw": 1.4, "ls": (0, (4, 3))}
+RING: Any = {"ls": "none", "marker": "o", "ms": 14, "mfc": "none", "mew": 2.2}  # around what was chosen
+
+
+@contextmanager
+def drawing(width: float, height: float, *, caption: str | None = None) -> Iterator[Figure]:
+    """A figure of so many inches to draw on; it is laid out at the end, once and not once a file."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+        if caption is not None:
+            figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
+        yield figure
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+
+
+def named_rows(ax: Any) -> None:
+    """A row for each thing, named at the left; numbers run to the right."""
+    ax.tick_params(axis="y", length=0)
+    ax.spines.left.set_visible(False)
+    ax.grid(visible=False, axis="y")
+
 
 # Canvases print what `Figure.savefig` draws twice.
 

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
@@ -25,7 +24,7 @@ from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cli.output.figures.style import INK, SOFT, STYLE
+from wlb.cli.output.figures.style import INK, SOFT, drawing, named_rows
 
 _COLOURS = ("#5b9bc8", "#d9775f", "#e59a82", "#a84a33")  # forward, backward, input gradient, weight gradient
 _LABELS = ("forward", "backward", "input gradient", "weight gradient")
@@ -56,50 +55,42 @@ def draw_timelines(
         WlbError: no timeline, or more than 64 rows.
     """
     each = [timelines] if isinstance(timelines, wlb.PipelineTimeline) else list(timelines)
-    rows = sum(timeline.num_stages for timeline in each)
-    if not 1 <= rows <= MAX_ROWS:
-        raise wlb.WlbError(f"timelines: {rows} rows; a picture has from 1 to {MAX_ROWS}")
+    ranks = sum(timeline.num_stages for timeline in each)
+    if not 1 <= ranks <= MAX_ROWS:
+        raise wlb.WlbError(f"timelines: {ranks} rows; a picture has from 1 to {MAX_ROWS}")
     step = max(timeline.seconds for timeline in each)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13, 1.5 + 0.36 * rows + 0.12 * len(each)), layout="constrained")
+    with drawing(13, 1.5 + 0.36 * ranks + 0.12 * len(each)) as figure:
         ax = figure.subplots()
-        width = figure.get_figwidth() * 72 * 0.9  # points that the step's time spans, about
         ticks, labels, top = [], [], 0.0
         slowest = max(range(len(each)), key=lambda i: each[i].seconds)
         for index, timeline in enumerate(each):
-            _pipeline(figure, ax, timeline, top, step, width, critical=index == slowest)
+            _pipeline(figure, ax, timeline, top, step, critical=index == slowest)
             for rank in range(timeline.num_stages):
                 ticks.append(top + rank + 0.5)
                 labels.append(f"{pipelines} {index} · PP {rank}" if len(each) > 1 else f"PP {rank}")
             top += timeline.num_stages + 0.35
         ax.set_yticks(ticks, labels)
-        ax.tick_params(axis="y", length=0)
         ax.set(xlim=(0, step or 1), ylim=(top - 0.35, 0))
-        ax.grid(False)
-        ax.spines.left.set_visible(False)
+        named_rows(ax)
         scale, unit = _unit(step)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x * scale:g}"))
         ax.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
         ax.set_xlabel(f"time since the step began ({unit})")
         ax.set_title(title or _summary(each, step), pad=30)
         _legend(ax, each, step)
-        return figure
+    return figure
 
 
 def _pipeline(
-    figure: Figure, ax: Axes, timeline: wlb.PipelineTimeline, top: float, step: float, width: float, *, critical: bool
+    figure: Figure, ax: Axes, timeline: wlb.PipelineTimeline, top: float, step: float, *, critical: bool
 ) -> None:
-    low, high = top + (1 - _HEIGHT) / 2, top + (1 + _HEIGHT) / 2
-    ranks = np.arange(timeline.num_stages)
-    idle = _boxes(np.zeros(ranks.size), np.full(ranks.size, timeline.seconds), low + ranks, high + ranks)
-    _bars(ax, idle, facecolor=_IDLE, linewidth=0)
-    if timeline.seconds < step:
-        ends = np.full(ranks.size, timeline.seconds), np.full(ranks.size, step)
-        wait = _boxes(*ends, low + ranks, high + ranks)
-        style: Any = {"facecolor": "none", "edgecolor": _WAIT, "hatch": "////", "linewidth": 0}
-        _bars(ax, wait, **style)
     starts, stops, rows = timeline.starts, timeline.ends, timeline.ranks
-    boxes = _boxes(starts, stops, low + rows, high + rows)
+    ranks, seconds = np.arange(timeline.num_stages), np.full(timeline.num_stages, timeline.seconds)
+    _bars(ax, _boxes(0 * seconds, seconds, top + ranks), facecolor=_IDLE, linewidth=0)
+    if timeline.seconds < step:
+        wait = _boxes(seconds, np.full(ranks.size, step), top + ranks)
+        _bars(ax, wait, facecolor="none", edgecolor=_WAIT, hatch="////", linewidth=0)
+    boxes = _boxes(starts, stops, top + rows)
     chunks = timeline.stages // timeline.num_stages
     paler = 0.45 * chunks / max(1, timeline.num_virtual_stages - 1)
     colours = np.asarray([to_rgb(colour) for colour in _COLOURS])[timeline.kinds]
@@ -108,9 +99,9 @@ def _pipeline(
         alike = boxes[(colours == colour).all(axis=1)]
         _bars(ax, alike, facecolor=tuple(colour), edgecolor="white", linewidth=0.6)
     if critical:
-        path = timeline.critical_path
-        _bars(ax, boxes[path], facecolor="none", edgecolor=INK, linewidth=1.3)
-    sizes = (stops - starts) / (step or 1) * width
+        _bars(ax, boxes[timeline.critical_path], facecolor="none", edgecolor=INK, linewidth=1.3)
+    points = figure.get_figwidth() * 72 * 0.9  # that the step's time spans, about
+    sizes = (stops - starts) / (step or 1) * points
     shown = np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str)))
     if shown.size:
         dark = colours[shown] @ (0.3, 0.59, 0.11) <= 0.62
@@ -135,8 +126,9 @@ def _number(number: int) -> Path:
     return Path(digits.vertices - [box.x0 + box.width / 2, box.y0 + box.height / 2], digits.codes)
 
 
-def _boxes(left: _Floats, right: _Floats, low: _Floats, high: _Floats) -> _Floats:
-    """float[n, 4, 2]: corners."""
+def _boxes(left: _Floats, right: _Floats, row: _Floats) -> _Floats:
+    """float[n, 4, 2]: corners of bars in rows that begin there."""
+    low, high = row + (1 - _HEIGHT) / 2, row + (1 + _HEIGHT) / 2
     corners = (left, low), (right, low), (right, high), (left, high)
     return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
 

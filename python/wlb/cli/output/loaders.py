@@ -1,0 +1,51 @@
+"""Loaders of Dynamic-CP that `wlb tune` prints for pasting, function by function; tests run them as they are printed.
+
+What they use and do not define, `packer`, `plan` and `TOKENS_PER_BATCH`, the configuration defines above them.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="var-annotated"
+# ruff: noqa: F821 - the configuration defines what is only declared here
+
+from collections.abc import Callable
+
+import wlb
+
+packer: wlb.Packer
+plan: Callable[..., wlb.DynamicCpPlan]
+TOKENS_PER_BATCH: int
+
+
+def loader(batches, ranks):
+    """Of every step: a list of the documents that this one of the data x context ranks reads."""
+    from wlb.torch.data import DynamicCpLoader
+
+    return DynamicCpLoader(batches, plan=plan, group=ranks.get_group())
+
+
+def sampled(dataset, ranks):
+    """Shuffled epochs of a dataset for `loader`; ranks: wlb.torch.data_and_context(mesh)."""
+    from torch.utils.data import DataLoader
+
+    from wlb.torch.data import BalancedBatchSampler, Documents, StepLoader
+
+    sampler = BalancedBatchSampler(
+        dataset.lengths,
+        packer=packer,
+        dp_rank=ranks.get_local_rank(),
+        dp_size=ranks.size(),
+        tokens_per_batch=TOKENS_PER_BATCH,
+    )
+    return StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=list))
+
+
+def released(dataset, global_batches, ranks):
+    """What this rank reads, for `loader`; all ranks are given the same global batches of indices."""
+
+    def share(packing):
+        indices = sorted(int(index) for micro_batch in packing for index in micro_batch.document_ids)
+        return [dataset[index] for index in indices[ranks.get_local_rank() :: ranks.size()]]
+
+    for batch in global_batches:
+        yield share(packer.push([dataset.lengths[index] for index in batch], batch))
+    for packing in packer.flush():
+        yield share(packing)
