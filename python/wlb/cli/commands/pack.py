@@ -59,7 +59,7 @@ def pack(
     documents.txt is the path of document i; a path with unusual characters is a JSON string, in quotation marks.
 
     Args:
-        method: var_length: equal work, uncut documents. refined: the same, balanced better where --max-tokens binds.
+        method: var_length: equal work, whole documents. refined: the same, balanced better where --max-tokens binds.
             The others fill and cut at the context.
     """
     for name, reason in _useless(method, batches, held):

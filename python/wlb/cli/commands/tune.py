@@ -63,7 +63,7 @@ def tune(
     the Pareto front of imbalance against delay. With any option of the panel "Cluster" but --model and
     --attention-efficiency, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
     micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
-    configuration to paste. On a cluster it chooses among plans that leave documents uncut, one setting after the
+    configuration to paste. On a cluster it chooses among plans that keep documents whole, one setting after the
     other; the report also has methods that cut documents, which it never chooses, though they may be faster. Speed is
     predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
     for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ class _Code(str):
     """An expression, written into a call as it stands."""
 
     __slots__ = ()
-    __repr__ = str.__str__
 
 
 def configuration(tuning: Tuning, *, model: str, profile: str | None) -> str:
@@ -43,18 +43,19 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
         "",
         "import wlb",
         "",
-        f"model = wlb.ModelConfig.{preset}({model!r})",
-        f"packer = {packer}  # for BalancedBatchSampler: tokens_per_batch={scenario.tokens_per_batch}",
+        f"model = wlb.ModelConfig.{preset}({_literal(model)})",
+        f"# For BalancedBatchSampler, with tokens_per_batch={scenario.tokens_per_batch}.",
+        f"packer = {packer}",
     ]
     sharding: dict[str, Any] = {"cp_size": scenario.layout.cp, "strategy": best.strategy}
     if best.strategy == "adaptive":
         sharding["kernel_model"] = _Code("kernel")
         kernel = scenario.attention
         if profile is not None:
-            made = _call("wlb.KernelModel.from_profile", _Code(repr(profile)), num_heads=kernel.num_heads)
+            made = _call("wlb.KernelModel.from_profile", _Code(_literal(profile)), num_heads=kernel.num_heads)
         else:
             shape = {name: getattr(kernel, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-            made = _call("wlb.KernelModel.analytic", _Code(repr(scenario.generation)), **shape)
+            made = _call("wlb.KernelModel.analytic", _Code(_literal(scenario.generation)), **shape)
         lines.append(f"kernel = {made}")
     return "\n".join([*lines, f"shard = {_call('functools.partial', _Code('wlb.shard'), **sharding)}"])
 
@@ -70,13 +71,14 @@ def _dynamic(tuning: Tuning) -> str:
         "",
         "import wlb",
         "",
-        f"cost_model = {_call('wlb.CostModel', **seconds)}  # seconds",
+        "# In seconds.",
+        f"cost_model = {_call('wlb.CostModel', **seconds)}",
         f"plan = {_call('functools.partial', _Code('wlb.plan_dynamic_cp'), **planner)}",
     ]
     functions: list[Any] = [loaders.loader]
     if tuning.best.kind == "wlb_dynamic_cp":
-        # Memory is the planner's concern: a micro-batch of the packer may hold a global batch.
         released = min(scenario.tokens_per_batch, MAX_TOKENS)
+        lines.append("# What it releases is planned, so memory is the planner's concern: max_tokens is a global batch.")
         lines.append(f"packer = {_packer(tuning, max_tokens=released, cost_model=_Code('cost_model'))}")
         if packer_micro_batches(scenario, tuning.best) % scenario.layout.size("dp_cp"):
             functions.insert(0, loaders.released)
@@ -103,7 +105,15 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
 
 
 def _call(function: str, *positional: _Code, **arguments: object) -> str:
-    """A call as Python writes it, an argument a line; numbers without numpy's types."""
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in arguments.items()}
-    lines = [*positional, *(f"{name}={value!r}" for name, value in plain.items())]
+    """A call as Python writes it, an argument a line."""
+    lines = [*positional, *(f"{name}={_literal(value)}" for name, value in arguments.items())]
     return "\n".join([f"{function}(", *(f"    {line}," for line in lines), ")"])
+
+
+def _literal(value: object) -> str:
+    """A value as Python writes it: in double quotation marks, and without numpy's types."""
+    if isinstance(value, _Code):
+        return value
+    if isinstance(value, str):
+        return json.dumps(value)
+    return repr(value.item() if isinstance(value, np.generic) else value)
