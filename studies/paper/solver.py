@@ -9,7 +9,7 @@ import numpy as np
 
 from studies.exact import ExactSolution, solve
 from wlb._core import CostModel, WlbError
-from wlb.simulation.methods import Setup, Step
+from wlb.simulation.methods import Setup, Step, document_ids
 from wlb.simulation.stream import GlobalBatches
 from wlb.simulation.trained import Plan, collect
 
@@ -46,7 +46,7 @@ def solved(stream: GlobalBatches, setup: Setup, *, window: int, samples: int, li
     problems: list[str] = []
 
     def steps() -> Iterator[Step]:
-        n = setup.num_micro_batches
+        n, arrival = setup.num_micro_batches, stream.arrival
         for first_batch in range(0, min(samples * window, stream.batches - window + 1), window):
             first, last = int(stream.offsets[first_batch]), int(stream.offsets[first_batch + window])
             try:
@@ -67,7 +67,8 @@ def solved(stream: GlobalBatches, setup: Setup, *, window: int, samples: int, li
             for k in range(window):
                 of_step = micro_batches[k * n : (k + 1) * n]
                 digest, seconds = solution.packing.digest(), solution.seconds / window
-                yield Step(of_step, order, first, first_batch + window - 1 + k, digest, seconds)
+                delays = first_batch + window - 1 + k - arrival[first + document_ids(of_step)]
+                yield Step(of_step, order, first, delays, digest, seconds)
 
     made = list(steps())
     plan = collect(f"solver, window of {window}", made, stream) if made else None

@@ -1,9 +1,11 @@
 """Tuning: every reported point is what the packer really does, and no other is better."""
 
+import collections
 import itertools
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 import wlb
 from oracles import strategies
 from oracles.cost import AnalyticCost
+from wlb.simulation.reading import Reading
 
 POINT_FIELDS = [
     "imbalance_mean",
@@ -30,14 +33,12 @@ def measure(
     packing: dict[str, Any],
     delay_price: float | None = None,
 ) -> list[float]:
-    """What the packer does to the sample under these thresholds, or at this price."""
+    """What the packer does to the sample, read as in training, under these thresholds, or at this price."""
     release = "fifo" if delay_price is None else "adaptive"
     packer = wlb.Packer(outlier_thresholds=thresholds, release=release, delay_price=delay_price, **packing)
-    offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
-    for start, end in itertools.pairwise(offsets):
-        packer.push(lengths[start:end])
-    packer.flush()
-    return [getattr(packer.metrics(), name) for name in POINT_FIELDS]
+    reading = Reading(np.asarray(lengths), packer, tokens_per_batch)
+    collections.deque(reading.steps(), maxlen=0)
+    return [getattr(reading.packer.metrics(), name) for name in POINT_FIELDS]
 
 
 def check(result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: dict[str, Any], limit: float) -> None:

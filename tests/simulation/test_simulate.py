@@ -1,7 +1,6 @@
 """The simulator: every method trains the same documents, all time is accounted for, and nothing grades itself."""
 
 import dataclasses
-import itertools
 import json
 from typing import Any
 
@@ -15,6 +14,7 @@ import wlb
 from wlb.cli.commands.simulate import not_compared
 from wlb.simulation import ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
 from wlb.simulation.methods import packer_options, var_length
+from wlb.simulation.reading import Reading
 from wlb.simulation.stream import GlobalBatches
 from wlb.simulation.trained import collect
 
@@ -85,13 +85,14 @@ def test_a_stream_has_the_same_numbers_as_its_packer(seed: int, count: int, rele
     waiting: dict[str, Any] = {"release": release}
     if release == "fifo":
         waiting["outlier_thresholds"] = (1500, 3000)
-    packer = wlb.Packer(**packer_options(setup, None), **waiting)
-    for start, end in itertools.pairwise(stream.offsets):
-        packer.push(lengths[start:end])
-    packer.flush()
+    reading = Reading(lengths, wlb.Packer(**packer_options(setup, None), **waiting), case.tokens_per_batch)
+    digests = [read.packing.digest() for read in reading.steps()]
+    packer = reading.packer
     thresholds = waiting.get("outlier_thresholds", ())
     steps = var_length(stream, setup, thresholds, None, waiting)
-    found, metrics = collect("packer", steps, stream, thresholds, release).summary(), packer.metrics()
+    plan = collect("packer", steps, stream, thresholds, release)
+    assert plan.digests == tuple(digests)
+    found, metrics = plan.summary(), packer.metrics()
     for name in ("delay_p99", "delay_max"):
         assert found[name] == getattr(metrics, name)
     if found["steps"] == found["steps_of_flush"] or metrics.steps == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from wlb._core import (
     MAX_TOKENS,
     DynamicCpPlan,
-    Packer,
     plan_dynamic_cp,
     shard,
     simulate_pipeline,
@@ -24,8 +24,10 @@ from wlb._core import (
 from wlb._results import PipelineSteps, PipelineTimeline
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.step_time import data_parallel_seconds
+from wlb.simulation.methods import document_ids
 from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
 from wlb.simulation.planner import of_size
+from wlb.simulation.reading import Reading
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.stream import GlobalBatches
 from wlb.simulation.trained import Trained
@@ -41,7 +43,8 @@ class DynamicStep:
     """One global batch as it is trained."""
 
     plan: DynamicCpPlan
-    iteration: int  # when it can run: iteration t is when global batch t of the stream arrives
+    ids: Integers  # [documents] ascending: indices into the stream
+    delays: Integers  # [documents] iterations from entering to training
     seconds: float | None  # of planning; None for what a flush yields
 
 
@@ -78,25 +81,25 @@ class DynamicPlan(Trained):
 
 
 def dynamic_steps(
-    stream: GlobalBatches, options: Mapping[str, Any], packer: Packer | None = None
+    stream: GlobalBatches, options: Mapping[str, Any], reading: Reading | None = None
 ) -> Iterator[DynamicStep]:
     """The global batches, planned one by one with these arguments of :func:`wlb.plan_dynamic_cp`.
 
-    With a packer, what it lets go: documents that cannot be balanced yet wait in it.
+    With documents on their way into a packer, what it lets go: those that cannot be balanced yet wait in it.
     """
-    for i in range(stream.batches):
-        ids = np.arange(stream.offsets[i], stream.offsets[i + 1])
-        began = time.perf_counter()
-        if packer is not None:
-            packing = packer.push(stream.lengths[ids])  # default ids: a running number, here the index into the stream
-            ids = np.sort(np.concatenate([m.document_ids for m in packing.micro_batches]))
-        if ids.size:
+    if reading is None:
+        for begin, end in itertools.pairwise(stream.offsets.tolist()):
+            ids = np.arange(begin, end)
+            began = time.perf_counter()
             plan = plan_dynamic_cp(stream.lengths[ids], ids=ids, **options)
-            yield DynamicStep(plan, i, time.perf_counter() - began)
-    for i, packing in enumerate(packer.flush() if packer is not None else (), start=stream.batches):
-        ids = np.sort(np.concatenate([m.document_ids for m in packing.micro_batches]))
-        if ids.size:
-            yield DynamicStep(plan_dynamic_cp(stream.lengths[ids], ids=ids, **options), i, None)
+            yield DynamicStep(plan, ids, np.zeros_like(ids), time.perf_counter() - began)
+        return
+    for read in reading.steps():
+        ids = np.sort(document_ids(read.packing.micro_batches))
+        began = time.perf_counter()
+        plan = plan_dynamic_cp(stream.lengths[ids], ids=ids, **options)
+        seconds = None if read.seconds is None else read.seconds + time.perf_counter() - began
+        yield DynamicStep(plan, ids, read.iteration - reading.arrival[ids], seconds)
 
 
 def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int) -> dict[str, Any]:
@@ -128,14 +131,16 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
     ids = [group.document_ids for group in groups]
     group = np.repeat(np.arange(len(groups)), [of_group.size for of_group in ids])
     document = np.concatenate(ids)
-    iteration = np.array([step.iteration for step in trained])
+    entered = np.concatenate([step.ids for step in trained])
+    delay = np.zeros(stream.lengths.size, dtype=np.int64)
+    delay[entered] = np.concatenate([step.delays for step in trained])
     return DynamicPlan(
         name=name,
         step=group_step[group],
         document=document,
         start=np.zeros_like(document),
         length=stream.lengths[document],
-        delay=iteration[group_step[group]] - stream.arrival[document],
+        delay=delay[document],
         digests=tuple(step.plan.digest() for step in trained),
         seconds=np.array([step.seconds for step in trained if step.seconds is not None]),
         group=group,

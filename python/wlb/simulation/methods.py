@@ -14,12 +14,12 @@ from wlb._core import (
     CostModel,
     MicroBatch,
     Packer,
-    Packing,
     pack,
     tune_delay_price,
     tune_outlier_thresholds,
 )
 from wlb._results import TuneResult
+from wlb.simulation.reading import Reading
 from wlb.simulation.stream import GlobalBatches
 
 
@@ -52,7 +52,7 @@ class Step:
     micro_batches: Sequence[MicroBatch]
     order: NDArray[np.int64]  # [dp, micro-batches of a rank] which rank trains which, in which order
     first_document: int  # what to add to their document ids to get indices into the stream
-    iteration: int  # when it can run: iteration t is when global batch t of the stream arrives
+    delays: NDArray[np.int64]  # [pieces] iterations from entering to training, micro-batch after micro-batch
     digest: str
     seconds: float | None  # of planning; None for what a flush yields
 
@@ -74,12 +74,13 @@ def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iter
         )
         seconds = time.perf_counter() - began
         order = packing.deal(setup.dp_size) if dealt else _as_they_come(setup)
-        yield Step(packing.micro_batches, order, first, i, packing.digest(), seconds)
+        delays = np.zeros(sum(map(len, packing.micro_batches)), dtype=np.int64)
+        yield Step(packing.micro_batches, order, first, delays, packing.digest(), seconds)
 
 
 def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[Step]:
     """Greedy over `window` global batches. The first of their steps waits for the last of them to arrive."""
-    n = setup.num_micro_batches
+    n, arrival = setup.num_micro_batches, stream.arrival
     for i in range(0, stream.batches, window):
         end = min(i + window, stream.batches)
         first, last = int(stream.offsets[i]), int(stream.offsets[end])
@@ -97,7 +98,8 @@ def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[S
         orders = packing.deal(setup.dp_size).reshape(end - i, setup.dp_size, -1)
         for k, order in enumerate(orders):
             of_step = micro_batches[k * n : (k + 1) * n]
-            yield Step(of_step, order - k * n, first, end - 1 + k, digest, seconds)
+            delays = end - 1 + k - arrival[first + document_ids(of_step)]
+            yield Step(of_step, order - k * n, first, delays, digest, seconds)
 
 
 def var_length(
@@ -109,21 +111,21 @@ def var_length(
 ) -> Iterator[Step]:
     """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
 
-    `options` are further arguments of the packer.
+    Documents enter as the loaders of `wlb.torch` read them, see :class:`Reading`; only their order matters here, not
+    the stream's global batches. `options` are further arguments of the packer.
     """
     packer = Packer(**{**packer_options(setup, max_delay), "outlier_thresholds": thresholds, **(options or {})})
+    reading = Reading(stream.lengths, packer, setup.tokens_per_batch)
+    for read in reading.steps():
+        micro_batches = read.packing.micro_batches
+        delays = read.iteration - reading.arrival[document_ids(micro_batches)]
+        order, digest = read.packing.deal(setup.dp_size), read.packing.digest()
+        yield Step(micro_batches, order, 0, delays, digest, read.seconds)
 
-    def step(packing: Packing, iteration: int, seconds: float | None) -> Step:
-        order = packing.deal(setup.dp_size)
-        return Step(packing.micro_batches, order, 0, iteration, packing.digest(), seconds)
 
-    for i in range(stream.batches):
-        lengths = stream.lengths[stream.offsets[i] : stream.offsets[i + 1]]
-        began = time.perf_counter()
-        packing = packer.push(lengths)  # default ids: a running number, here the index into the stream
-        yield step(packing, i, time.perf_counter() - began)
-    for i, packing in enumerate(packer.flush(), start=stream.batches):
-        yield step(packing, i, None)
+def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:
+    """int64[pieces]: the document of each, micro-batch after micro-batch."""
+    return np.concatenate([micro_batch.document_ids for micro_batch in micro_batches])
 
 
 def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before
 from wlb.simulation.methods import Setup, packer_options, tune_waiting
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import planner_options
+from wlb.simulation.reading import Reading
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.static import Sharded, placed, score, shard_plan
 from wlb.simulation.stream import GlobalBatches
@@ -143,10 +144,12 @@ def simulate(
 
 def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Outcome:
     options = planner_options(scenario, stream.lengths)
-    packer = None
+    reading = None
     if variant.packer:
         packer = Packer(**packer_before(scenario, options, split=variant.split), **variant.packer)
-    plan = collect_dynamic(variant.title, dynamic_steps(stream, options, packer), stream)
+        reading = Reading(stream.lengths, packer, scenario.tokens_per_batch)
+    steps = dynamic_steps(stream, options, reading)
+    plan = collect_dynamic(variant.title, steps, stream)
     return score_dynamic(variant.title, plan, scenario)
 
 

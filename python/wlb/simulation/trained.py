@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.simulation.methods import Step
+from wlb.simulation.methods import Step, document_ids
 from wlb.simulation.percentiles import imbalance_percentile
 from wlb.simulation.stream import GlobalBatches, PieceBatches
 
@@ -121,11 +121,9 @@ def collect(
 
     pieces = [len(m) for m in micro_batches]
     step, micro_batch = (np.repeat(index.ravel(), pieces) for index in np.indices(shape))
-    document = np.concatenate([m.document_ids for m in micro_batches])
+    document = document_ids(micro_batches)
     document += np.array([step.first_document for step in trained])[step]
     start = np.concatenate([m.starts for m in micro_batches]).astype(np.int64)
-    iteration = np.array([step.iteration for step in trained])
-    delay = iteration[step] - stream.arrival[document]
     seconds = [step.seconds for step in trained if step.seconds is not None]
     if isinstance(stream, PieceBatches):
         start += stream.firsts[document]
@@ -139,7 +137,7 @@ def collect(
         document=document,
         start=start,
         length=np.concatenate([m.lengths for m in micro_batches]).astype(np.int64),
-        delay=delay,
+        delay=np.concatenate([step.delays for step in trained]),
         costs=np.array([m.cost for m in micro_batches]).reshape(shape),
         tokens=np.array([m.tokens for m in micro_batches]).reshape(shape),
         order=np.stack([step.order for step in trained]),

@@ -7,7 +7,7 @@ use common::strategies::{checked, config, cost_model, lengths, method, packer_co
 use common::stream::{Event, run};
 use common::{check, naive};
 use proptest::prelude::*;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, pack};
 
@@ -24,6 +24,41 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
         method: StreamMethod::VarLength,
         cost_model: CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap(),
     }
+}
+
+/// The whole sample as training reads it, one list of documents after the other.
+fn read_through(mut packer: Packer, lengths: &[i32], tokens_per_batch: i64) -> Packer {
+    let sum = |lengths: &[i32]| lengths.iter().map(|&length| i64::from(length)).sum::<i64>();
+    let capacity = packer.config().num_micro_batches as i64 * i64::from(packer.config().max_tokens);
+    let least = (tokens_per_batch / 10).max(1).min((capacity / 3).max(1));
+    let (mut rest, mut batches) = (lengths, 1);
+    while !rest.is_empty() {
+        let mut offered = (1..=rest.len()).rev().find(|&n| sum(&rest[..n]) <= batches * tokens_per_batch).unwrap_or(1);
+        if sum(&rest[offered..]) < least {
+            offered = rest.len();
+        }
+        let last = offered == rest.len();
+        let admitted = packer.admits(&checked(&rest[..offered]));
+        let mut entering = admitted;
+        while last && entering > 0 && entering < offered && sum(&rest[entering..]) < least {
+            entering -= 1;
+        }
+        let entering = if entering == 0 { admitted } else { entering };
+        let new = checked(&rest[..entering]);
+        let mut after = packer.clone();
+        let tokens: i64 = after.push(&new, None).unwrap().tokens.iter().sum();
+        if tokens < least && !last && entering == offered && !(tokens == 0 && entering > 0) {
+            batches *= 2;
+            continue;
+        }
+        if tokens < least && (last || entering < offered) {
+            after = packer.clone();
+            after.push_pieces(&Push { min_step_tokens: least, ..Push::new(&new) }).unwrap();
+        }
+        (packer, rest, batches) = (after, &rest[entering..], 1);
+    }
+    packer.flush();
+    packer
 }
 
 proptest! {
@@ -93,12 +128,9 @@ proptest! {
             let release = if num_queues.is_some() { Release::Fifo } else { Release::Adaptive };
             prop_assert_eq!(point.delay_price.is_some(), release == Release::Adaptive);
             let (outlier_thresholds, delay_price) = (point.thresholds.clone(), point.delay_price);
-            let mut packer =
+            let packer =
                 Packer::new(PackerConfig { release, outlier_thresholds, delay_price, ..packer.clone() }).unwrap();
-            for span in naive::batch_offsets(&lengths, tokens_per_batch).windows(2) {
-                packer.push(&checked(&lengths[span[0]..span[1]]), None).unwrap();
-            }
-            packer.flush();
+            let packer = read_through(packer, &lengths, tokens_per_batch);
             let metrics = packer.metrics();
             prop_assert_eq!((metrics.imbalance_mean(), metrics.delay_mean()), (point.imbalance_mean, point.delay_mean));
             prop_assert_eq!((metrics.imbalance_worst(), metrics.delay_max()), (point.imbalance_worst, point.delay_max));

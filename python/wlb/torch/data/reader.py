@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
+from wlb.filling import Offer, next_packing
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
-from wlb.torch.data.filling import Offer, next_packing
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 

@@ -13,9 +13,9 @@ from torch.utils.data import Sampler
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import seal
+from wlb.filling import batch_tokens, least_tokens, warn_of_long
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.documents import Piece
-from wlb.torch.data.filling import batch_tokens, least_tokens, warn_of_long
 from wlb.torch.data.reader import ReadingOrder, StepReader
 from wlb.torch.data.state import Link, field
 

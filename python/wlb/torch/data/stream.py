@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import Hashed, check_seal
+from wlb.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.documents import Document, as_arrays, cut
-from wlb.torch.data.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step

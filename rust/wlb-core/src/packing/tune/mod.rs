@@ -2,6 +2,7 @@
 
 mod options;
 mod price;
+mod reading;
 mod search;
 mod thresholds;
 mod tuned;

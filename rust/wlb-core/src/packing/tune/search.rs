@@ -3,13 +3,12 @@
 use std::cmp::Ordering;
 
 use crate::error::{Error, Result};
-use crate::interrupt::check;
 use crate::lengths::Lengths;
-use crate::packing::global_batches::batch_offsets;
 use crate::packing::split::split_documents;
 use crate::packing::stream::{Packer, PackerConfig, Release};
 
 use super::options::TuneOptions;
+use super::reading::Reading;
 use super::tuned::{Tuned, TunedPoint};
 
 /// The sample, and what has been tried on it.
@@ -17,12 +16,12 @@ pub(super) struct Search {
     pub(super) config: PackerConfig,
     pub(super) max_mean_delay: f64,
     pub(super) longest: i32,
-    pub(super) batches: Vec<Lengths>,
+    pub(super) reading: Reading,
     pub(super) points: Vec<TunedPoint>,
 }
 
 impl Search {
-    /// Checks everything and cuts the sample into global batches.
+    /// Checks everything and cuts documents that are too long.
     pub(super) fn new(lengths: &Lengths, options: &TuneOptions) -> Result<Self> {
         let max_mean_delay = options.max_mean_delay;
         if max_mean_delay.is_nan() || max_mean_delay < 0.0 {
@@ -43,12 +42,8 @@ impl Search {
         let pieces = split_documents(lengths, i64::from(config.max_document_tokens))?;
         let pieces: Vec<i64> = pieces.iter().map(|piece| i64::from(piece.length)).collect();
         let sample = Lengths::new("lengths", &pieces)?;
-        let batches: Vec<Lengths> = batch_offsets(&sample, options.tokens_per_batch)?
-            .windows(2)
-            .map(|span| Lengths::new("lengths", &pieces[span[0]..span[1]]))
-            .collect::<Result<_>>()?;
-        let longest = sample.iter().copied().max().unwrap_or(1);
-        Ok(Self { config, max_mean_delay, longest, batches, points: Vec::new() })
+        let reading = Reading::new(sample, options.tokens_per_batch, &config)?;
+        Ok(Self { config, max_mean_delay, longest: reading.longest(), reading, points: Vec::new() })
     }
 
     /// Runs the packer over the sample, unless this has been tried.
@@ -56,17 +51,13 @@ impl Search {
         if self.points.iter().any(|point| point.thresholds == thresholds && point.delay_price == delay_price) {
             return Ok(());
         }
-        let mut packer = Packer::new(PackerConfig {
+        let packer = Packer::new(PackerConfig {
             release: if delay_price.is_some() { Release::Adaptive } else { Release::Fifo },
             outlier_thresholds: thresholds.clone(),
             delay_price,
             ..self.config.clone()
         })?;
-        for batch in &self.batches {
-            check();
-            packer.push(batch, None)?;
-        }
-        packer.flush();
+        let packer = self.reading.through(packer)?;
         let metrics = packer.metrics();
         self.points.push(TunedPoint {
             thresholds,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-import wlb
+from wlb._core import Packer, Packing
 from wlb._errors import check_integer, error
 
 
@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
 
-def next_packing(packer: wlb.Packer, source: Source, *, min_step_tokens: int) -> tuple[wlb.Packer, wlb.Packing]:
+def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tuple[Packer, Packing]:
     """Packs the next step worth training, and gives the packer after it; `packer` itself stays as it is.
 
     No more enters than the packer admits, so that what waits stays within `packer.bounds()` whatever the documents are.
@@ -77,7 +77,7 @@ def next_packing(packer: wlb.Packer, source: Source, *, min_step_tokens: int) ->
         return after, packing
 
 
-def _entering(packer: wlb.Packer, offer: Offer, min_step_tokens: int) -> int:
+def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
     """How many of the first pieces enter."""
     admitted = packer.admits(offer.lengths)
     if offer.rest_waits and admitted < offer.lengths.size:
@@ -88,12 +88,12 @@ def _entering(packer: wlb.Packer, offer: Offer, min_step_tokens: int) -> int:
     return admitted
 
 
-def _push(packer: wlb.Packer, offer: Offer, pieces: int, min_step_tokens: int) -> wlb.Packing:
+def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Packing:
     starts = None if offer.starts is None else offer.starts[:pieces]
     return packer.push(offer.lengths[:pieces], offer.ids[:pieces], starts=starts, min_step_tokens=min_step_tokens)
 
 
-def batch_tokens(packer: wlb.Packer, tokens_per_batch: int | None) -> int:
+def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
     """Checks `tokens_per_batch`, or gives what it is by default: full context windows.
 
     Raises:
@@ -109,7 +109,7 @@ def batch_tokens(packer: wlb.Packer, tokens_per_batch: int | None) -> int:
     return tokens_per_batch
 
 
-def least_tokens(packer: wlb.Packer, tokens_per_batch: int, min_step_tokens: int | None) -> int:
+def least_tokens(packer: Packer, tokens_per_batch: int, min_step_tokens: int | None) -> int:
     """Checks `min_step_tokens`, or gives what it is by default: a tenth of a global batch.
 
     Raises:

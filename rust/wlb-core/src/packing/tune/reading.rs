@@ -1,0 +1,120 @@
+//! The sample enters a packer as training reads it: no more than the packer admits, and steps worth training.
+//!
+//! The loaders of the Python package read by the same rules (`wlb.filling`), and the tests hold one against the other:
+//! what is tuned here is what a run does.
+
+use crate::error::{Result, check_range};
+use crate::interrupt::check;
+use crate::lengths::Lengths;
+use crate::packing::plan::Packing;
+use crate::packing::stream::{Packer, PackerConfig, Push};
+
+/// The sample, and how it is read.
+pub(super) struct Reading {
+    lengths: Lengths,
+    /// Tokens up to the end of each document.
+    ends: Vec<i64>,
+    tokens_per_batch: i64,
+    /// Tokens that a step trains at least.
+    least: i64,
+}
+
+impl Reading {
+    /// Documents no longer than the packer allows, in order.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
+    pub(super) fn new(lengths: Lengths, tokens_per_batch: i64, config: &PackerConfig) -> Result<Self> {
+        check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
+        let ends = lengths.iter().scan(0, |end, &length| {
+            *end += i64::from(length);
+            Some(*end)
+        });
+        let ends = ends.collect();
+        // A third of what a step holds can always be packed.
+        let most = config.num_micro_batches as i64 * i64::from(config.max_tokens) / 3;
+        let least = (tokens_per_batch / 10).max(1).min(most.max(1));
+        Ok(Self { lengths, ends, tokens_per_batch, least })
+    }
+
+    pub(super) fn longest(&self) -> i32 {
+        self.lengths.iter().copied().max().unwrap_or(1)
+    }
+
+    /// Puts the whole sample through a packer, and gives it back empty.
+    ///
+    /// # Complexity
+    /// A push, a copy of what waits and a sum of admissions for each step, a few times that where much has to be read.
+    pub(super) fn through(&self, mut packer: Packer) -> Result<Packer> {
+        let mut read = 0;
+        while read < self.lengths.len() {
+            check();
+            packer = self.next_step(packer, &mut read)?;
+        }
+        packer.flush();
+        Ok(packer)
+    }
+
+    /// The packer after the next step worth training; `read` documents have entered it.
+    fn next_step(&self, mut packer: Packer, read: &mut usize) -> Result<Packer> {
+        let mut batches = 1;
+        loop {
+            let end = self.offered(*read, batches);
+            let last = end == self.lengths.len();
+            let entering = self.entering(&packer, *read, end, last)?;
+            let (mut after, packing) = self.push(&packer, *read, entering, 0)?;
+            let tokens: i64 = packing.tokens.iter().sum();
+            if tokens < self.least {
+                if !last && *read + entering == end {
+                    if tokens == 0 && entering > 0 {
+                        // All of it waits; it has entered, and the next batch comes.
+                        packer = after;
+                        *read = end;
+                        batches = 1;
+                    } else {
+                        batches *= 2;
+                    }
+                    continue;
+                }
+                after = self.push(&packer, *read, entering, self.least)?.0;
+            }
+            *read += entering;
+            return Ok(after);
+        }
+    }
+
+    /// Where so many global batches end, but for a rest of less than a step.
+    fn offered(&self, read: usize, batches: i64) -> usize {
+        let before = self.ends[read] - i64::from(self.lengths[read]);
+        let wanted = before.saturating_add(self.tokens_per_batch.saturating_mul(batches));
+        let end = self.ends.partition_point(|&end| end <= wanted).max(read + 1);
+        let all = self.ends.len();
+        if self.ends[all - 1] - self.ends[end - 1] < self.least { all } else { end }
+    }
+
+    /// How many of the offered documents enter: those admitted, or fewer where what stays outside would be less than a
+    /// step by itself.
+    fn entering(&self, packer: &Packer, read: usize, end: usize, last: bool) -> Result<usize> {
+        let admitted = packer.admits(&self.slice(read, end)?);
+        let total = self.ends[end - 1];
+        // Tokens of the offered documents from the `count`-th on.
+        let rest = |count: usize| total - self.ends[read + count] + i64::from(self.lengths[read + count]);
+        if last && admitted < end - read && rest(admitted) < self.least {
+            let fewer = (0..end - read).rev().find(|&count| rest(count) >= self.least);
+            return Ok(fewer.filter(|&fewer| fewer > 0).unwrap_or(admitted));
+        }
+        Ok(admitted)
+    }
+
+    fn push(&self, packer: &Packer, read: usize, count: usize, min_step_tokens: i64) -> Result<(Packer, Packing)> {
+        let mut after = packer.clone();
+        let lengths = self.slice(read, read + count)?;
+        let packing = after.push_pieces(&Push { min_step_tokens, ..Push::new(&lengths) })?;
+        Ok((after, packing))
+    }
+
+    fn slice(&self, from: usize, to: usize) -> Result<Lengths> {
+        let values: Vec<i64> = self.lengths[from..to].iter().map(|&length| i64::from(length)).collect();
+        Lengths::new("lengths", &values)
+    }
+}
