@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb.cli.commands.simulate import not_compared
-from wlb.simulation import ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
+from wlb.simulation import ATTENTION_RATES, ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
 from wlb.simulation.methods import packer_options, var_length
 from wlb.simulation.reading import Reading
 from wlb.simulation.stream import GlobalBatches
@@ -495,3 +495,56 @@ def test_streams_and_variants_that_make_no_sense(
     with pytest.raises(wlb.WlbError) as raised:
         simulate(lengths, scenario(), variants=variants)
     assert (raised.value.argument, raised.value.index) == (argument, index)
+
+
+@pytest.mark.parametrize("name", ["plain", "wlb", "wlb_dynamic_cp"])
+def test_plans_are_graded_by_attention_that_they_were_not_made_for(name: str) -> None:
+    """The sweep prices the same plan with a kernel that is so much faster, whatever else follows from it."""
+    case, lengths = scenario(), documents()
+    simulation = simulate(lengths, case, variants=("plain", name) if name != "plain" else ("plain",))
+    outcome = simulation.outcomes[name]
+    assert [at.attention_rate for at in outcome.swept] == list(ATTENTION_RATES)
+    for at in outcome.swept:
+        other = outcome.at_attention_rate(at.attention_rate)
+        assert other.plan is outcome.plan
+        assert other.total_seconds == pytest.approx(at.total_seconds, rel=1e-12)
+        attention = outcome.total_seconds * (outcome.attribution["compute"].sum() / outcome.seconds.sum())
+        assert (other.total_seconds - outcome.total_seconds) * (at.attention_rate - 1) <= 0 < attention
+    low, high = simulation.speedup_band(name)
+    assert low <= simulation.speedup(name) <= high
+    low, high = outcome.imbalance_band
+    assert 1 <= low <= outcome.imbalance.mean() <= high
+    summary = outcome.summary()
+    costs = outcome.imbalance * outcome.balance.mean
+    assert summary["lost_time"] == pytest.approx(costs.sum() / outcome.balance.mean.sum(), rel=1e-12)
+    work = outcome.work[: outcome.plan.streamed]
+    assert summary["step_work_cv"] == pytest.approx(work.std() / work.mean(), rel=1e-12)
+    assert summary["step_work_heaviest"] == pytest.approx(work.max() / work.mean(), rel=1e-12)
+
+
+@given(st.integers(0, 1000), st.floats(0.1, 10))
+def test_a_packing_is_graded_as_if_its_costs_were_others(seed: int, rate: float) -> None:
+    case, lengths = scenario(), documents(200, seed)
+    stream = GlobalBatches(lengths, wlb.batch_offsets(lengths, tokens_per_batch=case.tokens_per_batch))
+    cost = MODEL.cost_model(attention_efficiency=0.5)
+    setup = dataclasses.replace(case.setup(), cost_model=cost)
+    plan = collect("", var_length(stream, setup, (1500, 3000), None), stream, (1500, 3000))
+    (graded,) = plan.graded(cost, [rate])
+    other = MODEL.cost_model(attention_efficiency=0.5 * rate)
+    costs = np.zeros(plan.costs.shape)
+    np.add.at(costs, (plan.step, plan.micro_batch), other.cost(plan.length))
+    costs = costs[: plan.streamed]
+    np.testing.assert_allclose(graded.imbalance, costs.max(axis=1) / costs.mean(axis=1), rtol=1e-9)
+    assert graded.lost_time == pytest.approx(costs.max(axis=1).sum() / costs.mean(axis=1).sum(), rel=1e-9)
+    assert graded.step_cv == pytest.approx(costs.sum(axis=1).std() / costs.sum(axis=1).mean(), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "b200", "gb200"])
+def test_assumed_attention_is_the_kernel_models(gpu: str) -> None:
+    """One source for both: a GPU's assumed efficiency is that of its analytic kernel at documents of 8,192 tokens."""
+    hardware = wlb.Hardware.preset(gpu)
+    case = dataclasses.replace(scenario(wlb.ParallelLayout()), hardware=hardware)
+    seconds = case.attention_seconds([8192])
+    cost = MODEL.cost_model(attention_efficiency=1.0)
+    found = float(cost.attention_cost([8192])[0]) / hardware.flops_per_second / seconds
+    assert round(found, 2) == pytest.approx(hardware.attention_efficiency)

@@ -49,7 +49,8 @@ def test_a_simulation_has_the_plans_of_a_run(
     reading = Reading(np.array(lengths), packer, per_batch)
     simulated = list(reading.steps())
     assert [read.packing.digest() for read in simulated] == trained
-    assert packer.pending == 0 and reading.packer.pending == 0
+    assert packer.pending == 0
+    assert reading.packer.pending == 0
     # A document's delay is what the packer itself counts.
     metrics = reading.packer.metrics()
     tokens = np.array(lengths)

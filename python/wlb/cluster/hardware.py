@@ -40,7 +40,7 @@ class Hardware:
         inter_node: InfiniBand or RoCE, a network card for each GPU.
         launch_latency: seconds that a collective takes before anything is sent.
         gemm_efficiency: share of the peak that the linear part of a layer reaches, element-wise work included.
-        attention_efficiency: attention's FLOP rate relative to the linear part's.
+        attention_efficiency: attention's FLOP rate relative to the linear part's, assumed as in :meth:`preset`.
 
     Raises:
         WlbError: naming the first value that is not positive, or of another type.
@@ -54,7 +54,7 @@ class Hardware:
     inter_node: Link
     launch_latency: float = 8.4e-6
     gemm_efficiency: float = 0.65
-    attention_efficiency: float = 0.55
+    attention_efficiency: float = 0.85
 
     def __post_init__(self) -> None:
         check_positive("peak_flops", self.peak_flops)
@@ -70,15 +70,15 @@ class Hardware:
     def preset(cls, name: str) -> Hardware:
         """A GPU by name, in nodes as its vendor builds them; ``dataclasses.replace`` changes what differs.
 
-        =======  ============  ===========  =========  ============  ===========  ==============
-        name     dense bf16    memory       GPUs/node  NVLink, GB/s  of it used   network
-        =======  ============  ===========  =========  ============  ===========  ==============
-        a100     312 TFLOP/s   81,920 MiB   8          300           12 x 20.0    HDR, 200 Gb/s
-        h100     989 TFLOP/s   81,559 MiB   8          450           18 x 20.6    NDR, 400 Gb/s
-        h200     989 TFLOP/s   143,771 MiB  8          450           18 x 20.6    NDR, 400 Gb/s
-        b200     2.25 PFLOP/s  183,359 MiB  8          900           18 x 40.1    NDR, 400 Gb/s
-        gb200    2.5 PFLOP/s   189,471 MiB  72         900           18 x 40.1    NDR, 400 Gb/s
-        =======  ============  ===========  =========  ============  ===========  ==============
+        =======  ============  ===========  =========  ============  ==========  =============  =========
+        name     dense bf16    memory       GPUs/node  NVLink, GB/s  of it used  network        attention
+        =======  ============  ===========  =========  ============  ==========  =============  =========
+        a100     312 TFLOP/s   81,920 MiB   8          300           12 x 20.0   HDR, 200 Gb/s  0.90
+        h100     989 TFLOP/s   81,559 MiB   8          450           18 x 20.6   NDR, 400 Gb/s  0.85
+        h200     989 TFLOP/s   143,771 MiB  8          450           18 x 20.6   NDR, 400 Gb/s  0.85
+        b200     2.25 PFLOP/s  183,359 MiB  8          900           18 x 40.1   NDR, 400 Gb/s  0.93
+        gb200    2.5 PFLOP/s   189,471 MiB  72         900           18 x 40.1   NDR, 400 Gb/s  0.84
+        =======  ============  ===========  =========  ============  ==========  =============  =========
 
         SXM modules; GB/s and Gb/s each way. Sources:
 
@@ -93,8 +93,12 @@ class Hardware:
           a collective, 3.4 us a hop on NVLink, 14 us a hop on the network.
         - Efficiencies are assumptions; `wlb profile` measures seconds that take their place (:func:`wlb.stage_seconds`,
           :meth:`wlb.CostModel.from_profile`). Of the peak, 65 % is what a transformer layer's matrix multiplications
-          and element-wise work reach together where the multiplications alone reach 75 to 80 %; 0.55 of that for
-          attention is flash-attn 2 on a H100, and low for flash-attn 3.
+          and element-wise work reach together where the multiplications alone reach 75 to 80 %.
+        - Attention (`attention_efficiency`, relative to those 65 %): forward and backward of causal documents of 8,192
+          tokens by :meth:`wlb.KernelModel.analytic`, which is FlashAttention-2's published rate on an A100,
+          FlashAttention-3's on a H100 and FlashAttention-4's on a B200. Documents of 2,048 tokens are at 0.83 of that,
+          those of 128K at 1.07; flash-attn 2 on a H100 reaches 0.55. A cluster with communication that nothing hides
+          has a higher ratio, since that is part of the rest: :meth:`wlb.Scenario.fitted_efficiency`.
 
         Raises:
             WlbError: there is no such name.
@@ -115,7 +119,15 @@ def presets() -> list[str]:
 
 
 def _preset(
-    name: str, *, tflops: float, mebibytes: int, gpus: int, links: int, link: float, network: float
+    name: str,
+    *,
+    tflops: float,
+    mebibytes: int,
+    gpus: int,
+    links: int,
+    link: float,
+    network: float,
+    attention: float,
 ) -> Hardware:
     """`link` in GB/s, `network` in Gb/s."""
     return Hardware(
@@ -125,18 +137,19 @@ def _preset(
         gpus_per_node=gpus,
         intra_node=Link(latency=3.4e-6, bandwidth=links * link * 1e9),
         inter_node=Link(latency=14e-6, bandwidth=0.96 * network / 8 * 1e9),
+        attention_efficiency=attention,
     )
 
 
-_HOPPER: dict[str, Any] = {"tflops": 989, "gpus": 8, "links": 18, "link": 20.6, "network": 400}
+_HOPPER: dict[str, Any] = {"tflops": 989, "gpus": 8, "links": 18, "link": 20.6, "network": 400, "attention": 0.85}
 _BLACKWELL: dict[str, Any] = {"links": 18, "link": 40.1, "network": 400}
 _PRESETS = {
     hardware.name: hardware
     for hardware in (
-        _preset("a100", tflops=312, mebibytes=81920, gpus=8, links=12, link=20.0, network=200),
+        _preset("a100", tflops=312, mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90),
         _preset("h100", mebibytes=81559, **_HOPPER),
         _preset("h200", mebibytes=143771, **_HOPPER),
-        _preset("b200", tflops=2250, mebibytes=183359, gpus=8, **_BLACKWELL),
-        _preset("gb200", tflops=2500, mebibytes=189471, gpus=72, **_BLACKWELL),
+        _preset("b200", tflops=2250, mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
+        _preset("gb200", tflops=2500, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
     )
 }

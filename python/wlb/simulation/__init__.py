@@ -1,6 +1,7 @@
 """What training takes on a cluster, under each method: `wlb.simulate`, `wlb.simulation.tune`."""
 
 from wlb._choices import Schedule
+from wlb.simulation.balance import ATTENTION_RATES
 from wlb.simulation.outcome import ATTRIBUTION, Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.run import Simulation, simulate
@@ -9,6 +10,7 @@ from wlb.simulation.tuning import KINDS, Choice, Tuning, tune
 from wlb.simulation.variants import DEFAULT, VARIANTS, Variant, defaults
 
 __all__ = [
+    "ATTENTION_RATES",
     "ATTRIBUTION",
     "DEFAULT",
     "KINDS",

@@ -24,8 +24,9 @@ from wlb._core import (
 from wlb._results import PipelineSteps, PipelineTimeline
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.step_time import data_parallel_seconds
+from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.methods import document_ids
-from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
+from wlb.simulation.outcome import ATTRIBUTION, Outcome, noise_factors
 from wlb.simulation.planner import of_size
 from wlb.simulation.reading import Reading
 from wlb.simulation.scenario import Scenario
@@ -154,16 +155,28 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Seconds of one layer's attention, forward and backward, in every group of a plan."""
+
+    slowest: Floats  # [groups, 2] on the slowest rank
+    mean: Floats  # [groups, 2] on the mean rank
+
+    def at_rate(self, rate: float) -> Attention:
+        """Were it `rate` times as fast."""
+        return Attention(self.slowest / rate, self.mean / rate)
+
+
+@dataclass(frozen=True)
 class Priced:
     """What every group of a plan takes on its ranks, on every stage of the pipeline."""
 
     seconds: Floats  # [groups, stages, 3]
     parts: dict[str, Floats]  # [groups, stages, 3] of it: what waits or communicates
     p2p: Floats  # [groups]
-    attention: Floats  # [groups, 2] of one layer, forward and backward: the slowest rank's and the mean rank's
+    attention: Attention
 
 
-def price(plan: DynamicPlan, scenario: Scenario) -> Priced:
+def attention_of_groups(plan: DynamicPlan, scenario: Scenario) -> Attention:
     """Shards the documents of every group over its ranks. O(groups), some tens of microseconds each."""
     kernel, sizes = scenario.attention, plan.cp_size
     firsts = np.cumsum(sizes) - sizes
@@ -173,10 +186,15 @@ def price(plan: DynamicPlan, scenario: Scenario) -> Priced:
             cut = shard(lengths, cp_size=size)
             of_ranks[0, first : first + size] = kernel.rank_seconds(cut, passes="forward")
             of_ranks[1, first : first + size] = kernel.rank_seconds(cut, passes="backward")
-    slowest, mean = (
-        np.maximum.reduceat(of_ranks, firsts, axis=1).T,
-        (np.add.reduceat(of_ranks, firsts, axis=1) / sizes).T,
+    return Attention(
+        slowest=np.maximum.reduceat(of_ranks, firsts, axis=1).T,
+        mean=(np.add.reduceat(of_ranks, firsts, axis=1) / sizes).T,
     )
+
+
+def price(plan: DynamicPlan, scenario: Scenario, attention: Attention) -> Priced:
+    """Every group on every stage, with the communication of its size. O(groups)."""
+    sizes = plan.cp_size
     shape = (sizes.size, scenario.layout.num_stages, 3)
     seconds, waits, exposed_cp, exposed_tp = np.zeros((4, *shape))
     p2p = np.zeros(sizes.size)
@@ -192,18 +210,18 @@ def price(plan: DynamicPlan, scenario: Scenario) -> Priced:
                 layout=layout,
             )
 
-        made = stages(slowest)
+        made = stages(attention.slowest)
         seconds[rows], exposed_cp[rows], exposed_tp[rows], p2p[rows] = (
             made.seconds,
             made.exposed_cp,
             made.exposed_tp,
             made.p2p,
         )
-        waits[rows] = np.maximum(made.seconds - stages(mean).seconds, 0.0)
+        waits[rows] = np.maximum(made.seconds - stages(attention.mean).seconds, 0.0)
     noise = noise_factors(scenario, shape)
     parts = {"cp_wait": waits, "cp_communication": exposed_cp, "tp_communication": exposed_tp}
     parts = {name: part * noise for name, part in parts.items()}
-    return Priced(seconds * noise, parts, p2p, np.stack([slowest.sum(axis=1), mean.sum(axis=1)], axis=1))
+    return Priced(seconds * noise, parts, p2p, attention)
 
 
 @dataclass(frozen=True)
@@ -216,8 +234,8 @@ class DynamicOutcome(Outcome):
     @property
     def cp_imbalance(self) -> float:
         """Attention of a group's slowest rank over its mean rank, weighted by ranks and time."""
-        slowest, mean = self.plan.cp_size @ self.priced.attention
-        return float(slowest / mean)
+        attention, sizes = self.priced.attention, self.plan.cp_size
+        return float((sizes @ attention.slowest).sum() / (sizes @ attention.mean).sum())
 
     @property
     def strategies(self) -> dict[str, int]:
@@ -240,6 +258,10 @@ class DynamicOutcome(Outcome):
         """One for each rank of a stage."""
         return "rank"
 
+    def at_attention_rate(self, rate: float) -> DynamicOutcome:
+        """See :meth:`Outcome.at_attention_rate`."""
+        return score_dynamic(self.title, self.plan, self.scenario, self.priced.attention.at_rate(rate))
+
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each rank of a stage; an op begins with its wait for the others of its group."""
         lines, layout = _lines(self.plan, self.priced, self.scenario, np.array([step])), self.scenario.layout
@@ -256,10 +278,12 @@ class DynamicOutcome(Outcome):
         ]
 
 
-def score_dynamic(title: str, plan: DynamicPlan, scenario: Scenario) -> DynamicOutcome:
+def score_dynamic(
+    title: str, plan: DynamicPlan, scenario: Scenario, attention: Attention | None = None
+) -> DynamicOutcome:
     """Times of every group on every stage, through the pipeline rank by rank, to the end of every step."""
     layout = scenario.layout
-    priced = price(plan, scenario)
+    priced = price(plan, scenario, attention or attention_of_groups(plan, scenario))
     steps = plan.micro_batches.size
     seconds, bubble, dp_wait, busy = np.zeros((4, steps))
     held = np.zeros(layout.pp)
@@ -296,7 +320,7 @@ def score_dynamic(title: str, plan: DynamicPlan, scenario: Scenario) -> DynamicO
         seconds=seconds + dp_communication,
         attribution={name: attribution[name] for name in ATTRIBUTION},
         work=work,
-        step_imbalance=heaviest * plan.micro_batches * plan.world_size / work,
+        all_balance=Balance(heaviest, work / (plan.micro_batches * plan.world_size), work),
         largest_micro_batch=int(plan.group_tokens.max()) * layout.cp,
         memory=_memory(plan, scenario, held),
         scenario=scenario,

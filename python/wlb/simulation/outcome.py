@@ -8,15 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb._results import PipelineTimeline
 from wlb.cluster.memory import RankMemory
+from wlb.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band
 from wlb.simulation.percentiles import imbalance_percentile, percentile
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.trained import Trained
-
-Floats = NDArray[np.float64]
 
 ATTRIBUTION = (
     "compute",
@@ -41,7 +39,7 @@ class Outcome(ABC):
     seconds: Floats  # [steps]
     attribution: dict[str, Floats]  # by ATTRIBUTION: [steps] seconds of the mean GPU; they add up to `seconds`
     work: Floats  # [steps] seconds of all micro-batches over all stages, waiting aside
-    step_imbalance: Floats  # [steps] seconds of the heaviest micro-batch over the mean
+    all_balance: Balance  # [steps] seconds of the heaviest micro-batch, and of the mean one
     largest_micro_batch: int  # tokens, over `layout.cp` ranks
     memory: RankMemory  # [pp] the most over all steps
     scenario: Scenario
@@ -70,6 +68,26 @@ class Outcome(ABC):
     def pipelines(self) -> str:
         """What each of :meth:`timelines` is of."""
         return "DP"
+
+    @abstractmethod
+    def at_attention_rate(self, rate: float) -> Outcome:
+        """The same plan and shards, were attention `rate` times as fast as the kernel model says."""
+
+    @cached_property
+    def swept(self) -> tuple[Swept, ...]:
+        """Times and balance at each of :data:`ATTENTION_RATES`, by which nothing was planned."""
+        graded = ((rate, self if rate == 1 else self.at_attention_rate(rate)) for rate in ATTENTION_RATES)
+        return tuple(Swept(rate, of.total_seconds, of.steady_seconds, of.balance) for rate, of in graded)
+
+    @property
+    def imbalance_band(self) -> tuple[float, float]:
+        """The least and the most that the mean imbalance is at any of these rates."""
+        return band([float(at.balance.imbalance.mean()) for at in self.swept])
+
+    @property
+    def lost_time_band(self) -> tuple[float, float]:
+        """The least and the most time lost."""
+        return band([at.balance.lost_time for at in self.swept])
 
     @abstractmethod
     def timelines(self, step: int) -> list[PipelineTimeline]:
@@ -102,7 +120,12 @@ class Outcome(ABC):
     @property
     def imbalance(self) -> Floats:
         """float64[streamed]: predicted time of the heaviest micro-batch over the mean of its step."""
-        return self.step_imbalance[: self.plan.streamed]
+        return self.balance.imbalance
+
+    @property
+    def balance(self) -> Balance:
+        """Of the steps before those at the stream's end."""
+        return self.all_balance.first(self.plan.streamed)
 
     @property
     def idle(self) -> Floats:
@@ -151,6 +174,9 @@ class Outcome(ABC):
             "micro_batch_imbalance_mean": float(imbalance.mean()),
             "micro_batch_imbalance_p95": imbalance_percentile(imbalance, 0.95),
             "micro_batch_imbalance_worst": float(imbalance.max()),
+            "micro_batch_imbalance_band": list(self.imbalance_band),
+            "lost_time_band": list(self.lost_time_band),
+            **self.balance.summary(),
             "cp_imbalance": self.cp_imbalance,
             "cp_strategies": self.strategies,
             "cp_sizes": {str(size): share for size, share in self.cp_sizes.items()},

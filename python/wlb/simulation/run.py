@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from wlb._core import Packer, batch_offsets
 from wlb._errors import error
 from wlb._results import TuneResult
+from wlb.simulation.balance import ATTENTION_RATES, band
 from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
 from wlb.simulation.methods import Setup, packer_options, tune_waiting
 from wlb.simulation.outcome import Outcome
@@ -45,6 +46,14 @@ class Simulation:
         """Throughput of a variant over the baseline's, on the same documents."""
         return self.baseline.total_seconds / self.outcomes[name].total_seconds
 
+    def speedup_band(self, name: str) -> tuple[float, float]:
+        """The least and the most of it, were attention faster or slower than assumed (:data:`ATTENTION_RATES`).
+
+        Plans and shards stay as they are: this is what they are worth by costs that they were not made by.
+        """
+        pairs = zip(self.baseline.swept, self.outcomes[name].swept, strict=True)
+        return band([before.total_seconds / after.total_seconds for before, after in pairs])
+
     def as_json(self) -> dict[str, Any]:
         """Everything in numbers, as plain JSON values."""
         return {
@@ -52,8 +61,14 @@ class Simulation:
             "max_tokens": self.scenario.limit,
             "outlier_thresholds": list(self.thresholds),
             "global_batches": self.batches,
+            "attention_rates": list(ATTENTION_RATES),
             "variants": {
-                name: {"speedup": self.speedup(name), **outcome.summary()} for name, outcome in self.outcomes.items()
+                name: {
+                    "speedup": self.speedup(name),
+                    "speedup_band": list(self.speedup_band(name)),
+                    **outcome.summary(),
+                }
+                for name, outcome in self.outcomes.items()
             },
         }
 

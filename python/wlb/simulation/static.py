@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from wlb._core import order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
 from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
-from wlb.simulation.outcome import ATTRIBUTION, Floats, Outcome, noise_factors
+from wlb.simulation.balance import Balance, Floats
+from wlb.simulation.outcome import ATTRIBUTION, Outcome, noise_factors
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.trained import Plan
 from wlb.simulation.variants import Strategy
@@ -26,6 +27,10 @@ class Sharded:
     backward: Floats  # [micro-batches, cp]
     tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
     strategies: dict[str, int]  # how many micro-batches each was chosen for
+
+    def at_attention_rate(self, rate: float) -> Sharded:
+        """The same shards, were attention `rate` times as fast."""
+        return dataclasses.replace(self, forward=self.forward / rate, backward=self.backward / rate)
 
     @property
     def imbalance(self) -> float:
@@ -101,6 +106,10 @@ class StaticOutcome(Outcome):
     def micro_batches(self) -> float:
         """Micro-batches of a rank in a step."""
         return float(self.plan.order.shape[2])
+
+    def at_attention_rate(self, rate: float) -> StaticOutcome:
+        """See :meth:`Outcome.at_attention_rate`."""
+        return score(self.title, self.plan, self.sharded.at_attention_rate(rate), self.scenario)
 
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each data-parallel replica."""
@@ -179,7 +188,7 @@ def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> Stati
         seconds=simulated.seconds + dp_communication,
         attribution={name: attribution[name] for name in ATTRIBUTION},
         work=of_micro_batches.sum(axis=1),
-        step_imbalance=of_micro_batches.max(axis=1) / of_micro_batches.mean(axis=1),
+        all_balance=Balance.of(of_micro_batches),
         largest_micro_batch=int(plan.tokens.max()),
         memory=scenario.memory(int(plan.tokens.max()), simulated.peak_activation.max(axis=(0, 1))),
         costs=costs,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb._core import CostModel
+from wlb.simulation.balance import ATTENTION_RATES, Balance
 from wlb.simulation.methods import Step, document_ids
 from wlb.simulation.percentiles import imbalance_percentile
 from wlb.simulation.stream import GlobalBatches, PieceBatches
@@ -82,10 +84,27 @@ class Plan(Trained):
         return bool(self.thresholds) or self.release == "adaptive"
 
     @property
+    def balance(self) -> Balance:
+        """Of the steps before those at the stream's end, by the packer's own costs."""
+        return Balance.of(self.costs).first(self.streamed)
+
+    @property
     def imbalance(self) -> NDArray[np.float64]:
         """float64[streamed]: the slowest micro-batch over the mean of its step."""
-        costs = self.costs[: self.streamed]
-        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+        return self.balance.imbalance
+
+    def graded(self, cost_model: CostModel, rates: Sequence[float] = ATTENTION_RATES) -> list[Balance]:
+        """Balance by costs that the packer did not use: `cost_model`'s, were attention at other rates.
+
+        Args:
+            cost_model: what the documents were packed by.
+            rates: of attention, relative to what `cost_model` has.
+        """
+        slot = self.step * self.costs.shape[1] + self.micro_batch
+        of_pieces = np.asarray(cost_model.attention_cost(self.length))
+        attention = np.bincount(slot, weights=of_pieces, minlength=self.costs.size).reshape(self.costs.shape)
+        graded = (np.maximum(self.costs + (1 / rate - 1) * attention, 0.0) for rate in rates)
+        return [Balance.of(costs).first(self.streamed) for costs in graded]
 
     def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
         """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""
@@ -95,7 +114,8 @@ class Plan(Trained):
 
     def summary(self) -> dict[str, Any]:
         """Balance, delay and planning in a few numbers, as plain JSON values."""
-        imbalance, tokens = self.imbalance, self.tokens[: self.streamed]
+        balance, tokens = self.balance, self.tokens[: self.streamed]
+        imbalance = balance.imbalance
         return {
             **super().summary(),
             "thresholds": list(self.thresholds),
@@ -103,6 +123,7 @@ class Plan(Trained):
             "imbalance_mean": float(imbalance.mean()),
             "imbalance_p95": imbalance_percentile(imbalance, 0.95),
             "imbalance_worst": float(imbalance.max()),
+            **balance.summary(),
             "memory_skew": float((tokens.max(axis=1) / tokens.mean(axis=1)).mean()),
         }
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from wlb._core import WlbError, simulate_pipeline
 from wlb._results import TunedPoint, TuneResult
+from wlb.simulation.balance import band
 from wlb.simulation.dynamic import packer_before
 from wlb.simulation.methods import packer_options, tune_waiting
 from wlb.simulation.outcome import Outcome
@@ -95,6 +96,11 @@ class Choice(Settings):
         """Iterations that a token waits, on average."""
         return self.outcome.plan.delay_mean
 
+    def speedup_band(self, baseline: Outcome) -> tuple[float, float]:
+        """The least and the most of the speed-up, as :meth:`Simulation.speedup_band`, of a long stream."""
+        pairs = zip(baseline.swept, self.outcome.swept, strict=True)
+        return band([before.steady_seconds / after.steady_seconds for before, after in pairs])
+
     def summary(self, baseline: Outcome) -> dict[str, Any]:
         """In a few numbers, as plain JSON values."""
         return {
@@ -105,6 +111,7 @@ class Choice(Settings):
             "split": self.split,
             "strategy": self.strategy,
             "speedup": baseline.steady_seconds / self.outcome.steady_seconds,
+            "speedup_band": list(self.speedup_band(baseline)),
             **self.outcome.summary(),
         }
 
