@@ -224,9 +224,9 @@ def test_nothing_to_tune_on() -> None:
 def test_recomputation_is_in_the_packers_costs() -> None:
     layout = wlb.ParallelLayout(dp=2, pp=2, recompute="full")
     efficiency = wlb.Hardware.preset("h100").attention_efficiency
-    expected = MODEL.cost_model(attention_efficiency=efficiency, recompute=True)
-    assert scenario(layout).packer_cost == expected
-    assert scenario(dataclasses.replace(layout, recompute="selective")).packer_cost == MODEL.cost_model()
+    for recompute in ("full", "selective"):
+        expected = MODEL.cost_model(attention_efficiency=efficiency, recompute=recompute == "full")
+        assert scenario(dataclasses.replace(layout, recompute=recompute)).packer_cost == expected
 
 
 def test_a_measured_linear_part_counts_where_it_is_of_this_layer(tmp_path: Path) -> None:
