@@ -16,6 +16,9 @@ pub const MAX_CUTS: i64 = 1 << 23;
 /// Iterations of a packer's stream, and of a delay: exact in any JSON reader.
 pub const MAX_ITERATION: u64 = 1 << 53;
 
+/// Levels of the queue that tuning looks for: it tries every combination of thresholds.
+pub const MAX_QUEUES: usize = 4;
+
 /// Ranks of a context-parallel group.
 pub const MAX_CP_SIZE: usize = 1 << 16;
 

@@ -1,14 +1,13 @@
 //! numpy in, numpy out.
 
 use std::ops::RangeInclusive;
+use std::str::FromStr;
 
-use numpy::{
-    Element, PyArray1, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
-};
+use numpy::{PyArray1, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt};
-use pyo3::{IntoPyObjectExt, PyClass};
 use wlb_core::Lengths;
 
 use crate::error::{raise, refuse};
@@ -77,9 +76,8 @@ pub(crate) fn integer(argument: &'static str, object: &Bound<'_, PyAny>) -> PyRe
     Err(refuse(argument, None, Some(object), problem))
 }
 
-/// One real number, if given; a bool is none, nor is a complex number.
-pub(crate) fn real(argument: &'static str, object: Option<&Bound<'_, PyAny>>, default: f64) -> PyResult<f64> {
-    let Some(object) = object else { return Ok(default) };
+/// One real number; a bool is none, nor is a complex number.
+pub(crate) fn real(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<f64> {
     let of_numpy = object.getattr("dtype").and_then(|dtype| dtype.getattr("kind")?.extract::<String>());
     let is_real = !object.is_instance_of::<PyBool>() && of_numpy.map_or(true, |kind| "iuf".contains(&kind));
     match object.extract() {
@@ -88,7 +86,7 @@ pub(crate) fn real(argument: &'static str, object: Option<&Bound<'_, PyAny>>, de
     }
 }
 
-/// One whole number that counts something; below zero is left to the core to refuse by name and range.
+/// One whole number in a range.
 pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i64, maximum: i64) -> PyResult<usize> {
     let value = integer(argument, object)?;
     if (minimum..=maximum).contains(&value) {
@@ -97,32 +95,35 @@ pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i
     Err(raise(wlb_core::Error::OutOfRange { argument, value, minimum, maximum }))
 }
 
-/// A size from 1 to 2^31 - 1.
+/// A number of things, from 1 to `most`.
+pub(crate) fn count(argument: &'static str, object: &Bound<'_, PyAny>, most: usize) -> PyResult<usize> {
+    size(argument, object, 1, most as i64)
+}
+
+/// A number of tokens, from 1 to 2^31 - 1.
 pub(crate) fn positive(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
     size(argument, object, 1, wlb_core::limits::MAX_TOKENS).map(|tokens| tokens as i32)
 }
 
-/// A new array that owns `values`.
-pub(crate) fn array<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<T>> {
-    PyArray1::from_vec(py, values)
+/// A number of iterations, 0 or above.
+pub(crate) fn iterations(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<u64> {
+    size(argument, object, 0, i64::MAX).map(|iterations| iterations as u64)
 }
 
-/// How an object is made again from its pickle: what to call, and with what.
-pub(crate) type Pickled<'py, Arguments> = (Bound<'py, PyAny>, Arguments);
-
-/// Of an object that `owner` gives: that call of its method.
-pub(crate) fn as_call<'py, Owner: IntoPyObjectExt<'py>, Arguments>(
-    py: Python<'py>,
-    owner: Owner,
-    method: &str,
-    arguments: Arguments,
-) -> PyResult<Pickled<'py, Arguments>> {
-    Ok((owner.into_bound_py_any(py)?.getattr(method)?, arguments))
+/// Integers that fit into int32.
+pub(crate) fn narrow(argument: &'static str, object: &Bound<'_, PyAny>, requirement: &str) -> PyResult<Vec<i32>> {
+    let narrow = |(index, value): (usize, i64)| {
+        i32::try_from(value).map_err(|_| {
+            let value = value.into_bound_py_any(object.py()).ok();
+            refuse(argument, Some(index), value.as_ref(), requirement)
+        })
+    };
+    integers(argument, object)?.into_iter().enumerate().map(narrow).collect()
 }
 
-/// Of an object that is all in a JSON text: `_from_json` of its class, with that.
-pub(crate) fn as_json<'py, T: PyClass>(object: &Bound<'py, T>, json: String) -> PyResult<Pickled<'py, (String,)>> {
-    Ok((object.as_any().get_type().getattr("_from_json")?, (json,)))
+/// One of the choices that the core has under a name.
+pub(crate) fn choice<T: FromStr<Err = wlb_core::Error>>(name: &str) -> PyResult<T> {
+    name.parse().map_err(raise)
 }
 
 /// Any array or sequence with so many dimensions, as a numpy array of whatever dtype numpy gives it.

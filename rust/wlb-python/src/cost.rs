@@ -1,13 +1,14 @@
 //! `wlb.CostModel` and `wlb.pairs`.
 
-use std::hash::{Hash, Hasher};
-
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Passes};
+use wlb_core::Lengths;
+use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask};
 
-use crate::convert::{Pickled, array, as_json, floats, integer, positive, read_lengths, real};
+use crate::arguments;
+use crate::convert::{choice, integer};
 use crate::error::raise;
+use crate::plain::{Array, hashed_by, pickled_as_json, properties};
 use crate::profile::read_profile;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -37,20 +38,24 @@ pub(crate) fn mask(causal: bool) -> Mask {
 #[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
 
-impl Hash for CostModel {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.to_json().hash(state);
-    }
+hashed_by!(CostModel: |cost| cost.0.to_json());
+pickled_as_json!(CostModel(Model));
+
+properties! {
+    CostModel:
+    /// Whether pairs are counted under a causal mask.
+    causal: bool = |cost| cost.0.mask() == Mask::Causal;
 }
 
 #[pymethods]
 impl CostModel {
     #[new]
     #[pyo3(signature = (*, attention, linear, causal = true))]
-    fn new(attention: &Bound<'_, PyAny>, linear: &Bound<'_, PyAny>, causal: bool) -> PyResult<Self> {
-        let [attention, linear] =
-            [("attention", attention), ("linear", linear)].map(|(name, rate)| real(name, Some(rate), 0.0));
-        let (attention, linear) = (attention?, linear?);
+    fn new(
+        #[pyo3(from_py_with = arguments::attention)] attention: f64,
+        #[pyo3(from_py_with = arguments::linear)] linear: f64,
+        causal: bool,
+    ) -> PyResult<Self> {
         Model::analytic(attention, linear, mask(causal)).map(Self).map_err(raise)
     }
 
@@ -74,36 +79,33 @@ impl CostModel {
     /// Raises:
     ///     WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
     #[staticmethod]
-    #[pyo3(
-        signature = (*, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads = None, vocab_size,
-                     head_dim = None, gated_ffn = true, experts_per_token = None, attention_efficiency = None,
-                     flops_per_second = None, passes = "forward_backward", recompute = false, causal = true),
-        text_signature = "(*, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads=None, vocab_size, \
-                          head_dim=None, gated_ffn=True, experts_per_token=1, attention_efficiency=1.0, \
-                          flops_per_second=1.0, passes='forward_backward', recompute=False, causal=True)"
-    )]
+    #[pyo3(signature = (
+        *, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads = None, vocab_size, head_dim = None,
+        gated_ffn = true, experts_per_token = 1, attention_efficiency = 1.0, flops_per_second = 1.0,
+        passes = "forward_backward", recompute = false, causal = true,
+    ))]
     #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn from_flops(
-        hidden_size: &Bound<'_, PyAny>,
-        ffn_hidden_size: &Bound<'_, PyAny>,
-        num_layers: &Bound<'_, PyAny>,
-        num_heads: &Bound<'_, PyAny>,
-        num_kv_heads: Option<&Bound<'_, PyAny>>,
-        vocab_size: &Bound<'_, PyAny>,
-        head_dim: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::hidden_size)] hidden_size: i32,
+        #[pyo3(from_py_with = arguments::ffn_hidden_size)] ffn_hidden_size: i64,
+        #[pyo3(from_py_with = arguments::num_layers)] num_layers: i64,
+        #[pyo3(from_py_with = arguments::num_heads)] num_heads: i64,
+        #[pyo3(from_py_with = arguments::optional::num_kv_heads)] num_kv_heads: Option<i64>,
+        #[pyo3(from_py_with = arguments::vocab_size)] vocab_size: i64,
+        #[pyo3(from_py_with = arguments::optional::head_dim)] head_dim: Option<i64>,
         gated_ffn: bool,
-        experts_per_token: Option<&Bound<'_, PyAny>>,
-        attention_efficiency: Option<&Bound<'_, PyAny>>,
-        flops_per_second: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::experts_per_token)] experts_per_token: i64,
+        #[pyo3(from_py_with = arguments::attention_efficiency)] attention_efficiency: f64,
+        #[pyo3(from_py_with = arguments::flops_per_second)] flops_per_second: f64,
         passes: &str,
         recompute: bool,
         causal: bool,
     ) -> PyResult<Self> {
-        let hidden_size = i64::from(positive("hidden_size", hidden_size)?);
-        let num_heads = i64::from(positive("num_heads", num_heads)?);
+        let hidden_size = i64::from(hidden_size);
         let head_dim = match head_dim {
-            Some(head_dim) => integer("head_dim", head_dim)?,
-            None if hidden_size % num_heads == 0 => hidden_size / num_heads,
+            Some(head_dim) => head_dim,
+            // Fewer heads than one the core refuses by name.
+            None if num_heads < 1 || hidden_size % num_heads == 0 => hidden_size / num_heads.max(1),
             None => {
                 let (argument, requirement) = ("head_dim", "num_heads does not divide hidden_size: pass head_dim");
                 return Err(raise(wlb_core::Error::Combination { argument, requirement }));
@@ -111,17 +113,17 @@ impl CostModel {
         };
         Model::from_flops(&FlopsOptions {
             hidden_size,
-            ffn_hidden_size: integer("ffn_hidden_size", ffn_hidden_size)?,
-            num_layers: integer("num_layers", num_layers)?,
+            ffn_hidden_size,
+            num_layers,
             num_heads,
-            num_kv_heads: num_kv_heads.map_or(Ok(num_heads), |heads| integer("num_kv_heads", heads))?,
+            num_kv_heads: num_kv_heads.unwrap_or(num_heads),
             head_dim,
-            vocab_size: integer("vocab_size", vocab_size)?,
+            vocab_size,
             gated_ffn,
-            experts_per_token: experts_per_token.map_or(Ok(1), |experts| integer("experts_per_token", experts))?,
-            attention_efficiency: real("attention_efficiency", attention_efficiency, 1.0)?,
-            flops_per_second: real("flops_per_second", flops_per_second, 1.0)?,
-            passes: passes.parse::<Passes>().map_err(raise)?,
+            experts_per_token,
+            attention_efficiency,
+            flops_per_second,
+            passes: choice(passes)?,
             recompute,
             mask: mask(causal),
         })
@@ -144,15 +146,12 @@ impl CostModel {
     #[staticmethod]
     #[pyo3(signature = (lengths, *, attention_seconds, linear_seconds, causal = true))]
     fn from_tables(
-        lengths: &Bound<'_, PyAny>,
-        attention_seconds: &Bound<'_, PyAny>,
-        linear_seconds: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::attention_seconds)] attention_seconds: Vec<f64>,
+        #[pyo3(from_py_with = arguments::linear_seconds)] linear_seconds: Vec<f64>,
         causal: bool,
     ) -> PyResult<Self> {
-        let lengths = read_lengths("lengths", lengths)?;
-        let attention = floats("attention_seconds", attention_seconds)?;
-        let linear = floats("linear_seconds", linear_seconds)?;
-        Model::from_tables(&lengths, &attention, &linear, mask(causal)).map(Self).map_err(raise)
+        Model::from_tables(&lengths, &attention_seconds, &linear_seconds, mask(causal)).map(Self).map_err(raise)
     }
 
     /// Cost from a measured profile: a JSON file, or the name of one that came with wlb.
@@ -166,9 +165,8 @@ impl CostModel {
     #[staticmethod]
     #[pyo3(signature = (path_or_name, *, passes = "forward_backward"))]
     fn from_profile(path_or_name: &Bound<'_, PyAny>, passes: &str) -> PyResult<Self> {
-        let passes = passes.parse::<Passes>().map_err(raise)?;
-        let json = read_profile(path_or_name)?;
-        Model::from_profile(&json, passes).map(Self).map_err(raise)
+        let passes = choice(passes)?;
+        Model::from_profile(&read_profile(path_or_name)?, passes).map(Self).map_err(raise)
     }
 
     /// Cost of each document.
@@ -178,43 +176,25 @@ impl CostModel {
     ///
     /// Returns:
     ///     float64[n].
-    fn cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
-        let lengths = read_lengths("lengths", lengths)?;
+    fn cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
-        Ok(array(py, self.0.costs(&lengths)))
+        Ok(Array(self.0.costs(&lengths)))
     }
 
     /// The part of :meth:`cost` that grows with the pairs. float64[n].
-    fn attention_cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
-        let lengths = read_lengths("lengths", lengths)?;
+    fn attention_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
-        Ok(array(py, lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
+        Ok(Array(lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
     }
 
     /// The part of :meth:`cost` that grows with the tokens. float64[n].
-    fn linear_cost<'py>(&self, py: Python<'py>, lengths: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
-        let lengths = read_lengths("lengths", lengths)?;
+    fn linear_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
-        Ok(array(py, lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
-    }
-
-    /// Whether pairs are counted under a causal mask.
-    #[getter]
-    fn causal(&self) -> bool {
-        self.0.mask() == Mask::Causal
+        Ok(Array(lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
     }
 
     fn __repr__(&self) -> String {
         format!("CostModel({})", self.0.to_json())
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
-        as_json(slf, slf.get().0.to_json())
-    }
-
-    #[staticmethod]
-    fn _from_json(json: &str) -> PyResult<Self> {
-        Model::from_json(json).map(Self).map_err(raise)
     }
 }
 
@@ -235,10 +215,10 @@ fn pairs<'py>(py: Python<'py>, lengths: &Bound<'py, PyAny>, causal: bool) -> PyR
     let mask = mask(causal);
     if lengths.hasattr("__index__")? && !lengths.hasattr("__len__")? {
         let length = integer("lengths", lengths)?;
-        let one = wlb_core::Lengths::new("lengths", &[length]).map_err(raise)?;
+        let one = Lengths::new("lengths", &[length]).map_err(raise)?;
         return Ok(mask.pairs(one[0]).into_pyobject(py)?.into_any());
     }
-    let lengths = read_lengths("lengths", lengths)?;
     // At most 2^62.
-    Ok(array(py, lengths.iter().map(|&length| mask.pairs(length) as i64).collect()).into_any())
+    let pairs = arguments::lengths(lengths)?.iter().map(|&length| mask.pairs(length) as i64).collect();
+    Ok(PyArray1::from_vec(py, pairs).into_any())
 }

@@ -1,19 +1,19 @@
 //! `wlb.plan_dynamic_cp`.
 
-use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
-use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyIterator, PyTuple};
+use pyo3::types::{PyIterator, PyRange};
+use wlb_core::Lengths;
 use wlb_core::dynamic_cp::{self as core, Communication, DynamicCpOptions};
-use wlb_core::limits::{MAX_MICRO_BATCHES, MAX_STAGES, MAX_WORLD_SIZE};
 
-use crate::convert::{Pickled, array, as_call, as_json, integers, positive, read_lengths, real, size};
+use crate::arguments;
+use crate::convert::size;
 use crate::cost::CostModel;
 use crate::error::raise;
-use crate::packing::item;
+use crate::packing::{cu_seqlens, item};
+use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
 use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -67,57 +67,49 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// 1,024 documents on.
 #[pyfunction]
 #[pyo3(signature = (
-    lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = None, max_cp_size = None,
-    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = None, cp_seconds_per_exchange = None,
-    cp_overlap = None, p2p_seconds = None, micro_batch_seconds = None, ids = None,
-), text_signature = "(lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages=1, max_cp_size=None, \
-    num_micro_batches=None, min_micro_batches=None, max_micro_batches=None, cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_overlap=1.0, \
-    p2p_seconds=0.0, micro_batch_seconds=0.0, ids=None)")]
+    lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = 1, max_cp_size = None,
+    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
+    cp_seconds_per_exchange = 0.0, cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
+))]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 fn plan_dynamic_cp(
     py: Python<'_>,
-    lengths: &Bound<'_, PyAny>,
-    world_size: &Bound<'_, PyAny>,
-    num_stages: &Bound<'_, PyAny>,
-    max_tokens_per_rank: &Bound<'_, PyAny>,
-    cost_model: &Bound<'_, CostModel>,
-    num_virtual_stages: Option<&Bound<'_, PyAny>>,
-    max_cp_size: Option<&Bound<'_, PyAny>>,
-    num_micro_batches: Option<&Bound<'_, PyAny>>,
-    min_micro_batches: Option<&Bound<'_, PyAny>>,
-    max_micro_batches: Option<&Bound<'_, PyAny>>,
-    cp_seconds_per_token: Option<&Bound<'_, PyAny>>,
-    cp_seconds_per_exchange: Option<&Bound<'_, PyAny>>,
-    cp_overlap: Option<&Bound<'_, PyAny>>,
-    p2p_seconds: Option<&Bound<'_, PyAny>>,
-    micro_batch_seconds: Option<&Bound<'_, PyAny>>,
-    ids: Option<&Bound<'_, PyAny>>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
+    #[pyo3(from_py_with = arguments::max_tokens_per_rank)] max_tokens_per_rank: i32,
+    cost_model: &CostModel,
+    #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
+    #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
+    #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::optional::min_micro_batches)] min_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::optional::max_micro_batches)] max_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::cp_seconds_per_token)] cp_seconds_per_token: f64,
+    #[pyo3(from_py_with = arguments::cp_seconds_per_exchange)] cp_seconds_per_exchange: f64,
+    #[pyo3(from_py_with = arguments::cp_overlap)] cp_overlap: f64,
+    #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
+    #[pyo3(from_py_with = arguments::micro_batch_seconds)] micro_batch_seconds: f64,
+    #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
 ) -> PyResult<DynamicCpPlan> {
-    let count = |name, value: Option<&Bound<'_, PyAny>>, most: usize| {
-        value.map(|value| size(name, value, 1, most as i64)).transpose()
-    };
     let options = DynamicCpOptions {
-        world_size: size("world_size", world_size, 1, MAX_WORLD_SIZE as i64)?,
-        num_stages: size("num_stages", num_stages, 1, MAX_STAGES as i64)?,
-        num_virtual_stages: count("num_virtual_stages", num_virtual_stages, MAX_STAGES)?.unwrap_or(1),
-        max_tokens_per_rank: positive("max_tokens_per_rank", max_tokens_per_rank)?,
-        max_cp_size: count("max_cp_size", max_cp_size, MAX_WORLD_SIZE)?,
-        num_micro_batches: count("num_micro_batches", num_micro_batches, MAX_MICRO_BATCHES)?,
-        min_micro_batches: count("min_micro_batches", min_micro_batches, MAX_MICRO_BATCHES)?,
-        max_micro_batches: count("max_micro_batches", max_micro_batches, MAX_MICRO_BATCHES)?,
+        world_size,
+        num_stages,
+        num_virtual_stages,
+        max_tokens_per_rank,
+        max_cp_size,
+        num_micro_batches,
+        min_micro_batches,
+        max_micro_batches,
         communication: Communication {
-            seconds_per_exchange: real("cp_seconds_per_exchange", cp_seconds_per_exchange, 0.0)?,
-            seconds_per_token: real("cp_seconds_per_token", cp_seconds_per_token, 0.0)?,
-            overlap: real("cp_overlap", cp_overlap, 1.0)?,
+            seconds_per_exchange: cp_seconds_per_exchange,
+            seconds_per_token: cp_seconds_per_token,
+            overlap: cp_overlap,
         },
-        p2p_seconds: real("p2p_seconds", p2p_seconds, 0.0)?,
-        micro_batch_seconds: real("micro_batch_seconds", micro_batch_seconds, 0.0)?,
+        p2p_seconds,
+        micro_batch_seconds,
     };
-    let lengths = read_lengths("lengths", lengths)?;
-    let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
-    let cost_model = &cost_model.get().0;
-    let plan = run(py, lengths.len().max(options.world_size), || {
-        core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, cost_model)
+    let plan = run(py, lengths.len().max(world_size), || {
+        core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, &cost_model.0)
     })?;
     Ok(DynamicCpPlan(Arc::new(plan.map_err(raise)?)))
 }
@@ -129,11 +121,8 @@ fn plan_dynamic_cp(
 #[derive(Clone, PartialEq)]
 pub(crate) struct DynamicCpPlan(Arc<core::DynamicCpPlan>);
 
-impl Hash for DynamicCpPlan {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.digest().hash(state);
-    }
-}
+hashed_by!(DynamicCpPlan: |plan| plan.0.digest());
+pickled_as_json!(DynamicCpPlan(core::DynamicCpPlan));
 
 impl DynamicCpPlan {
     fn micro_batch(&self, index: usize) -> DynamicMicroBatch {
@@ -141,101 +130,51 @@ impl DynamicCpPlan {
     }
 
     /// A value for each micro-batch and rank.
-    fn table<'py, T: numpy::Element + Copy>(
-        &self,
-        py: Python<'py>,
-        value: impl Fn(usize) -> T,
-    ) -> PyResult<Bound<'py, PyArray2<T>>> {
+    fn table<T: Copy>(&self, value: impl Fn(usize) -> T) -> Table<T> {
         let plan = &self.0;
         let of_group = |group: usize| std::iter::repeat_n(value(group), plan.groups[group].cp_size as usize);
         let values = (0..plan.groups.len()).flat_map(of_group).collect();
-        array(py, values).reshape([plan.num_micro_batches(), plan.world_size])
+        Table(values, [plan.num_micro_batches(), plan.world_size])
     }
+}
+
+properties! {
+    DynamicCpPlan:
+    /// Ranks of a pipeline stage, DP times CP.
+    world_size: usize = |plan| plan.0.world_size;
+    /// Pipeline stages.
+    num_stages: usize = |plan| plan.0.num_stages;
+    /// Parts of the model on each stage.
+    num_virtual_stages: usize = |plan| plan.0.num_virtual_stages;
+    /// Most tokens that a rank was allowed in a micro-batch.
+    max_tokens_per_rank: i32 = |plan| plan.0.max_tokens_per_rank;
+    /// Micro-batches of the step, ``m``, the same on every rank; also ``len()``.
+    num_micro_batches: usize = |plan| plan.0.num_micro_batches();
+    /// The micro-batches in the order in which they run, a tuple of :class:`DynamicMicroBatch`.
+    micro_batches: Tuple<DynamicMicroBatch> = |plan| {
+        Tuple((0..plan.0.num_micro_batches()).map(|index| plan.micro_batch(index)).collect())
+    };
+    /// Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a group wait for one another.
+    seconds: f64 = |plan| plan.0.seconds;
+    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried and at least ``min_micro_batches`` (if ``num_micro_batches``
+    /// was given, exactly as many). Proved from the work, the filling and draining of the pipeline, and the paths around the longest documents.
+    lower_bound: f64 = |plan| plan.0.lower_bound;
+    /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
+    balanced_seconds: f64 = |plan| plan.0.balanced_seconds;
+    /// The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each: a tuple of pairs. An estimate
+    /// from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the time if short documents could be divided at
+    /// will, already more than that of the best.
+    sweep: Tuple<(usize, f64)> = |plan| Tuple(plan.0.sweep.clone());
+    /// int32[m, world_size]: ranks of the group of each rank.
+    cp_sizes: Table<i32> = |plan| plan.table(|group| plan.0.groups[group].cp_size as i32);
+    /// int64[m, world_size]: most tokens of each rank; the ranks of a group differ by at most one.
+    tokens_per_rank: Table<i64> = |plan| plan.table(|group| plan.0.tokens_per_rank(group));
+    /// float64[m, world_size]: seconds of each rank through the whole model, forward and backward.
+    rank_seconds: Table<f64> = |plan| plan.table(|group| plan.0.groups[group].seconds);
 }
 
 #[pymethods]
 impl DynamicCpPlan {
-    /// Ranks of a pipeline stage, DP times CP.
-    #[getter]
-    fn world_size(&self) -> usize {
-        self.0.world_size
-    }
-
-    /// Pipeline stages.
-    #[getter]
-    fn num_stages(&self) -> usize {
-        self.0.num_stages
-    }
-
-    /// Parts of the model on each stage.
-    #[getter]
-    fn num_virtual_stages(&self) -> usize {
-        self.0.num_virtual_stages
-    }
-
-    /// Most tokens that a rank was allowed in a micro-batch.
-    #[getter]
-    fn max_tokens_per_rank(&self) -> i32 {
-        self.0.max_tokens_per_rank
-    }
-
-    /// Micro-batches of the step, ``m``, the same on every rank; also ``len()``.
-    #[getter]
-    fn num_micro_batches(&self) -> usize {
-        self.0.num_micro_batches()
-    }
-
-    /// The micro-batches in the order in which they run, a tuple of :class:`DynamicMicroBatch`.
-    #[getter]
-    fn micro_batches<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, (0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)))
-    }
-
-    /// Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a group wait for one another.
-    #[getter]
-    fn seconds(&self) -> f64 {
-        self.0.seconds
-    }
-
-    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried and at least ``min_micro_batches`` (if ``num_micro_batches``
-    /// was given, exactly as many). Proved from the work, the filling and draining of the pipeline, and the paths around the longest documents.
-    #[getter]
-    fn lower_bound(&self) -> f64 {
-        self.0.lower_bound
-    }
-
-    /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
-    #[getter]
-    fn balanced_seconds(&self) -> f64 {
-        self.0.balanced_seconds
-    }
-
-    /// The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each: a tuple of pairs. An estimate
-    /// from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the time if short documents could be divided at
-    /// will, already more than that of the best.
-    #[getter]
-    fn sweep<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, &self.0.sweep)
-    }
-
-    /// int32[m, world_size]: ranks of the group of each rank.
-    #[getter]
-    fn cp_sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
-        self.table(py, |group| self.0.groups[group].cp_size as i32)
-    }
-
-    /// int64[m, world_size]: most tokens of each rank; the ranks of a group differ by at most one.
-    #[getter]
-    fn tokens_per_rank<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
-        self.table(py, |group| self.0.tokens_per_rank(group))
-    }
-
-    /// float64[m, world_size]: seconds of each rank through the whole model, forward and backward.
-    #[getter]
-    fn rank_seconds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<f64>>> {
-        self.table(py, |group| self.0.groups[group].seconds)
-    }
-
     /// Hex hash of which documents run when and where: equal on two ranks iff their plans are equal. O(documents + groups).
     fn digest(&self) -> String {
         self.0.digest()
@@ -250,7 +189,7 @@ impl DynamicCpPlan {
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        self.micro_batches(py)?.try_iter()
+        self.micro_batches().into_pyobject(py)?.try_iter()
     }
 
     fn __repr__(&self) -> String {
@@ -264,15 +203,6 @@ impl DynamicCpPlan {
             plan.documents.len(),
             plan.seconds,
         )
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
-        as_json(slf, slf.get().0.to_json())
-    }
-
-    #[staticmethod]
-    fn _from_json(json: &str) -> PyResult<Self> {
-        core::DynamicCpPlan::from_json(json).map(|plan| Self(Arc::new(plan))).map_err(raise)
     }
 }
 
@@ -295,14 +225,18 @@ impl DynamicMicroBatch {
     }
 }
 
+properties! {
+    DynamicMicroBatch:
+    /// The groups in the order of their ranks, which are all ranks: a tuple of :class:`CpGroup`. A group may be empty.
+    groups: Tuple<CpGroup> = |batch| Tuple(batch.range().map(|group| batch.group(group)).collect());
+    /// Seconds of its slowest group through the whole model, forward and backward.
+    seconds: f64 = |batch| batch.plan.0.groups[batch.range()].iter().map(|group| group.seconds).fold(0.0, f64::max);
+    /// Tokens of all its groups.
+    tokens: i64 = |batch| batch.range().map(|group| batch.plan.0.tokens(group)).sum();
+}
+
 #[pymethods]
 impl DynamicMicroBatch {
-    /// The groups in the order of their ranks, which are all ranks: a tuple of :class:`CpGroup`. A group may be empty.
-    #[getter]
-    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.range().map(|group| self.group(group)))
-    }
-
     /// The group that a rank of the stage belongs to.
     ///
     /// Raises:
@@ -310,18 +244,6 @@ impl DynamicMicroBatch {
     fn group_of(&self, rank: &Bound<'_, PyAny>) -> PyResult<CpGroup> {
         let rank = size("rank", rank, 0, self.plan.0.world_size as i64 - 1)?;
         Ok(self.group(self.plan.0.group_of(self.index, rank)))
-    }
-
-    /// Seconds of its slowest group through the whole model, forward and backward.
-    #[getter]
-    fn seconds(&self) -> f64 {
-        self.plan.0.groups[self.range()].iter().map(|group| group.seconds).fold(0.0, f64::max)
-    }
-
-    /// Tokens of all its groups.
-    #[getter]
-    fn tokens(&self) -> i64 {
-        self.range().map(|group| self.plan.0.tokens(group)).sum()
     }
 
     fn __len__(&self) -> usize {
@@ -334,7 +256,7 @@ impl DynamicMicroBatch {
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        self.groups(py)?.try_iter()
+        self.groups().into_pyobject(py)?.try_iter()
     }
 
     fn __repr__(&self) -> String {
@@ -344,8 +266,8 @@ impl DynamicMicroBatch {
     }
 
     /// A pickle holds the whole plan: to send several micro-batches of one, send that.
-    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickled<'py, (usize,)>> {
-        as_call(py, self.plan.clone(), "__getitem__", (self.index,))
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickle<'py, (usize,)>> {
+        pickled_as_part(py, self.plan.clone(), "__getitem__", (self.index,))
     }
 }
 
@@ -383,78 +305,37 @@ impl PartialEq for CpGroup {
     }
 }
 
-impl Hash for CpGroup {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.first_rank(), self.cp_size(), self.documents()).hash(state);
-    }
+hashed_by!(CpGroup: |group| (group.first_rank(), group.cp_size(), group.documents()));
+
+properties! {
+    CpGroup:
+    /// First of its ranks, a multiple of ``cp_size``.
+    first_rank: u32 = |group| group.group().first_rank;
+    /// Number of ranks, a power of two; also ``len()``.
+    cp_size: u32 = |group| group.group().cp_size;
+    /// int64[k]: the documents, in order of arrival.
+    document_ids: Array<&[i64]> = |group| Array(group.documents());
+    /// int32[k]: tokens of each document.
+    lengths: Array<&[i32]> = |group| Array(group.document_lengths());
+    /// int32[k + 1]: where each document begins in the packed sequence, then its length.
+    cu_seqlens: Array<Vec<i32>> = |group| Array(cu_seqlens(group.document_lengths().iter().copied()));
+    /// Tokens of the longest document; 0 without documents.
+    max_seqlen: i32 = |group| group.document_lengths().iter().copied().max().unwrap_or(0);
+    /// Tokens of all documents.
+    tokens: i64 = |group| group.plan().tokens(group.group);
+    /// Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
+    tokens_per_rank: i64 = |group| group.plan().tokens_per_rank(group.group);
+    /// Predicted time through the whole model, forward and backward, on each of its ranks.
+    seconds: f64 = |group| group.group().seconds;
 }
 
 #[pymethods]
 impl CpGroup {
-    /// First of its ranks, a multiple of ``cp_size``.
-    #[getter]
-    fn first_rank(&self) -> u32 {
-        self.group().first_rank
-    }
-
-    /// Number of ranks, a power of two; also ``len()``.
-    #[getter]
-    fn cp_size(&self) -> u32 {
-        self.group().cp_size
-    }
-
     /// The ranks of the stage that it is made of.
     #[getter]
-    fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+    fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyRange>> {
         let ranks = self.group().ranks();
-        py.import("builtins")?.getattr("range")?.call1((ranks.start, ranks.end))
-    }
-
-    /// int64[k]: the documents, in order of arrival.
-    #[getter]
-    fn document_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        PyArray1::from_slice(py, self.documents())
-    }
-
-    /// int32[k]: tokens of each document.
-    #[getter]
-    fn lengths<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, self.document_lengths())
-    }
-
-    /// int32[k + 1]: where each document begins in the packed sequence, then its length.
-    #[getter]
-    fn cu_seqlens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        let mut total = 0;
-        let ends = self.document_lengths().iter().map(|length| {
-            total += length;
-            total
-        });
-        array(py, std::iter::once(0).chain(ends).collect())
-    }
-
-    /// Tokens of the longest document; 0 without documents.
-    #[getter]
-    fn max_seqlen(&self) -> i32 {
-        self.document_lengths().iter().copied().max().unwrap_or(0)
-    }
-
-    /// Tokens of all documents.
-    #[getter]
-    fn tokens(&self) -> i64 {
-        self.plan().tokens(self.group)
-    }
-
-    /// Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
-    #[getter]
-    fn tokens_per_rank(&self) -> i64 {
-        self.plan().tokens_per_rank(self.group)
-    }
-
-    /// Predicted time through the whole model, forward and backward, on each of its ranks.
-    #[getter]
-    fn seconds(&self) -> f64 {
-        self.group().seconds
+        PyRange::new(py, ranks.start as isize, ranks.end as isize)
     }
 
     fn __len__(&self) -> usize {
@@ -471,7 +352,7 @@ impl CpGroup {
     }
 
     /// A pickle holds the whole plan: to send several groups of one, send that.
-    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickled<'py, (u32,)>> {
-        as_call(py, self.micro_batch.clone(), "group_of", (self.first_rank(),))
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickle<'py, (u32,)>> {
+        pickled_as_part(py, self.micro_batch.clone(), "group_of", (self.first_rank(),))
     }
 }

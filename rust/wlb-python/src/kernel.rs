@@ -1,17 +1,16 @@
 //! `wlb.KernelModel`.
 
-use std::hash::{Hash, Hasher};
-
-use numpy::PyArray1;
 use pyo3::prelude::*;
-use wlb_core::cost::{Mask, Passes};
-use wlb_core::sharding::kernel::{Generation, KernelModel as Model};
+use wlb_core::Lengths;
+use wlb_core::cost::Mask;
+use wlb_core::sharding::kernel::KernelModel as Model;
 
-use crate::convert::{Pickled, array, as_json, integer, read_lengths};
+use crate::arguments;
+use crate::convert::choice;
 use crate::cost::mask;
 use crate::error::raise;
+use crate::plain::{Array, hashed_by, pickled_as_json, properties};
 use crate::profile::read_profile;
-use crate::shard::Shard;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<KernelModel>()
@@ -26,10 +25,23 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[derive(PartialEq)]
 pub(crate) struct KernelModel(pub(crate) Model);
 
-impl Hash for KernelModel {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.to_json().hash(state);
-    }
+hashed_by!(KernelModel: |kernel| kernel.0.to_json());
+pickled_as_json!(KernelModel(Model));
+
+properties! {
+    KernelModel:
+    /// Where the numbers come from: "measured: (GPU) (kernel)" or "analytic: (generation)".
+    source: &str = |kernel| &kernel.0.description().source;
+    /// Whether queries attend only to keys before them.
+    causal: bool = |kernel| kernel.0.mask() == Mask::Causal;
+    /// Query heads of one GPU.
+    num_heads: i64 = |kernel| kernel.0.description().num_heads;
+    /// Key and value heads of one GPU, as measured.
+    num_kv_heads: i64 = |kernel| kernel.0.description().num_kv_heads;
+    /// Width of a head.
+    head_dim: i64 = |kernel| kernel.0.description().head_dim;
+    /// Queries that a thread block computes at a time; segments are padded to it.
+    tile: i64 = |kernel| kernel.0.description().tile;
 }
 
 #[pymethods]
@@ -44,8 +56,10 @@ impl KernelModel {
     ///     WlbError: no such profile, or a malformed one; says where in the file.
     #[staticmethod]
     #[pyo3(signature = (path_or_name, *, num_heads = None))]
-    fn from_profile(path_or_name: &Bound<'_, PyAny>, num_heads: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
-        let num_heads = num_heads.map(|heads| integer("num_heads", heads)).transpose()?;
+    fn from_profile(
+        path_or_name: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::optional::num_heads)] num_heads: Option<i64>,
+    ) -> PyResult<Self> {
         let json = read_profile(path_or_name)?;
         let model = Model::from_profile(&json).map_err(raise)?;
         num_heads.map_or(Ok(model.clone()), |heads| model.with_num_heads(heads)).map(Self).map_err(raise)
@@ -66,16 +80,13 @@ impl KernelModel {
     #[pyo3(signature = (generation, *, num_heads, num_kv_heads = None, head_dim, causal = true))]
     fn analytic(
         generation: &str,
-        num_heads: &Bound<'_, PyAny>,
-        num_kv_heads: Option<&Bound<'_, PyAny>>,
-        head_dim: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::num_heads)] num_heads: i64,
+        #[pyo3(from_py_with = arguments::optional::num_kv_heads)] num_kv_heads: Option<i64>,
+        #[pyo3(from_py_with = arguments::head_dim)] head_dim: i64,
         causal: bool,
     ) -> PyResult<Self> {
-        let generation: Generation = generation.parse().map_err(raise)?;
-        let num_heads = integer("num_heads", num_heads)?;
-        let num_kv_heads = num_kv_heads.map_or(Ok(num_heads), |heads| integer("num_kv_heads", heads))?;
-        let head_dim = integer("head_dim", head_dim)?;
-        Model::analytic(generation, num_heads, num_kv_heads, head_dim, mask(causal)).map(Self).map_err(raise)
+        let num_kv_heads = num_kv_heads.unwrap_or(num_heads);
+        Model::analytic(choice(generation)?, num_heads, num_kv_heads, head_dim, mask(causal)).map(Self).map_err(raise)
     }
 
     /// Latency of segments, one by one, in a call that fills the GPU.
@@ -91,75 +102,14 @@ impl KernelModel {
     /// Raises:
     ///     WlbError: a length out of range, or more queries than keys.
     #[pyo3(signature = (query_lengths, key_lengths, *, passes = "forward_backward"))]
-    fn segment_seconds<'py>(
+    fn segment_seconds(
         &self,
-        py: Python<'py>,
-        query_lengths: &Bound<'py, PyAny>,
-        key_lengths: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = arguments::query_lengths)] query_lengths: Lengths,
+        #[pyo3(from_py_with = arguments::key_lengths)] key_lengths: Lengths,
         passes: &str,
-    ) -> PyResult<Bound<'py, PyArray1<f64>>> {
-        let passes = passes.parse::<Passes>().map_err(raise)?;
-        let queries = read_lengths("query_lengths", query_lengths)?;
-        let keys = read_lengths("key_lengths", key_lengths)?;
-        Ok(array(py, self.0.segments_seconds(&queries, &keys, passes).map_err(raise)?))
-    }
-
-    /// Latency of each rank's attention call: the sum of its segments, and a constant for the launch.
-    ///
-    /// Args:
-    ///     shard: of the same mask.
-    ///     passes: "forward", "backward" or "forward_backward" (their sum).
-    ///
-    /// Returns:
-    ///     float64[cp_size], seconds; 0 for a rank without tokens.
-    ///
-    /// Raises:
-    ///     WlbError: a shard of another mask.
-    #[pyo3(signature = (shard, *, passes = "forward_backward"))]
-    fn rank_seconds<'py>(
-        &self,
-        py: Python<'py>,
-        shard: &Bound<'py, Shard>,
-        passes: &str,
-    ) -> PyResult<Bound<'py, PyArray1<f64>>> {
-        let passes = passes.parse::<Passes>().map_err(raise)?;
-        Ok(array(py, self.0.rank_seconds(&shard.get().plan, passes).map_err(raise)?))
-    }
-
-    /// Where the numbers come from: "measured: (GPU) (kernel)" or "analytic: (generation)".
-    #[getter]
-    fn source(&self) -> &str {
-        &self.0.description().source
-    }
-
-    /// Whether queries attend only to keys before them.
-    #[getter]
-    fn causal(&self) -> bool {
-        self.0.mask() == Mask::Causal
-    }
-
-    /// Query heads of one GPU.
-    #[getter]
-    fn num_heads(&self) -> i64 {
-        self.0.description().num_heads
-    }
-
-    /// Key and value heads of one GPU, as measured.
-    #[getter]
-    fn num_kv_heads(&self) -> i64 {
-        self.0.description().num_kv_heads
-    }
-
-    /// Width of a head.
-    #[getter]
-    fn head_dim(&self) -> i64 {
-        self.0.description().head_dim
-    }
-
-    /// Queries that a thread block computes at a time; segments are padded to it.
-    #[getter]
-    fn tile(&self) -> i64 {
-        self.0.description().tile
+    ) -> PyResult<Array<Vec<f64>>> {
+        let seconds = self.0.segments_seconds(&query_lengths, &key_lengths, choice(passes)?);
+        seconds.map(Array).map_err(raise)
     }
 
     fn __repr__(&self) -> String {
@@ -169,14 +119,5 @@ impl KernelModel {
             self.source(),
             self.0.description().causal
         )
-    }
-
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
-        as_json(slf, slf.get().0.to_json())
-    }
-
-    #[staticmethod]
-    fn _from_json(json: &str) -> PyResult<Self> {
-        Model::from_json(json).map(Self).map_err(raise)
     }
 }

@@ -14,6 +14,7 @@ use wlb_core::pipeline::Schedule;
 use wlb_core::sharding::kernel::Generation;
 use wlb_core::sharding::{Remainder, Strategy};
 
+mod arguments;
 mod convert;
 mod cost;
 mod dynamic_cp;
@@ -22,10 +23,10 @@ mod kernel;
 mod packer;
 mod packing;
 mod pipeline;
+mod plain;
 mod profile;
 mod results;
 mod run;
-mod shard;
 mod sharding;
 mod tune;
 
@@ -46,7 +47,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     packing::register(module)?;
     packer::register(module)?;
     tune::register(module)?;
-    shard::register(module)?;
     kernel::register(module)?;
     sharding::register(module)?;
     pipeline::register(module)?;

@@ -2,22 +2,21 @@
 
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
-use wlb_core::limits::MAX_MICRO_BATCHES;
-use wlb_core::packing::stream::{
-    ADAPTIVE_MAX_DELAY, DELAY_PRICE, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StreamMethod,
-};
+use pyo3::types::PyDict;
+use wlb_core::Lengths;
+use wlb_core::packing::stream::{OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StreamMethod};
 
-use crate::convert::{Pickled, integer, integers, positive, read_lengths, real, size};
+use crate::arguments;
+use crate::convert::choice;
 use crate::cost::CostModel;
-use crate::error::{BacklogWarning, StateError, raise, refuse};
+use crate::error::{BacklogWarning, StateError, raise};
 use crate::packing::Packing;
+use crate::plain::{Pickle, Tuple, properties};
 use crate::results::answer;
 use crate::run::{DETACH_FROM, handling_signals, run};
 
@@ -184,6 +183,51 @@ impl Drop for Turn<'_> {
     }
 }
 
+properties! {
+    Packer:
+    /// Tokens that the next push may bring so that :meth:`bounds` hold; :meth:`admits` says it for documents. O(pending).
+    room: i64 = |packer| packer.lock().room();
+    /// Documents (or pieces of split ones) that were pushed and not yet emitted.
+    pending: usize = |packer| packer.lock().pending();
+    /// Tokens that were pushed and not yet emitted; O(pending).
+    pending_tokens: i64 = |packer| packer.lock().pending_tokens();
+    /// Tokens that did not fit and go first in the next iteration; O(carried).
+    carried_tokens: i64 = |packer| packer.lock().carried_tokens();
+    /// Iterations that the oldest pending document has waited; 0 if none is pending. O(pending).
+    oldest_wait: u64 = |packer| packer.lock().oldest_wait();
+    /// Documents that wait in each level; one level with "adaptive".
+    queued: Tuple<usize> = |packer| Tuple(packer.lock().queue().levels().iter().map(|level| level.len()).collect());
+    /// Documents that did not fit and go first in the next iteration.
+    carried: usize = |packer| packer.lock().carried().len();
+    /// Global batches packed so far.
+    iteration: u64 = |packer| packer.lock().iteration();
+    /// Micro-batches of a global batch.
+    num_micro_batches: usize = |packer| packer.lock().config().num_micro_batches;
+    /// Most tokens of a micro-batch.
+    max_tokens: i32 = |packer| packer.lock().config().max_tokens;
+    /// Longest document.
+    max_document_tokens: i32 = |packer| packer.lock().config().max_document_tokens;
+    /// Where the levels of the queue begin: tokens, ascending.
+    outlier_thresholds: Tuple<i32> = |packer| Tuple(packer.lock().config().outlier_thresholds.clone());
+    /// Which waiting documents join a batch: "fifo" or "adaptive".
+    release: &'static str = |packer| packer.lock().config().release.as_str();
+    /// What waiting costs with "adaptive"; ``None`` with "fifo".
+    delay_price: Option<f64> = |packer| packer.lock().config().delay_price;
+    /// What happens to a document over ``max_document_tokens``: "error", "split" or "truncate".
+    oversize: &'static str = |packer| packer.lock().config().oversize.as_str();
+    /// What a push does after which too much waits: "warn" or "error".
+    on_backlog: &'static str = |packer| packer.on_backlog.as_str();
+    /// Iterations after which a waiting document is released; ``None``: no limit.
+    max_delay: Option<u64> = |packer| packer.lock().config().max_delay;
+    /// How what leaves is placed: "var_length" or "refined".
+    method: &'static str = |packer| packer.lock().config().method.as_str();
+    /// What documents cost.
+    cost_model: CostModel = |packer| CostModel(packer.lock().config().cost_model.clone());
+    /// Hex hash of the configuration, all but ``num_micro_batches``, and of every change of the cost model: equal if and only
+    /// if the same documents gave, and will give, the same plans.
+    fingerprint: String = |packer| packer.lock().fingerprint();
+}
+
 #[pymethods]
 impl Packer {
     #[new]
@@ -197,31 +241,26 @@ impl Packer {
     )]
     #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn new(
-        num_micro_batches: &Bound<'_, PyAny>,
-        max_tokens: &Bound<'_, PyAny>,
-        cost_model: &Bound<'_, CostModel>,
-        outlier_thresholds: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+        #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+        cost_model: &CostModel,
+        #[pyo3(from_py_with = arguments::optional::outlier_thresholds)] outlier_thresholds: Option<Vec<i32>>,
         release: &str,
-        delay_price: Option<&Bound<'_, PyAny>>,
-        max_delay: Option<&Bound<'_, PyAny>>,
-        max_document_tokens: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::optional::delay_price)] delay_price: Option<f64>,
+        #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
+        #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
         oversize: &str,
         method: &str,
         on_backlog: &str,
     ) -> PyResult<Self> {
-        let thresholds = outlier_thresholds.map_or(Ok(Vec::new()), thresholds)?;
-        let release: Release = release.parse().map_err(raise)?;
+        let release: Release = choice(release)?;
         let packer = Core::new(PackerConfig {
-            outlier_thresholds: thresholds,
-            release,
-            delay_price: match delay_price {
-                Some(_) => Some(real("delay_price", delay_price, DELAY_PRICE)?),
-                None => (release == Release::Adaptive).then_some(DELAY_PRICE),
-            },
-            oversize: oversize.parse().map_err(raise)?,
+            outlier_thresholds: outlier_thresholds.unwrap_or_default(),
+            delay_price: delay_price.or(release.default_price()),
+            oversize: choice(oversize)?,
             ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
         });
-        Ok(Self::new_from(packer.map_err(raise)?, on_backlog.parse().map_err(raise)?))
+        Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
     }
 
     /// The packer that :meth:`state_dict` saved, configuration included.
@@ -236,7 +275,7 @@ impl Packer {
     #[pyo3(signature = (state, on_backlog = "warn"))]
     fn from_state_dict(state: &Bound<'_, PyAny>, on_backlog: &str) -> PyResult<Self> {
         let core = Core::load(&to_json(state)?).map_err(raise)?;
-        Ok(Self::new_from(core, on_backlog.parse().map_err(raise)?))
+        Ok(Self::new_from(core, choice(on_backlog)?))
     }
 
     /// A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a state.
@@ -275,31 +314,25 @@ impl Packer {
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
     /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
-    #[pyo3(signature = (lengths, ids = None, *, starts = None, min_step_tokens = None),
-           text_signature = "($self, lengths, ids=None, *, starts=None, min_step_tokens=0)")]
+    #[pyo3(signature = (lengths, ids = None, *, starts = None, min_step_tokens = 0))]
     fn push(
         &self,
         py: Python<'_>,
-        lengths: &Bound<'_, PyAny>,
-        ids: Option<&Bound<'_, PyAny>>,
-        starts: Option<&Bound<'_, PyAny>>,
-        min_step_tokens: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
+        #[pyo3(from_py_with = arguments::optional::starts)] starts: Option<Vec<i32>>,
+        #[pyo3(from_py_with = arguments::min_step_tokens)] min_step_tokens: i64,
     ) -> PyResult<Packing> {
-        let lengths = read_lengths("lengths", lengths)?;
-        let ids = ids.map(|ids| integers("ids", ids)).transpose()?;
-        let starts =
-            starts.map(|starts| narrow("starts", starts, "a document has at most 2147483647 tokens")).transpose()?;
-        let min_step_tokens = min_step_tokens.map_or(Ok(0), |tokens| integer("min_step_tokens", tokens))?;
         let push = |core: &mut Core| {
             let (ids, starts) = (ids.as_deref(), starts.as_deref());
             core.push_pieces(&Push { ids, starts, min_step_tokens, ..Push::new(&lengths) })
         };
-        let plan = if self.is_watched(lengths.iter().map(|&length| i64::from(length)).sum()) {
+        let packing = if self.is_watched(lengths.iter().map(|&length| i64::from(length)).sum()) {
             self.change_within_bounds(py, self.pieces(&lengths), push)
         } else {
             self.change(py, self.pieces(&lengths), push)?.map_err(raise)
         };
-        plan.map(|plan| Packing(Arc::new(plan)))
+        packing.map(Packing::from)
     }
 
     /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
@@ -317,9 +350,8 @@ impl Packer {
     ///     WlbError: wrong lengths.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
-    fn admits(&self, lengths: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let lengths = read_lengths("lengths", lengths)?;
-        Ok(self.lock().admits(&lengths))
+    fn admits(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> usize {
+        self.lock().admits(&lengths)
     }
 
     /// What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
@@ -332,18 +364,12 @@ impl Packer {
         answer!(py, "Bounds", { tokens: bounds.tokens, delay: bounds.delay, drain: bounds.drain })
     }
 
-    /// Tokens that the next push may bring so that :meth:`bounds` hold; :meth:`admits` says it for documents. O(pending).
-    #[getter]
-    fn room(&self) -> i64 {
-        self.lock().room()
-    }
-
     /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too.
     ///
     /// Returns:
     ///     Packing; empty if nothing waits. Its ``assignment`` is empty.
     fn drain(&self, py: Python<'_>) -> PyResult<Packing> {
-        Ok(Packing(Arc::new(self.change(py, 0, Core::drain)?)))
+        self.change(py, 0, Core::drain).map(Packing::from)
     }
 
     /// Empties everything at the end of the stream, in as many global batches as it takes.
@@ -351,118 +377,7 @@ impl Packer {
     /// Returns:
     ///     list[Packing]; empty if nothing was pending.
     fn flush(&self, py: Python<'_>) -> PyResult<Vec<Packing>> {
-        let plans = self.change(py, 0, Core::flush)?;
-        Ok(plans.into_iter().map(|plan| Packing(Arc::new(plan))).collect())
-    }
-
-    /// Documents (or pieces of split ones) that were pushed and not yet emitted.
-    #[getter]
-    fn pending(&self) -> usize {
-        self.lock().pending()
-    }
-
-    /// Tokens that were pushed and not yet emitted; O(pending).
-    #[getter]
-    fn pending_tokens(&self) -> i64 {
-        self.lock().pending_tokens()
-    }
-
-    /// Tokens that did not fit and go first in the next iteration; O(carried).
-    #[getter]
-    fn carried_tokens(&self) -> i64 {
-        self.lock().carried_tokens()
-    }
-
-    /// Iterations that the oldest pending document has waited; 0 if none is pending. O(pending).
-    #[getter]
-    fn oldest_wait(&self) -> u64 {
-        self.lock().oldest_wait()
-    }
-
-    /// Documents that wait in each level; one level with "adaptive".
-    #[getter]
-    fn queued<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let levels: Vec<usize> = self.lock().queue().levels().iter().map(|level| level.len()).collect();
-        PyTuple::new(py, levels)
-    }
-
-    /// Documents that did not fit and go first in the next iteration.
-    #[getter]
-    fn carried(&self) -> usize {
-        self.lock().carried().len()
-    }
-
-    /// Global batches packed so far.
-    #[getter]
-    fn iteration(&self) -> u64 {
-        self.lock().iteration()
-    }
-
-    /// Micro-batches of a global batch.
-    #[getter]
-    fn num_micro_batches(&self) -> usize {
-        self.lock().config().num_micro_batches
-    }
-
-    /// Most tokens of a micro-batch.
-    #[getter]
-    fn max_tokens(&self) -> i32 {
-        self.lock().config().max_tokens
-    }
-
-    /// Longest document.
-    #[getter]
-    fn max_document_tokens(&self) -> i32 {
-        self.lock().config().max_document_tokens
-    }
-
-    /// Where the levels of the queue begin: tokens, ascending.
-    #[getter]
-    fn outlier_thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let thresholds = self.lock().config().outlier_thresholds.clone();
-        PyTuple::new(py, thresholds)
-    }
-
-    /// Which waiting documents join a batch: "fifo" or "adaptive".
-    #[getter]
-    fn release(&self) -> &'static str {
-        self.lock().config().release.as_str()
-    }
-
-    /// What waiting costs with "adaptive"; ``None`` with "fifo".
-    #[getter]
-    fn delay_price(&self) -> Option<f64> {
-        self.lock().config().delay_price
-    }
-
-    /// What happens to a document over ``max_document_tokens``: "error", "split" or "truncate".
-    #[getter]
-    fn oversize(&self) -> &'static str {
-        self.lock().config().oversize.as_str()
-    }
-
-    /// What a push does after which too much waits: "warn" or "error".
-    #[getter]
-    fn on_backlog(&self) -> &'static str {
-        self.on_backlog.as_str()
-    }
-
-    /// Iterations after which a waiting document is released; ``None``: no limit.
-    #[getter]
-    fn max_delay(&self) -> Option<u64> {
-        self.lock().config().max_delay
-    }
-
-    /// How what leaves is placed: "var_length" or "refined".
-    #[getter]
-    fn method(&self) -> &'static str {
-        self.lock().config().method.as_str()
-    }
-
-    /// What documents cost.
-    #[getter]
-    fn cost_model(&self) -> CostModel {
-        CostModel(self.lock().config().cost_model.clone())
+        Ok(self.change(py, 0, Core::flush)?.into_iter().map(Packing::from).collect())
     }
 
     /// Packs by other costs from the next push on.
@@ -479,17 +394,9 @@ impl Packer {
     ///
     /// Raises:
     ///     WlbError: sums of such costs could overflow. The packer is unchanged.
-    #[pyo3(text_signature = "($self, cost_model)")]
-    fn set_cost_model(&self, py: Python<'_>, cost_model: &Bound<'_, CostModel>) -> PyResult<()> {
-        let cost_model = cost_model.get().0.clone();
+    fn set_cost_model(&self, py: Python<'_>, cost_model: &CostModel) -> PyResult<()> {
+        let cost_model = cost_model.0.clone();
         self.change(py, 0, |core| core.set_cost_model(cost_model))?.map_err(raise)
-    }
-
-    /// Hex hash of the configuration, all but ``num_micro_batches``, and of every change of the cost model: equal if and only if the
-    /// same documents gave, and will give, the same plans.
-    #[getter]
-    fn fingerprint(&self) -> String {
-        self.lock().fingerprint()
     }
 
     /// Balance, delay and memory since the stream began.
@@ -513,7 +420,7 @@ impl Packer {
             memory_skew_worst: metrics.memory_skew_worst(),
             length_fallbacks: metrics.length_fallbacks,
             carried_over: metrics.carried_over,
-            _delays: PyTuple::new(py, metrics.delays().collect::<Vec<_>>())?,
+            _delays: Tuple(metrics.delays().collect()),
         })
     }
 
@@ -567,7 +474,7 @@ impl Packer {
         self.copy()
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (Bound<'py, PyAny>, &'static str)>> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickle<'py, (Bound<'py, PyAny>, &'static str)>> {
         let packer = slf.get();
         Ok((slf.get_type().getattr("from_state_dict")?, (packer.state_dict(slf.py())?, packer.on_backlog())))
     }
@@ -576,46 +483,25 @@ impl Packer {
 /// The configuration that a packer and its tuning share.
 pub(crate) fn config(
     release: Release,
-    num_micro_batches: &Bound<'_, PyAny>,
-    max_tokens: &Bound<'_, PyAny>,
-    cost_model: &Bound<'_, CostModel>,
-    max_delay: Option<&Bound<'_, PyAny>>,
-    max_document_tokens: Option<&Bound<'_, PyAny>>,
+    num_micro_batches: usize,
+    max_tokens: i32,
+    cost_model: &CostModel,
+    max_delay: Option<u64>,
+    max_document_tokens: Option<i32>,
     method: &str,
 ) -> PyResult<PackerConfig> {
-    let max_tokens = positive("max_tokens", max_tokens)?;
     Ok(PackerConfig {
-        num_micro_batches: size("num_micro_batches", num_micro_batches, 1, MAX_MICRO_BATCHES as i64)?,
+        num_micro_batches,
         max_tokens,
-        max_document_tokens: max_document_tokens
-            .map_or(Ok(max_tokens), |limit| positive("max_document_tokens", limit))?,
+        max_document_tokens: max_document_tokens.unwrap_or(max_tokens),
         oversize: Oversize::default(),
         outlier_thresholds: Vec::new(),
         release,
         delay_price: None,
-        method: method.parse().map_err(raise)?,
-        max_delay: match max_delay {
-            Some(delay) => Some(size("max_delay", delay, 0, i64::MAX)? as u64),
-            None => (release == Release::Adaptive).then_some(ADAPTIVE_MAX_DELAY),
-        },
-        cost_model: cost_model.get().0.clone(),
+        method: choice(method)?,
+        max_delay: max_delay.or(release.default_max_delay()),
+        cost_model: cost_model.0.clone(),
     })
-}
-
-/// Thresholds as the core takes them; whether they ascend, it checks itself.
-fn thresholds(object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
-    narrow("outlier_thresholds", object, "thresholds are int32")
-}
-
-/// Integers that fit into int32.
-fn narrow(argument: &'static str, object: &Bound<'_, PyAny>, requirement: &str) -> PyResult<Vec<i32>> {
-    let narrow = |(index, value): (usize, i64)| {
-        i32::try_from(value).map_err(|_| {
-            let value = value.into_bound_py_any(object.py()).ok();
-            refuse(argument, Some(index), value.as_ref(), requirement)
-        })
-    };
-    integers(argument, object)?.into_iter().enumerate().map(narrow).collect()
 }
 
 /// The JSON text of a state. What JSON cannot hold is no state.

@@ -1,18 +1,19 @@
 //! `wlb.pack`, `wlb.Packing`, and what turns a stream into global batches.
 
-use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyIterator, PyTuple};
-use wlb_core::limits::MAX_MICRO_BATCHES;
-use wlb_core::packing::{self as core, self as stream, Leftover, Method, Piece};
+use pyo3::types::PyIterator;
+use wlb_core::Lengths;
+use wlb_core::packing::{self as core, Method, Piece};
 
-use crate::convert::{Pickled, array, as_call, as_json, integer, integers, positive, read_lengths, size};
+use crate::arguments;
+use crate::convert::choice;
 use crate::cost::CostModel;
 use crate::error::raise;
+use crate::plain::{Array, Pickle, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
 use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -56,51 +57,40 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need do.
 /// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on. Ctrl-C ends it within half a second.
 #[pyfunction]
-#[pyo3(
-    signature = (
-        lengths, *, num_micro_batches, max_tokens, cost_model, method = "var_length", window = None, multiple_of = None,
-        leftover = "error"
-    ),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, method='var_length', window=1, multiple_of=1, \
-                      leftover='error')"
-)]
+#[pyo3(signature = (
+    lengths, *, num_micro_batches, max_tokens, cost_model, method = "var_length", window = 1, multiple_of = 1,
+    leftover = "error",
+))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn pack(
     py: Python<'_>,
-    lengths: &Bound<'_, PyAny>,
-    num_micro_batches: Option<&Bound<'_, PyAny>>,
-    max_tokens: &Bound<'_, PyAny>,
-    cost_model: &Bound<'_, CostModel>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    cost_model: &CostModel,
     method: &str,
-    window: Option<&Bound<'_, PyAny>>,
-    multiple_of: Option<&Bound<'_, PyAny>>,
+    #[pyo3(from_py_with = arguments::window)] window: usize,
+    #[pyo3(from_py_with = arguments::multiple_of)] multiple_of: usize,
     leftover: &str,
 ) -> PyResult<Packing> {
-    let most = MAX_MICRO_BATCHES as i64;
-    let whole = num_micro_batches.is_none();
-    let multiple_of = multiple_of.map_or(Ok(1), |multiple| size("multiple_of", multiple, 1, most))?;
-    if !whole && multiple_of != 1 {
+    if num_micro_batches.is_some() && multiple_of != 1 {
         let requirement = "a multiple other than 1 needs num_micro_batches=None";
         return Err(raise(wlb_core::Error::Combination { argument: "multiple_of", requirement }));
     }
     let options = core::PackOptions {
-        num_micro_batches: num_micro_batches.map_or(Ok(1), |number| size("num_micro_batches", number, 1, most))?,
-        max_tokens: positive("max_tokens", max_tokens)?,
-        method: method.parse().map_err(raise)?,
-        window: window.map_or(Ok(1), |window| size("window", window, 1, most))?,
-        leftover: leftover.parse::<Leftover>().map_err(raise)?,
+        num_micro_batches: num_micro_batches.unwrap_or(1),
+        max_tokens,
+        method: choice(method)?,
+        window,
+        leftover: choice(leftover)?,
     };
-    let lengths = read_lengths("lengths", lengths)?;
-    let cost_model = &cost_model.get().0;
-    let micro_batches = options.num_micro_batches.saturating_mul(options.window);
-    let plan = run(py, lengths.len().saturating_add(micro_batches), || {
-        if whole {
-            core::pack_whole(&lengths, multiple_of, &options, cost_model)
-        } else {
-            core::pack(&lengths, &options, cost_model)
-        }
-    })?;
-    Ok(Packing(Arc::new(plan.map_err(raise)?)))
+    let micro_batches = options.num_micro_batches.saturating_mul(window);
+    run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
+        None => core::pack_whole(&lengths, multiple_of, &options, &cost_model.0),
+        Some(_) => core::pack(&lengths, &options, &cost_model.0),
+    })?
+    .map(Packing::from)
+    .map_err(raise)
 }
 
 /// The micro-batches of one global batch: plain data that can be printed, compared, pickled and sent.
@@ -110,10 +100,46 @@ fn pack(
 #[derive(Clone, PartialEq)]
 pub(crate) struct Packing(pub(crate) Arc<core::Packing>);
 
-impl Hash for Packing {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.digest().hash(state);
-    }
+hashed_by!(Packing: |packing| packing.0.digest());
+pickled_as_json!(Packing(core::Packing));
+
+properties! {
+    Packing:
+    /// How it was made: a method of :func:`pack`, or "assignment".
+    method: &'static str = |packing| packing.0.method.map_or("assignment", Method::as_str);
+    /// Number of micro-batches, ``M``; also ``len()``.
+    num_micro_batches: usize = |packing| packing.0.num_micro_batches();
+    /// Most tokens that a micro-batch was allowed.
+    max_tokens: i32 = |packing| packing.0.max_tokens;
+    /// Global batches that were packed together: step ``i`` trains the ``i``-th ``M / window`` micro-batches.
+    window: usize = |packing| packing.0.window;
+    /// Tokens of all micro-batches.
+    num_tokens: i64 = |packing| packing.0.num_tokens();
+    /// The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal.
+    micro_batches: Tuple<MicroBatch> = |packing| {
+        Tuple((0..packing.0.num_micro_batches()).map(|index| packing.micro_batch(index)).collect())
+    };
+    /// int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or split).
+    /// Empty for what :meth:`Packer.flush` returns.
+    assignment: Array<&[i32]> = |packing| Array(&packing.0.assignment);
+    /// int64[M]: tokens of each micro-batch.
+    tokens: Array<&[i64]> = |packing| Array(&packing.0.tokens);
+    /// float64[M]: cost of each micro-batch, in the cost model's unit.
+    costs: Array<&[f64]> = |packing| Array(&packing.0.costs);
+    /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
+    /// ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
+    leftover: Array<Vec<i64>> = |packing| Array(ids(&packing.0.leftover));
+    /// int32[l]: where in its document each left-over piece begins; 0 but for documents that were cut.
+    leftover_starts: Array<Vec<i32>> = |packing| Array(starts(&packing.0.leftover));
+    /// int32[l]: tokens of each left-over piece.
+    leftover_lengths: Array<Vec<i32>> = |packing| Array(piece_lengths(&packing.0.leftover));
+    /// ``max cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is placed.
+    imbalance: f64 = |packing| packing.0.imbalance();
+    /// No packing of the placed documents has a smaller maximum cost: ``max(total cost / M, largest document)``.
+    lower_bound: f64 = |packing| packing.0.lower_bound();
+    /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
+    /// is the cost of the last document put into the heaviest micro-batch.
+    length_fallbacks: usize = |packing| packing.0.length_fallbacks;
 }
 
 #[pymethods]
@@ -130,113 +156,15 @@ impl Packing {
     #[staticmethod]
     #[pyo3(signature = (lengths, assignment, *, num_micro_batches, max_tokens, cost_model))]
     fn from_assignment(
-        lengths: &Bound<'_, PyAny>,
-        assignment: &Bound<'_, PyAny>,
-        num_micro_batches: &Bound<'_, PyAny>,
-        max_tokens: &Bound<'_, PyAny>,
-        cost_model: &Bound<'_, CostModel>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::assignment)] assignment: Vec<i64>,
+        #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+        #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+        cost_model: &CostModel,
     ) -> PyResult<Self> {
-        let plan = core::Packing::from_assignment(
-            &read_lengths("lengths", lengths)?,
-            &integers("assignment", assignment)?,
-            size("num_micro_batches", num_micro_batches, 1, MAX_MICRO_BATCHES as i64)?,
-            positive("max_tokens", max_tokens)?,
-            &cost_model.get().0,
-        );
-        Ok(Self(Arc::new(plan.map_err(raise)?)))
-    }
-
-    /// How it was made: a method of :func:`pack`, or "assignment".
-    #[getter]
-    fn method(&self) -> &'static str {
-        self.0.method.map_or("assignment", Method::as_str)
-    }
-
-    /// Number of micro-batches, ``M``; also ``len()``.
-    #[getter]
-    fn num_micro_batches(&self) -> usize {
-        self.0.num_micro_batches()
-    }
-
-    /// Most tokens that a micro-batch was allowed.
-    #[getter]
-    fn max_tokens(&self) -> i32 {
-        self.0.max_tokens
-    }
-
-    /// Global batches that were packed together: step ``i`` trains the ``i``-th ``M / window`` micro-batches.
-    #[getter]
-    fn window(&self) -> usize {
-        self.0.window
-    }
-
-    /// Tokens of all micro-batches.
-    #[getter]
-    fn num_tokens(&self) -> i64 {
-        self.0.num_tokens()
-    }
-
-    /// The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal.
-    #[getter]
-    fn micro_batches<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, (0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)))
-    }
-
-    /// int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or split).
-    /// Empty for what :meth:`Packer.flush` returns.
-    #[getter]
-    fn assignment<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.0.assignment)
-    }
-
-    /// int64[M]: tokens of each micro-batch.
-    #[getter]
-    fn tokens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        PyArray1::from_slice(py, &self.0.tokens)
-    }
-
-    /// float64[M]: cost of each micro-batch, in the cost model's unit.
-    #[getter]
-    fn costs<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
-        PyArray1::from_slice(py, &self.0.costs)
-    }
-
-    /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
-    /// ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
-    #[getter]
-    fn leftover<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        array(py, ids(&self.0.leftover))
-    }
-
-    /// int32[l]: where in its document each left-over piece begins; 0 but for documents that were cut.
-    #[getter]
-    fn leftover_starts<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        array(py, starts(&self.0.leftover))
-    }
-
-    /// int32[l]: tokens of each left-over piece.
-    #[getter]
-    fn leftover_lengths<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        array(py, piece_lengths(&self.0.leftover))
-    }
-
-    /// ``max cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is placed.
-    #[getter]
-    fn imbalance(&self) -> f64 {
-        self.0.imbalance()
-    }
-
-    /// No packing of the placed documents has a smaller maximum cost: ``max(total cost / M, largest document)``.
-    #[getter]
-    fn lower_bound(&self) -> f64 {
-        self.0.lower_bound()
-    }
-
-    /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
-    /// is the cost of the last document put into the heaviest micro-batch.
-    #[getter]
-    fn length_fallbacks(&self) -> usize {
-        self.0.length_fallbacks
+        core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, &cost_model.0)
+            .map(Self::from)
+            .map_err(raise)
     }
 
     /// Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents).
@@ -254,17 +182,20 @@ impl Packing {
     ///
     /// Raises:
     ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step.
-    fn deal<'py>(&self, py: Python<'py>, dp_size: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let value = integer("dp_size", dp_size)?;
+    fn deal<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::dp_size)] dp_size: i64,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let (window, per_step) = (self.0.window, self.0.num_micro_batches() / self.0.window);
-        let dp_size = usize::try_from(value)
-            .map_err(|_| raise(wlb_core::Error::Indivisible { argument: "dp_size", value, total: per_step }))?;
-        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(dp_size))?.map_err(raise)?;
-        let dealt = array(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
-        Ok(if window == 1 {
-            dealt.reshape([dp_size, per_step / dp_size])?.into_any()
-        } else {
-            dealt.reshape([window, dp_size, per_step / dp_size])?.into_any()
+        let ranks = usize::try_from(dp_size).map_err(|_| {
+            raise(wlb_core::Error::Indivisible { argument: "dp_size", value: dp_size, total: per_step })
+        })?;
+        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(ranks))?.map_err(raise)?;
+        let dealt = PyArray1::from_vec(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
+        Ok(match window {
+            1 => dealt.reshape([ranks, per_step / ranks])?.into_any(),
+            _ => dealt.reshape([window, ranks, per_step / ranks])?.into_any(),
         })
     }
 
@@ -277,7 +208,7 @@ impl Packing {
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        self.micro_batches(py)?.try_iter()
+        self.micro_batches().into_pyobject(py)?.try_iter()
     }
 
     fn __repr__(&self) -> String {
@@ -291,14 +222,11 @@ impl Packing {
             self.0.leftover.len(),
         )
     }
+}
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickled<'py, (String,)>> {
-        as_json(slf, slf.get().0.to_json())
-    }
-
-    #[staticmethod]
-    fn _from_json(json: &str) -> PyResult<Self> {
-        core::Packing::from_json(json).map(|plan| Self(Arc::new(plan))).map_err(raise)
+impl From<core::Packing> for Packing {
+    fn from(packing: core::Packing) -> Self {
+        Self(Arc::new(packing))
     }
 }
 
@@ -328,62 +256,33 @@ impl PartialEq for MicroBatch {
     }
 }
 
-impl Hash for MicroBatch {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.pieces().iter().for_each(|piece| (piece.id, piece.start, piece.length).hash(state));
-    }
+hashed_by!(MicroBatch: |batch| (ids(batch.pieces()), starts(batch.pieces()), piece_lengths(batch.pieces())));
+
+properties! {
+    MicroBatch:
+    /// int64[k]: the documents; one that was cut may stand here with only a part.
+    document_ids: Array<Vec<i64>> = |batch| Array(ids(batch.pieces()));
+    /// int32[k]: where in its document each piece begins; 0 for whole documents.
+    starts: Array<Vec<i32>> = |batch| Array(starts(batch.pieces()));
+    /// int32[k]: tokens of each piece.
+    lengths: Array<Vec<i32>> = |batch| Array(piece_lengths(batch.pieces()));
+    /// int32[k + 1]: where each piece begins in the packed sequence, then its length.
+    cu_seqlens: Array<Vec<i32>> = |batch| Array(cu_seqlens(batch.pieces().iter().map(|piece| piece.length)));
+    /// Tokens of the micro-batch.
+    tokens: i64 = |batch| batch.packing.0.tokens[batch.index];
+    /// Cost of the micro-batch, in the cost model's unit.
+    cost: f64 = |batch| batch.packing.0.costs[batch.index];
 }
 
 #[pymethods]
 impl MicroBatch {
-    /// int64[k]: the documents; one that was cut may stand here with only a part.
-    #[getter]
-    fn document_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        array(py, ids(self.pieces()))
-    }
-
-    /// int32[k]: where in its document each piece begins; 0 for whole documents.
-    #[getter]
-    fn starts<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        array(py, starts(self.pieces()))
-    }
-
-    /// int32[k]: tokens of each piece.
-    #[getter]
-    fn lengths<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        array(py, piece_lengths(self.pieces()))
-    }
-
-    /// int32[k + 1]: where each piece begins in the packed sequence, then its length.
-    #[getter]
-    fn cu_seqlens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        let mut total = 0;
-        let ends = self.pieces().iter().map(|piece| {
-            total += piece.length;
-            total
-        });
-        array(py, std::iter::once(0).chain(ends).collect())
-    }
-
-    /// Tokens of the micro-batch.
-    #[getter]
-    fn tokens(&self) -> i64 {
-        self.packing.0.tokens[self.index]
-    }
-
-    /// Cost of the micro-batch, in the cost model's unit.
-    #[getter]
-    fn cost(&self) -> f64 {
-        self.packing.0.costs[self.index]
-    }
-
     fn __len__(&self) -> usize {
         self.pieces().len()
     }
 
     /// A pickle holds the whole packing: to send several micro-batches of one, send that.
-    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickled<'py, (usize,)>> {
-        as_call(py, self.packing.clone(), "__getitem__", (self.index,))
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickle<'py, (usize,)>> {
+        pickled_as_part(py, self.packing.clone(), "__getitem__", (self.index,))
     }
 
     fn __repr__(&self) -> String {
@@ -404,14 +303,12 @@ impl MicroBatch {
 ///     WlbError: a length or ``tokens_per_batch`` out of range.
 #[pyfunction]
 #[pyo3(signature = (lengths, *, tokens_per_batch))]
-fn batch_offsets<'py>(
-    py: Python<'py>,
-    lengths: &Bound<'py, PyAny>,
-    tokens_per_batch: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    let lengths = read_lengths("lengths", lengths)?;
-    let offsets = stream::batch_offsets(&lengths, integer("tokens_per_batch", tokens_per_batch)?).map_err(raise)?;
-    Ok(array(py, offsets.into_iter().map(|offset| offset as i64).collect()))
+fn batch_offsets(
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
+) -> PyResult<Array<Vec<i64>>> {
+    let offsets = core::batch_offsets(&lengths, tokens_per_batch).map_err(raise)?;
+    Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
 }
 
 /// Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
@@ -428,16 +325,13 @@ fn batch_offsets<'py>(
 #[pyfunction]
 #[pyo3(signature = (lengths, *, max_document_tokens))]
 #[allow(clippy::type_complexity, reason = "three arrays")]
-fn split_documents<'py>(
-    py: Python<'py>,
-    lengths: &Bound<'py, PyAny>,
-    max_document_tokens: &Bound<'py, PyAny>,
-) -> PyResult<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i64>>)> {
-    let lengths = read_lengths("lengths", lengths)?;
-    let limit = integer("max_document_tokens", max_document_tokens)?;
-    let pieces = stream::split_documents(&lengths, limit).map_err(raise)?;
+fn split_documents(
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::max_document_tokens)] max_document_tokens: i32,
+) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
+    let pieces = core::split_documents(&lengths, i64::from(max_document_tokens)).map_err(raise)?;
     let piece_lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
-    Ok((array(py, ids(&pieces)), array(py, starts(&pieces)), array(py, piece_lengths)))
+    Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(piece_lengths)))
 }
 
 /// A Python index as one from the front.
@@ -447,6 +341,16 @@ pub(crate) fn item(index: isize, count: usize, what: &str) -> PyResult<usize> {
         Ok(index) if index < count => Ok(index),
         _ => Err(PyIndexError::new_err(format!("{what} {index} of {count}"))),
     }
+}
+
+/// Where each of these lengths begins, then their sum.
+pub(crate) fn cu_seqlens(lengths: impl Iterator<Item = i32>) -> Vec<i32> {
+    let mut total = 0;
+    let ends = lengths.map(|length| {
+        total += length;
+        total
+    });
+    std::iter::once(0).chain(ends).collect()
 }
 
 fn ids(pieces: &[Piece]) -> Vec<i64> {

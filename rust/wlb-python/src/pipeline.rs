@@ -1,16 +1,18 @@
 //! `wlb.simulate_pipeline`, `wlb.simulate_steps`, `wlb.order_micro_batches`.
 
-use numpy::{Element, PyArray1, PyArray2, PyArrayMethods};
+use numpy::Element;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use wlb_core::Error;
-use wlb_core::limits::{MAX_CELLS, MAX_STAGES};
+use wlb_core::limits::MAX_CELLS;
 use wlb_core::pipeline::{
     self as core, Buffers, Detail, Pipeline, PipelineOptions as Layout, StepTotals, Summary, Times,
 };
 
-use crate::convert::{array, floats_of_shape, integer, size};
+use crate::arguments;
+use crate::convert::{choice, count, floats_of_shape};
 use crate::error::{raise, refuse, refuse_entry};
+use crate::plain::{Array, Table};
 use crate::results::answer;
 use crate::run::{DETACH_FROM, run};
 
@@ -40,7 +42,7 @@ struct Question {
 struct Arguments<'a, 'py> {
     costs: &'a Bound<'py, PyAny>,
     schedule: &'a str,
-    num_stages: &'a Bound<'py, PyAny>,
+    num_stages: usize,
     num_virtual_stages: Option<&'a Bound<'py, PyAny>>,
     p2p_seconds: Option<&'a Bound<'py, PyAny>>,
     activation: Option<&'a Bound<'py, PyAny>>,
@@ -49,9 +51,7 @@ struct Arguments<'a, 'py> {
 
 impl Question {
     fn read(arguments: &Arguments<'_, '_>, leading: usize) -> PyResult<Self> {
-        let count = |argument, value: &Bound<'_, PyAny>, most: usize| size(argument, value, 1, most as i64);
-        let schedule = arguments.schedule.parse().map_err(raise)?;
-        let num_stages = count("num_stages", arguments.num_stages, MAX_STAGES)?;
+        let (schedule, num_stages) = (choice(arguments.schedule)?, arguments.num_stages);
         let virtual_stages = arguments.num_virtual_stages;
         let num_virtual_stages =
             virtual_stages.map_or(Ok(1), |value| count("num_virtual_stages", value, MAX_CELLS / num_stages))?;
@@ -189,7 +189,7 @@ fn simulate_pipeline<'py>(
     py: Python<'py>,
     costs: &Bound<'py, PyAny>,
     schedule: &str,
-    num_stages: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
     num_virtual_stages: Option<&Bound<'py, PyAny>>,
     p2p_seconds: Option<&Bound<'py, PyAny>>,
     activation: Option<&Bound<'py, PyAny>>,
@@ -212,18 +212,18 @@ fn simulate_pipeline<'py>(
         seconds: summary.seconds,
         period_seconds: summary.period(),
         bubble_ratio: summary.bubble_ratio(),
-        busy: PyArray1::from_slice(py, &summary.busy),
-        exposed: PyArray1::from_slice(py, &summary.exposed),
-        bubble: column(py, &summary.busy, |busy| summary.seconds - busy),
-        spans: PyArray1::from_slice(py, &summary.spans),
-        peak_activation: PyArray1::from_slice(py, &summary.peak_activation),
-        ranks: column(py, records, |record| record.rank as i32),
-        stages: column(py, records, |record| record.op.stage as i32),
-        micro_batches: column(py, records, |record| record.op.micro_batch as i32),
-        kinds: column(py, records, |record| record.op.kind as u8),
-        starts: column(py, records, |record| record.start),
-        ends: column(py, records, |record| record.end),
-        critical_path: column(py, &timeline.critical_path(), |&index| index as i64),
+        busy: Array(&summary.busy[..]),
+        exposed: Array(&summary.exposed[..]),
+        bubble: column(&summary.busy, |busy| summary.seconds - busy),
+        spans: Array(&summary.spans[..]),
+        peak_activation: Array(&summary.peak_activation[..]),
+        ranks: column(records, |record| record.rank as i32),
+        stages: column(records, |record| record.op.stage as i32),
+        micro_batches: column(records, |record| record.op.micro_batch as i32),
+        kinds: column(records, |record| record.op.kind as u8),
+        starts: column(records, |record| record.start),
+        ends: column(records, |record| record.end),
+        critical_path: column(&timeline.critical_path(), |&index| index as i64),
         _question: question.bytes(py),
     })
 }
@@ -261,7 +261,7 @@ fn simulate_steps<'py>(
     py: Python<'py>,
     costs: &Bound<'py, PyAny>,
     schedule: &str,
-    num_stages: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
     num_virtual_stages: Option<&Bound<'py, PyAny>>,
     p2p_seconds: Option<&Bound<'py, PyAny>>,
     activation: Option<&Bound<'py, PyAny>>,
@@ -286,18 +286,17 @@ fn simulate_steps<'py>(
     let replicas = run(py, question.cells(), simulate)?.map_err(|(error, part)| question.raise(error, part))?;
     let totals: Vec<_> = replicas.chunks(dp_size).map(StepTotals::new).collect();
     let (schedule, shape) = (question.layout.schedule, [totals.len(), dp_size, question.layout.num_stages]);
-    let of_ranks =
-        |values: fn(&Summary) -> &[f64]| array(py, replicas.iter().flat_map(values).copied().collect()).reshape(shape);
+    let of_ranks = |values: fn(&Summary) -> &[f64]| Table(replicas.iter().flat_map(values).copied().collect(), shape);
     answer!(py, "PipelineSteps", {
-        seconds: column(py, &totals, |step| step.seconds),
-        compute: column(py, &totals, |step| step.compute),
-        exposed: column(py, &totals, |step| step.exposed),
-        bubble: column(py, &totals, |step| step.bubble),
-        dp_wait: column(py, &totals, |step| step.dp_wait),
-        pipeline_seconds: column(py, &replicas, |replica| replica.seconds).reshape([shape[0], shape[1]])?,
-        busy: of_ranks(|replica| &replica.busy)?,
-        spans: of_ranks(|replica| &replica.spans)?,
-        peak_activation: of_ranks(|replica| &replica.peak_activation)?,
+        seconds: column(&totals, |step| step.seconds),
+        compute: column(&totals, |step| step.compute),
+        exposed: column(&totals, |step| step.exposed),
+        bubble: column(&totals, |step| step.bubble),
+        dp_wait: column(&totals, |step| step.dp_wait),
+        pipeline_seconds: Table(replicas.iter().map(|replica| replica.seconds).collect(), [shape[0], shape[1]]),
+        busy: of_ranks(|replica| &replica.busy),
+        spans: of_ranks(|replica| &replica.spans),
+        peak_activation: of_ranks(|replica| &replica.peak_activation),
         _schedule: schedule.as_str(),
         _question: question.bytes(py),
     })
@@ -329,22 +328,21 @@ fn simulate_steps<'py>(
 /// Ranks beyond that keep the order of :meth:`Packing.deal`.
 #[pyfunction]
 #[pyo3(
-    signature = (costs, *, dp_size = None, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None),
+    signature = (costs, *, dp_size = 1, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None),
     text_signature = "(costs, *, dp_size=1, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0)"
 )]
 fn order_micro_batches<'py>(
     py: Python<'py>,
     costs: &Bound<'py, PyAny>,
-    dp_size: Option<&Bound<'py, PyAny>>,
+    #[pyo3(from_py_with = arguments::dp_size)] dp_size: i64,
     schedule: &str,
-    num_stages: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
     num_virtual_stages: Option<&Bound<'py, PyAny>>,
     p2p_seconds: Option<&Bound<'py, PyAny>>,
-) -> PyResult<Bound<'py, PyArray2<i64>>> {
+) -> PyResult<Table<i64>> {
     let arguments =
         Arguments { costs, schedule, num_stages, num_virtual_stages, p2p_seconds, activation: None, exposed: None };
     let question = Question::read(&arguments, 0)?;
-    let dp_size = dp_size.map_or(Ok(1), |dp_size| integer("dp_size", dp_size))?;
     let total = question.layout.num_micro_batches;
     let divides = usize::try_from(dp_size).ok().filter(|&dp_size| dp_size > 0 && total.is_multiple_of(dp_size));
     let Some(ranks) = divides else {
@@ -353,10 +351,10 @@ fn order_micro_batches<'py>(
     let layout = Layout { num_micro_batches: total / ranks, ..question.layout };
     let place = || core::order_micro_batches(&layout, &question.part(0)?.0, ranks);
     let order = run(py, DETACH_FROM, place)?.map_err(|error| question.raise(error, 0))?;
-    array(py, order.into_iter().map(|micro_batch| micro_batch as i64).collect()).reshape([ranks, total / ranks])
+    Ok(Table(order.into_iter().map(|micro_batch| micro_batch as i64).collect(), [ranks, total / ranks]))
 }
 
 /// An array of one number for each of `items`.
-fn column<'py, S, T: Element>(py: Python<'py>, items: &[S], number: impl Fn(&S) -> T) -> Bound<'py, PyArray1<T>> {
-    array(py, items.iter().map(number).collect())
+fn column<S, T: Element>(items: &[S], number: impl Fn(&S) -> T) -> Array<Vec<T>> {
+    Array(items.iter().map(number).collect())
 }

@@ -1,16 +1,26 @@
-//! `wlb.shard`.
+//! `wlb.shard`, `wlb.Shard` and `wlb.RankShard`.
 
+use std::ops::Range;
+use std::sync::Arc;
+
+use numpy::PyArray1;
 use pyo3::prelude::*;
-use wlb_core::limits::MAX_CP_SIZE;
-use wlb_core::sharding::ShardOptions;
+use wlb_core::Lengths;
+use wlb_core::cost::Mask;
+use wlb_core::sharding::kernel::KernelModel as Model;
+use wlb_core::sharding::{self as core, RankLayout, ShardOptions};
 
-use crate::convert::{integer, read_lengths, size};
+use crate::arguments;
+use crate::convert::{choice, size};
 use crate::cost::mask;
 use crate::error::raise;
 use crate::kernel::KernelModel;
-use crate::shard::Shard;
+use crate::plain::{Array, Pickle, hashed_by, pickled_as_part, properties};
+use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Shard>()?;
+    module.add_class::<RankShard>()?;
     module.add_function(wrap_pyfunction!(shard, module)?)
 }
 
@@ -44,24 +54,223 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 #[pyfunction]
-#[pyo3(signature = (lengths, *, cp_size, strategy = "per_document", causal = true, remainder = "chunk", hybrid_threshold = None, kernel_model = None))]
+#[pyo3(signature = (
+    lengths, *, cp_size, strategy = "per_document", causal = true, remainder = "chunk", hybrid_threshold = None,
+    kernel_model = None,
+))]
 #[allow(clippy::too_many_arguments, reason = "all but the first are keywords in Python")]
 fn shard(
     py: Python<'_>,
-    lengths: &Bound<'_, PyAny>,
-    cp_size: &Bound<'_, PyAny>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     strategy: &str,
     causal: bool,
     remainder: &str,
-    hybrid_threshold: Option<&Bound<'_, PyAny>>,
+    #[pyo3(from_py_with = arguments::optional::hybrid_threshold)] hybrid_threshold: Option<i64>,
     kernel_model: Option<&KernelModel>,
 ) -> PyResult<Shard> {
-    let options = ShardOptions {
-        cp_size: size("cp_size", cp_size, 1, MAX_CP_SIZE as i64)?,
-        strategy: strategy.parse().map_err(raise)?,
-        mask: mask(causal),
-        remainder: remainder.parse().map_err(raise)?,
-        hybrid_threshold: hybrid_threshold.map(|threshold| integer("hybrid_threshold", threshold)).transpose()?,
+    let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
+    let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold };
+    Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0))
+}
+
+/// A micro-batch cut for the ranks of a context-parallel group.
+///
+/// Every array is a fresh copy that the caller may keep or change.
+#[pyclass(frozen, eq, hash, module = "wlb")]
+#[derive(Clone)]
+pub(crate) struct Shard {
+    pub(crate) plan: Arc<core::Shard>,
+    options: ShardOptions,
+}
+
+impl Shard {
+    fn cut(py: Python<'_>, lengths: &Lengths, options: &ShardOptions, kernel: Option<&Model>) -> PyResult<Self> {
+        let cut = || {
+            let options = options.resolve(lengths, kernel)?;
+            Ok(Self { plan: Arc::new(core::shard(lengths, &options)?), options })
+        };
+        run(py, lengths.len().saturating_mul(options.cp_size), cut)?.map_err(raise)
+    }
+
+    fn ranks(&self) -> Range<usize> {
+        0..self.plan.cp_size()
+    }
+}
+
+/// Equal where every token lies in the same place, whatever was asked for.
+impl PartialEq for Shard {
+    fn eq(&self, other: &Self) -> bool {
+        self.plan == other.plan
+    }
+}
+
+// Of the lengths and the number of ranks: a lookup, once a layer and micro-batch, shall not read the whole plan.
+hashed_by!(Shard: |shard| (&shard.plan.lengths, shard.plan.cp_size()));
+
+properties! {
+    Shard:
+    /// How it was cut: "per_sequence", "per_document" or "hybrid".
+    strategy: &'static str = |shard| shard.plan.strategy.as_str();
+    /// With "hybrid", the tokens from which on documents were cut, given or chosen; else None.
+    hybrid_threshold: Option<i64> = |shard| shard.options.hybrid_threshold;
+    /// Ranks of the group; also ``len()``.
+    cp_size: usize = |shard| shard.plan.cp_size();
+    /// Whether queries attend only to keys before them.
+    causal: bool = |shard| shard.plan.mask == Mask::Causal;
+    /// Tokens of the micro-batch.
+    num_tokens: i32 = |shard| shard.plan.num_tokens();
+    /// int32[n]: tokens of each document.
+    lengths: Array<&[i32]> = |shard| Array(&shard.plan.lengths);
+    /// int64[cp_size]: tokens of each rank.
+    tokens_per_rank: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.tokens(rank)).collect());
+    /// int64[cp_size]: exact (query, key) pairs of each rank.
+    // At most 2^62: the pairs of one document of 2^31 tokens.
+    pairs_per_rank: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.pairs(rank) as i64).collect());
+    /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the packed
+    /// sequence. O(tokens).
+    restore_indices: Array<Vec<i32>> = |shard| Array(shard.plan.restore_indices());
+}
+
+#[pymethods]
+impl Shard {
+    /// What one rank holds and computes.
+    ///
+    /// Raises:
+    ///     WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
+    fn rank(&self, rank: &Bound<'_, PyAny>) -> PyResult<RankShard> {
+        let rank = size("rank", rank, 0, self.plan.cp_size() as i64 - 1)?;
+        let layout = self.plan.layout(rank).map_err(raise)?;
+        Ok(RankShard { shard: self.clone(), rank, layout })
+    }
+
+    /// Hex hash of which token lies where: equal on two ranks iff their shards are equal.
+    fn digest(&self) -> String {
+        self.plan.digest()
+    }
+
+    fn __len__(&self) -> usize {
+        self.plan.cp_size()
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Shard(strategy={:?}, cp_size={}, documents={}, tokens={})",
+            self.strategy(),
+            self.cp_size(),
+            self.plan.lengths.len(),
+            self.num_tokens()
+        )
+    }
+
+    /// A pickle holds the lengths: the same shard is computed again from them.
+    #[allow(clippy::type_complexity, reason = "what pickle wants")]
+    fn __reduce__<'py>(
+        slf: &Bound<'py, Self>,
+    ) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyArray1<i32>>, usize, &'static str, bool, &'static str, Option<i64>))>
+    {
+        let Self { plan, options } = slf.get();
+        let lengths = PyArray1::from_slice(slf.py(), &plan.lengths);
+        let (strategy, remainder) = (options.strategy.as_str(), options.remainder.as_str());
+        let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), remainder, options.hybrid_threshold);
+        Ok((slf.get_type().getattr("_of")?, arguments))
+    }
+
+    #[staticmethod]
+    fn _of(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        cp_size: usize,
+        strategy: &str,
+        causal: bool,
+        remainder: &str,
+        hybrid_threshold: Option<i64>,
+    ) -> PyResult<Self> {
+        let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
+        let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold };
+        Self::cut(py, &lengths, &options, None)
+    }
+}
+
+/// What one rank of a context-parallel group holds and computes, ready for a varlen attention kernel.
+///
+/// Tokens stand in packed order. A segment is a contiguous run of one document; segment ``i``'s queries are
+/// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
+/// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its document up
+/// to the segment's end, so that a kernel's bottom-right causal alignment is right.
+#[pyclass(frozen, eq, hash, module = "wlb")]
+#[derive(PartialEq)]
+pub(crate) struct RankShard {
+    shard: Shard,
+    rank: usize,
+    layout: RankLayout,
+}
+
+hashed_by!(RankShard: |shard| (&shard.shard, shard.rank));
+
+properties! {
+    RankShard:
+    /// The rank, from 0.
+    rank: usize = |shard| shard.rank;
+    /// Ranks of the group.
+    cp_size: usize = |shard| shard.shard.plan.cp_size();
+    /// Whether queries attend only to keys before them.
+    causal: bool = |shard| shard.shard.causal();
+    /// Tokens of the rank, ``T_r``.
+    num_tokens: usize = |shard| shard.layout.num_tokens;
+    /// Segments of the rank, ``s``.
+    num_segments: usize = |shard| shard.layout.k_starts.len();
+    /// int32[T_r]: where each token stands in the packed sequence; ascending.
+    token_indices: PyResult<Array<Vec<i32>>> = |shard| Ok(Array(shard.shard.plan.token_indices(shard.rank).map_err(raise)?));
+    /// int32[T_r]: where each token stands in its document; the positions that RoPE needs.
+    position_ids: PyResult<Array<Vec<i32>>> = |shard| Ok(Array(shard.shard.plan.position_ids(shard.rank).map_err(raise)?));
+    /// int32[s + 1]: where the queries of each segment begin among the rank's tokens.
+    cu_seqlens_q: Array<&[i32]> = |shard| Array(&shard.layout.cu_seqlens_q);
+    /// int32[s + 1]: where the keys of each segment begin, when the keys of all segments are copied one after the other.
+    cu_seqlens_k: Array<&[i32]> = |shard| Array(&shard.layout.cu_seqlens_k);
+    /// Tokens of the longest segment; 0 without segments.
+    max_seqlen_q: i32 = |shard| shard.layout.max_seqlen_q;
+    /// Most keys of a segment; 0 without segments.
+    max_seqlen_k: i32 = |shard| shard.layout.max_seqlen_k;
+    /// int32[s]: where the keys of each segment begin in the packed sequence.
+    k_starts: Array<&[i32]> = |shard| Array(&shard.layout.k_starts);
+    /// int32[s]: the document that each segment is part of.
+    documents: PyResult<Array<Vec<i32>>> = |shard| {
+        let segments = shard.shard.plan.segments(shard.rank).map_err(raise)?;
+        Ok(Array(segments.iter().map(|segment| segment.document as i32).collect()))
     };
-    Shard::cut(py, &read_lengths("lengths", lengths)?, &options, kernel_model.map(|model| &model.0))
+    /// Exact (query, key) pairs of the rank.
+    pairs: u64 = |shard| shard.shard.plan.pairs(shard.rank);
+}
+
+#[pymethods]
+impl RankShard {
+    fn __repr__(&self) -> String {
+        let (rank, tokens, segments) = (self.rank, self.num_tokens(), self.num_segments());
+        format!("RankShard(rank={rank}, tokens={tokens}, segments={segments}, pairs={})", self.pairs())
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickle<'py, (usize,)>> {
+        pickled_as_part(py, self.shard.clone(), "rank", (self.rank,))
+    }
+}
+
+// Here and not where the other methods are: a kernel model knows nothing of shards, but "adaptive" sharding asks one.
+#[pymethods]
+impl KernelModel {
+    /// Latency of each rank's attention call: the sum of its segments, and a constant for the launch.
+    ///
+    /// Args:
+    ///     shard: of the same mask.
+    ///     passes: "forward", "backward" or "forward_backward" (their sum).
+    ///
+    /// Returns:
+    ///     float64[cp_size], seconds; 0 for a rank without tokens.
+    ///
+    /// Raises:
+    ///     WlbError: a shard of another mask.
+    #[pyo3(signature = (shard, *, passes = "forward_backward"))]
+    fn rank_seconds(&self, shard: &Shard, passes: &str) -> PyResult<Array<Vec<f64>>> {
+        self.0.rank_seconds(&shard.plan, choice(passes)?).map(Array).map_err(raise)
+    }
 }

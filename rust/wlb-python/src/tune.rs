@@ -1,14 +1,15 @@
 //! `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use wlb_core::Lengths;
 use wlb_core::packing::stream::{PackerConfig, Release};
-use wlb_core::packing::tune;
+use wlb_core::packing::tune::{self, TuneOptions, Tuned, TunedPoint};
 
-use crate::convert::{integer, read_lengths, real, size};
+use crate::arguments;
 use crate::cost::CostModel;
 use crate::error::raise;
 use crate::packer::config;
+use crate::plain::Tuple;
 use crate::results::answer;
 use crate::run::{DETACH_FROM, run};
 
@@ -39,31 +40,27 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM, section 4.3.
 #[pyfunction]
-#[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = None, max_mean_delay = None,
-                 max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, num_queues=2, max_mean_delay=0.6, \
-                      max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
-)]
+#[pyo3(signature = (
+    lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = 2, max_mean_delay = 0.6, max_delay = None,
+    max_document_tokens = None, tokens_per_batch = None, method = "var_length",
+))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn tune_outlier_thresholds<'py>(
     py: Python<'py>,
-    lengths: &Bound<'_, PyAny>,
-    num_micro_batches: &Bound<'_, PyAny>,
-    max_tokens: &Bound<'_, PyAny>,
-    cost_model: &Bound<'_, CostModel>,
-    num_queues: Option<&Bound<'_, PyAny>>,
-    max_mean_delay: Option<&Bound<'_, PyAny>>,
-    max_delay: Option<&Bound<'_, PyAny>>,
-    max_document_tokens: Option<&Bound<'_, PyAny>>,
-    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    cost_model: &CostModel,
+    #[pyo3(from_py_with = arguments::num_queues)] num_queues: usize,
+    #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
+    #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
+    #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
+    #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
     method: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
     let packer =
         config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
-    let num_queues = num_queues.map_or(Ok(2), |queues| size("num_queues", queues, 0, 4))?;
-    let lengths = read_lengths("lengths", lengths)?;
+    let options = options(packer, max_mean_delay, tokens_per_batch);
     let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options))?;
     result(py, &tuned.map_err(raise)?)
 }
@@ -88,58 +85,47 @@ fn tune_outlier_thresholds<'py>(
 ///
 /// One run of the packer for each of about 35 prices. Releases the GIL.
 #[pyfunction]
-#[pyo3(
-    signature = (lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = None,
-                 max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length"),
-    text_signature = "(lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay=0.6, \
-                      max_delay=None, max_document_tokens=None, tokens_per_batch=None, method='var_length')"
-)]
+#[pyo3(signature = (
+    lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = 0.6, max_delay = None,
+    max_document_tokens = None, tokens_per_batch = None, method = "var_length",
+))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn tune_delay_price<'py>(
     py: Python<'py>,
-    lengths: &Bound<'_, PyAny>,
-    num_micro_batches: &Bound<'_, PyAny>,
-    max_tokens: &Bound<'_, PyAny>,
-    cost_model: &Bound<'_, CostModel>,
-    max_mean_delay: Option<&Bound<'_, PyAny>>,
-    max_delay: Option<&Bound<'_, PyAny>>,
-    max_document_tokens: Option<&Bound<'_, PyAny>>,
-    tokens_per_batch: Option<&Bound<'_, PyAny>>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    cost_model: &CostModel,
+    #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
+    #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
+    #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
+    #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
     method: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
     let packer =
         config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-    let options = tune_options(packer, max_mean_delay, tokens_per_batch)?;
-    let lengths = read_lengths("lengths", lengths)?;
+    let options = options(packer, max_mean_delay, tokens_per_batch);
     let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options))?;
     result(py, &tuned.map_err(raise)?)
 }
 
-fn tune_options(
-    packer: PackerConfig,
-    max_mean_delay: Option<&Bound<'_, PyAny>>,
-    tokens_per_batch: Option<&Bound<'_, PyAny>>,
-) -> PyResult<tune::TuneOptions> {
-    let tokens_per_batch = match tokens_per_batch {
-        Some(tokens) => integer("tokens_per_batch", tokens)?,
-        None => packer.num_micro_batches as i64 * i64::from(packer.max_document_tokens),
-    };
-    let max_mean_delay = real("max_mean_delay", max_mean_delay, 0.6)?;
-    Ok(tune::TuneOptions { packer, max_mean_delay, tokens_per_batch })
+fn options(packer: PackerConfig, max_mean_delay: f64, tokens_per_batch: Option<i64>) -> TuneOptions {
+    let tokens_per_batch = tokens_per_batch.unwrap_or(packer.tokens_per_batch());
+    TuneOptions { packer, max_mean_delay, tokens_per_batch }
 }
 
-fn result<'py>(py: Python<'py>, tuned: &tune::Tuned) -> PyResult<Bound<'py, PyAny>> {
-    let pareto = tuned.pareto.iter().map(|each| point(py, each)).collect::<PyResult<Vec<_>>>()?;
+fn result<'py>(py: Python<'py>, tuned: &Tuned) -> PyResult<Bound<'py, PyAny>> {
+    let pareto = tuned.pareto.iter().map(|each| point(py, each)).collect::<PyResult<_>>()?;
     answer!(py, "TuneResult", {
         best: point(py, &tuned.best)?,
-        pareto: PyTuple::new(py, pareto)?,
+        pareto: Tuple(pareto),
         evaluated: tuned.evaluated,
     })
 }
 
-fn point<'py>(py: Python<'py>, point: &tune::TunedPoint) -> PyResult<Bound<'py, PyAny>> {
+fn point<'py>(py: Python<'py>, point: &TunedPoint) -> PyResult<Bound<'py, PyAny>> {
     answer!(py, "TunedPoint", {
-        thresholds: PyTuple::new(py, &point.thresholds)?,
+        thresholds: Tuple(point.thresholds.clone()),
         delay_price: point.delay_price,
         imbalance_mean: point.imbalance_mean,
         imbalance_p95: point.imbalance_p95,

@@ -9,10 +9,10 @@ use crate::packing::options::check_micro_batches;
 
 /// The default of [`PackerConfig::delay_price`]: a global batch of tokens may wait one iteration if that makes the step
 /// 3 % shorter.
-pub const DELAY_PRICE: f64 = 0.03;
+pub(super) const DELAY_PRICE: f64 = 0.03;
 
-/// Iterations that a document waits at most under [`Release::Adaptive`], unless the user says otherwise.
-pub const ADAPTIVE_MAX_DELAY: u64 = 16;
+/// The default of [`PackerConfig::max_delay`] under [`Release::Adaptive`].
+const ADAPTIVE_MAX_DELAY: u64 = 16;
 
 named_choices! {
     /// Which waiting documents join a batch.
@@ -23,6 +23,18 @@ named_choices! {
         Fifo = "fifo",
         /// All but the longest documents. In every iteration the rule weighs how many of these to hold back.
         Adaptive = "adaptive",
+    }
+}
+
+impl Release {
+    /// The price of delay, unless the user gives one.
+    pub fn default_price(self) -> Option<f64> {
+        (self == Self::Adaptive).then_some(DELAY_PRICE)
+    }
+
+    /// Iterations that a document waits at most, unless the user gives a limit; the paper's rule knows none.
+    pub fn default_max_delay(self) -> Option<u64> {
+        (self == Self::Adaptive).then_some(ADAPTIVE_MAX_DELAY)
     }
 }
 
@@ -142,6 +154,11 @@ impl PackerConfig {
                 requirement: "must be a finite number, 0 or above",
             }),
         }
+    }
+
+    /// Tokens of a global batch, unless the user gives another number: a context for each micro-batch.
+    pub fn tokens_per_batch(&self) -> i64 {
+        self.num_micro_batches as i64 * i64::from(self.max_document_tokens)
     }
 
     /// Tokens of one global batch that is full to the last token: `N * max_tokens`.

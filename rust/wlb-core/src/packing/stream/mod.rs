@@ -32,7 +32,7 @@ mod state;
 
 pub use admission::{Bounds, OnBacklog};
 pub use arrivals::Push;
-pub use config::{ADAPTIVE_MAX_DELAY, DELAY_PRICE, Oversize, PackerConfig, Release, StreamMethod};
+pub use config::{Oversize, PackerConfig, Release, StreamMethod};
 pub use cost_history::CostHistory;
 pub use metrics::Metrics;
 pub use outlier_queue::{OutlierQueue, Waiting};

@@ -204,7 +204,6 @@ impl<'a> Search<'a> {
     }
 
     fn price(&self, debt: u128) -> f64 {
-        let global_batch = self.config.num_micro_batches as f64 * f64::from(self.config.max_document_tokens);
-        self.config.delay_price.unwrap_or(DELAY_PRICE) * debt as f64 / global_batch
+        self.config.delay_price.unwrap_or(DELAY_PRICE) * debt as f64 / self.config.tokens_per_batch() as f64
     }
 }

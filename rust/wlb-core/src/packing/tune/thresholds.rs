@@ -2,6 +2,7 @@
 
 use crate::error::{Result, check_range, saturating_i64};
 use crate::lengths::Lengths;
+use crate::limits::MAX_QUEUES;
 
 use super::options::TuneOptions;
 use super::search::Search;
@@ -37,7 +38,7 @@ const REFINEMENTS: u32 = 3;
 /// # Complexity
 /// One run of the packer per choice: 79 coarse choices for two queues, 299 for three.
 pub fn tune_outlier_thresholds(lengths: &Lengths, num_queues: usize, options: &TuneOptions) -> Result<Tuned> {
-    check_range("num_queues", saturating_i64(num_queues), 0, 4)?;
+    check_range("num_queues", saturating_i64(num_queues), 0, MAX_QUEUES as i64)?;
     let mut search = Search::new(lengths, options)?;
     let longest = search.longest;
     // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on

@@ -1,0 +1,103 @@
+//! Every argument that is a number or an array: its name, its type, how it is read. A name means the same in all functions.
+//!
+//! What is out of a range that stands here is refused here; other ranges are the core's to check.
+
+use pyo3::prelude::*;
+use wlb_core::Lengths;
+use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_WORLD_SIZE};
+
+use crate::convert::{count, floats, integer, integers, iterations, narrow, positive, read_lengths, real, size};
+
+/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too.
+macro_rules! arguments {
+    ($($name:ident: $type:ty = $reader:ident($($limit:expr),*);)+) => {
+        $(
+            pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<$type> {
+                $reader(stringify!($name), object $(, $limit)*)
+            }
+        )+
+    };
+}
+
+arguments! {
+    assignment: Vec<i64> = integers();
+    attention: f64 = real();
+    attention_efficiency: f64 = real();
+    attention_seconds: Vec<f64> = floats();
+    cp_overlap: f64 = real();
+    cp_seconds_per_exchange: f64 = real();
+    cp_seconds_per_token: f64 = real();
+    cp_size: usize = count(MAX_CP_SIZE);
+    delay_price: f64 = real();
+    dp_size: i64 = integer();
+    experts_per_token: i64 = integer();
+    ffn_hidden_size: i64 = integer();
+    flops_per_second: f64 = real();
+    head_dim: i64 = integer();
+    hidden_size: i32 = positive();
+    hybrid_threshold: i64 = integer();
+    ids: Vec<i64> = integers();
+    key_lengths: Lengths = read_lengths();
+    lengths: Lengths = read_lengths();
+    linear: f64 = real();
+    linear_seconds: Vec<f64> = floats();
+    max_cp_size: usize = count(MAX_WORLD_SIZE);
+    max_delay: u64 = iterations();
+    max_document_tokens: i32 = positive();
+    max_mean_delay: f64 = real();
+    max_micro_batches: usize = count(MAX_MICRO_BATCHES);
+    max_tokens: i32 = positive();
+    max_tokens_per_rank: i32 = positive();
+    micro_batch_seconds: f64 = real();
+    min_micro_batches: usize = count(MAX_MICRO_BATCHES);
+    min_step_tokens: i64 = integer();
+    multiple_of: usize = count(MAX_MICRO_BATCHES);
+    num_heads: i64 = integer();
+    num_kv_heads: i64 = integer();
+    num_layers: i64 = integer();
+    num_micro_batches: usize = count(MAX_MICRO_BATCHES);
+    num_queues: usize = size(0, MAX_QUEUES as i64);
+    num_stages: usize = count(MAX_STAGES);
+    num_virtual_stages: usize = count(MAX_STAGES);
+    outlier_thresholds: Vec<i32> = narrow("thresholds are int32");
+    p2p_seconds: f64 = real();
+    query_lengths: Lengths = read_lengths();
+    starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
+    tokens_per_batch: i64 = integer();
+    vocab_size: i64 = integer();
+    window: usize = count(MAX_MICRO_BATCHES);
+    world_size: usize = count(MAX_WORLD_SIZE);
+}
+
+/// Those of them that may be None.
+pub(crate) mod optional {
+    use pyo3::prelude::*;
+
+    macro_rules! optional {
+        ($($name:ident: $type:ty;)+) => {
+            $(
+                pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<Option<$type>> {
+                    if object.is_none() { Ok(None) } else { super::$name(object).map(Some) }
+                }
+            )+
+        };
+    }
+
+    optional! {
+        delay_price: f64;
+        head_dim: i64;
+        hybrid_threshold: i64;
+        ids: Vec<i64>;
+        max_cp_size: usize;
+        max_delay: u64;
+        max_document_tokens: i32;
+        max_micro_batches: usize;
+        min_micro_batches: usize;
+        num_heads: i64;
+        num_kv_heads: i64;
+        num_micro_batches: usize;
+        outlier_thresholds: Vec<i32>;
+        starts: Vec<i32>;
+        tokens_per_batch: i64;
+    }
+}
