@@ -10,6 +10,7 @@ else receives plans and runs them on torch.distributed.
 | attention over the shards of a micro-batch | :mod:`wlb.torch.attention` |
 | pipeline stages for micro-batches of unequal length | :mod:`wlb.torch.pipeline` |
 | device mesh, context-parallel groups | :mod:`wlb.torch.groups` |
+| a global batch under any wrapper | :mod:`wlb.torch.training` |
 | a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
 | model FLOPs, agreement of plans | :mod:`wlb.torch.flops`, `.agreement` |
 
@@ -44,6 +45,7 @@ from wlb.torch.pipeline import (
     pipeline_step,
     stages_of_rank,
 )
+from wlb.torch.training import train_step
 
 __all__ = [
     "IGNORE",
@@ -79,4 +81,5 @@ __all__ = [
     "stages_of_rank",
     "sum_gradients",
     "token_normalized_loss",
+    "train_step",
 ]

@@ -141,6 +141,20 @@ def all_reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = 
             work.wait()
 
 
+def exchanges_gradients(model: nn.Module) -> bool:
+    """Whether a data-parallel wrapper is around the model, or somewhere inside.
+
+    Raises:
+        WlbError: There is one that is not known.
+    """
+    return any(_change(module) is not None for module in model.modules())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is inside of `torch.compile` and data-parallel wrappers: the model as it was written."""
+    return _unwrapped(model)[-1]
+
+
 class _Multiplied:
     """A hook of a parameter: its gradient, times a number, on the way to where it is accumulated."""
 

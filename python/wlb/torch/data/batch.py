@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
+from wlb._errors import error
 
 IGNORE: Final = -100
 """The label of a token that predicts nothing; what `torch.nn.functional.cross_entropy` ignores by default."""
@@ -84,6 +85,45 @@ class PackedBatch:
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
         """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def as_hf(self, *, plain: bool = False) -> dict[str, Any]:
+        """One row of documents as Hugging Face's causal models take it: `model(**batch.as_hf())`.
+
+        The models shift labels themselves, so `labels` are not shifted here, and the first of each document is IGNORE:
+        no document predicts the next. What the last token of a piece predicts stands in `shift_labels` alone, which
+        losses take as they are. An empty micro-batch becomes one token that no loss counts: legal in every model.
+
+        Args:
+            plain: Only what every causal model takes. For models without `**kwargs`; what the last tokens of pieces
+                predict is then not learnt.
+
+        Returns:
+            `input_ids`, `position_ids` (from 0 in every document), `labels`: int64 [1, tokens]; `use_cache` False, or
+            attention would see other documents. Unless `plain` also `shift_labels`, int64 [1, tokens], and what flash
+            attention wants: `cu_seq_lens_q`, `cu_seq_lens_k`, int32 [documents + 1]; `max_length_q`, `max_length_k`.
+
+        Raises:
+            wlb.WlbError: It is a part of a micro-batch, that of one context-parallel rank.
+        """
+        if self.cp_size > 1:
+            message = f"is rank {self.cp_rank}'s part of {self.cp_size}: these models take whole documents, cp_size=1"
+            raise error("batch", message, value=self.cp_size)
+        tokens, shifted, positions, cu_seqlens = self.tokens, self.labels, self.position_ids, self.cu_seqlens
+        if not tokens.numel():
+            tokens = positions = tokens.new_zeros(1)
+            shifted = tokens.new_full((1,), IGNORE)
+            cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=tokens.device)
+        labels = shifted.roll(1)
+        labels[cu_seqlens[:-1].long()] = IGNORE
+        rows = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+        if not plain:
+            rows["shift_labels"] = shifted
+        result: dict[str, Any] = {name: row.unsqueeze(0) for name, row in rows.items()} | {"use_cache": False}
+        if not plain:
+            longest = max(self.max_seqlen, 1)
+            result |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            result |= {"max_length_q": longest, "max_length_k": longest}
+        return result
 
     def pin_memory(self) -> PackedBatch:
         """The same in page-locked memory; `DataLoader(pin_memory=True)` calls it."""

@@ -1,0 +1,186 @@
+"""One global batch: forward and backward of its micro-batches, under any wrapper."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wlb._errors import error
+from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.step import Step
+from wlb.torch.gradients import all_reduce_gradients, exchanges_gradients, sum_gradients, unwrapped
+from wlb.torch.loss import count_valid_tokens, token_normalized_loss
+
+LossOf = Callable[[nn.Module, PackedBatch, int], Tensor]
+
+# Models whose wrappers were told to add up: to look through all modules takes too long for every step.
+_summing: WeakSet[nn.Module] = WeakSet()
+_bare: WeakSet[nn.Module] = WeakSet()
+
+
+def train_step(
+    model: nn.Module,
+    step: Step[PackedBatch] | DynamicCpStep[PackedBatch],
+    *,
+    group: dist.ProcessGroup | None = None,
+    accelerator: Any = None,
+    loss: LossOf | None = None,
+) -> Tensor:
+    """Forward and backward of a global batch: gradients are those of the mean loss over all its labels.
+
+    Over all micro-batches and ranks, however unequal they are, whatever is wrapped around the model. Without the
+    optimizer, which is the caller's::
+
+        for step in loader:
+            loss = wt.train_step(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    - No wrapper: gradients are added up over `group` after the last micro-batch (:func:`all_reduce_gradients`).
+    - `DistributedDataParallel`, what `accelerator.prepare` returned, `fully_shard`, `FullyShardedDataParallel`: told to
+      add up where they average (:func:`sum_gradients`). DDP exchanges gradients with the last micro-batch alone.
+      Sharded models exchange them with each: to hold them back would keep them whole, at the memory of the model.
+
+    A step of which no label counts on any rank is not run: it warns, and leaves gradients as they are. After
+    `zero_grad()` these are None, so that the optimizer changes nothing, not even by weight decay or momentum.
+
+    Args:
+        model: the outermost wrapper. One whose `forward` takes `input_ids`, as Hugging Face's do, is called with
+            `batch.as_hf()` without labels and gives `.logits` (float[1, tokens, vocabulary]); where it also gives
+            `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels. Any other is called with
+            the batch and gives logits, float[tokens, vocabulary].
+        step: what a loader gave; as many micro-batches on every rank. Moved to the model's device.
+        group: the ranks that share the global batch, data- and context-parallel; None for all.
+        accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.
+        loss: instead of all that: gives a micro-batch's part of the mean from model, batch and the number of labels of
+            the global batch; :func:`token_normalized_loss` for one.
+
+    Returns:
+        The mean loss of the global batch, float32 scalar, the same on all ranks, without a graph; 0 where no label
+        counts.
+
+    Raises:
+        WlbError: gradients are there already, that of a wrapper is not known (:func:`sum_gradients`), or the model
+            gives something else than logits.
+
+    Complexity:
+        Beside the model's own work one all-reduce of a number before, and one after.
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    several = group is not None and dist.get_world_size(group) > 1
+    _prepare(model, several)
+    device = next(model.parameters()).device
+    where = meeting_place(group, device)
+    counts = torch.tensor([_labels(batch) for batch in step.micro_batches], dtype=torch.int64)
+    valid = count_valid_tokens(int(counts.sum()), group=group if several else None, device=where)
+    total = torch.zeros((), device=device)
+    if valid == 0:
+        warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=2)
+        return total
+    loss_of = loss or _loss
+    last = len(step.micro_batches) - 1
+    for index, batch in enumerate(step.micro_batches):
+        with ExitStack() as held_back:
+            if index < last:
+                _hold_back(model, held_back)
+            part = loss_of(model, batch.to(device, non_blocking=True), valid)
+            if accelerator is None:
+                part.backward()  # type: ignore[no-untyped-call]
+            else:
+                accelerator.backward(part)
+        total += part.detach().float()
+    if several and model in _bare:
+        all_reduce_gradients(model, group=group)
+    if several:
+        meeting = total.to(where)
+        dist.all_reduce(meeting, group=group)
+        total = meeting.to(device)
+    return total
+
+
+def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+    """What a model gives for the tokens of a micro-batch: float[tokens, vocabulary], and its auxiliary loss if any.
+
+    Raises:
+        WlbError: It gives something else.
+    """
+    if not takes_input_ids(model):
+        output = model(batch)
+        found, auxiliary = output, None
+    else:
+        row = batch.as_hf(plain=not takes_keywords(model))
+        output = model(**{name: value for name, value in row.items() if name not in ("labels", "shift_labels")})
+        found, auxiliary = hf_logits(output), getattr(output, "aux_loss", None)
+        if isinstance(found, Tensor) and found.ndim == 3:
+            found = found[0, : batch.tokens.numel()]  # an empty micro-batch was one token
+    if not isinstance(found, Tensor) or found.ndim != 2:
+        what = list(found.shape) if isinstance(found, Tensor) else type(output).__name__
+        message = f"gives {what} for {batch.tokens.numel()} tokens, not logits: give train_step a `loss`"
+        raise error("model", message, value=what)
+    return found, auxiliary
+
+
+def hf_logits(output: Any) -> Any:
+    """The logits in what a Hugging Face model gives."""
+    if isinstance(output, Mapping):
+        return output.get("logits")
+    return getattr(output, "logits", output[0] if isinstance(output, tuple) else None)
+
+
+def takes_input_ids(model: nn.Module) -> bool:
+    """Whether a model is called as those of Hugging Face are."""
+    return "input_ids" in inspect.signature(unwrapped(model).forward).parameters
+
+
+def takes_keywords(model: nn.Module) -> bool:
+    """Whether its forward takes further keyword arguments and hands them to its attention and its loss."""
+    kinds = (parameter.kind for parameter in inspect.signature(unwrapped(model).forward).parameters.values())
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _loss(model: nn.Module, batch: PackedBatch, num_valid_tokens: int) -> Tensor:
+    logits, auxiliary = logits_of(model, batch)
+    result = token_normalized_loss(logits, batch.labels, num_valid_tokens=num_valid_tokens)
+    if auxiliary is not None:
+        coefficient = getattr(unwrapped(model).config, "router_aux_loss_coef", 0.0)
+        result = result + coefficient * auxiliary * (_labels(batch) / num_valid_tokens)
+    return result
+
+
+def _labels(batch: PackedBatch) -> int:
+    """Labels that count on this rank."""
+    return batch.num_valid_tokens if batch.cp_size == 1 else int((batch.labels != IGNORE).sum())
+
+
+def _prepare(model: nn.Module, several: bool) -> None:
+    if model not in _summing and model not in _bare:
+        sum_gradients(model)
+        (_summing if exchanges_gradients(model) else _bare).add(model)
+    if several and model in _bare and any(parameter.grad is not None for parameter in model.parameters()):
+        message = "has gradients already, which would be added up over ranks again: call zero_grad() before train_step"
+        raise error("model", message)
+
+
+def _hold_back(model: nn.Module, stack: ExitStack) -> None:
+    """Gradients of what follows are accumulated, and exchanged with a later backward pass."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            stack.enter_context(module.no_sync())
+
+
+def meeting_place(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where numbers that ranks exchange must lie: NCCL knows no CPU."""
+    if group is None or "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return device
