@@ -101,6 +101,7 @@ def test_batch_equals_that_of_transformers() -> None:
     expected = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
     batch = PackedCollator()(features)
     assert batch.pop("use_cache") is False
+    assert batch.pop("shift_labels").tolist() == [[*expected["labels"][0, 1:].tolist(), -100]]
     assert batch.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, Tensor):

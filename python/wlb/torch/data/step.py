@@ -174,6 +174,16 @@ class StepLoader(Generic[T]):
         """Of every step."""
         return self._sampler.num_micro_batches_per_rank
 
+    @property
+    def num_epochs(self) -> int:
+        """Of the run."""
+        return self._sampler.num_epochs
+
+    @property
+    def ended(self) -> bool:
+        """Whether all epochs of the run are done."""
+        return self._sampler.epoch >= self._sampler.num_epochs
+
     def describe(self) -> dict[str, Any]:
         """What a ledger has to know of the documents. Plain JSON values."""
         return self._sampler.describe()

@@ -1,0 +1,208 @@
+"""Micro-batches of a plan for a trainer that asks for one batch after the other, and knows of no queues."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from wlb._errors import error
+from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data.documents import as_arrays
+from wlb.torch.data.state import Snapshot, field
+from wlb.torch.loss import count_valid_tokens
+
+
+@dataclass(frozen=True)
+class PackedCollator:
+    """Lays the documents of a micro-batch side by side in one row.
+
+    An empty micro-batch, legal in a plan, becomes one token that no loss counts: its rank stays in step.
+
+    Attributes:
+        flash_attention_kwargs: also give what flash attention wants, and `shift_labels`; off for models that take no
+            other arguments.
+    """
+
+    flash_attention_kwargs: bool = True
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Makes a batch of the documents, in their order.
+
+        Args:
+            features: of each document `input_ids` (int[d], a list, an array or a tensor), and if not all tokens count
+                `labels` (int[d], not shifted, -100 where none).
+
+        Returns:
+            As :meth:`wlb.torch.PackedBatch.as_hf`.
+
+        Raises:
+            wlb.WlbError: a document has no tokens, or not as many labels as tokens.
+        """
+        documents = [as_arrays(feature, number, "features") for number, feature in enumerate(features)]
+        return collate(documents).as_hf(plain=not self.flash_attention_kwargs)
+
+
+class MicroBatchLoader:
+    """Gives the Trainer one micro-batch at a time of the steps that a `StepLoader` or a `BalancedStream` gives.
+
+    No `DataLoader`, and without a length or `set_epoch`: the sampler goes from epoch to epoch by itself, and goes on
+    where it stood after a resume, which the Trainer's epochs know nothing of. Not to be given to
+    `accelerator.prepare`: the sampler yields this rank's part alone, and `accelerate` would share it out again.
+
+    Args:
+        steps: Where the micro-batches come from. Those that are a `PackedBatch` are given as Hugging Face's models take
+            them (:meth:`PackedBatch.as_hf`).
+        plain: As there.
+        before_first: Gets the first step before it is given.
+
+    Attributes:
+        steps: As above.
+        untrained: Of the steps that were given and of which it is not known that they were trained, the state after
+            them and the epochs done; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        steps: StepLoader[Any] | BalancedStream[Any],
+        *,
+        plain: bool = False,
+        before_first: Callable[[Step[Any]], None] | None = None,
+    ) -> None:
+        self.steps = steps
+        self.untrained: deque[tuple[Snapshot, float | None]] | None = None
+        self._plain = plain
+        self._before_first = before_first
+        self._documents: int | None = steps.describe()["documents"]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of the rest of the epoch; of the next one if it has none: the Trainer would stop there.
+
+        None once a stream has ended.
+
+        A step in which all documents wait, or no token has another to predict, is passed over: the Trainer would divide
+        by its labels, of which there are none, and make every weight NaN. If that is because all labels on all ranks
+        are masked, it warns. Ranks agree on it by an all-reduce a step.
+
+        Raises:
+            wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
+        """
+        given, barren, empty = False, 0, 0
+        while not given and empty < 2:  # an epoch may have no further step, but not the next one too
+            if barren > 1:
+                raise error("steps", "have documents of one token or without labels only: there is nothing to predict")
+            trained, any_step = False, False
+            for step in self.steps:
+                any_step = True
+                trained |= any(map(len, step.packing))
+                if _has_labels(step):
+                    given = True
+                    if self._before_first is not None:
+                        self._before_first(step)
+                        self._before_first = None
+                    if self.untrained is not None and step.snapshot is not None:
+                        self.untrained.append((step.snapshot, self._epochs_after(step)))
+                    for batch in step.micro_batches:
+                        yield batch.as_hf(plain=self._plain) if isinstance(batch, PackedBatch) else batch
+            barren, empty = barren + trained, 0 if any_step else empty + 1
+
+    def _epochs_after(self, step: Step[Any]) -> float | None:
+        """Passes over the documents that are read after a step; None of a stream, which has none."""
+        if self._documents is None or step.snapshot is None or step.snapshot.progress.documents is None:
+            return None
+        return step.epoch + step.snapshot.progress.documents / self._documents
+
+
+def _has_labels(step: Step[Any]) -> bool:
+    """Whether a token of the step has another to predict, on any rank: the same answer on all."""
+    if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
+        return False
+    counts = [_num_labels(batch) for batch in step.micro_batches]
+    if None in counts:  # another collator, on all ranks: known to it alone
+        return True
+    group, device = None, "cpu"
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        device = "cpu" if "cpu" in dist.get_backend_config() else str(torch.accelerator.current_accelerator())
+    if count_valid_tokens((count or 0 for count in counts), group=group, device=device):
+        return True
+    warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=3)
+    return False
+
+
+def _num_labels(batch: Any) -> int | None:
+    if isinstance(batch, PackedBatch):
+        return batch.num_valid_tokens
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return None if labels is None else int((labels != IGNORE).sum())
+
+
+class MicroBatchCallback(TrainerCallback, ExportableState):
+    """Keeps in the Trainer's checkpoints the state of the last step trained, and goes on after it.
+
+    A step counts as trained once the optimizer has taken it, however many micro-batches the Trainer, or what stands
+    between it and the :class:`MicroBatchLoader`, has fetched since. The Trainer asks one rank alone for the state,
+    which needs no communication.
+    """
+
+    def __init__(self) -> None:
+        self._untrained: deque[tuple[Snapshot, float | None]] = deque()
+        self._trained: Snapshot | None = None  # after the last step since training began
+        self._began: dict[str, Any] | None = None  # where it did
+        self._steps: StepLoader[Any] | BalancedStream[Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restores the loader if training resumes.
+
+        Raises:
+            wlb.WlbError: The Trainer has another loader, or arguments with which it would train other documents, or
+                the checkpoint was saved without this callback or is of other documents.
+        """
+        loader = kwargs["train_dataloader"]
+        if not isinstance(loader, MicroBatchLoader):
+            found = type(loader).__name__
+            raise error("train_dataloader", f"is a {found}, not a MicroBatchLoader", value=found)
+        if not args.ignore_data_skip:
+            message = "= False: must be True, or the Trainer skips micro-batches after a resume"
+            raise error("ignore_data_skip", message, value=False)
+        own, planned = args.gradient_accumulation_steps, loader.steps.num_micro_batches_per_rank
+        if own != planned:
+            message = f"= {own}: a rank has {planned} micro-batches in every global batch"
+            raise error("gradient_accumulation_steps", message, value=own)
+        if state.global_step:
+            callbacks: Any = state.stateful_callbacks  # in a checkpoint a dict
+            saved = field(callbacks, type(self).__name__, dict)
+            loader.steps.load_state_dict(field(saved, "steps", dict))
+        self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
+        loader.untrained = self._untrained
+        self._steps = loader.steps
+        if isinstance(loader.steps, StepLoader):
+            state.num_train_epochs = loader.steps.num_epochs
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The optimizer has taken a step: the first of those that were given and not yet trained."""
+        self._trained, epochs = self._untrained.popleft()
+        if epochs is not None:
+            state.epoch = epochs  # the Trainer takes all its steps for one epoch
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Training ends with the last epoch, though `max_steps` also counts the steps without a label."""
+        if isinstance(self._steps, StepLoader) and self._steps.ended:
+            control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank.
+
+        Read by one rank alone, without communication.
+        """
+        steps = self._began if self._trained is None else self._trained.state
+        return {"args": {}, "attributes": {}, "steps": steps}

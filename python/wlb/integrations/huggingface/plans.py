@@ -1,0 +1,152 @@
+"""What a trainer reads from: plans over data of known lengths, over streams, and for an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+import wlb
+from wlb._choices import Oversize
+from wlb.integrations.huggingface.rows import Collator, Rows, streams_of
+from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader, collate
+
+# Tokens of a step, over those that its micro-batches may hold: with a quarter to spare any documents can be balanced.
+ROOM: Final = 1.25
+EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation: enough to fill them
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of a packer does not depend on how many micro-batches there are."""
+
+    max_tokens: int
+    max_document_tokens: int
+    oversize: Oversize
+    cost_model: wlb.CostModel
+    others: dict[str, Any]
+
+    def packer(self, num_micro_batches: int) -> wlb.Packer:
+        """One for steps of so many micro-batches."""
+        return wlb.Packer(
+            num_micro_batches=num_micro_batches,
+            max_tokens=self.max_tokens,
+            max_document_tokens=self.max_document_tokens,
+            oversize=self.oversize,
+            cost_model=self.cost_model,
+            **self.others,
+        )
+
+    def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
+        """The fewest, as many on all ranks, that hold so many tokens with room to spare."""
+        return ranks * max(1, math.ceil(ROOM * tokens_per_batch / (ranks * self.max_tokens)))
+
+
+@dataclass(frozen=True, eq=False)
+class KnownLengths:
+    """Documents of known lengths.
+
+    Attributes:
+        rows: The documents.
+        lengths: int64 [documents].
+        packer: For their steps.
+        tokens_per_batch: Of a step.
+        num_epochs: Of the run.
+        shuffle: Whether every epoch has an order of its own.
+        args: The trainer's.
+    """
+
+    rows: Rows
+    lengths: NDArray[np.int64]
+    packer: wlb.Packer
+    tokens_per_batch: int | None
+    num_epochs: int
+    shuffle: bool
+    args: TrainingArguments
+
+    def sampler(self) -> BalancedBatchSampler:
+        """This rank's, at the beginning."""
+        args = self.args
+        return BalancedBatchSampler(
+            self.lengths,
+            packer=self.packer,
+            dp_rank=args.process_index,
+            dp_size=args.world_size,
+            tokens_per_batch=self.tokens_per_batch,
+            shuffle=self.shuffle,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            num_epochs=self.num_epochs,
+        )
+
+    def steps(self) -> StepLoader[PackedBatch]:
+        """A loader that stands at the beginning."""
+        args, options = self.args, {}
+        if args.dataloader_num_workers:
+            options = {"prefetch_factor": args.dataloader_prefetch_factor}
+        return StepLoader(
+            DataLoader(
+                Documents(self.rows),
+                batch_sampler=self.sampler(),
+                collate_fn=collate,
+                num_workers=args.dataloader_num_workers,
+                pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+                **options,
+            )
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """Documents of a data set without a length.
+
+    Attributes:
+        dataset: Iterable, the same on every rank.
+        collator: For one document of it.
+        packer: For their steps.
+        tokens_per_batch: Of a step.
+    """
+
+    dataset: Any
+    collator: Collator
+    packer: wlb.Packer
+    tokens_per_batch: int
+
+    def steps(self) -> BalancedStream[PackedBatch]:
+        """A stream that stands at the beginning. A collective of all ranks; to be closed."""
+        return BalancedStream(
+            streams_of(self.dataset, self.collator),
+            packer=self.packer,
+            collate_fn=collate,
+            group=dist.group.WORLD if dist.is_initialized() else None,
+            tokens_per_batch=self.tokens_per_batch,
+        )
+
+
+class Evaluation:
+    """Every document once, in rows of packed documents; as many rows on every rank.
+
+    Attributes:
+        dataset: What is evaluated.
+    """
+
+    def __init__(self, rows: Rows, limits: Limits, args: TrainingArguments, *, plain: bool) -> None:
+        self.dataset = rows.dataset
+        self._plain = plain
+        packer = replace(limits, others={}).packer(args.world_size * EVALUATED_TOGETHER)
+        self._plan = KnownLengths(rows, rows.lengths(), packer, None, 1, False, args)
+
+    def __len__(self) -> int:
+        return self._plan.sampler().total_steps() * EVALUATED_TOGETHER
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step in self._plan.steps():
+            for batch in step.micro_batches:
+                yield batch.as_hf(plain=self._plain)

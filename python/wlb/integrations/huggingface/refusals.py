@@ -1,0 +1,111 @@
+"""What a trainer must not do beside a plan: refused by name, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Trainer
+
+from wlb._errors import error
+from wlb.torch.data import IGNORE
+
+_OLDEST = "5.0"
+_NEEDED = ("get_batch_samples", "_get_num_items_in_batch", "_get_collator_with_removed_columns", "evaluation_loop")
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuses what cannot be balanced.
+
+    Raises:
+        wlb.WlbError: The first reason, and what to do about it.
+    """
+    if Version(transformers.__version__) < Version(_OLDEST):
+        message = f"is of transformers {transformers.__version__}: {_OLDEST} or newer is needed"
+        raise error("trainer", message, value=transformers.__version__)
+    if not isinstance(trainer, Trainer):
+        raise error("trainer", f"is a {type(trainer).__name__}, not a transformers.Trainer", value=trainer)
+    if hasattr(trainer, "_wlb_plan"):
+        raise error("trainer", "is balanced already")
+    missing = [name for name in _NEEDED if not hasattr(trainer, name)]
+    if missing:
+        message = f"has no {missing[0]}: transformers {transformers.__version__} is newer than this version of wlb knows"
+        raise error("trainer", message, value=transformers.__version__)
+    if trainer.train_dataset is None:
+        raise error("train_dataset", "is None: there is nothing to train")
+    _check_class(trainer)
+    _check_arguments(trainer.args)
+    _check_parallelism(trainer)
+    if getattr(trainer.data_collator, "mlm", False):
+        message = "has mlm=True: only next tokens can be learnt; DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        raise error("data_collator", message, value=True)
+    _check_labels_are_counted(trainer)
+
+
+def _check_class(trainer: Trainer) -> None:
+    own = next(cls for cls in type(trainer).__mro__ if "get_train_dataloader" in vars(cls))
+    if own is not Trainer:
+        message = f"is a {own.__name__} with a get_train_dataloader of its own, which would not be asked: leave it out"
+        raise error("trainer", message, value=own.__name__)
+
+
+def _check_arguments(args: Any) -> None:
+    for name in ("packing", "eval_packing"):
+        if getattr(args, name, None):
+            raise error(name, "= True: wlb packs; make the trainer with False", value=True)
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if getattr(args, "group_by_length", False):
+        strategy = "group_by_length"
+    if strategy not in ("random", "sequential"):
+        message = f'= {strategy!r} chooses documents by length too: "random" or "sequential"'
+        raise error("train_sampling_strategy", message, value=strategy)
+    for name, why in (
+        ("dataloader_drop_last", "documents would be left out"),
+        ("auto_find_batch_size", "max_tokens says what fits"),
+    ):
+        if getattr(args, name, False):
+            raise error(name, f"= True: {why}; make it False", value=True)
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(args.accelerator_config, name, None):
+            message = "= True in accelerator_config: every rank reads its own part of the plan; leave it out"
+            raise error(name, message, value=True)
+    if args.n_gpu > 1:
+        message = f"= {args.n_gpu}: DataParallel would split rows; run a process for each GPU, with torchrun"
+        raise error("n_gpu", message, value=args.n_gpu)
+
+
+def _check_parallelism(trainer: Any) -> None:
+    if trainer.is_deepspeed_enabled:
+        message = "= True: DeepSpeed took its number of micro-batches when the trainer was made; use DDP or FSDP"
+        raise error("deepspeed", message, value=True)
+    for name in ("get_cp_size", "get_sp_size", "get_tp_size"):
+        size = getattr(trainer, name, lambda: 1)()
+        if size > 1:
+            message = f"shards sequences over {size} ranks ({name[4:6]}): only data-parallel ranks can be balanced here"
+            raise error("parallelism_config", message, value=size)
+
+
+def _check_labels_are_counted(trainer: Any) -> None:
+    """The last token of a piece predicts what no row holds: the trainer has to count it where it stands."""
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        name = type(trainer.model).__name__
+        message = (
+            f"is a {name}, which takes no num_items_in_batch: every micro-batch would count the same, however many "
+            "labels it has; give the trainer a compute_loss_func"
+        )
+        raise error("model", message, value=name)
+    shifted = torch.tensor([[5, 6, IGNORE]])
+    batch = {"labels": torch.tensor([[IGNORE, 5, IGNORE]]), "shift_labels": shifted}
+    ranks, trainer.args.average_tokens_across_devices = trainer.args.average_tokens_across_devices, False
+    try:
+        counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    finally:
+        trainer.args.average_tokens_across_devices = ranks
+    if counted is None or int(counted) != 2:
+        message = f"of transformers {transformers.__version__} does not count shift_labels: use a newer one"
+        raise error("trainer", message, value=transformers.__version__)
+    if trainer.args.world_size > 1 and not ranks:
+        message = "= False: every rank would count the same, however many labels it has; make it True"
+        raise error("average_tokens_across_devices", message, value=False)

@@ -1,0 +1,153 @@
+"""Documents of a trainer's data set as its own collator makes them: their lengths, their tokens, what is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from wlb._errors import error
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+# What collators also give, and is made anew for packed rows.
+_REMADE: Final = frozenset(
+    ("attention_mask", "position_ids", "shift_labels", "seq_idx", "seq_lengths", "use_cache", "num_items_in_batch")
+    + ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "length")
+)
+
+
+class Rows(Dataset[dict[str, NDArray[Any]]]):
+    """Document `i` of a data set, collated alone: its `input_ids`, and `labels` where the collator gives them."""
+
+    def __init__(self, dataset: Any, collator: Collator) -> None:
+        self.dataset = dataset
+        self._collator = collator
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        """Raises `wlb.WlbError` as :func:`row`."""
+        return row(self.dataset[index], index, self._collator)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [documents], tokens of each.
+
+        Complexity:
+            Of a data set in Arrow tables O(documents); of any other every document is made once.
+        """
+        found = _arrow_lengths(self.dataset)
+        if found is None or not len(found) or found[0] != self[0]["input_ids"].size:
+            found = np.array([self[index]["input_ids"].size for index in range(len(self))], np.int64)
+        if (empty := np.flatnonzero(found == 0)).size:
+            index = int(empty[0])
+            raise error("train_dataset", "has no tokens: filter such documents out", index=index, value=0)
+        return found
+
+
+class RowStream:
+    """The documents of a stream, as `Rows`. A stream without a state of its own: what was read is read again."""
+
+    def __init__(self, dataset: Any, collator: Collator) -> None:
+        self._dataset = dataset
+        self._collator = collator
+
+    def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
+        for index, feature in enumerate(self._dataset):
+            yield row(feature, index, self._collator)
+
+
+class ResumableRowStream(RowStream):
+    """The documents of a stream that goes on from its own state."""
+
+    def state_dict(self) -> Any:
+        """Where the stream stands."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """The next iteration begins there."""
+        self._dataset.load_state_dict(state)
+
+
+def streams_of(dataset: Any, collator: Collator) -> list[RowStream]:
+    """One for each shard of the data set, or the data set itself: read by several ranks, or by one.
+
+    Raises:
+        wlb.WlbError: It gives every rank its own part already.
+    """
+    if getattr(dataset, "_distributed", None) is not None:
+        message = "is split by node already: give the whole of it, the same on every rank"
+        raise error("train_dataset", message)
+    shards = getattr(dataset, "num_shards", 1) if hasattr(dataset, "shard") else 1
+    parts = [dataset.shard(num_shards=shards, index=index) for index in range(shards)] if shards > 1 else [dataset]
+    kind = ResumableRowStream if _resumes_exactly(dataset) else RowStream
+    return [kind(part, collator) for part in parts]
+
+
+def row(feature: Any, index: int, collator: Collator) -> dict[str, NDArray[Any]]:
+    """One document: what the collator makes of it alone, without its padding.
+
+    Raises:
+        wlb.WlbError: It has no `input_ids`, or something that a packed row cannot keep.
+    """
+    if isinstance(feature, Mapping) and "input_ids" not in feature:
+        columns = ", ".join(map(repr, feature)) or "nothing"
+        message = f"has no 'input_ids', but {columns}: tokenise it, or give it to a trainer that does"
+        raise error("train_dataset", message, index=index, value=list(feature))
+    batch = collator([dict(feature) if isinstance(feature, Mapping) else feature])
+    found = {name: _flat(value) for name, value in batch.items()}
+    if "input_ids" not in found:
+        raise error("data_collator", f"gives no 'input_ids', but {', '.join(map(repr, batch))}", value=list(batch))
+    tokens = found.pop("input_ids")
+    mask = found.get("attention_mask")
+    real = slice(None) if mask is None or mask.size != tokens.size else mask.astype(bool)
+    result = {"input_ids": tokens[real]}
+    if "labels" in found:
+        labels = found.pop("labels")
+        if labels.size != tokens.size:
+            message = f"gives {labels.size} labels for {tokens.size} tokens: only next tokens can be learnt"
+            raise error("data_collator", message, index=index, value=int(labels.size))
+        result["labels"] = labels[real]
+    for name, value in found.items():
+        if name not in _REMADE and not (name == "token_type_ids" and not value.any()):
+            message = f"gives {name!r}, which rows of packed documents cannot keep: drop it from the data set"
+            raise error("data_collator", message, index=index, value=name)
+    return result
+
+
+def _flat(value: Any) -> NDArray[Any]:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    return np.asarray(value).reshape(-1)
+
+
+def _arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
+    """Of Hugging Face's `Dataset`, without making its documents; None of others, or if a transform makes them."""
+    if not all(hasattr(dataset, name) for name in ("with_format", "column_names", "select_columns", "format")):
+        return None
+    if dataset.format["type"] == "custom" or "input_ids" not in dataset.column_names:
+        return None
+    import pyarrow.compute  # comes with the data set
+
+    tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
+    lengths = [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in tables]
+    return np.concatenate(lengths).astype(np.int64) if lengths else np.empty(0, np.int64)
+
+
+def _resumes_exactly(dataset: Any) -> bool:
+    """Whether the state of a stream says exactly where it stands: that of a shuffle buffer loses what is in it."""
+    if not all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict")):
+        return False
+    return not _holds_a_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _holds_a_shuffle_buffer(layer: Any) -> bool:
+    if layer is None:
+        return False
+    inner = [getattr(layer, "ex_iterable", None), *getattr(layer, "ex_iterables", ())]
+    return "BufferShuffled" in type(layer).__name__ or any(map(_holds_a_shuffle_buffer, inner))
