@@ -203,3 +203,199 @@ def test_a_killed_run_goes_on_bit_for_bit(before: int, after: int, tmp_path: Pat
     np.testing.assert_allclose(found[0], whole[0], rtol=0 if before == after else 1e-5)
     if before == after:
         np.testing.assert_array_equal(found[1], whole[1])
+
+
+# --- epochs, evaluation, other arguments ------------------------------------------------------------------------------
+
+
+def test_epochs_are_counted_by_documents(tmp_path: Path) -> None:
+    """Evaluated and saved where an epoch ends; a checkpoint of it goes on with the next one."""
+    trainer = balanced(tmp_path, eval_strategy="epoch", save_strategy="epoch")
+    trainer.train()
+    evaluated = [entry["epoch"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated == [1.0, 2.0]
+    epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert epochs == sorted(epochs)
+    assert len(epochs) == trainer.args.max_steps == trainer.state.max_steps
+    saved = sorted(int(folder.name.partition("-")[2]) for folder in tmp_path.glob("checkpoint-*"))
+    first = json.loads((tmp_path / f"checkpoint-{saved[0]}" / "trainer_state.json").read_text())
+    assert (len(saved), saved[1], first["epoch"]) == (2, trainer.args.max_steps, 1.0)
+    again = balanced(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved[0]}"))
+    assert outcome(again)[0] == outcome(trainer)[0]
+
+
+def mean_over_tokens(model: LlamaForCausalLM, numbers: list[int]) -> float:
+    total, count = 0.0, 0
+    for number in numbers:
+        for start in range(0, int(LENGTHS[number]), CONTEXT):
+            tokens, predicted = alone(Piece(number, start, min(CONTEXT, int(LENGTHS[number]) - start)))
+            total += loss_of_one(model, tokens, predicted).item() if max(predicted) >= 0 else 0.0
+            count += sum(label != -100 for label in predicted)
+    return total / count
+
+
+def evaluate(rank: int, folder: Path) -> float:
+    loss: float = balanced(folder, dist.get_world_size()).evaluate()["eval_loss"]
+    return loss
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluation_weighs_tokens_alike(ranks: int, tmp_path: Path) -> None:
+    expected = mean_over_tokens(llama(), list(range(0, len(LENGTHS), 3)))
+    assert processes.run(ranks, evaluate, tmp_path) == [pytest.approx(expected, rel=1e-5)] * ranks
+
+
+def test_evaluation_with_metrics_keeps_the_rows_and_weighs_their_losses(tmp_path: Path) -> None:
+    numbers = [number for number in range(0, len(LENGTHS), 3) if LENGTHS[number] <= CONTEXT - 3]
+    seen: list[int] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(len(prediction.predictions))
+        return {"rows": float(seen[-1])}
+
+    trainer: Any = Trainer(
+        llama(),
+        arguments(tmp_path, per_device_eval_batch_size=3),
+        train_dataset=documents(),
+        eval_dataset=[documents()[number] for number in numbers],
+        data_collator=together,
+        compute_metrics=metrics,
+    )
+    found = balance(trainer, max_tokens=64).evaluate()
+    assert found["eval_rows"] == len(numbers)
+    assert found["eval_loss"] == pytest.approx(mean_over_tokens(llama(), numbers), rel=1e-5)
+
+
+def test_steps_are_as_many_as_asked_for(tmp_path: Path) -> None:
+    trainer = balanced(tmp_path, max_steps=31)
+    trainer.train()
+    assert trainer.state.global_step == 31
+    part = balanced(tmp_path, num_train_epochs=0.5)
+    whole = balanced(tmp_path, num_train_epochs=1)
+    assert part.args.max_steps == -(-whole.args.max_steps // 2)
+
+
+def test_steps_without_labels_end_no_later_than_the_last_epoch(tmp_path: Path) -> None:
+    """`max_steps` counts them, and the Trainer passes over them."""
+    masked = [{**row, "labels": [-100] * len(row["labels"])} for row in documents()[:60]] + documents()[60:]
+    trainer = balanced(tmp_path, data=masked, train_sampling_strategy="sequential", num_train_epochs=1)
+    with pytest.warns(UserWarning, match="has no label"):
+        trainer.train()
+    assert trainer.state.global_step < trainer.args.max_steps
+    assert trainer.state.epoch == 1.0
+
+
+def test_pieces_may_be_left_out(tmp_path: Path) -> None:
+    data: Any = documents()
+    for change in ({"oversize": "truncate"}, {"max_document_tokens": 150, "max_tokens": 160, "max_delay": 0}):
+        trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data, data_collator=together)
+        plan = balance(trainer, **{"max_tokens": 64} | change)._wlb_plan  # type: ignore[arg-type, attr-defined]
+        elements = [element for batch in plan.sampler() for element in batch]
+        pieces = [element for element in elements if isinstance(element, Piece)]
+        assert len(elements) == len(LENGTHS)
+        assert {piece.length for piece in pieces} == ({CONTEXT} if "oversize" in change else set())
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(documents() * 3)
+
+
+def train_stream(rank: int, folder: Path, stop: int) -> Any:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step >= stop
+
+    options: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 5}
+    resume = any(folder.glob("checkpoint-*"))
+    size = dist.get_world_size()
+    options["gradient_accumulation_steps"] = 4 // size
+    trainer = balanced(folder, size, data=Endless(), callbacks=[Stop()], **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def test_a_stream_is_trained_and_resumed(tmp_path: Path) -> None:
+    whole = processes.run(2, train_stream, tmp_path / "whole", 12)[0]
+    processes.run(2, train_stream, tmp_path / "parts", 6)
+    found = processes.run(2, train_stream, tmp_path / "parts", 12)[0]
+    assert found[0] == whole[0]
+    np.testing.assert_array_equal(found[1], whole[1])
+    alone_ = processes.run(1, train_stream, tmp_path / "one", 12)[0]
+    np.testing.assert_allclose(alone_[0], whole[0], rtol=1e-5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def no_input_ids(features: Any) -> dict[str, Tensor]:
+    return {"tokens": torch.ones(1, 3)}
+
+
+def pictures(features: Any) -> dict[str, Tensor]:
+    return together(features) | {"pixel_values": torch.ones(1, 3, 8, 8)}
+
+
+def fewer_labels(features: Any) -> dict[str, Tensor]:
+    return together(features) | {"labels": torch.ones(1, 1)}
+
+
+class Tokenizer:
+    mask_token = "[MASK]"
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "dataloader_drop_last": ({"dataloader_drop_last": True}, "dataloader_drop_last", "make it False"),
+    "group_by_length": ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy", '"random"'),
+    "batch_rebalance": ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy", '"random"'),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size", "max_tokens"),
+    "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches", "leave it out"),
+    "text": ({"data": [{"text": "abc"}]}, "train_dataset", "'input_ids', but 'text'"),
+    "no tokens": ({"data": [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [], "labels": []}]},) 
+    + ("train_dataset", "has no tokens"),
+    "no data": ({"data": []}, "train_dataset", "is empty"),
+    "no input_ids": ({"collator": no_input_ids}, "data_collator", "no 'input_ids'"),
+    "pictures": ({"collator": pictures}, "data_collator", "'pixel_values'"),
+    "labels": ({"collator": fewer_labels}, "data_collator", "1 labels for"),
+    "mlm": ({"collator": DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling)},)
+    + ("data_collator", "mlm=True"),
+    "own loader": ({"cls": OwnLoader}, "trainer", "OwnLoader with a get_train_dataloader"),
+}
+REFUSALS["mlm"][0]["collator"].mlm = True
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_would_train_other_documents_is_refused(name: str, tmp_path: Path) -> None:
+    options, argument, message = REFUSALS[name]
+    options = {"data": documents(), "collator": together, "cls": Trainer, "remove_unused_columns": False} | options
+    data, collator, cls = (options.pop(name) for name in ("data", "collator", "cls"))
+    trainer = cls(llama(), arguments(tmp_path, **options), train_dataset=data, data_collator=collator)
+    before = dict(vars(trainer.args))
+    with pytest.raises(wlb.WlbError, match=message) as refused:
+        balance(trainer, max_tokens=64)
+    assert refused.value.argument == argument
+    assert (type(trainer), vars(trainer.args)) == (cls, before), "half done"
+
+
+def test_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(wlb.WlbError, match="balanced already"):
+        balance(balanced(tmp_path), max_tokens=64)
+
+
+def test_lengths_that_are_wrong_are_named(tmp_path: Path) -> None:
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=documents(), data_collator=together)  # type: ignore[arg-type]
+    with pytest.raises(wlb.WlbError, match="there are 90 documents"):
+        balance(trainer, max_tokens=64, lengths=[3])
+    wrong = LENGTHS.copy()
+    wrong[7] += 1
+    with pytest.raises(wlb.WlbError, match="document 7"):
+        balance(trainer, max_tokens=64, lengths=wrong, max_document_tokens=64).train()
