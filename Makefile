@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+TRAINERS := .venv-trainers
 FUZZ_SECONDS ?= 300
 # What a wheel is built from.
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long lint bench bench-peers compare reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -22,6 +23,10 @@ test: $(VENV)/.wlb-test
 ## Also the tests that take minutes, and more examples of every property.
 test-long: $(VENV)/.wlb-test
 	WLB_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "long or not long"
+
+## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick.
+test-trainers: $(TRAINERS)/.wlb
+	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py $(TRAINERS_FLAGS)
 
 ## Formatting, lints, floors and circles of imports, types, stubs.
 lint: $(VENV)/.wlb-test
@@ -67,11 +72,17 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) target dist wlb-demo
+	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(TRAINERS)/.wlb: $(SOURCES)
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --upgrade pip
+	$(TRAINERS)/bin/python -m pip install --quiet '.[test,trainers]'
+	touch $@
 
 # Whole training stacks that cannot be installed side by side: without what they depend on; the bench imports one file of each.
 $(VENV)/peers: $(VENV)/bin/python

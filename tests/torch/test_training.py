@@ -223,5 +223,3 @@ def test_as_hf_of_an_empty_micro_batch_is_one_token_that_counts_nothing() -> Non
 def test_as_hf_of_a_part_is_refused() -> None:
     with pytest.raises(wlb.WlbError, match="rank 0's part of 2"):
         wt.collate([[1, 2, 3, 4]], cp_size=2).as_hf()
-
-

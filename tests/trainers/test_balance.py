@@ -172,7 +172,7 @@ def test_documents_are_what_they_are_meant_to_be(tmp_path: Path) -> None:
     assert not all(batches)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_trainer_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path) -> None:
     found = processes.run(ranks, train, tmp_path)
     losses, parameters = reference(balanced(tmp_path)._wlb_plan, found[0][2])
@@ -193,6 +193,7 @@ def killed(rank: int, folder: Path) -> None:
     balanced(folder, dist.get_world_size(), callbacks=[Die()], save_strategy="steps", save_steps=7).train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
 def test_a_killed_run_goes_on_bit_for_bit(before: int, after: int, tmp_path: Path) -> None:
     with pytest.raises(processes.RankFailed, match="died"):
@@ -319,6 +320,7 @@ def train_stream(rank: int, folder: Path, stop: int) -> Any:
     return outcome(trainer)
 
 
+@pytest.mark.long
 def test_a_stream_is_trained_and_resumed(tmp_path: Path) -> None:
     whole = processes.run(2, train_stream, tmp_path / "whole", 12)[0]
     processes.run(2, train_stream, tmp_path / "parts", 6)
@@ -344,8 +346,8 @@ def fewer_labels(features: Any) -> dict[str, Tensor]:
     return together(features) | {"labels": torch.ones(1, 1)}
 
 
-class Tokenizer:
-    mask_token = "[MASK]"
+MASKED = DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling)  # without its tokenizer
+MASKED.mlm = True
 
 
 class OwnLoader(Trainer):
@@ -360,17 +362,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size", "max_tokens"),
     "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches", "leave it out"),
     "text": ({"data": [{"text": "abc"}]}, "train_dataset", "'input_ids', but 'text'"),
-    "no tokens": ({"data": [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [], "labels": []}]},) 
-    + ("train_dataset", "has no tokens"),
+    "no tokens": ({"data": [{"input_ids": [], "labels": []}]}, "train_dataset", "has no tokens"),
     "no data": ({"data": []}, "train_dataset", "is empty"),
     "no input_ids": ({"collator": no_input_ids}, "data_collator", "no 'input_ids'"),
     "pictures": ({"collator": pictures}, "data_collator", "'pixel_values'"),
     "labels": ({"collator": fewer_labels}, "data_collator", "1 labels for"),
-    "mlm": ({"collator": DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling)},)
-    + ("data_collator", "mlm=True"),
+    "mlm": ({"collator": MASKED}, "data_collator", "mlm=True"),
     "own loader": ({"cls": OwnLoader}, "trainer", "OwnLoader with a get_train_dataloader"),
 }
-REFUSALS["mlm"][0]["collator"].mlm = True
 
 
 @pytest.mark.parametrize("name", REFUSALS)

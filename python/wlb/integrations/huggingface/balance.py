@@ -116,9 +116,7 @@ def balance(
     return trainer
 
 
-def _known(
-    trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengths: ArrayLike | None
-) -> KnownLengths:
+def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengths: ArrayLike | None) -> KnownLengths:
     args = trainer.args
     rows = Rows(*_documents(trainer, trainer.train_dataset, "training"))
     if not len(rows):
@@ -195,7 +193,7 @@ class _Balanced(Trainer):
         finally:
             losses, self._wlb_losses = self._wlb_losses, None
         name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
-        if name in output.metrics:
+        if output.metrics is not None and name in output.metrics:
             total = torch.tensor(losses, dtype=torch.float64).reshape(-1, 2).sum(0)
             if dist.is_initialized():
                 total = total.to(meeting_place(dist.group.WORLD, self.args.device))

@@ -88,17 +88,16 @@ class KnownLengths:
 
     def steps(self) -> StepLoader[PackedBatch]:
         """A loader that stands at the beginning."""
-        args, options = self.args, {}
-        if args.dataloader_num_workers:
-            options = {"prefetch_factor": args.dataloader_prefetch_factor}
+        args = self.args
+        workers = args.dataloader_num_workers
         return StepLoader(
             DataLoader(
                 Documents(self.rows),
                 batch_sampler=self.sampler(),
                 collate_fn=collate,
-                num_workers=args.dataloader_num_workers,
+                num_workers=workers,
+                prefetch_factor=args.dataloader_prefetch_factor if workers else None,
                 pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-                **options,
             )
         )
 

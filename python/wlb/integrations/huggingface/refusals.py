@@ -31,7 +31,9 @@ def check_trainer(trainer: Any) -> None:
         raise error("trainer", "is balanced already")
     missing = [name for name in _NEEDED if not hasattr(trainer, name)]
     if missing:
-        message = f"has no {missing[0]}: transformers {transformers.__version__} is newer than this version of wlb knows"
+        message = (
+            f"has no {missing[0]}: transformers {transformers.__version__} is newer than this version of wlb knows"
+        )
         raise error("trainer", message, value=transformers.__version__)
     if trainer.train_dataset is None:
         raise error("train_dataset", "is None: there is nothing to train")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,8 @@ from wlb._errors import error
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 # What collators also give, and is made anew for packed rows.
-_REMADE: Final = frozenset(
-    ("attention_mask", "position_ids", "shift_labels", "seq_idx", "seq_lengths", "use_cache", "num_items_in_batch")
-    + ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "length")
-)
+_REMADE = {"attention_mask", "position_ids", "shift_labels", "seq_idx", "seq_lengths", "length", "use_cache"}
+_REMADE |= {"num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 class Rows(Dataset[dict[str, NDArray[Any]]]):
@@ -132,10 +131,9 @@ def _arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
         return None
     if dataset.format["type"] == "custom" or "input_ids" not in dataset.column_names:
         return None
-    import pyarrow.compute  # comes with the data set
-
+    compute = import_module("pyarrow.compute")  # comes with the data set
     tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
-    lengths = [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in tables]
+    lengths = [compute.list_value_length(table["input_ids"]).to_numpy() for table in tables]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.empty(0, np.int64)
 
 

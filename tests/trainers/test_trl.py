@@ -1,0 +1,240 @@
+"""`balance` in TRL's `SFTTrainer` and on Hugging Face's data sets; `make test-trainers` installs both."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+import wlb
+from wlb.integrations.huggingface import balance
+from wlb.integrations.huggingface.rows import Rows, streams_of
+from wlb.torch.data import Piece
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+
+WORDS = [f"w{number}" for number in range(60)]
+CONTEXT = 48
+LENGTHS = np.random.default_rng(5).lognormal(2.8, 1.0, size=60).astype(int).clip(1, 150)
+STEPS = 20
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate(["<eos>", "<pad>", "<unk>", *WORDS])}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", model_max_length=CONTEXT
+    )
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def text() -> Any:
+    """Prompts, which are not learnt, and completions; each ends with `<eos>`, as SFTTrainer adds."""
+    random = np.random.default_rng(0)
+    rows = []
+    for length in LENGTHS.tolist():
+        words = random.choice(WORDS, length).tolist()
+        rows.append(
+            {"prompt": " ".join(words[: length // 3]) + " ", "completion": " ".join(words[length // 3 :]) + " "}
+        )
+    return datasets.Dataset.from_list(rows)
+
+
+def tokens_and_labels(row: dict[str, str]) -> tuple[list[int], list[int]]:
+    prompt, completion = (tokenizer()(row[name])["input_ids"] for name in ("prompt", "completion"))
+    completion = [*completion, 0]
+    return prompt + completion, [-100] * len(prompt) + completion
+
+
+def trained(folder: Path, dp_size: int, stop: int = STEPS, *, stream: bool = False, **options: Any) -> Any:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step >= stop
+
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "num_train_epochs": 3,
+        "max_length": None,
+        "per_device_train_batch_size": 4 // dp_size,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return trl.SFTTrainer(
+        llama(),
+        trl.SFTConfig(str(folder), **defaults | options),
+        train_dataset=text().to_iterable_dataset(num_shards=4) if stream else text(),
+        eval_dataset=text().select(range(0, 60, 3)),
+        processing_class=tokenizer(),
+        callbacks=[Stop()],
+    )
+
+
+def train(rank: int, folder: Path, stop: int = STEPS, resume: bool = False, **options: Any) -> Any:
+    trainer = balance(trained(folder, dist.get_world_size(), stop, **options), max_tokens=64)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).numpy()
+    return losses, weights, trainer.evaluate()["eval_loss"]
+
+
+def loss_of(model: LlamaForCausalLM, tokens: list[int], predicted: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(predicted), reduction="sum")
+
+
+def reference(plan: Any) -> tuple[list[float], LlamaForCausalLM]:
+    rows = [tokens_and_labels(row) for row in text()]
+    model, losses = llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler, size = plan.sampler(), plan.packer.num_micro_batches
+    micro_batches = [batch for _ in range(plan.num_epochs) for batch in sampler]
+    for first in range(0, STEPS * size, size):
+        parts, count = [], 0
+        for element in [element for batch in micro_batches[first : first + size] for element in batch]:
+            number, start, length = element if isinstance(element, Piece) else (element, 0, len(rows[element][0]))
+            tokens, labels = rows[number]
+            predicted = [*labels[1:], -100][start : start + length]
+            parts.append(loss_of(model, tokens[start : start + length], predicted))
+            count += sum(label != -100 for label in predicted)
+        loss = torch.stack(parts).sum() / count
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sft_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path) -> None:
+    found = processes.run(ranks, train, tmp_path)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    losses, model = reference(balance(trained(tmp_path, 1), max_tokens=64)._wlb_plan)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    with torch.no_grad():
+        total = count = 0.0
+        for row in text().select(range(0, 60, 3)):
+            tokens, labels = tokens_and_labels(row)
+            for start in range(0, len(tokens), CONTEXT):
+                predicted = [*labels[1:], -100][start : start + CONTEXT]
+                if max(predicted) >= 0:
+                    total += loss_of(model, tokens[start : start + CONTEXT], predicted).item()
+                    count += sum(label != -100 for label in predicted)
+    for found_losses, found_weights, evaluated in found:
+        np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
+        np.testing.assert_allclose(found_weights, weights.detach(), rtol=0, atol=1e-5 * float(weights.abs().max()))
+        assert evaluated == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sft_goes_on_bit_for_bit(stream: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"stream": stream, "save_strategy": "steps", "save_steps": 4}
+    if stream:
+        options |= {"max_steps": 9}
+    processes.run(2, partial_train, tmp_path, 6, False, options)
+    found = processes.run(2, partial_train, tmp_path, 9, True, options)[0]
+    whole = processes.run(2, partial_train, tmp_path / "whole", 9, False, options)[0]
+    assert found[0] == whole[0]
+    np.testing.assert_array_equal(found[1], whole[1])
+
+
+def partial_train(rank: int, folder: Path, stop: int, resume: bool, options: dict[str, Any]) -> Any:
+    return train(rank, folder, stop, resume, **options)
+
+
+@pytest.mark.parametrize("name", ["packing", "eval_packing"])
+def test_its_own_packing_is_refused(name: str, tmp_path: Path) -> None:
+    trainer = trained(tmp_path, 1, **{name: True, "max_length": 32})
+    with pytest.raises(wlb.WlbError, match="wlb packs") as refused:
+        balance(trainer, max_tokens=64)
+    assert refused.value.argument == name
+
+
+# --- Hugging Face's data sets -----------------------------------------------------------------------------------------
+
+
+def rows() -> Any:
+    return datasets.Dataset.from_list([{"input_ids": list(range(1, 1 + length))} for length in LENGTHS.tolist()])
+
+
+def as_it_is(features: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: torch.tensor([feature[name] for feature in features]) for name in features[0]}
+
+
+@pytest.mark.parametrize("change", ["none", "shuffled", "transformed"])
+def test_lengths_are_those_of_the_documents(change: str) -> None:
+    data, expected = rows(), LENGTHS
+    if change == "shuffled":
+        data, expected = data.shuffle(seed=1), None
+    if change == "transformed":
+        data.set_transform(lambda batch: {"input_ids": [[*row, 1] for row in batch["input_ids"]]})
+        expected = LENGTHS + 1
+    found = Rows(data, as_it_is).lengths()
+    if expected is None:
+        expected = [len(data[index]["input_ids"]) for index in range(len(data))]
+    np.testing.assert_array_equal(found, expected)
+
+
+def read(stream: Any) -> list[list[int]]:
+    return [document["input_ids"].tolist() for document in stream]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_streams_go_on_where_they_stood(shuffled: bool) -> None:
+    """By their own state, which is not exact where there is a shuffle buffer: then they are read again."""
+    data = rows().to_iterable_dataset(num_shards=4).map(lambda row: {"input_ids": [*row["input_ids"], 5]})
+    if shuffled:
+        data = data.shuffle(seed=3, buffer_size=8)
+    streams = streams_of(data, as_it_is)
+    assert len(streams) == 4
+    assert all(hasattr(stream, "state_dict") is not shuffled for stream in streams)
+    everything = [document for stream in streams for document in read(stream)]
+    assert sorted(map(len, everything)) == sorted(LENGTHS + 1)
+    if not shuffled:
+        stream, again = streams_of(data, as_it_is)[1], streams_of(data, as_it_is)[1]
+        iterator: Any = iter(stream)
+        before = [next(iterator)["input_ids"].tolist() for _ in range(6)]
+        again.load_state_dict(stream.state_dict())  # type: ignore[attr-defined]
+        assert before + read(again) == read(streams[1])
+
+
+def test_a_part_of_a_rank_is_refused() -> None:
+    from datasets.distributed import split_dataset_by_node
+
+    data = split_dataset_by_node(rows().to_iterable_dataset(num_shards=4), rank=0, world_size=2)
+    with pytest.raises(wlb.WlbError, match="split by node"):
+        streams_of(data, as_it_is)
