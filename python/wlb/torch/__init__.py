@@ -45,6 +45,7 @@ from wlb.torch.pipeline import (
     pipeline_step,
     stages_of_rank,
 )
+from wlb.torch.proof import Proof, verify
 from wlb.torch.training import train_step
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "PeerFailed",
     "Piece",
     "PipelineMicroBatch",
+    "Proof",
     "Step",
     "StepLoader",
     "VarlenPipelineStage",
@@ -82,4 +84,5 @@ __all__ = [
     "sum_gradients",
     "token_normalized_loss",
     "train_step",
+    "verify",
 ]

@@ -19,6 +19,7 @@ from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.plans import ROOM, Evaluation, KnownLengths, Limits, Streamed
+from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_trainer
 from wlb.integrations.huggingface.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
@@ -37,6 +38,7 @@ def balance(
     tokens_per_batch: int | None = None,
     lengths: ArrayLike | None = None,
     cost_model: wlb.CostModel | None = None,
+    verify: bool = True,
     **packer: Any,
 ) -> AnyTrainer:
     """Makes a trainer train micro-batches of equal work, on documents packed without padding.
@@ -69,6 +71,8 @@ def balance(
         tokens_per_batch: tokens of a step on all ranks, instead of those above.
         lengths: int[documents] tokens after tokenisation, if they are known: by default read from the data set.
         cost_model: what documents cost, instead of `wlb.ModelConfig.from_hugging_face(model.config)`.
+        verify: prove on the first step, before the optimizer takes it, that the trainer's loss, gradients and
+            evaluation are those of documents alone (:func:`wlb.torch.verify`); seconds.
         **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`.
 
     Returns:
@@ -77,7 +81,7 @@ def balance(
     Raises:
         wlb.WlbError: an argument makes no sense; the trainer has its own packing on, groups by length, drops what is
             left, dispatches batches, or shards sequences; data without `input_ids`; a model of which the costs are not
-            known. Nothing has changed then.
+            known. Nothing has changed then. In `train`: what :func:`wlb.torch.verify` finds.
     """
     check_trainer(trainer)
     check_integer("max_tokens", max_tokens, minimum=1)
@@ -111,7 +115,8 @@ def balance(
     args.ignore_data_skip = True
     own = type(trainer)
     trainer.__class__ = type(own.__name__, (_Balanced, own), {"__doc__": own.__doc__, "__module__": own.__module__})
-    trainer._wlb_plan, trainer._wlb_limits, trainer._wlb_plain = plan, limits, plain  # type: ignore[attr-defined]
+    balanced: Any = trainer
+    balanced._wlb_plan, balanced._wlb_limits, balanced._wlb_plain, balanced._wlb_verify = plan, limits, plain, verify
     trainer.add_callback(MicroBatchCallback())
     return trainer
 
@@ -161,6 +166,7 @@ class _Balanced(Trainer):
     _wlb_plan: KnownLengths | Streamed
     _wlb_limits: Limits
     _wlb_plain: bool
+    _wlb_verify: bool
     _wlb_losses: list[tuple[float, int]] | None = None  # of the evaluation that runs: sum, and number of labels
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +179,8 @@ class _Balanced(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """The micro-batches of the plan."""
-        return MicroBatchLoader(self._wlb_plan.steps(), plain=self._wlb_plain)
+        check = (lambda step: prove(self, step, plain=self._wlb_plain)) if self._wlb_verify else None
+        return MicroBatchLoader(self._wlb_plan.steps(), plain=self._wlb_plain, before_first=check)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Packed rows, if that does no harm."""

@@ -1,0 +1,90 @@
+"""The proof before a trainer's first step: its own training step against documents alone."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wlb.torch.data import PackedBatch, Step
+from wlb.torch.proof import verify
+from wlb.torch.training import meeting_place
+
+
+def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
+    """Runs :func:`wlb.torch.verify` on the trainer's own training step and evaluation, wrapped as they are.
+
+    Raises:
+        wlb.WlbError: as there.
+
+    Warns:
+        UserWarning: the trainer has a loss of its own, which is not that of a token given those before it.
+    """
+    losses = {
+        "label_smoothing_factor": trainer.label_smoother is not None,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "loss_type": getattr(trainer.args, "loss_type", "nll") != "nll",
+    }
+    if any(losses.values()):
+        name = next(name for name, own in losses.items() if own)
+        warnings.warn(f"{name} makes a loss of its own, so packing is not verified before the first step", stacklevel=2)
+        return
+    accelerator, model, device = trainer.accelerator, trainer.model_wrapped, trainer.args.device
+
+    def train(of: Step[PackedBatch]) -> float:
+        rows = [batch.as_hf(plain=plain) for batch in of.micro_batches]
+        items = trainer._get_num_items_in_batch(rows, device)
+        if not float(items):
+            return 0.0  # as a step without labels is passed over
+        total = torch.zeros((), device=device)
+        for index, row in enumerate(rows):
+            with accelerator.no_sync(model) if index + 1 < len(rows) else nullcontext():
+                total += trainer.training_step(model, row, items)
+        if accelerator.scaler is not None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(accelerator.scaler.get_scale())
+        return mean_over_ranks(total)
+
+    def evaluate(of: Step[PackedBatch]) -> float:
+        rows = [batch.as_hf(plain=plain) for batch in of.micro_batches]
+        return float(trainer.evaluation_loop(rows, "Proof", prediction_loss_only=True).metrics["eval_loss"])
+
+    def mean_over_ranks(loss: torch.Tensor) -> float:
+        """As the trainer logs it."""
+        if not dist.is_initialized():
+            return float(loss)
+        mean = loss.to(meeting_place(dist.group.WORLD, device))
+        dist.all_reduce(mean)
+        return float(mean) / dist.get_world_size()
+
+    report = print if trainer.is_world_process_zero() else None
+    with _as_it_was(trainer):
+        verify(model, step, train=train, evaluate=evaluate, report=report)
+
+
+@contextmanager
+def _as_it_was(trainer: Any) -> Iterator[None]:
+    """Without the auxiliary loss of experts, which depends on what shares a row; metrics are put back."""
+    config = trainer.model.config.get_text_config()
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
+    enabled = getattr(trainer, "aux_loss_enabled", None)
+    routed = getattr(config, "output_router_logits", None)
+    if routed:
+        config.output_router_logits = False
+    if enabled:
+        trainer.aux_loss_enabled = False
+    try:
+        yield
+    finally:
+        if routed:
+            config.output_router_logits = routed
+        if enabled:
+            trainer.aux_loss_enabled = enabled
+        if metrics is not None:
+            trainer._metrics = metrics

@@ -1,0 +1,330 @@
+"""`verify` passes what is right, and finds each trap of joining a loader, a model and a trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import accelerate
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from test_training import Network, loader
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import wlb
+import wlb.torch as wt
+from wlb.torch.data import IGNORE, PackedBatch, Step
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 13,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "attention_dropout": 0.3,
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape | changes))
+
+
+def first_step(data: Any = None) -> Step[PackedBatch]:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return next(iter(loader(rank, size, data)))
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(llama(), find_unused_parameters=True)
+
+
+def fsdp2() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def fsdp1() -> nn.Module:
+    return FullyShardedDataParallel(llama(), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def by_hand(model: nn.Module, rows: Callable[[PackedBatch], dict[str, Any]], scale: float = 1.0) -> Any:
+    """A training step as people write it, on the model's own loss."""
+
+    def train(step: Step[PackedBatch]) -> Tensor:
+        counts = [batch.num_valid_tokens for batch in step.micro_batches]
+        group = dist.group.WORLD if dist.is_initialized() else None
+        valid = wt.count_valid_tokens(counts, group=group)
+        total = torch.zeros(())
+        for batch in step.micro_batches:
+            loss = model(**rows(batch), num_items_in_batch=max(valid, 1)).loss
+            (loss * scale).backward()
+            total += loss.detach()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    return train
+
+
+def as_hf(batch: PackedBatch) -> dict[str, Any]:
+    return batch.as_hf()
+
+
+def cached(batch: PackedBatch) -> dict[str, Any]:
+    row = batch.as_hf()
+    del row["use_cache"]  # True by default
+    return row
+
+
+def masked(batch: PackedBatch) -> dict[str, Any]:
+    row = batch.as_hf()
+    return row | {"attention_mask": torch.ones_like(row["input_ids"])}
+
+
+def unpositioned(batch: PackedBatch) -> dict[str, Any]:
+    row = batch.as_hf()
+    return row | {"position_ids": torch.arange(row["input_ids"].shape[1])[None]}
+
+
+def shifted_twice(batch: PackedBatch) -> dict[str, Any]:
+    row = batch.as_hf()
+    return row | {"labels": row.pop("shift_labels")}
+
+
+# --- what is right ----------------------------------------------------------------------------------------------------
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "plain": llama,
+    "takes the batch": Network,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp1": fsdp1,
+    "float64": lambda: llama().double(),
+    "bfloat16": lambda: llama().bfloat16(),
+}
+
+
+def proved(rank: int, name: str) -> tuple[str, bool]:
+    quiet()
+    model, step = RIGHT[name]().train(), first_step()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    random = torch.get_rng_state()
+    proof = wt.verify(model, step, evaluate=evaluation(model), loader=new_loader, report=None)
+    same = all(torch.equal(*pair) for pair in zip(map(local, before), map(local, model.parameters()), strict=True))
+    clean = all(parameter.grad is None for parameter in model.parameters())
+    modes = all(module.training and "train" not in vars(module) for module in model.modules())
+    return str(proof), same and clean and modes and torch.equal(random, torch.get_rng_state())
+
+
+def local(parameter: Any) -> Tensor:
+    result: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return result
+
+
+def evaluation(model: nn.Module) -> Callable[[Step[PackedBatch]], float]:
+    """Sums over sums, as it has to be."""
+
+    def evaluate(step: Step[PackedBatch]) -> float:
+        total = torch.zeros(2)
+        for batch in step.micro_batches:
+            logits = wt.training.logits_of(model, batch)[0].float()
+            total[0] += nn.functional.cross_entropy(logits, batch.labels, ignore_index=IGNORE, reduction="sum")
+            total[1] += batch.num_valid_tokens
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    return evaluate
+
+
+def new_loader() -> Any:
+    return loader(dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_proved_and_left_as_it_was(name: str, ranks: int) -> None:
+    for table, untouched in processes.run(ranks, proved, name):
+        assert untouched
+        assert [line.split()[0] for line in table.splitlines()[1:]] == [
+            "documents",
+            "apart",
+            "loss",
+            "gradient",
+            "evaluation",
+            "resume",
+        ]
+        assert "wrong" not in table
+
+
+# --- each trap --------------------------------------------------------------------------------------------------------
+
+
+def quiet() -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    warnings.simplefilter("ignore")
+
+
+def divided_by_ddp() -> None:
+    model = ddp()
+    wt.verify(model, first_step(), train=by_hand(model, as_hf))
+
+
+def mean_of_fsdp2() -> None:
+    model = fsdp2()
+    wt.verify(model, first_step(), train=by_hand(model, as_hf))
+
+
+def mean_of_fsdp1() -> None:
+    model = fsdp1()
+    wt.verify(model, first_step(), train=by_hand(model, as_hf))
+
+
+def not_exchanged() -> None:
+    model = llama()
+    wt.verify(model, first_step(), train=by_hand(model, as_hf))
+
+
+def divided_by_accumulation() -> None:
+    model = ddp()
+    wt.verify(model, first_step(), train=by_hand(model, as_hf, scale=dist.get_world_size() / 4))
+
+
+def summed_ddp(rows: Callable[[PackedBatch], dict[str, Any]]) -> None:
+    model = ddp()
+    wt.verify(model, first_step(), train=by_hand(model, rows, scale=dist.get_world_size()))
+
+
+class Convolved(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(6, 6, 4)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        embedded = nn.functional.pad(self.embedding(batch.tokens).T, (3, 0))
+        return self.head(torch.tanh(self.hidden(self.convolution(embedded).T)))  # type: ignore[no-any-return]
+
+
+def mean_of_means() -> None:
+    model = llama()
+
+    def train(step: Step[PackedBatch]) -> Tensor:
+        counted = [batch for batch in step.micro_batches if batch.num_valid_tokens]
+        total = torch.zeros(())
+        for batch in counted:
+            loss = model(**batch.as_hf()).loss / len(step.packing)
+            loss.backward()
+            total += loss.detach()
+        wt.all_reduce_gradients(model)
+        dist.all_reduce(total)
+        return total
+
+    wt.verify(model, first_step(), train=train)
+
+
+def evaluated_by_batches() -> None:
+    model = llama()
+
+    def evaluate(step: Step[PackedBatch]) -> float:
+        losses = [model(**batch.as_hf()).loss for batch in step.micro_batches if batch.num_valid_tokens]
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        return float(mean / dist.get_world_size())
+
+    wt.verify(model, first_step(), evaluate=evaluate)
+
+
+def wrapped_twice() -> None:
+    """As a trainer that prepares what it is given: every rank gets every other micro-batch of its own."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    inner: Any = loader(dist.get_rank(), dist.get_world_size())._loader
+    prepared = accelerator.prepare(inner)
+    right = first_step()
+    batches: Any = [batch for batch, _ in zip(iter(prepared), right.micro_batches, strict=False)]
+    wt.verify(llama(), replace(right, micro_batches=batches))
+
+
+class Prefetching:
+    """Fetches a step ahead, as accelerate, Lightning and loaders' workers do, and saves where its loader stands."""
+
+    def __init__(self) -> None:
+        self.loader: Any = new_loader()
+
+    def __iter__(self) -> Any:
+        steps = iter(self.loader)
+        ahead = next(steps, None)
+        while ahead is not None:
+            step, ahead = ahead, next(steps, None)
+            yield step
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
+
+
+def fetched_ahead() -> None:
+    save: Any = lambda prefetching, step: prefetching.loader.state_dict()  # noqa: E731
+    wt.verify(llama(), first_step(), loader=Prefetching, save=save)
+
+
+TRAPS: dict[str, tuple[Callable[[], None], str, str]] = {
+    "DDP's division": (divided_by_ddp, "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
+    "fully_shard's mean": (mean_of_fsdp2, "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
+    "FSDP's mean": (mean_of_fsdp1, "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
+    "not exchanged": (not_exchanged, "model", "another gradient on each rank"),
+    "accumulation": (divided_by_accumulation, "model", "has 0.25 times the gradient"),
+    "use_cache": (lambda: summed_ddp(cached), "model", "see each other.*use_cache=False"),
+    "attention_mask": (lambda: summed_ddp(masked), "model", "see each other.*no attention_mask"),
+    "positions": (lambda: summed_ddp(unpositioned), "model", "see each other.*position_ids that begin anew"),
+    "convolution": (lambda: wt.verify(Convolved(), first_step()), "model", "It has Conv1d"),  # type: ignore[dict-item]
+    "labels shifted twice": (lambda: summed_ddp(shifted_twice), "model", "labels shifted twice"),
+    "mean of means": (mean_of_means, "model", "mean of the means"),
+    "evaluation": (evaluated_by_batches, "evaluate", "batches are weighed alike"),
+    "wrapped twice": (wrapped_twice, "step", "wrapped twice"),
+    "prefetching": (fetched_ahead, "loader", "goes on with (step 2|none) where step 1 was next"),
+}
+
+
+def trapped(rank: int) -> dict[str, tuple[str, str]]:
+    quiet()
+    found = {}
+    for name, (trap, _, _) in TRAPS.items():
+        with pytest.raises(wlb.WlbError) as raised:
+            trap()
+        found[name] = (str(raised.value.argument), str(raised.value))
+    return found
+
+
+def test_each_trap_is_found_on_all_ranks() -> None:
+    results = processes.run(2, trapped)
+    assert results[0] == results[1]
+    for name, (argument, message) in results[0].items():
+        _, expected, pattern = TRAPS[name]
+        assert argument == expected, name
+        assert re.search(pattern, message), (name, message)
+
+
+def test_gradients_that_are_there_are_not_lost() -> None:
+    model = Network()
+    wt.train_step(model, first_step())
+    with pytest.raises(wlb.WlbError, match="has gradients"):
+        wt.verify(model, first_step())
+
+
+def test_the_table_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    wt.verify(Network(), first_step())
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["found", "expected", "apart", "allowed"]
+    assert len(table) == 5
