@@ -552,7 +552,7 @@ class _Prover:
         reasons = {1 / size: f"it is averaged over {size} ranks", float(size): f"it is added up {size} times over"}
         why = next((reason for value, reason in reasons.items() if size > 1 and abs(factor / value - 1) < 0.05), "")
         return (
-            f"has {factor:.4g} times the gradient of the mean over all labels{': ' + why if why else ''}. "
+            f"has {factor:.3g} times the gradient of the mean over all labels{': ' + why if why else ''}. "
             "DistributedDataParallel and FSDP average unless told otherwise, and trainers divide by accumulated "
             "micro-batches: use train_step, or call sum_gradients(model) once and divide only by the labels of the "
             "global batch"
