@@ -65,14 +65,10 @@ OPTIONS: dict[str, Any] = {
     "pattern": "*.txt",
     "context": 128,
     "micro_batches": 4,
-    "threshold": [80],
+    "threshold": (80,),
     "max_delay": 3,
     "workers": 0,
-    "hidden": 32,
-    "ffn": 48,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
+    "model": train.Shape(hidden_size=32, ffn_hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2),
     "steps": STEPS,
     "warmup": 2,
     "checkpoint_every": 2,
@@ -136,7 +132,7 @@ def rank_main(rank: int, world_size: int, store: Path, output: Path, options: di
         meeting = dist.FileStore(str(store), world_size)
         wait = timedelta(seconds=LIFE_SECONDS)
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=wait)
-        train.main(**options)
+        train.main(settings=train.Settings(**options))
         code = 0
     except BaseException:
         traceback.print_exc()

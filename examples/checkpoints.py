@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import typer
+from cyclopts import Parameter, run
 
 MANIFEST = "MANIFEST"
 BLOCK = 1 << 20  # bytes of a file that are read at once
@@ -214,7 +214,7 @@ def set_aside(damaged: Iterable[Path]) -> None:
         checkpoint.rename(aside)
 
 
-def main(folder: Annotated[Path, typer.Argument(help="The --checkpoint-dir of a run.")]) -> None:
+def main(folder: Annotated[Path, Parameter(help="The --checkpoint-dir of a run.")]) -> None:
     """Verifies all checkpoints of a run; ends with an error if one is damaged."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = checkpoints(folder)
@@ -229,4 +229,4 @@ def main(folder: Annotated[Path, typer.Argument(help="The --checkpoint-dir of a 
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -35,7 +35,18 @@ from wlb.torch.groups import data_and_context
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of the model, in the words of `wlb.CostModel.from_flops`."""
+    """Shape of the model, in the words of `wlb.CostModel.from_flops`.
+
+    Args:
+        hidden_size: hidden size.
+        ffn_hidden_size: hidden size of the feed-forward network.
+        num_layers: layers.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        vocab_size: different tokens.
+        rope_theta: base of the rotary embedding.
+        norm_eps: added to the variance in norms.
+    """
 
     hidden_size: int = 128
     ffn_hidden_size: int = 352

@@ -18,7 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter, run
+from cyclopts.types import PositiveInt
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +83,7 @@ def train(processes: int, layout: list[str], common: list[str]) -> list[dict[str
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def main(steps: Annotated[int, typer.Option(help="Global batches.", min=1)] = 8) -> None:
+def main(steps: Annotated[PositiveInt, Parameter(help="Global batches.")] = 8) -> None:
     """Shows that a run on 4 processes has the losses of a run on one."""
     size = ["--context", str(CONTEXT), "--micro-batches", str(MICRO_BATCHES), "--hidden", str(HIDDEN)]
     common = ["--steps", str(steps), "--workers", "0", *size, "--ffn", str(FFN), "--warmup", "2"]
@@ -123,4 +124,4 @@ def main(steps: Annotated[int, typer.Option(help="Global batches.", min=1)] = 8)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

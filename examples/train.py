@@ -30,7 +30,8 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import typer
+from cyclopts import App, Parameter
+from cyclopts.types import PositiveInt
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -83,49 +84,90 @@ AnyPlan = wlb.Packing | wlb.DynamicCpPlan
 GroupOf = Callable[[PackedBatch], dist.ProcessGroup | None]
 
 
+@dataclass(frozen=True)
+class Shape(LlamaConfig):
+    """The model as options; its vocabulary is that of the documents."""
+
+    vocab_size: Annotated[int, Parameter(parse=False)] = 257
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is; the fields are the options of the command."""
+    """What a run is; the fields are the options of the command.
 
-    # The layout; dp is what the other three leave of the world.
-    pp: int
-    cp: int
-    tp: int
-    virtual_stages: int
-    schedule: Schedule
-    transport: Transport
-    ulysses_size: int | None
-    # The documents and how they are packed.
-    corpus: Path | None
-    pattern: str
-    tokenizer: Path | None
-    method: Method
-    plan: Plan
-    cp_exchange: float
-    window: int
-    context: int
-    micro_batches: int
-    memory_factor: float
-    queues: int
-    threshold: list[int]
-    max_delay: int | None
-    strategy: Strategy
-    hybrid_threshold: int | None
-    workers: int
-    # The model and its training.
-    model: LlamaConfig
-    dtype: Dtype
-    activation_checkpointing: bool
-    steps: int
-    learning_rate: float
-    warmup: int
-    clip: float
-    seed: int
-    # What is kept.
-    checkpoint_dir: Path | None
-    checkpoint_every: int
-    keep: int
-    metrics_file: Path | None
+    Args:
+        pp: pipeline ranks.
+        cp: context-parallel ranks.
+        tp: tensor-parallel ranks; data-parallel ranks are what remains of the world.
+        virtual_stages: pipeline stages on each rank.
+        schedule: of the pipeline.
+        transport: how context-parallel ranks exchange keys and values.
+        ulysses_size: ranks that exchange heads, with usp.
+        corpus: folder of documents; default: Python's own library.
+        pattern: names of files that are documents.
+        tokenizer: a tokenizer.json; default: bytes.
+        method: how to pack; all but wlb are for comparison.
+        plan: dynamic_cp: each document on as many of the dp x cp ranks as it needs.
+        cp_exchange: with it: what one more rank in a group costs, in tokens.
+        window: global batches that --method fixed packs together.
+        context: context window, tokens; longer documents are split.
+        micro_batches: micro-batches of a global batch, over all ranks.
+        memory_factor: most tokens of a micro-batch, over the context.
+        queues: outlier queues, their thresholds tuned on the corpus.
+        threshold: or the threshold of a queue; one option for each.
+        max_delay: most iterations a document waits.
+        strategy: how context-parallel ranks share documents.
+        hybrid_threshold: shorter documents stay on one rank, with hybrid.
+        workers: data-loader workers.
+        model: its shape.
+        dtype: of computation; parameters stay float32.
+        activation_checkpointing: recompute activations in the backward pass.
+        steps: global batches.
+        learning_rate: highest learning rate.
+        warmup: steps of warm-up.
+        clip: largest gradient norm.
+        seed: of weights and of the order of documents.
+        checkpoint_dir: where checkpoints go, and a run resumes from.
+        checkpoint_every: steps between checkpoints.
+        keep: newest checkpoints that are kept; older ones are removed.
+        metrics_file: a .jsonl that gets a line a step.
+    """
+
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    virtual_stages: int = 1
+    schedule: Schedule = "1f1b"
+    transport: Transport = "all_gather"
+    ulysses_size: int | None = None
+    corpus: Path | None = None
+    pattern: str = "*.py"
+    tokenizer: Path | None = None
+    method: Method = "wlb"
+    plan: Plan = "static"
+    cp_exchange: float = 16.0
+    window: int = 1
+    context: int = 2048
+    micro_batches: int = 8
+    memory_factor: float = 1.5
+    queues: int = 2
+    threshold: tuple[int, ...] = ()
+    max_delay: int | None = None
+    strategy: Strategy = "per_document"
+    hybrid_threshold: int | None = None
+    workers: int = 1
+    model: Annotated[Shape, Parameter(name="*")] = Shape()
+    dtype: Dtype = "float32"
+    activation_checkpointing: bool = False
+    steps: int = 20
+    learning_rate: float = 3e-3
+    warmup: int = 10
+    clip: float = 1.0
+    seed: int = 0
+    checkpoint_dir: Path | None = None
+    checkpoint_every: PositiveInt = 10
+    keep: PositiveInt = 3
+    metrics_file: Path | None = None
 
 
 def train(settings: Settings) -> None:
@@ -305,7 +347,7 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         "max_document_tokens": settings.context,
         "max_delay": settings.max_delay,
     }
-    thresholds = tuple(settings.threshold)
+    thresholds = settings.threshold
     if settings.queues and not thresholds:
         pieces = wlb.split_documents(dataset.lengths, max_document_tokens=settings.context)[2]
         thresholds = wlb.tune_outlier_thresholds(pieces, num_queues=settings.queues, **limits).thresholds
@@ -533,60 +575,22 @@ class Report:
                 log.write(json.dumps(row) + "\n")
 
 
-def main(
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
-    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; data-parallel ranks are what remains.")] = 1,
-    virtual_stages: Annotated[int, typer.Option(help="Pipeline stages on each rank.")] = 1,
-    schedule: Annotated[
-        str, typer.Option(help="1f1b, gpipe, interleaved_1f1b, interleaved_zero_bubble, zbv, dualpipev.")
-    ] = "1f1b",
-    transport: Annotated[str, typer.Option(help="all_gather, ring, ulysses, usp.")] = "all_gather",
-    ulysses_size: Annotated[int | None, typer.Option(help="Ranks that exchange heads, with usp.")] = None,
-    corpus: Annotated[Path | None, typer.Option(help="Folder of documents; default: Python's own library.")] = None,
-    pattern: Annotated[str, typer.Option(help="Names of files that are documents.")] = "*.py",
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; default: bytes.")] = None,
-    method: Annotated[Method, typer.Option(help="How to pack; all but wlb are for comparison.")] = "wlb",
-    plan: Annotated[
-        Plan, typer.Option(help="dynamic_cp: each document on as many of the dp x cp ranks as it needs.")
-    ] = "static",
-    cp_exchange: Annotated[float, typer.Option(help="With it: what one more rank in a group costs, in tokens.")] = 16.0,
-    window: Annotated[int, typer.Option(help="Global batches that --method fixed packs together.")] = 1,
-    context: Annotated[int, typer.Option(help="Context window, tokens; longer documents are split.")] = 2048,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a global batch, over all ranks.")] = 8,
-    memory_factor: Annotated[float, typer.Option(help="Most tokens of a micro-batch, over the context.")] = 1.5,
-    queues: Annotated[int, typer.Option(help="Outlier queues, their thresholds tuned on the corpus.")] = 2,
-    threshold: Annotated[list[int], typer.Option(help="Or the threshold of a queue; one option for each.")] = [],  # noqa: B006
-    max_delay: Annotated[int | None, typer.Option(help="Most iterations a document waits.")] = None,
-    strategy: Annotated[Strategy, typer.Option(help="How context-parallel ranks share documents.")] = "per_document",
-    hybrid_threshold: Annotated[int | None, typer.Option(help="Shorter documents stay whole, with hybrid.")] = None,
-    workers: Annotated[int, typer.Option(help="Data-loader workers.")] = 1,
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
-    ffn: Annotated[int, typer.Option(help="Hidden size of the feed-forward network.")] = 352,
-    layers: Annotated[int, typer.Option(help="Layers.")] = 4,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 4,
-    dtype: Annotated[Dtype, typer.Option(help="Of computation; parameters stay float32.")] = "float32",
-    activation_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = False,
-    steps: Annotated[int, typer.Option(help="Global batches.")] = 20,
-    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3,
-    warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 10,
-    clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of weights and of the order of documents.")] = 0,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Where checkpoints go, and a run resumes from.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 10,
-    keep: Annotated[int, typer.Option(help="Newest checkpoints that are kept; older ones are removed.", min=1)] = 3,
-    metrics_file: Annotated[Path | None, typer.Option(help="A .jsonl that gets a line a step.")] = None,
-) -> None:
+def option(field: str) -> str:
+    """`--hidden` is short for `hidden_size`, `--layers` for `num_layers`."""
+    short = {"hidden_size": "hidden", "ffn_hidden_size": "ffn"}
+    return short.get(field, field.removeprefix("num_").replace("_", "-"))
+
+
+app = App(default_parameter=Parameter(name_transform=option), version_flags=[])
+
+
+@app.default
+def main(*, settings: Annotated[Settings, Parameter(name="*")] = Settings()) -> None:
     """Trains a small Llama on real documents, packed by wlb."""
-    model = LlamaConfig(
-        hidden_size=hidden, ffn_hidden_size=ffn, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads
-    )
-    given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
-    train(Settings(**given))
+    train(settings)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

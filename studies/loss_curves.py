@@ -29,7 +29,8 @@ from typing import Annotated, Any
 import matplotlib as mpl
 import numpy as np
 import torch
-import typer
+from cyclopts import Parameter
+from cyclopts import run as run_command
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -195,16 +196,16 @@ def draw(tokens: np.ndarray, found: dict[str, np.ndarray], path: Path) -> None:
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
-    steps: Annotated[int, typer.Option(help="Global batches of a run.")] = 150,
-    every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 10,
-    context: Annotated[int, typer.Option(help="Context window, bytes.")] = 1024,
-    micro_batches: Annotated[int, typer.Option(help="Of a global batch.")] = 4,
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 96,
-    layers: Annotated[int, typer.Option(help="Layers.")] = 2,
-    longest: Annotated[int, typer.Option(help="Files larger than this are left out, bytes.")] = 4096,
-    output_dir: Annotated[Path, typer.Option(help="Where the picture and the record go.")] = Path("wlb-losses"),
-    summarize: Annotated[Path | None, typer.Option(help="Only print the summary of this record.")] = None,
+    seeds: Annotated[int, Parameter(help="Runs of each method.")] = 3,
+    steps: Annotated[int, Parameter(help="Global batches of a run.")] = 150,
+    every: Annotated[int, Parameter(help="Steps between evaluations.")] = 10,
+    context: Annotated[int, Parameter(help="Context window, bytes.")] = 1024,
+    micro_batches: Annotated[int, Parameter(help="Of a global batch.")] = 4,
+    hidden: Annotated[int, Parameter(help="Hidden size.")] = 96,
+    layers: Annotated[int, Parameter(help="Layers.")] = 2,
+    longest: Annotated[int, Parameter(help="Files larger than this are left out, bytes.")] = 4096,
+    output_dir: Annotated[Path, Parameter(help="Where the picture and the record go.")] = Path("wlb-losses"),
+    summarize: Annotated[Path | None, Parameter(help="Only print the summary of this record.")] = None,
 ) -> None:
     """Trains the same small model on documents packed in three ways; shows the loss on held-out ones."""
     if summarize is not None:
@@ -247,4 +248,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-import typer
+from cyclopts import Parameter, run
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -100,9 +100,9 @@ def routes_by_document(model: Mixture, documents: list[np.ndarray], micro_batche
 
 
 def main(
-    documents: Annotated[int, typer.Option(help="Documents, the first of Python's library.")] = 24,
-    longest: Annotated[int, typer.Option(help="Tokens of a document at most.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+    documents: Annotated[int, Parameter(help="Documents, the first of Python's library.")] = 24,
+    longest: Annotated[int, Parameter(help="Tokens of a document at most.")] = 2000,
+    seed: Annotated[int, Parameter(help="Of the weights.")] = 0,
 ) -> None:
     """Shows that packing changes no token's expert in a dropless mixture, and does in one with a capacity."""
     torch.manual_seed(seed)
@@ -139,4 +139,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-for needed in ("typer", "matplotlib"):
+for needed in ("cyclopts", "matplotlib"):
     pytest.importorskip(needed)
 loss_curves = pytest.importorskip("studies.loss_curves")
 

@@ -49,7 +49,7 @@ SETTINGS = example.Settings(
     micro_batches=4,
     memory_factor=1.5,
     queues=1,
-    threshold=[],
+    threshold=(),
     max_delay=3,
     strategy="per_document",
     hybrid_threshold=None,
@@ -201,7 +201,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: s
         )
     small = replace(CONFIG, num_layers=2)
     settings = replace(
-        SETTINGS, model=small, corpus=tmp_path / "corpus", pattern="*.txt", context=250, threshold=[150], cp=2
+        SETTINGS, model=small, corpus=tmp_path / "corpus", pattern="*.txt", context=250, threshold=(150,), cp=2
     )
     processes.run(4, run, replace(settings, metrics_file=tmp_path / "whole.jsonl"))
     whole = rows(tmp_path / "whole.jsonl")

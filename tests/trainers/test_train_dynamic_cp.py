@@ -155,7 +155,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
         corpus=tmp_path / "corpus",
         pattern="*.txt",
         context=250,
-        threshold=[150],
+        threshold=(150,),
         cp=2,
     )
     processes.run(4, run, replace(settings, metrics_file=tmp_path / "whole.jsonl"))
