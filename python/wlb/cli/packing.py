@@ -58,20 +58,30 @@ def tune(
 
 
 def wlb_plan(
-    stream: Stream, setup: Setup, held: Held, bars: Progress, *, tuned_batches: int, method: StreamMethod = "var_length"
+    stream: Stream,
+    setup: Setup,
+    held: Held,
+    bars: Progress,
+    *,
+    tuned_batches: int,
+    method: StreamMethod = "var_length",
+    queues: int | None = None,
 ) -> tuple[Plan, float | None]:
-    """WLB as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any."""
+    """WLB as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any.
+
+    The name of the plan has `queues`, by default as many as there are: tuning may do with fewer than it was given.
+    """
     levels, price = held.outlier_thresholds, held.delay_price
     adaptive = held.release == "adaptive"
     if price is None if adaptive else levels is None and held.num_queues > 0:
-        queues = None if adaptive else held.num_queues
-        tuned = tune(stream, setup, held, bars, queues=queues, batches=tuned_batches, method=method)
+        most = None if adaptive else held.num_queues
+        tuned = tune(stream, setup, held, bars, queues=most, batches=tuned_batches, method=method)
         levels, price = tuned.thresholds, tuned.delay_price
     levels = levels or ()
     waiting = {"release": held.release, "delay_price": price, "method": method}
     steps = methods.var_length(stream, setup, levels, held.max_delay, waiting)
     name = f"WLB{' refined' if method == 'refined' else ''}, "
-    name += "adaptive" if adaptive else counted(len(levels), "queue")
+    name += "adaptive" if adaptive else counted(len(levels) if queues is None else queues, "queue")
     return collect(name, steps, stream, bars, levels, held.release), price
 
 

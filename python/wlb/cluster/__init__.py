@@ -5,11 +5,12 @@ many bytes of each GPU), `fit` (how many tokens fit, and what to change where to
 communication takes) and `step_time` (how long a micro-batch takes on each pipeline stage).
 """
 
+from wlb._choices import Schedule
 from wlb.cluster.fit import max_tokens
 from wlb.cluster.hardware import Hardware, Link
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.models import ModelConfig
-from wlb.cluster.parallel import ParallelLayout, Schedule
+from wlb.cluster.parallel import ParallelLayout
 from wlb.cluster.step_time import StageSeconds, data_parallel_seconds, stage_seconds
 
 __all__ = [

@@ -13,12 +13,12 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb._choices import Schedule
 from wlb._errors import check_bool, check_integer, error
 from wlb.cluster.models import ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv"]
 Axis = Literal["tp", "cp", "dp", "pp", "dp_cp"]
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb._choices import Release
 from wlb._core import CostModel
 from wlb.simulation.balance import ATTENTION_RATES, Balance
 from wlb.simulation.methods import Step, document_ids
 from wlb.simulation.percentiles import imbalance_percentile
 from wlb.simulation.stream import GlobalBatches, PieceBatches
-
-Release = Literal["fifo", "adaptive"]
 
 
 @dataclass(frozen=True)

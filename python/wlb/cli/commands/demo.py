@@ -73,7 +73,7 @@ def demo(
         waiting = Held(max_mean_delay=delay.max_mean_delay, max_delay=delay.max_delay)
         for queues in QUEUES:
             held = dataclasses.replace(waiting, num_queues=queues)
-            plans.append(wlb_plan(stream, setup, held, bars, tuned_batches=tuned)[0])
+            plans.append(wlb_plan(stream, setup, held, bars, tuned_batches=tuned, queues=queues)[0])
         held = dataclasses.replace(waiting, release="adaptive")
         plan, price = wlb_plan(stream, setup, held, bars, tuned_batches=tuned)
         plans.append(plan)

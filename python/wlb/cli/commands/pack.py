@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
+from wlb._choices import StreamMethod
 from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.model import Cost
 from wlb.cli.inputs.options import PANELS, CommandLine, options, settings
@@ -22,7 +23,7 @@ from wlb.simulation.methods import fixed_length, original
 
 _TUNED_BATCHES = 100  # at most so many, from the start of the stream
 
-Method = Literal["original", "fixed_length", "var_length", "refined"]
+Method = Literal["original", "fixed_length", StreamMethod]
 
 
 @options(PANELS["batches"])

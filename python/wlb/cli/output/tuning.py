@@ -10,7 +10,7 @@ import wlb
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.configuration import configuration, packer_micro_batches
 from wlb.cli.output.documents import describe_documents, document_sentences
-from wlb.cli.output.report import Code, Column, Paragraphs, Picture, Report, Table
+from wlb.cli.output.report import Code, Column, Heading, Paragraphs, Picture, Report, Table
 from wlb.cli.output.simulation import assumptions, describe, kernel_sentence, simulation_report
 from wlb.cli.words import counted, thresholds, waits
 from wlb.cluster.hardware import GIB
@@ -92,7 +92,7 @@ def waiting_report(
 
 def _front(title: str, names: str, found: wlb.TuneResult) -> Table:
     """The Pareto front of thresholds or prices: no other choice has both less delay and less imbalance."""
-    rows = [(waits(point), _point(point), point == found.best) for point in found.pareto]
+    rows = [(waits(point), dataclasses.asdict(point), point == found.best) for point in found.pareto]
     return Table.of(f"{title}: less delay or less imbalance", names, _FRONT, rows)
 
 
@@ -131,11 +131,11 @@ def tuning_report(
             Paragraphs(_NOTES, small=True),
             code,
         ),
-        details=(Paragraphs(simulation.sentences), *simulation.blocks, *simulation.details),
+        details=(Heading("The simulation"), Paragraphs(simulation.sentences), *simulation.blocks, *simulation.details),
         numbers={
             **simulation.numbers,
             **_found(found),
-            "best": _point(best),
+            "best": dataclasses.asdict(best),
             "assumptions": assumptions(scenario),
             "cluster": tuning.as_json(),
             "configuration": code.text,
@@ -199,16 +199,5 @@ def _plan(tuning: Tuning, choice: Choice) -> str:
 
 def _found(result: wlb.TuneResult) -> dict[str, Any]:
     """The best choice and the Pareto front, as plain JSON values."""
-    return {
-        "best": _point(result.best),
-        "pareto": [_point(point) for point in result.pareto],
-        "evaluated": result.evaluated,
-    }
-
-
-def _point(point: wlb.TunedPoint) -> dict[str, Any]:
-    """One choice of thresholds, or of a price, and what it gives, as plain JSON values."""
-    chosen = "thresholds" if point.delay_price is None else "delay_price"
-    keys = (chosen, *(column.key for column in _FRONT))
-    values = {key: getattr(point, key) for key in keys}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    pareto = [dataclasses.asdict(point) for point in result.pareto]
+    return {"best": dataclasses.asdict(result.best), "pareto": pareto, "evaluated": result.evaluated}
