@@ -275,7 +275,7 @@ def test_pack_measures_what_the_packer_measures(run: Any, npy: Path) -> None:
     results = run("pack", npy, *SMALL, "--thresholds", "300,700", "--json").json
     ours = results["methods"][-1]
 
-    stream = Reading().stream(read(npy), context=CONTEXT, tokens_per_batch=4 * CONTEXT)
+    stream = Reading().order(read(npy), context=CONTEXT, tokens_per_batch=4 * CONTEXT)
     cost_model = wlb.CostModel.from_flops(
         hidden_size=4096,
         ffn_hidden_size=11008,
@@ -604,7 +604,7 @@ def test_simulate_explains_itself(run: Any, npy: Path) -> None:
 def test_stream_is_shuffled_anew_every_epoch_and_complete(npy: Path) -> None:
     documents = read(npy)
     streams = [
-        Reading(seed=seed).stream(documents, context=CONTEXT, tokens_per_batch=4 * CONTEXT, steps=100)
+        Reading(seed=seed).order(documents, context=CONTEXT, tokens_per_batch=4 * CONTEXT, steps=100)
         for seed in (0, 0, 1)
     ]
     np.testing.assert_array_equal(streams[0].ids, streams[1].ids)
@@ -624,9 +624,9 @@ def test_stream_counts_the_tokens_that_truncation_leaves(tmp_path: Path) -> None
     np.save(tmp_path / "long.npy", np.full(4, 100 * CONTEXT))
     documents = read(tmp_path / "long.npy")
     reading = Reading(seed=0, oversize="truncate")
-    assert reading.stream(documents, context=CONTEXT, tokens_per_batch=2 * CONTEXT, steps=10).batches == 10
+    assert reading.order(documents, context=CONTEXT, tokens_per_batch=2 * CONTEXT, steps=10).batches == 10
     with pytest.raises(CliError, match="4 documents with 4,096 tokens do not fill"):
-        reading.stream(documents, context=CONTEXT, tokens_per_batch=8 * CONTEXT, steps=10)
+        reading.order(documents, context=CONTEXT, tokens_per_batch=8 * CONTEXT, steps=10)
 
 
 def test_sources_agree_on_lengths(tmp_path: Path) -> None:

@@ -58,12 +58,7 @@ def demo(
     """
     setup = batches.setup(cost)
     with output.progress() as bars:
-        stream = reading.stream(
-            reading.documents(source, bars),
-            context=setup.context,
-            tokens_per_batch=setup.tokens_per_batch,
-            steps=steps,
-        )
+        stream = reading.stream(source, setup, bars, steps=steps)
         output.folder("demo")
         tuned = max(1, stream.batches // _TUNED_SHARE)
         plans = [collect("original", original(stream, setup), stream, bars)]

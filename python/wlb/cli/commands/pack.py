@@ -70,8 +70,7 @@ def pack(
         raise CliError(f"--dp-size {setup.dp_size}: does not divide --micro-batches {setup.num_micro_batches}")
     price = None
     with output.progress() as bars:
-        documents = reading.documents(source, bars)
-        stream = reading.stream(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch)
+        stream = reading.stream(source, setup, bars)
         output.folder("pack")
         plans = [collect("original", original(stream, setup), stream, bars)]
         if method == "fixed_length":

@@ -47,12 +47,7 @@ def simulate(
     scenario = cluster.scenario()
     names = given or defaults(scenario)
     with output.progress() as bars:
-        stream = reading.stream(
-            reading.documents(source, bars),
-            context=scenario.context,
-            tokens_per_batch=scenario.tokens_per_batch,
-            steps=steps,
-        )
+        stream = reading.stream(source, scenario.setup(), bars, steps=steps)
         output.folder("simulate")
         task = bars.add_task("Simulating", total=len(names))
         simulation = wlb.simulate(

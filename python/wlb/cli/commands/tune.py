@@ -82,12 +82,7 @@ def tune(
     )
     setup = batches.setup(cluster)
     with output.progress() as bars:
-        stream = reading.stream(
-            reading.documents(source, bars),
-            context=setup.context,
-            tokens_per_batch=setup.tokens_per_batch,
-            steps=steps,
-        )
+        stream = reading.stream(source, setup, bars, steps=steps)
         output.folder("tune")
         if scenario is None:
             waiting = Delay(max_mean_delay=cluster.max_mean_delay, max_delay=cluster.max_delay)

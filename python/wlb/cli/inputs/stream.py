@@ -19,6 +19,7 @@ from wlb.cli.errors import CliError
 from wlb.cli.inputs.documents import Documents, read_documents
 from wlb.cli.inputs.options import Options, options
 from wlb.cli.words import counted
+from wlb.simulation.methods import Setup
 from wlb.simulation.stream import GlobalBatches
 
 _MOST_PIECES = 10**8  # of several epochs, at 75 bytes each
@@ -67,7 +68,12 @@ class Reading(Options):
             source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
         )
 
-    def stream(self, documents: Documents, *, context: int, tokens_per_batch: int, steps: int | None = None) -> Stream:
+    def stream(self, source: Path | None, setup: Setup, progress: Progress, *, steps: int | None = None) -> Stream:
+        """The documents of `source` in global batches, see :meth:`order`."""
+        documents = self.documents(source, progress)
+        return self.order(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+
+    def order(self, documents: Documents, *, context: int, tokens_per_batch: int, steps: int | None = None) -> Stream:
         """Orders the documents, fits them to `context` tokens and forms global batches of `tokens_per_batch`.
 
         With a seed, every epoch is shuffled anew; without one the order is the source's. With `steps`, epochs
