@@ -222,7 +222,7 @@ def main(folder: Annotated[Path, Parameter(help="The --checkpoint-dir of a run."
     for checkpoint in found:
         problems = verify(checkpoint)
         sound = sound and not problems
-        print(f"{checkpoint}: {sentence(problems) or 'whole'}")
+        print(f"{checkpoint}: {sentence(problems) or 'sound'}")
     dist.destroy_process_group()
     if not found or not sound:
         raise SystemExit(f"{folder}: no checkpoints" if not found else 1)

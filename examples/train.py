@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --cp 2 --steps 20 --checkpoint-dir run
     python examples/train.py --steps 20                       # the same on one process, with the same losses
 
-Killed? The same command again goes on from the newest whole checkpoint, on the same documents. The layout may change:
+Killed? The same command again goes on from the newest sound checkpoint, on the same documents. The layout may change:
 dp is what `--pp`, `--cp` and `--tp` leave of the world. `wlb audit run` proves that every document was trained once.
 
 Read from `train` downwards. Everything that wlb does is in the few lines that mention it: a packer plans every global
@@ -477,7 +477,7 @@ def resume(
     optimizers: list[torch.optim.Optimizer],
     loader: Any,
 ) -> int:
-    """Loads the newest whole checkpoint, if there is one; gives the steps done."""
+    """Loads the newest sound checkpoint, if there is one; gives the steps done."""
     checkpoint = checkpoints.newest(settings.checkpoint_dir) if settings.checkpoint_dir else None
     if checkpoint is None:
         if settings.checkpoint_dir and dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """A picture of a step: what every rank of every pipeline does when, and what it waits for.
 
 Blue goes forward; rust comes back, darker where only the weights' gradient is left. Idle time is bare, and hatched
-where a whole pipeline waits for a slower one.
+where all of a pipeline waits for a slower one.
 """
 
 from __future__ import annotations
