@@ -17,9 +17,14 @@ def readable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "replace")
 
 
+def listed(numbers: Iterable[int], between: str) -> str:
+    """`4,096 and 8,192`."""
+    return between.join(f"{number:,}" for number in numbers)
+
+
 def thresholds(of_queues: Iterable[int]) -> str:
     """Thresholds in a cell."""
-    return " ".join(f"{threshold:,}" for threshold in of_queues) or "none"
+    return listed(of_queues, " ") or "none"
 
 
 def waits(point: wlb.TunedPoint) -> str:

@@ -19,6 +19,7 @@ from wlb.cli.output.console import Output
 from wlb.cli.output.packing import packing_report
 from wlb.cli.output.plan_files import plan_files
 from wlb.cli.packing import collect, cp_balance, wlb_plan
+from wlb.cli.words import listed
 from wlb.simulation.methods import fixed_length, original
 
 _TUNED_BATCHES = 100  # at most so many, from the start of the stream
@@ -85,7 +86,7 @@ def pack(
         remark = f"{len(plan.digests):,} global batches planned"
         remark += f", the last {flushed:,} of them to empty the queues." if flushed else "."
         if plan.thresholds:
-            remark += f" Documents wait in queues from {' and '.join(f'{n:,}' for n in plan.thresholds)} tokens on."
+            remark += f" Documents wait in queues from {listed(plan.thresholds, ' and ')} tokens on."
         if price is not None:
             remark += f" The price of delay is {price:g}."
         report = packing_report(

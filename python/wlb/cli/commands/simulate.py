@@ -14,6 +14,7 @@ from wlb.cli.inputs.options import BATCHES, PANELS, CommandLine, settings
 from wlb.cli.inputs.stream import Reading, Source
 from wlb.cli.output.console import Output
 from wlb.cli.output.simulation import simulation_report
+from wlb.cli.words import listed
 from wlb.cluster.hardware import GIB
 from wlb.simulation import DEFAULT, VARIANTS, defaults
 from wlb.simulation.variants import obstacles
@@ -67,7 +68,7 @@ def simulate(
                 "micro_batches": scenario.micro_batches,
                 "max_tokens": scenario.limit,
                 "kernel_model": scenario.attention.source,
-                "outlier_thresholds": ", ".join(f"{threshold:,}" for threshold in simulation.thresholds) or None,
+                "outlier_thresholds": listed(simulation.thresholds, ", ") or None,
                 "reserved_gib": scenario.reserved_bytes / GIB,
             },
             remarks=() if given else not_compared(scenario),

@@ -10,6 +10,7 @@ from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
 from wlb.cli.output.report import Column, Headline, Paragraphs, Picture, Report, Table
 from wlb.cli.packing import CP_SIZES, STRATEGIES
+from wlb.cli.words import listed
 from wlb.simulation.methods import Setup
 from wlb.simulation.trained import Plan
 
@@ -69,11 +70,7 @@ def packing_report(
     shown = plans[-1]
     before, after = plans[0].summary(), shown.summary()
     documents = describe_documents(stream, setup.context)
-    thresholds = {
-        f"thresholds: {plan.name}": ", ".join(f"{threshold:,}" for threshold in plan.thresholds)
-        for plan in plans
-        if plan.thresholds
-    }
+    thresholds = {f"thresholds: {p.name}": listed(p.thresholds, ", ") for p in plans if p.thresholds}
     return Report(
         command=command,
         subject=shown.name,

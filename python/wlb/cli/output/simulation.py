@@ -14,6 +14,7 @@ from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
 from wlb.cli.output.explanation import explanation
 from wlb.cli.output.report import Block, Column, Heading, Headline, Paragraphs, Picture, Report, Table
+from wlb.cli.words import listed
 from wlb.cluster.hardware import GIB
 from wlb.simulation import Outcome, Scenario
 from wlb.simulation.trace import write_chrome_trace
@@ -161,7 +162,7 @@ def _write_trace(outcome: Outcome, step: int, path: Path) -> None:
 def _sentences(simulation: wlb.Simulation) -> list[str]:
     """What was simulated, in words."""
     scenario = simulation.scenario
-    thresholds = " and ".join(f"{threshold:,}" for threshold in simulation.thresholds)
+    thresholds = listed(simulation.thresholds, " and ")
     return [
         kernel_sentence(scenario),
         f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
