@@ -1,5 +1,5 @@
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, final, overload
 
 import numpy as np
@@ -17,6 +17,7 @@ from wlb._choices import (
     Schedule,
     Strategy,
     StreamMethod,
+    Unit,
 )
 from wlb._results import Bounds, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
 
@@ -40,6 +41,7 @@ __all__ = [
     "SCHEDULES",
     "STRATEGIES",
     "STREAM_METHODS",
+    "UNITS",
     "BacklogWarning",
     "CostModel",
     "CpGroup",
@@ -87,6 +89,7 @@ REMAINDERS: tuple[Remainder, ...]
 SCHEDULES: tuple[Schedule, ...]
 STRATEGIES: tuple[Strategy, ...]
 STREAM_METHODS: tuple[StreamMethod, ...]
+UNITS: tuple[Unit, ...]
 
 def result(cls: type[_Result]) -> type[_Result]: ...
 
@@ -103,7 +106,18 @@ def set_profile_reader(reader: Callable[[str | os.PathLike[str]], str]) -> None:
 
 @final
 class CostModel:
-    def __new__(cls, *, attention: float, linear: float, causal: bool = True) -> CostModel: ...
+    def __new__(
+        cls,
+        *,
+        attention: float,
+        linear: float,
+        causal: bool = True,
+        windows: Mapping[int, float] | None = None,
+        chunks: Mapping[int, float] | None = None,
+        document: float = 0.0,
+        micro_batch: float = 0.0,
+        unit: Unit | None = None,
+    ) -> CostModel: ...
     @staticmethod
     def from_flops(
         *,
@@ -137,6 +151,10 @@ class CostModel:
     def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
     @property
     def causal(self) -> bool: ...
+    @property
+    def unit(self) -> Unit | None: ...
+    @property
+    def terms(self) -> dict[str, float]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...

@@ -4,6 +4,7 @@ import pickle
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,6 +132,88 @@ def test_a_model_survives_pickling(model: wlb.CostModel) -> None:
     assert copy.causal == model.causal
     lengths = [1, 7, 5000, 10**6]
     assert copy.cost(lengths).tolist() == model.cost(lengths).tolist()
+
+
+TERMS: dict[str, Any] = {
+    "windows": {4096: 0.25, 128: 0.5},
+    "chunks": {8192: 0.125},
+    "document": 7.0,
+    "micro_batch": 11.0,
+    "unit": "seconds",
+}
+
+
+@given(st.lists(st.integers(1, 20_000), max_size=20))
+def test_windows_and_chunks_are_counted_query_by_query(lengths: list[int]) -> None:
+    model = wlb.CostModel(attention=0.0, linear=2.0, **TERMS)
+    for length, cost in zip(lengths, model.cost(lengths), strict=True):
+        position = np.arange(length)
+        windows = sum(rate * np.minimum(position + 1, size).sum() for size, rate in TERMS["windows"].items())
+        chunks = sum(rate * (position % size + 1).sum() for size, rate in TERMS["chunks"].items())
+        assert cost == windows + chunks + 2.0 * length + 7.0
+
+
+def test_terms_have_names_and_a_unit() -> None:
+    model = wlb.CostModel(attention=0.5, linear=2.0, **TERMS)
+    assert list(model.terms.items()) == [
+        ("pairs", 0.5),
+        ("window_pairs[128]", 0.5),
+        ("window_pairs[4096]", 0.25),
+        ("chunk_pairs[8192]", 0.125),
+        ("tokens", 2.0),
+        ("documents", 7.0),
+        ("micro_batches", 11.0),
+    ]
+    assert model.unit == "seconds"
+    assert pickle.loads(pickle.dumps(model)) == model
+    plain = wlb.CostModel(attention=0.5, linear=2.0, windows={3: 0.0}, document=0.0)
+    assert (plain.terms, plain.unit) == ({"pairs": 0.5, "tokens": 2.0}, None)
+    assert plain == wlb.CostModel(attention=0.5, linear=2.0)
+    assert plain != wlb.CostModel(attention=0.5, linear=2.0, unit="flops")
+    tables = wlb.CostModel.from_tables([1, 2], attention_seconds=[1.0, 2.0], linear_seconds=[1.0, 2.0])
+    assert tables.unit == "seconds"
+    with pytest.raises(wlb.WlbError, match="measured tables"):
+        _ = tables.terms
+
+
+@pytest.mark.parametrize(
+    ("terms", "argument"),
+    [
+        ({"windows": {0: 1.0}}, "windows"),
+        ({"windows": {8: -1.0}}, "windows"),
+        ({"windows": [8]}, "windows"),
+        ({"chunks": {8: float("nan")}}, "chunks"),
+        ({"chunks": {8: 1.0}, "causal": False}, "chunks"),
+        ({"document": -1.0}, "document"),
+        ({"micro_batch": float("inf")}, "micro_batch"),
+        ({"unit": "hours"}, "unit"),
+        ({"linear": 0.0, "micro_batch": 1.0}, "linear"),
+    ],
+)
+def test_terms_that_make_no_sense_are_named(terms: dict[str, Any], argument: str) -> None:
+    with pytest.raises(wlb.WlbError) as caught:
+        wlb.CostModel(**{"attention": 0.0, "linear": 1.0, **terms})
+    assert caught.value.argument == argument
+
+
+def test_a_micro_batch_costs_something_by_itself() -> None:
+    """Two documents in four micro-batches: the empty ones are run too."""
+    cost = wlb.CostModel(attention=0.0, linear=1.0, document=5.0, micro_batch=100.0)
+    packing = wlb.pack([10, 30], num_micro_batches=4, max_tokens=100, cost_model=cost)
+    assert sorted(packing.costs) == [100.0, 100.0, 115.0, 135.0]
+    assert packing.imbalance == 135.0 / 112.5
+    assert packing.lower_bound == 135.0
+
+
+def test_what_needs_seconds_refuses_flops() -> None:
+    machine: dict[str, Any] = {"world_size": 4, "num_stages": 2, "max_tokens_per_rank": 100, "p2p_seconds": 1.0}
+    flops = wlb.CostModel(attention=1.0, linear=1.0, unit="flops")
+    with pytest.raises(wlb.WlbError, match="flops_per_second") as caught:
+        wlb.plan_dynamic_cp([10, 30], cost_model=flops, **machine)
+    assert caught.value.argument == "p2p_seconds"
+    for unit in ("seconds", None):
+        wlb.plan_dynamic_cp([10, 30], cost_model=wlb.CostModel(attention=1.0, linear=1.0, unit=unit), **machine)
+    wlb.plan_dynamic_cp([10, 30], cost_model=flops, **{**machine, "p2p_seconds": 0.0})
 
 
 def test_minus_zero_is_zero() -> None:

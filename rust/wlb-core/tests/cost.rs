@@ -4,10 +4,10 @@
 mod common;
 
 use common::check::close;
-use common::naive::naive_pairs;
-use common::strategies::{checked, config, cost_model, llama_7b_flops, mask, tables};
+use common::naive::{naive_local_pairs, naive_pairs};
+use common::strategies::{checked, config, cost_model, llama_7b_flops, mask, rates, tables};
 use proptest::prelude::*;
-use wlb_core::cost::{FlopsOptions, Passes};
+use wlb_core::cost::{FlopsOptions, LocalMask, Passes, Rates};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 const ANY_LENGTH: std::ops::RangeInclusive<i32> = 1..=i32::MAX;
@@ -28,8 +28,97 @@ fn pairs_of_a_small_document_are_counted_one_by_one() {
     }
 }
 
+#[test]
+fn pairs_under_windows_and_in_chunks_are_counted_one_by_one() {
+    for size in 1..20 {
+        for mask in [LocalMask::Window(size), LocalMask::Chunk(size)] {
+            for d in 0..70 {
+                assert_eq!(mask.pairs(d), naive_local_pairs(mask, d), "{mask:?} {d}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_most_pairs_do_not_overflow() {
+    for mask in [LocalMask::Window(i32::MAX), LocalMask::Chunk(i32::MAX)] {
+        assert_eq!(mask.pairs(i32::MAX), Mask::Causal.pairs(i32::MAX));
+    }
+    let d = i128::from(i32::MAX);
+    let half = 1 << 30;
+    assert_eq!(i128::from(LocalMask::Window(half).pairs(i32::MAX)), {
+        let w = i128::from(half);
+        w * (w + 1) / 2 + (d - w) * w
+    });
+}
+
+/// A model of before there was a choice of terms keeps its JSON, and with it its fingerprint.
+#[test]
+fn a_plain_model_has_the_json_it_always_had() {
+    let plain = CostModel::analytic(1.5, 100.0, Mask::Causal).unwrap();
+    assert_eq!(plain.to_json(), r#"{"attention":{"rate":1.5},"linear":{"rate":100.0},"mask":"causal"}"#);
+    let rates = Rates { attention: 1.5, linear: 100.0, windows: vec![(7, 0.0)], ..Rates::default() };
+    assert_eq!(CostModel::from_rates(&rates).unwrap(), plain);
+}
+
+#[test]
+fn terms_that_make_no_sense_are_named() {
+    let good = Rates { linear: 1.0, ..Rates::default() };
+    let argument = |rates: Rates| CostModel::from_rates(&rates).unwrap_err().argument();
+    for bad in [-1.0, f64::NAN, f64::INFINITY] {
+        assert_eq!(argument(Rates { document: bad, ..good.clone() }), "document");
+        assert_eq!(argument(Rates { micro_batch: bad, ..good.clone() }), "micro_batch");
+        assert_eq!(argument(Rates { windows: vec![(8, bad)], ..good.clone() }), "windows");
+        assert_eq!(argument(Rates { chunks: vec![(8, bad)], ..good.clone() }), "chunks");
+    }
+    assert_eq!(argument(Rates { windows: vec![(0, 1.0)], ..good.clone() }), "windows");
+    assert_eq!(argument(Rates { chunks: vec![(8, 1.0), (8, 1.0)], ..good.clone() }), "chunks");
+    assert_eq!(argument(Rates { windows: vec![(8, 1.0)], mask: Mask::Full, ..good.clone() }), "windows");
+    // A micro-batch's constant alone leaves nothing to balance.
+    assert_eq!(argument(Rates { micro_batch: 1.0, ..Rates::default() }), "linear");
+    assert!(CostModel::from_rates(&Rates { document: 1.0, ..Rates::default() }).is_ok());
+    assert!(
+        CostModel::from_json(r#"{"attention":{"rate":1.0},"linear":{"rate":1.0},"mask":"full","chunks":[[4,1.0]]}"#)
+            .is_err()
+    );
+}
+
 proptest! {
     #![proptest_config(config(500))]
+
+    #[test]
+    fn local_pairs_are_exact(d in 0..3000_i32, size in 1..4000_i32, cut in 0.0..1.0) {
+        let first = (f64::from(d) * cut) as i32;
+        for mask in [LocalMask::Window(size), LocalMask::Chunk(size)] {
+            prop_assert_eq!(mask.pairs(d), naive_local_pairs(mask, d));
+            let parts = mask.segment_pairs(0, first) + mask.segment_pairs(first, d - first);
+            prop_assert_eq!(parts, mask.pairs(d));
+        }
+    }
+
+    #[test]
+    fn local_pairs_are_rounded_once(d in length(), size in length()) {
+        for mask in [LocalMask::Window(size), LocalMask::Chunk(size)] {
+            prop_assert_eq!(mask.pairs_f64(d), mask.pairs(d) as f64);
+            prop_assert!(mask.pairs(d) <= Mask::Causal.pairs(d));
+        }
+    }
+
+    #[test]
+    fn a_cost_is_the_sum_of_its_terms(rates in rates(), d in length()) {
+        let model = CostModel::from_rates(&rates).unwrap();
+        let mut attention = rates.attention * Mask::Causal.pairs(d) as f64;
+        for &(size, rate) in &rates.windows {
+            attention += rate * LocalMask::Window(size).pairs(d) as f64;
+        }
+        for &(size, rate) in &rates.chunks {
+            attention += rate * LocalMask::Chunk(size).pairs(d) as f64;
+        }
+        prop_assert_eq!(model.attention_cost(d), attention);
+        prop_assert_eq!(model.cost(d), attention + rates.linear * f64::from(d) + rates.document);
+        prop_assert_eq!((model.document(), model.micro_batch(), model.unit()), (rates.document, rates.micro_batch, rates.unit));
+        prop_assert_eq!(model.rates(), Some(rates));
+    }
 
     #[test]
     fn pairs_are_exact(d in length(), mask in mask()) {

@@ -6,7 +6,9 @@ use pyo3::prelude::*;
 use wlb_core::Lengths;
 use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_WORLD_SIZE};
 
-use crate::convert::{count, floats, integer, integers, iterations, narrow, positive, read_lengths, real, size};
+use crate::convert::{
+    count, floats, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths, real, size,
+};
 
 /// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too.
 macro_rules! arguments {
@@ -24,11 +26,13 @@ arguments! {
     attention: f64 = real();
     attention_efficiency: f64 = real();
     attention_seconds: Vec<f64> = floats();
+    chunks: Vec<(i32, f64)> = rates_by_size();
     cp_overlap: f64 = real();
     cp_seconds_per_exchange: f64 = real();
     cp_seconds_per_token: f64 = real();
     cp_size: usize = count(MAX_CP_SIZE);
     delay_price: f64 = real();
+    document: f64 = real();
     dp_size: i64 = integer();
     experts_per_token: i64 = integer();
     ffn_hidden_size: i64 = integer();
@@ -48,6 +52,7 @@ arguments! {
     max_micro_batches: usize = count(MAX_MICRO_BATCHES);
     max_tokens: i32 = positive();
     max_tokens_per_rank: i32 = positive();
+    micro_batch: f64 = real();
     micro_batch_seconds: f64 = real();
     min_micro_batches: usize = count(MAX_MICRO_BATCHES);
     min_step_tokens: i64 = integer();
@@ -66,6 +71,7 @@ arguments! {
     tokens_per_batch: i64 = integer();
     vocab_size: i64 = integer();
     window: usize = count(MAX_MICRO_BATCHES);
+    windows: Vec<(i32, f64)> = rates_by_size();
     world_size: usize = count(MAX_WORLD_SIZE);
 }
 

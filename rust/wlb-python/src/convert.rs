@@ -7,7 +7,7 @@ use numpy::{PyArray1, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntyped
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyInt};
+use pyo3::types::{PyBool, PyInt, PyMapping};
 use wlb_core::Lengths;
 
 use crate::error::{raise, refuse};
@@ -74,6 +74,23 @@ pub(crate) fn integer(argument: &'static str, object: &Bound<'_, PyAny>) -> PyRe
     }
     let problem = if object.is_instance_of::<PyInt>() { "is out of range" } else { "must be a whole number" };
     Err(refuse(argument, None, Some(object), problem))
+}
+
+/// Rates by size, ascending, of a mapping; None is an empty one.
+pub(crate) fn rates_by_size(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<(i32, f64)>> {
+    if object.is_none() {
+        return Ok(Vec::new());
+    }
+    let Ok(mapping) = object.cast::<PyMapping>() else {
+        return Err(refuse(argument, None, Some(object), "must be a mapping of sizes to rates"));
+    };
+    let entry = |entry: Bound<'_, PyAny>| {
+        let (size, rate): (Bound<'_, PyAny>, Bound<'_, PyAny>) = entry.extract()?;
+        Ok((positive(argument, &size)?, real(argument, &rate)?))
+    };
+    let mut rates = mapping.items()?.iter().map(entry).collect::<PyResult<Vec<_>>>()?;
+    rates.sort_by_key(|&(size, _)| size);
+    Ok(rates)
 }
 
 /// One real number; a bool is none, nor is a complex number.

@@ -2,12 +2,13 @@
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyDict};
 use wlb_core::Lengths;
-use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask};
+use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Rates, Unit};
 
 use crate::arguments;
 use crate::convert::{choice, integer};
-use crate::error::raise;
+use crate::error::{raise, refuse};
 use crate::plain::{Array, hashed_by, pickled_as_json, properties};
 use crate::profile::read_profile;
 
@@ -20,9 +21,10 @@ pub(crate) fn mask(causal: bool) -> Mask {
     if causal { Mask::Causal } else { Mask::Full }
 }
 
-/// Cost of documents: ``cost(d) = attention * pairs(d) + linear * d``, in seconds or any one unit.
+/// Cost of documents: ``cost(d) = attention * pairs(d) + linear * d``, and some terms more, in any one unit.
 ///
-/// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear. Costs
+/// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear. Layers
+/// of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs
 /// must come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a
 /// greedy packing does. Build one from rates, :meth:`from_flops`, :meth:`from_tables` or :meth:`from_profile`. Immutable;
 /// picklable; equal models compare equal.
@@ -31,9 +33,18 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///     attention: cost of one (query, key) pair; 0 or above.
 ///     linear: cost of one token; 0 or above, and not both 0.
 ///     causal: count ``d(d+1)/2`` pairs (default) or, for bidirectional masks, ``d*d``.
+///     windows: ``{w: rate}``, cost of a pair under a sliding window of ``w`` keys: a query sees itself and the ``w - 1``
+///         before it. Causal only.
+///     chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all before it in its
+///         chunk. Causal only.
+///     document: cost of every document, whatever its length.
+///     micro_batch: cost of every micro-batch, whatever is in it: also of an empty one, since it is run.
+///     unit: what one unit of these is, "seconds" or "flops"; None where nobody says. What adds seconds to costs
+///         (:func:`plan_dynamic_cp`) refuses "flops".
 ///
 /// Raises:
-///     WlbError: a rate is negative or not finite, or both are 0.
+///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without a
+///         causal mask.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
@@ -43,6 +54,8 @@ pickled_as_json!(CostModel(Model));
 
 properties! {
     CostModel:
+    /// What one unit of cost is, "seconds" or "flops"; None where nobody said. Measured tables are in seconds.
+    unit: Option<&'static str> = |model| model.0.unit().map(Unit::as_str);
     /// Whether pairs are counted under a causal mask.
     causal: bool = |cost| cost.0.mask() == Mask::Causal;
 }
@@ -50,13 +63,24 @@ properties! {
 #[pymethods]
 impl CostModel {
     #[new]
-    #[pyo3(signature = (*, attention, linear, causal = true))]
+    #[pyo3(signature = (
+        *, attention, linear, causal = true, windows = Vec::new(), chunks = Vec::new(), document = 0.0,
+        micro_batch = 0.0, unit = None,
+    ), text_signature = "(*, attention, linear, causal=True, windows=None, chunks=None, document=0.0, micro_batch=0.0, unit=None)")]
+    #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn new(
         #[pyo3(from_py_with = arguments::attention)] attention: f64,
         #[pyo3(from_py_with = arguments::linear)] linear: f64,
         causal: bool,
+        #[pyo3(from_py_with = arguments::windows)] windows: Vec<(i32, f64)>,
+        #[pyo3(from_py_with = arguments::chunks)] chunks: Vec<(i32, f64)>,
+        #[pyo3(from_py_with = arguments::document)] document: f64,
+        #[pyo3(from_py_with = arguments::micro_batch)] micro_batch: f64,
+        unit: Option<&str>,
     ) -> PyResult<Self> {
-        Model::analytic(attention, linear, mask(causal)).map(Self).map_err(raise)
+        let unit = unit.map(choice).transpose()?;
+        let rates = Rates { attention, linear, mask: mask(causal), windows, chunks, document, micro_batch, unit };
+        Model::from_rates(&rates).map(Self).map_err(raise)
     }
 
     /// Cost from the FLOPs of a decoder-only transformer.
@@ -181,7 +205,7 @@ impl CostModel {
         Ok(Array(self.0.costs(&lengths)))
     }
 
-    /// The part of :meth:`cost` that grows with the pairs. float64[n].
+    /// The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n].
     fn attention_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
@@ -191,6 +215,20 @@ impl CostModel {
     fn linear_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
+    }
+
+    /// Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending
+    /// size, "tokens", "documents", "micro_batches".
+    ///
+    /// Raises:
+    ///     WlbError: the model was made from measured tables, whose rates change with the length.
+    #[getter]
+    fn terms<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let Some(terms) = self.0.terms() else {
+            let problem = "is made of measured tables, whose rates change with the length: there are no terms";
+            return Err(refuse("cost_model", None, None, problem));
+        };
+        terms.into_py_dict(py)
     }
 
     fn __repr__(&self) -> String {

@@ -6,7 +6,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use wlb_core::cost::Passes;
+use wlb_core::cost::{Passes, Unit};
 use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 use wlb_core::packing::stream::{OnBacklog, Oversize, Release, StreamMethod};
 use wlb_core::packing::{Leftover, Method};
@@ -72,6 +72,7 @@ fn limits_and_choices(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ("SCHEDULES", Schedule::NAMES),
         ("STRATEGIES", Strategy::NAMES),
         ("STREAM_METHODS", StreamMethod::NAMES),
+        ("UNITS", Unit::NAMES),
     ];
     choices.into_iter().try_for_each(|(name, words)| module.add(name, PyTuple::new(module.py(), words)?))
 }

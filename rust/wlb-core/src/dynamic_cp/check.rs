@@ -1,21 +1,16 @@
 //! Everything that can be wrong with what a caller asks Dynamic-CP for.
 
-use crate::cost::CostModel;
+use crate::cost::{CostModel, Unit};
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
 use crate::limits::{MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 
-use super::cost::{GroupCost, check_seconds};
+use super::cost::check_seconds;
 use super::counts::{limit, whole};
 use super::options::DynamicCpOptions;
 
 /// The size of the largest group, if nothing is wrong.
-pub(super) fn check(
-    lengths: &Lengths,
-    options: &DynamicCpOptions,
-    cost_model: &CostModel,
-    cost: &GroupCost,
-) -> Result<usize> {
+pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel) -> Result<usize> {
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let size = |argument, value: usize, most: usize| check_range(argument, value as i64, 1, most as i64);
     size("world_size", world_size, MAX_WORLD_SIZE)?;
@@ -44,8 +39,11 @@ pub(super) fn check(
             "must be at most max_micro_batches; with virtual stages, with a number between them that its rounds divide";
         return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
-    cost.check()?;
+    options.communication.check()?;
+    check_seconds("micro_batch_seconds", options.micro_batch_seconds)?;
     check_seconds("p2p_seconds", options.p2p_seconds)?;
+    check_seconds("cost_model.micro_batch", cost_model.micro_batch())?;
+    check_unit(options, cost_model)?;
     let largest = options.max_cp_size.unwrap_or(world_size);
     size("max_cp_size", largest, world_size)?;
     let largest_group = 1 << largest.ilog2();
@@ -61,5 +59,23 @@ pub(super) fn check(
             limit,
             hint: "; split it first (split_documents), or raise max_tokens_per_rank or max_cp_size",
         }),
+    }
+}
+
+/// Seconds can be added to costs only where these are seconds, or may be.
+fn check_unit(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> {
+    let seconds = [
+        ("cp_seconds_per_exchange", options.communication.seconds_per_exchange),
+        ("cp_seconds_per_token", options.communication.seconds_per_token),
+        ("micro_batch_seconds", options.micro_batch_seconds),
+        ("p2p_seconds", options.p2p_seconds),
+    ];
+    match seconds.into_iter().find(|&(_, seconds)| seconds > 0.0) {
+        Some((argument, _)) if cost_model.unit() == Some(Unit::Flops) => {
+            let requirement = "is in seconds, but the cost model is in FLOPs (unit=\"flops\"): give costs in seconds, by \
+                               flops_per_second, a profile, or CostModel.fit";
+            Err(Error::Combination { argument, requirement })
+        }
+        _ => Ok(()),
     }
 }

@@ -27,23 +27,44 @@ pub struct Communication {
     pub overlap: f64,
 }
 
+impl Communication {
+    /// Checks every field.
+    pub(super) fn check(&self) -> Result<()> {
+        check_seconds("cp_seconds_per_exchange", self.seconds_per_exchange)?;
+        check_seconds("cp_seconds_per_token", self.seconds_per_token)?;
+        if !(0.0..=1.0).contains(&self.overlap) {
+            let requirement = "must be from 0 to 1";
+            return Err(Error::Number { argument: "cp_overlap", value: self.overlap, requirement });
+        }
+        Ok(())
+    }
+}
+
 /// The work of some documents together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Load {
     attention: f64,
     linear: f64,
+    /// The documents' constants: every rank of a group has a part of each, so that more ranks do not share them.
+    constant: f64,
     pub(super) tokens: i64,
 }
 
 impl Load {
     pub(super) fn of(length: i32, cost_model: &CostModel) -> Self {
         let (attention, linear) = (cost_model.attention_cost(length), cost_model.linear_cost(length));
-        Self { attention, linear, tokens: i64::from(length) }
+        Self { attention, linear, constant: cost_model.document(), tokens: i64::from(length) }
     }
 
-    /// Cost on one rank.
+    /// Cost on one rank, where it is least in all.
     pub(super) fn work(&self) -> f64 {
-        self.attention + self.linear
+        self.attention + self.linear + self.constant
+    }
+
+    /// Seconds of computing on each of `ranks`.
+    #[inline]
+    pub(super) fn on(&self, ranks: f64) -> f64 {
+        (self.attention + self.linear) / ranks + self.constant
     }
 }
 
@@ -55,6 +76,7 @@ impl std::ops::Add for Load {
         Self {
             attention: self.attention + other.attention,
             linear: self.linear + other.linear,
+            constant: self.constant + other.constant,
             tokens: self.tokens + other.tokens,
         }
     }
@@ -66,27 +88,16 @@ pub(super) struct GroupCost {
     pub(super) communication: Communication,
     /// What every micro-batch takes, whatever is in it.
     pub(super) micro_batch_seconds: f64,
+    /// What every document takes on each rank of its group, whatever its length.
+    pub(super) document_seconds: f64,
 }
 
 impl GroupCost {
-    pub(super) fn check(&self) -> Result<()> {
-        let Communication { seconds_per_exchange, seconds_per_token, overlap } = self.communication;
-        for (argument, value) in [
-            ("cp_seconds_per_exchange", seconds_per_exchange),
-            ("cp_seconds_per_token", seconds_per_token),
-            ("micro_batch_seconds", self.micro_batch_seconds),
-        ] {
-            check_seconds(argument, value)?;
-        }
-        if !(0.0..=1.0).contains(&overlap) {
-            return Err(Error::Number { argument: "cp_overlap", value: overlap, requirement: "must be from 0 to 1" });
-        }
-        Ok(())
-    }
-
     /// Whether larger groups cost nothing.
     pub(super) fn is_free(&self) -> bool {
-        self.communication.seconds_per_exchange == 0.0 && self.communication.seconds_per_token == 0.0
+        self.communication.seconds_per_exchange == 0.0
+            && self.communication.seconds_per_token == 0.0
+            && self.document_seconds == 0.0
     }
 
     /// Through the whole model, forward and backward, on each of `cp_size` ranks. Never decreases with the load.
@@ -101,6 +112,6 @@ impl GroupCost {
             exchanges * seconds_per_exchange + load.tokens as f64 * (exchanges / ranks) * seconds_per_token
         };
         let exposed = (exchange - overlap * load.attention / ranks).max(0.0);
-        self.micro_batch_seconds + load.work() / ranks + exposed
+        self.micro_batch_seconds + load.on(ranks) + exposed
     }
 }

@@ -106,7 +106,7 @@ impl Problem {
     /// Seconds of documents on the largest group, longest first; of those that can be side by side, the longest.
     pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
         let side_by_side = self.world_size / self.largest_group;
-        self.documents.iter().step_by(side_by_side).map(|document| document.load.work() / self.largest_group as f64)
+        self.documents.iter().step_by(side_by_side).map(|document| document.load.on(self.largest_group as f64))
     }
 
     /// Powers of two.

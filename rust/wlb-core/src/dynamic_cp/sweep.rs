@@ -82,8 +82,15 @@ pub fn plan_dynamic_cp(
     if let Some(found) = ids.map(<[i64]>::len).filter(|&found| found != lengths.len()) {
         return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
     }
-    let cost = GroupCost { communication: options.communication, micro_batch_seconds: options.micro_batch_seconds };
-    let largest_group = check(lengths, options, cost_model, &cost)?;
+    let largest_group = check(lengths, options, cost_model)?;
+    // A constant of the cost model is one more that every micro-batch takes.
+    let micro_batch_seconds = options.micro_batch_seconds + cost_model.micro_batch();
+    let options = &DynamicCpOptions { micro_batch_seconds, ..options.clone() };
+    let cost = GroupCost {
+        communication: options.communication,
+        micro_batch_seconds,
+        document_seconds: cost_model.document(),
+    };
     let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
     let problem = Problem::new(lengths, cost_model, cost, world_size, largest_group, max_tokens_per_rank);
     let Counts { least, start, most } = Counts::new(lengths, options)?;

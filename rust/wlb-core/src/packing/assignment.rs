@@ -47,7 +47,7 @@ impl Packing {
             let (found, expected) = (assignment.len(), lengths.len());
             return Err(Error::Mismatch { argument: "assignment", found, other: "lengths", expected });
         }
-        let mut placement = Placement::new(lengths.len(), num_micro_batches);
+        let mut placement = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
         for (index, (&length, &micro_batch)) in lengths.iter().zip(assignment).enumerate() {
             match usize::try_from(micro_batch) {
                 Ok(j) if j < num_micro_batches => placement.put(index, j, length, cost_model.cost(length)),

@@ -39,7 +39,8 @@ impl Cuts {
         lengths: &[i32],
         cost_model: &CostModel,
     ) -> Packing {
-        let mut costs = vec![0.0; self.tokens.len()];
+        let empty_cost = cost_model.micro_batch();
+        let mut costs = vec![empty_cost; self.tokens.len()];
         let mut largest_cost = 0.0_f64;
         let mut assignment = vec![-1; lengths.len()];
         let mut counts = vec![0_usize; self.tokens.len()];
@@ -71,7 +72,7 @@ impl Cuts {
             costs,
             leftover: self.leftover,
             length_fallbacks: 0,
-            largest_cost,
+            largest_cost: empty_cost + largest_cost,
         }
     }
 }

@@ -18,18 +18,32 @@ pub(super) struct Placement {
     pub(super) length_fallbacks: usize,
     /// Longest document placed.
     longest: i32,
+    /// Cost of a micro-batch without documents.
+    empty_cost: f64,
 }
 
 impl Placement {
-    pub(super) fn new(num_documents: usize, num_micro_batches: usize) -> Self {
+    /// Nothing put anywhere yet; a micro-batch without documents costs `empty_cost`.
+    pub(super) fn new(num_documents: usize, num_micro_batches: usize, empty_cost: f64) -> Self {
         Self {
             assignment: vec![-1; num_documents],
             tokens: vec![0; num_micro_batches],
-            costs: vec![0.0; num_micro_batches],
+            costs: vec![empty_cost; num_micro_batches],
             leftover: Vec::new(),
             length_fallbacks: 0,
             longest: 0,
+            empty_cost,
         }
+    }
+
+    /// The same documents and micro-batches, nothing put anywhere yet.
+    pub(super) fn emptied(&self) -> Self {
+        Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
+    }
+
+    /// Cost of a micro-batch without documents.
+    pub(super) fn empty_cost(&self) -> f64 {
+        self.empty_cost
     }
 
     #[inline]
@@ -88,7 +102,7 @@ impl Placement {
             leftover: self.leftover.into_iter().map(piece).collect(),
             length_fallbacks: self.length_fallbacks,
             // Cost never decreases with length.
-            largest_cost: cost_model.cost(self.longest),
+            largest_cost: self.empty_cost + if self.longest > 0 { cost_model.cost(self.longest) } else { 0.0 },
         }
     }
 }

@@ -27,13 +27,13 @@ pub struct Packing {
     pub assignment: Vec<i32>,
     /// Tokens of each micro-batch.
     pub tokens: Vec<i64>,
-    /// Cost of each micro-batch, summed in the order in which documents were put there.
+    /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there.
     pub costs: Vec<f64>,
     /// What was not placed, in the order in which it was tried.
     pub leftover: Vec<Piece>,
     /// Documents that were placed by token count, because they did not fit where the cost was least.
     pub length_fallbacks: usize,
-    /// Cost of the heaviest placed piece.
+    /// Cost of a micro-batch with nothing but the heaviest placed piece.
     pub largest_cost: f64,
 }
 
@@ -70,6 +70,9 @@ impl Packing {
 
     /// `max cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
     pub fn imbalance(&self) -> f64 {
+        if self.pieces.is_empty() {
+            return 1.0;
+        }
         let total = self.total_cost();
         // A mean that was rounded up may lie above the largest.
         if total > 0.0 { (self.max_cost() * self.num_micro_batches() as f64 / total).max(1.0) } else { 1.0 }

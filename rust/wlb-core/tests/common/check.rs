@@ -34,15 +34,15 @@ pub(crate) fn packing_is_legal(packing: &Packing, cost: &CostModel) {
     assert_eq!((packing.offsets[0], packing.offsets[n]), (0, packing.pieces.len()));
     assert!(packing.offsets.is_sorted());
     assert_eq!(packing.costs.len(), n);
-    let mut largest = 0.0_f64;
+    let mut largest = cost.micro_batch();
     for j in 0..n {
         let pieces = packing.micro_batch(j);
         let tokens: i64 = pieces.iter().map(|piece| i64::from(piece.length)).sum();
         assert_eq!(packing.tokens[j], tokens, "tokens of micro-batch {j}");
         assert!(tokens <= i64::from(packing.max_tokens), "micro-batch {j} exceeds max_tokens");
         let costs = pieces.iter().map(|piece| cost.cost(piece.length));
-        largest = costs.clone().fold(largest, f64::max);
-        assert!(close(packing.costs[j], costs.sum()), "cost of micro-batch {j}");
+        largest = costs.clone().fold(largest, |most, cost_of| most.max(cost.micro_batch() + cost_of));
+        assert!(close(packing.costs[j], cost.micro_batch() + costs.sum::<f64>()), "cost of micro-batch {j}");
     }
     assert!(packing.pieces.iter().chain(&packing.leftover).all(|piece| piece.length >= 1 && piece.start >= 0));
     assert!(close(packing.largest_cost, largest), "{} is not the largest cost, {largest}", packing.largest_cost);

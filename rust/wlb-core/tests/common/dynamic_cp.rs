@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 
+use wlb_core::cost::Unit;
 use wlb_core::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
@@ -54,6 +55,11 @@ pub(crate) fn planned(
         }
         Err(Error::Layout { argument: "num_micro_batches", .. }) => {
             assert!(options.num_virtual_stages > 1 && options.num_micro_batches.is_some());
+            None
+        }
+        Err(Error::Combination { argument, requirement }) if requirement.starts_with("is in seconds") => {
+            assert_eq!(cost_model.unit(), Some(Unit::Flops));
+            assert!(argument.ends_with("seconds") || argument.starts_with("cp_seconds"));
             None
         }
         Err(error) => panic!("{error}"),
@@ -200,7 +206,9 @@ pub(crate) fn group_seconds(
         (c - 1.0) * communication.seconds_per_exchange + tokens * (c - 1.0) / c * communication.seconds_per_token
     };
     let exposed = f64::max(0.0, exchange - options.communication.overlap * attention / c);
-    options.micro_batch_seconds + (attention + linear) / c + exposed
+    // Every rank has a part of each document.
+    let constants = cost_model.micro_batch() + lengths.len() as f64 * cost_model.document();
+    options.micro_batch_seconds + constants + (attention + linear) / c + exposed
 }
 
 /// Every op on every rank of every stage: it starts when all ranks of its group have done what comes before it, and

@@ -4,6 +4,7 @@
 
 use std::cmp::Reverse;
 
+use wlb_core::cost::LocalMask;
 use wlb_core::packing::Piece;
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::sharding::Segment;
@@ -21,12 +22,12 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    fn empty(num_documents: usize, num_micro_batches: usize) -> Self {
+    fn empty(num_documents: usize, num_micro_batches: usize, cost: &CostModel) -> Self {
         Self {
             micro_batches: vec![Vec::new(); num_micro_batches],
             assignment: vec![-1; num_documents],
             tokens: vec![0; num_micro_batches],
-            costs: vec![0.0; num_micro_batches],
+            costs: vec![cost.micro_batch(); num_micro_batches],
             leftover: Vec::new(),
             length_fallbacks: 0,
         }
@@ -63,7 +64,7 @@ fn first_least<T: PartialOrd>(values: impl IntoIterator<Item = (usize, T)>) -> O
 
 /// Micro-batch `j` is what lies in tokens `j*S .. (j+1)*S` of the concatenation.
 pub(crate) fn original(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
-    let mut plan = Plan::empty(lengths.len(), num_micro_batches);
+    let mut plan = Plan::empty(lengths.len(), num_micro_batches, cost);
     let mut begin = 0_i64;
     for (index, &length) in lengths.iter().enumerate() {
         let end = begin + i64::from(length);
@@ -88,7 +89,7 @@ pub(crate) fn original(lengths: &[i32], num_micro_batches: usize, max_tokens: i3
 
 /// Longest first, to the least pairs with room; cut at the boundary when it fits nowhere.
 pub(crate) fn fixed_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
-    let mut plan = Plan::empty(lengths.len(), num_micro_batches);
+    let mut plan = Plan::empty(lengths.len(), num_micro_batches, cost);
     let mut pairs = vec![0_i128; num_micro_batches];
     for index in longest_first(lengths) {
         let mut rest = whole(index, lengths[index]);
@@ -118,6 +119,15 @@ pub(crate) fn fixed_length(lengths: &[i32], num_micro_batches: usize, max_tokens
     plan
 }
 
+/// Pairs under a window or in chunks, query by query.
+pub(crate) fn naive_local_pairs(mask: LocalMask, length: i32) -> u64 {
+    let keys = |query: i32| match mask {
+        LocalMask::Window(size) => (query + 1).min(size),
+        LocalMask::Chunk(size) => query % size + 1,
+    };
+    (0..length).map(|query| keys(query) as u64).sum()
+}
+
 /// Pairs of a whole document.
 pub(crate) fn naive_pairs(mask: Mask, length: i32) -> i128 {
     let d = i128::from(length);
@@ -135,7 +145,7 @@ pub(crate) fn var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: 
 
 /// Places `pieces` in the given order: least cost; else fewest tokens; else left over.
 fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
-    let mut plan = Plan::empty(pieces.len(), num_micro_batches);
+    let mut plan = Plan::empty(pieces.len(), num_micro_batches, cost);
     for &index in order {
         let piece = pieces[index];
         let fits = |j: usize| plan.tokens[j] + i64::from(piece.length) <= i64::from(max_tokens);
@@ -169,7 +179,7 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
 /// hundred documents: it does not count at how many micro-batches it looks.
 fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Plan {
     let num_micro_batches = start.costs.len();
-    let placed = start.micro_batches.iter().flatten().map(|piece| cost.cost(piece.length));
+    let placed = start.micro_batches.iter().flatten().map(|piece| cost.micro_batch() + cost.cost(piece.length));
     let bound = placed.fold(start.costs.iter().sum::<f64>() / num_micro_batches as f64, f64::max);
     let max = |plan: &Plan| plan.costs.iter().copied().fold(0.0, f64::max);
     let within = |plan: &Plan, factor: f64| plan.leftover.is_empty() && max(plan) <= bound * factor;
@@ -209,7 +219,7 @@ fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Pl
 /// cost.
 fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &CostModel) -> Option<Plan> {
     let n = start.costs.len();
-    let mut plan = Plan { length_fallbacks: start.length_fallbacks, ..Plan::empty(lengths.len(), n) };
+    let mut plan = Plan { length_fallbacks: start.length_fallbacks, ..Plan::empty(lengths.len(), n, cost) };
     for index in longest_first(lengths).into_iter().filter(|&index| start.assignment[index] >= 0) {
         let room = |j: usize| i64::from(max_tokens) - plan.tokens[j];
         let with_room: Vec<usize> = (0..n).filter(|&j| room(j) >= i64::from(lengths[index])).collect();
@@ -277,7 +287,7 @@ fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &
     let mut plan = Plan {
         leftover: start.leftover.clone(),
         length_fallbacks: start.length_fallbacks,
-        ..Plan::empty(lengths.len(), n)
+        ..Plan::empty(lengths.len(), n, cost)
     };
     for index in order {
         if let Ok(j) = usize::try_from(assignment[index]) {
@@ -371,7 +381,8 @@ fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: 
         if leaves.is_empty() && alone.tokens.iter().sum::<i64>() == 0 {
             continue;
         }
-        let longest = leaves.first().map_or(0.0, |&i| cost(i)).max(heaviest(&alone.costs));
+        let empty = config.cost_model.micro_batch();
+        let longest = leaves.first().map_or(0.0, |&i| empty + cost(i)).max(heaviest(&alone.costs));
         let of_others: f64 = leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
         let total = alone.costs.iter().sum::<f64>() + of_others;
         let tokens: i64 =
@@ -425,7 +436,7 @@ fn fuller(given: Plan, pieces: &[Piece], order: &[usize], min_tokens: i64, confi
         if tokens(&fullest) >= min_tokens || !fullest.assignment.contains(&-1) {
             return fullest;
         }
-        let mut plan = Plan::empty(pieces.len(), n);
+        let mut plan = Plan::empty(pieces.len(), n, &config.cost_model);
         for &i in order {
             let length = i64::from(pieces[i].length);
             let has_room = |j: &usize| plan.tokens[*j] + length <= i64::from(config.max_tokens);
@@ -457,7 +468,7 @@ fn urgent_only(listing: &[Waiting], urgent: &[usize], config: &PackerConfig) -> 
     if plan.leftover.is_empty() {
         return plan;
     }
-    let mut plan = Plan::empty(listing.len(), config.num_micro_batches);
+    let mut plan = Plan::empty(listing.len(), config.num_micro_batches, &config.cost_model);
     for &i in urgent {
         let piece = pieces[i];
         let fewest = first_least(plan.tokens.iter().copied().enumerate()).unwrap_or(0);

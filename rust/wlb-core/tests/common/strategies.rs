@@ -2,11 +2,11 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use proptest::collection::vec;
+use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
-use wlb_core::cost::{FlopsOptions, Passes};
+use wlb_core::cost::{FlopsOptions, Passes, Rates, Unit};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::sharding::kernel::{Generation, KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask};
@@ -118,11 +118,31 @@ pub(crate) fn cost_model() -> BoxedStrategy<CostModel> {
         1 => mask().prop_map(move |mask| analytic(0.0, 1.0, mask)),
         2 => (1e-12..1e6, 1e-12..1e9, mask()).prop_map(move |(a, b, mask)| analytic(a, b, mask)),
         1 => Just(llama_7b()),
+        2 => rates().prop_map(|rates| CostModel::from_rates(&rates).unwrap()),
         2 => tables().prop_map(|(lengths, attention, linear, mask)| {
             CostModel::from_tables(&checked(&lengths), &attention, &linear, mask).unwrap()
         }),
     ]
     .boxed()
+}
+
+/// Terms of every kind, some of them 0.
+pub(crate) fn rates() -> impl Strategy<Value = Rates> {
+    let some = |rate: f64| prop_oneof![1 => Just(0.0), 2 => (0.0..1.0).prop_map(move |share: f64| rate * share)];
+    let local = || btree_map(prop_oneof![1..40, 1..5000, 1..=i32::MAX], 1e-6..1.0, 0..3);
+    let unit = prop_oneof![Just(None), Just(Some(Unit::Seconds)), Just(Some(Unit::Flops))];
+    (some(1.0), 1e-3..100.0, local(), local(), some(1e4), some(1e6), unit).prop_map(
+        |(attention, linear, windows, chunks, document, micro_batch, unit)| Rates {
+            attention,
+            linear,
+            mask: Mask::Causal,
+            windows: windows.into_iter().collect(),
+            chunks: chunks.into_iter().collect(),
+            document,
+            micro_batch,
+            unit,
+        },
+    )
 }
 
 /// FLOPs of a 7B Llama.

@@ -13,11 +13,7 @@ pub(in crate::packing) struct Bins {
 }
 
 impl Bins {
-    pub(in crate::packing) fn new(num_documents: usize, num_micro_batches: usize, max_tokens: i32) -> Self {
-        Self::resume(Placement::new(num_documents, num_micro_batches), max_tokens)
-    }
-
-    /// Goes on from micro-batches that already hold documents.
+    /// Goes on from micro-batches that may already hold documents.
     pub(in crate::packing) fn resume(placement: Placement, max_tokens: i32) -> Self {
         let by_cost = Ladder::new(placement.costs.iter().copied());
         Self { placement, max_tokens: i64::from(max_tokens), by_cost, by_tokens: None }

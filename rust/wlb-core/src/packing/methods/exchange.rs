@@ -163,7 +163,7 @@ impl<'a> Contents<'a> {
     }
 
     fn into_placement(self, start: &Placement) -> Placement {
-        let mut placement = Placement::new(start.assignment.len(), self.tokens.len());
+        let mut placement = start.emptied();
         placement.leftover.clone_from(&start.leftover);
         placement.length_fallbacks = start.length_fallbacks;
         for (j, ranks) in self.ranks.iter().enumerate() {

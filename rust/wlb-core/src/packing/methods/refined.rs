@@ -51,7 +51,7 @@ pub(in crate::packing) fn pack(
 pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
     let ceiling = start.max_cost();
     let placed = start.assignment.iter().zip(costs).filter(|&(&micro_batch, _)| micro_batch >= 0);
-    let largest = placed.map(|(_, &cost)| cost).fold(0.0, f64::max);
+    let largest = start.empty_cost() + placed.map(|(_, &cost)| cost).fold(0.0, f64::max);
     // No plan that places as much has a lower maximum.
     let bound = largest.max(start.costs.iter().sum::<f64>() / start.costs.len() as f64);
     let is_within =
@@ -112,7 +112,7 @@ fn steepest(
     ceiling: f64,
     looks: &mut usize,
 ) -> Option<Placement> {
-    let mut placement = Placement::new(documents.lengths.len(), start.tokens.len());
+    let mut placement = start.emptied();
     placement.length_fallbacks = start.length_fallbacks;
     let num_micro_batches = start.tokens.len();
     let room = |placement: &Placement, j: usize| documents.max_tokens - placement.tokens[j];

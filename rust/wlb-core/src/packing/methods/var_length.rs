@@ -31,7 +31,8 @@ pub(in crate::packing) fn place(
     max_tokens: i32,
     cost_model: &CostModel,
 ) -> (Placement, Vec<f64>) {
-    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
+    let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
+    let mut bins = Bins::resume(empty, max_tokens);
     let costs = cost_model.costs(lengths);
     for (length, index) in longest_first(lengths) {
         bins.place(index, length, costs[index]);

@@ -55,13 +55,14 @@ fn pour(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: 
     }
     let costs = cost_model.costs(lengths);
     let total = sum(&costs);
-    let fair = total / num_micro_batches as f64;
+    let fair = cost_model.micro_batch() + total / num_micro_batches as f64;
     let mean = total / lengths.len() as f64;
     // Cost never decreases with length: which class a document is in is told by its length.
     let longest_light = longest_below(cost_model, LIGHT * mean, max_tokens);
 
     let (light, heavy) = partition(lengths, longest_light);
-    let mut bins = Bins::new(lengths.len(), num_micro_batches, max_tokens);
+    let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
+    let mut bins = Bins::resume(empty, max_tokens);
     let place = |bins: &mut Bins, documents: &[u32]| {
         let documents = documents.iter().map(|&index| (index as usize, lengths[index as usize]));
         for (length, index) in longest_first_of(documents) {

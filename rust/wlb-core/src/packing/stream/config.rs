@@ -5,7 +5,9 @@ use serde::{Deserialize, Serialize};
 use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::limits::{MAX_ITERATION, MAX_TOKENS};
+use crate::packing::methods::bins::Bins;
 use crate::packing::options::check_micro_batches;
+use crate::packing::placement::Placement;
 
 /// The default of [`PackerConfig::delay_price`]: a global batch of tokens may wait one iteration if that makes the step
 /// 3 % shorter.
@@ -130,7 +132,8 @@ impl PackerConfig {
         }
         self.cost_model.check()?;
         // Then no sum of costs can overflow, however long documents wait.
-        let value = self.cost_model.cost(self.max_document_tokens) * MAX_ITERATION as f64;
+        let most = self.cost_model.cost(self.max_document_tokens) + self.cost_model.micro_batch();
+        let value = most * MAX_ITERATION as f64;
         if !value.is_finite() {
             let requirement = "the longest document's cost is so high that sums of costs would overflow";
             return Err(Error::Number { argument: "cost_model", value, requirement });
@@ -164,6 +167,16 @@ impl PackerConfig {
     /// Tokens of one global batch that is full to the last token: `N * max_tokens`.
     pub(super) fn capacity(&self) -> i64 {
         self.num_micro_batches as i64 * i64::from(self.max_tokens)
+    }
+
+    /// Micro-batches that hold none of `documents` yet.
+    pub(super) fn empty(&self, documents: usize) -> Placement {
+        Placement::new(documents, self.num_micro_batches, self.cost_model.micro_batch())
+    }
+
+    /// The same, to be filled by Algorithm 1's rule.
+    pub(super) fn bins(&self, documents: usize) -> Bins {
+        Bins::resume(self.empty(documents), self.max_tokens)
     }
 
     /// A hash of everything that must not change on resume: all but the number of micro-batches.

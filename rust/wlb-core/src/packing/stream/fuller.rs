@@ -5,7 +5,6 @@
 //! in each micro-batch, and then no document of the full `max_tokens` finds room. The gradient of a handful of tokens
 //! is noise, so there the number of tokens matters more than balance.
 
-use crate::packing::methods::bins::Bins;
 use crate::packing::placement::Placement;
 
 use super::config::PackerConfig;
@@ -31,14 +30,14 @@ pub(super) fn fuller(
 ) -> Placement {
     let cost = |index: usize| config.cost_model.cost(pieces[index].piece.length);
     let by_tokens = || {
-        let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);
+        let mut bins = config.bins(pieces.len());
         for &index in order {
             bins.place_by_tokens(index, pieces[index].piece.length, cost(index));
         }
         bins.placement
     };
     let first_fit = || {
-        let mut placement = Placement::new(pieces.len(), config.num_micro_batches);
+        let mut placement = config.empty(pieces.len());
         let mut rooms = Rooms::new(config.num_micro_batches, config.max_tokens);
         for &index in order {
             let length = pieces[index].piece.length;

@@ -114,7 +114,7 @@ struct Search<'a> {
 impl<'a> Search<'a> {
     fn new(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &'a PackerConfig) -> Self {
         let place_urgent = |place: fn(&mut Bins, usize, i32, f64)| {
-            let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);
+            let mut bins = config.bins(pieces.len());
             for &index in urgent {
                 let length = pieces[index].piece.length;
                 place(&mut bins, index, length, config.cost_model.cost(length));
@@ -160,8 +160,8 @@ impl<'a> Search<'a> {
         for (held, document) in self.documents.iter().enumerate() {
             // What is more than all micro-batches hold waits too, an iteration at least.
             let displaced = (document.tokens_from_here - room).max(0) as u128;
-            let loss =
-                self.loss(document.cost.max(heaviest_urgent), urgent_cost + document.cost_from_here, debt + displaced);
+            let heaviest = (self.urgent.empty_cost() + document.cost).max(heaviest_urgent);
+            let loss = self.loss(heaviest, urgent_cost + document.cost_from_here, debt + displaced);
             cuts.push(Cut { held, loss });
             debt += document.debt;
         }

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 
-use crate::packing::methods::bins::Bins;
 use crate::packing::placement::Placement;
 
 use super::config::PackerConfig;
@@ -44,7 +43,7 @@ impl OutlierQueue {
 
 /// Algorithm 1's placement, in the given order.
 pub(super) fn place(pieces: &[Waiting], order: impl Iterator<Item = usize>, config: &PackerConfig) -> Placement {
-    let mut bins = Bins::new(pieces.len(), config.num_micro_batches, config.max_tokens);
+    let mut bins = config.bins(pieces.len());
     for index in order {
         let length = pieces[index].piece.length;
         bins.place(index, length, config.cost_model.cost(length));

@@ -1,0 +1,100 @@
+//! Which keys a query attends to, and how many pairs that makes.
+
+use serde::{Deserialize, Serialize};
+
+/// Which keys a query attends to, inside its own document.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mask {
+    /// Itself and all before it (language models).
+    #[default]
+    Causal,
+    /// All of them (encoders, video models).
+    Full,
+}
+
+impl Mask {
+    /// (query, key) pairs of a whole document of `length` tokens: `d(d+1)/2` or `d*d`.
+    #[inline]
+    pub fn pairs(self, length: i32) -> u64 {
+        let d = length as u64;
+        match self {
+            Self::Causal => d * (d + 1) / 2,
+            Self::Full => d * d,
+        }
+    }
+
+    /// [`Mask::pairs`] rounded to a float, without the detour that keeps a loop from vectorising. The same to the last
+    /// bit: the product is rounded once, and halving is exact.
+    #[inline]
+    pub fn pairs_f64(self, length: i32) -> f64 {
+        let d = f64::from(length);
+        match self {
+            Self::Causal => d * (d + 1.0) * 0.5,
+            Self::Full => d * d,
+        }
+    }
+
+    /// Pairs of the `length` queries from `start` on, in a document of `document_length` tokens.
+    ///
+    /// Causal: `l*s + l(l+1)/2`. Exact: at most 2^62.
+    #[inline]
+    pub fn segment_pairs(self, start: i32, length: i32, document_length: i32) -> u64 {
+        let (s, l) = (start as u64, length as u64);
+        match self {
+            Self::Causal => l * s + l * (l + 1) / 2,
+            Self::Full => l * document_length as u64,
+        }
+    }
+}
+
+/// A causal mask under which a query does not see all before it, in layers of windowed or chunked attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalMask {
+    /// A query sees itself and so many less one before it.
+    Window(i32),
+    /// The document is cut into chunks of so many tokens; a query sees itself and all before it in its chunk.
+    Chunk(i32),
+}
+
+impl LocalMask {
+    /// (query, key) pairs of a whole document of `length` tokens. Exact: at most 2^62.
+    ///
+    /// They are also those of its first `length` queries in any longer document.
+    #[inline]
+    pub fn pairs(self, length: i32) -> u64 {
+        let d = length as u64;
+        match self {
+            Self::Window(size) => {
+                // The queries of the first window see one key more each, all others see `m`.
+                let m = d.min(size as u64);
+                m * (2 * d - m + 1) / 2
+            }
+            Self::Chunk(size) => {
+                let c = size as u64;
+                let (chunks, rest) = (d / c, d % c);
+                chunks * (c * (c + 1) / 2) + rest * (rest + 1) / 2
+            }
+        }
+    }
+
+    /// [`LocalMask::pairs`] rounded to a float.
+    #[inline]
+    pub fn pairs_f64(self, length: i32) -> f64 {
+        match self {
+            // Vectorises, and is the same to the last bit: the product is rounded once, and halving is exact.
+            Self::Window(size) => {
+                let d = f64::from(length);
+                let m = f64::from(length.min(size));
+                m * (2.0 * d - m + 1.0) * 0.5
+            }
+            Self::Chunk(_) => self.pairs(length) as f64,
+        }
+    }
+
+    /// Pairs of the `length` queries from `start` on, in a document that reaches at least so far.
+    #[inline]
+    pub fn segment_pairs(self, start: i32, length: i32) -> u64 {
+        self.pairs(start + length) - self.pairs(start)
+    }
+}

@@ -1,0 +1,16 @@
+//! What a document costs: attention is quadratic in its length, everything else is linear.
+//!
+//! A [`CostModel`] is a short sum of named terms: pairs under the document's mask, pairs under windows and chunks, tokens,
+//! documents, micro-batches. The first and the tokens' may be measured tables instead of rates.
+
+mod curve;
+mod flops;
+mod mask;
+mod model;
+mod rates;
+
+pub(crate) use curve::Curve;
+pub use flops::{FlopsOptions, Passes};
+pub use mask::{LocalMask, Mask};
+pub use model::CostModel;
+pub use rates::{Rates, Unit};

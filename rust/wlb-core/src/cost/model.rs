@@ -1,0 +1,295 @@
+//! A cost model: the terms of a cost, checked, and what documents of any length cost under it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::interrupt::{Meter, check};
+use crate::lengths::Lengths;
+use crate::limits::MAX_MICRO_BATCHES;
+
+use super::curve::{Curve, check_rate};
+use super::mask::{LocalMask, Mask};
+use super::rates::{Rates, Unit, check_local};
+
+/// Cost of documents: `W(d) = W_a(d) + W_l(d) + document`, where attention `W_a` grows with the pairs and `W_l` with the
+/// tokens; and a constant for every micro-batch.
+///
+/// Never decreasing with the length, in which everything but the constants is 0 at 0.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CostModel {
+    attention: Curve,
+    linear: Curve,
+    mask: Mask,
+    // What follows is left out where it says nothing, so that a model without it has the JSON and the fingerprint that it
+    // had before there was a choice.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    windows: Vec<(i32, f64)>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    chunks: Vec<(i32, f64)>,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    document: f64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    micro_batch: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    unit: Option<Unit>,
+}
+
+fn is_zero(rate: &f64) -> bool {
+    *rate == 0.0
+}
+
+impl CostModel {
+    /// `attention * pairs(d) + linear * d`.
+    ///
+    /// # Arguments
+    /// * `attention`, `linear` - cost of a (query, key) pair and of a token, in seconds or any one unit.
+    ///
+    /// # Errors
+    /// [`Error::Number`] when a rate is negative or not finite, or both are zero.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::{CostModel, Mask};
+    ///
+    /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
+    /// // Ten tokens attend to 10 * 11 / 2 pairs.
+    /// assert_eq!(cost.cost(10), 55.0 + 1000.0);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
+    pub fn analytic(attention: f64, linear: f64, mask: Mask) -> Result<Self> {
+        Self::from_rates(&Rates { attention, linear, mask, ..Rates::default() })
+    }
+
+    /// The sum of some terms.
+    ///
+    /// # Errors
+    /// [`Error::Number`] or [`Error::Entry`] when a rate is negative or not finite, or no document costs anything;
+    /// [`Error::OutOfRange`], [`Error::Entry`] or [`Error::Combination`] for a window or chunk that makes no sense.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::CostModel;
+    /// use wlb_core::cost::Rates;
+    ///
+    /// let rates = Rates { linear: 100.0, windows: vec![(4, 1.0)], document: 7.0, ..Rates::default() };
+    /// let cost = CostModel::from_rates(&rates)?;
+    /// // The first four tokens see 1, 2, 3 and 4 keys, the other six see 4 each.
+    /// assert_eq!(cost.cost(10), 34.0 + 1000.0 + 7.0);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
+    pub fn from_rates(rates: &Rates) -> Result<Self> {
+        check_local("windows", &rates.windows, rates.mask)?;
+        check_local("chunks", &rates.chunks, rates.mask)?;
+        let terms = |of: &[(i32, f64)]| of.iter().copied().filter(|&(_, rate)| rate > 0.0).collect();
+        // Adding zero makes -0.0 the 0.0 that it equals: equal models have equal hashes and fingerprints.
+        let model = Self {
+            windows: terms(&rates.windows),
+            chunks: terms(&rates.chunks),
+            document: rates.document + 0.0,
+            micro_batch: rates.micro_batch + 0.0,
+            unit: rates.unit,
+            ..Self::plain(Curve::Rate(rates.attention + 0.0), Curve::Rate(rates.linear + 0.0), rates.mask)
+        };
+        model.check()?;
+        Ok(model)
+    }
+
+    fn plain(attention: Curve, linear: Curve, mask: Mask) -> Self {
+        let (windows, chunks) = (Vec::new(), Vec::new());
+        Self { attention, linear, mask, windows, chunks, document: 0.0, micro_batch: 0.0, unit: None }
+    }
+
+    /// Cost from times measured at some document lengths.
+    ///
+    /// # Arguments
+    /// * `lengths` - tokens, strictly ascending.
+    /// * `attention`, `linear` - cost of one document of that length, above zero and never decreasing.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`], [`Error::Entry`] or [`Error::Combination`] naming what does not fit.
+    pub fn from_tables(lengths: &Lengths, attention: &[f64], linear: &[f64], mask: Mask) -> Result<Self> {
+        for (argument, table) in [("attention_seconds", attention), ("linear_seconds", linear)] {
+            if table.len() != lengths.len() {
+                let (found, expected) = (table.len(), lengths.len());
+                return Err(Error::Mismatch { argument, found, other: "lengths", expected });
+            }
+        }
+        if let Some(index) = (1..lengths.len()).find(|&index| lengths[index] <= lengths[index - 1]) {
+            let value = f64::from(lengths[index]);
+            return Err(Error::Entry { argument: "lengths", index, value, requirement: "must ascend" });
+        }
+        let attention = lengths.iter().map(|&d| mask.pairs_f64(d)).zip(attention.iter().copied()).collect();
+        let linear = lengths.iter().map(|&d| f64::from(d)).zip(linear.iter().copied()).collect();
+        let model = Self::plain(Curve::Table(attention), Curve::Table(linear), mask);
+        model.attention.check("attention_seconds")?;
+        model.linear.check("linear_seconds")?;
+        Ok(model)
+    }
+
+    /// Cost from two curves; never an infinite or negative one.
+    pub(crate) fn from_curves(attention: Curve, linear: Curve, mask: Mask) -> Result<Self> {
+        let model = Self::plain(attention, linear, mask);
+        model.check()?;
+        Ok(model)
+    }
+
+    /// The model as JSON, for pickles and checkpoints.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// The model that [`CostModel::to_json`] wrote.
+    ///
+    /// # Errors
+    /// [`Error::Profile`] for anything else.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let model: Self = crate::error::from_json(json).map_err(|(path, problem)| Error::Profile { path, problem })?;
+        model.check()?;
+        Ok(model)
+    }
+
+    /// Which keys a query attends to.
+    pub fn mask(&self) -> Mask {
+        self.mask
+    }
+
+    /// What one unit of cost is; measured tables are in seconds.
+    pub fn unit(&self) -> Option<Unit> {
+        // Not a field of theirs: profiles had no other unit before there was a choice.
+        if self.rates().is_none() { Some(Unit::Seconds) } else { self.unit }
+    }
+
+    /// Cost of every document beside what its length makes.
+    pub fn document(&self) -> f64 {
+        self.document
+    }
+
+    /// Cost of every micro-batch beside what its documents make, also of an empty one.
+    pub fn micro_batch(&self) -> f64 {
+        self.micro_batch
+    }
+
+    /// The rates, unless they are measured tables.
+    pub fn rates(&self) -> Option<Rates> {
+        let (&Curve::Rate(attention), &Curve::Rate(linear)) = (&self.attention, &self.linear) else { return None };
+        let Self { mask, document, micro_batch, unit, .. } = *self;
+        let (windows, chunks) = (self.windows.clone(), self.chunks.clone());
+        Some(Rates { attention, linear, mask, windows, chunks, document, micro_batch, unit })
+    }
+
+    /// Rates by name, those that are not 0, unless they are measured tables: pairs of all kinds, tokens, documents,
+    /// micro-batches.
+    pub fn terms(&self) -> Option<Vec<(String, f64)>> {
+        let Rates { attention, linear, windows, chunks, document, micro_batch, .. } = self.rates()?;
+        let mut terms = vec![("pairs".to_owned(), attention)];
+        terms.extend(windows.into_iter().map(|(size, rate)| (format!("window_pairs[{size}]"), rate)));
+        terms.extend(chunks.into_iter().map(|(size, rate)| (format!("chunk_pairs[{size}]"), rate)));
+        let rest = [("tokens", linear), ("documents", document), ("micro_batches", micro_batch)];
+        terms.extend(rest.map(|(name, rate)| (name.to_owned(), rate)));
+        terms.retain(|&(_, rate)| rate != 0.0);
+        Some(terms)
+    }
+
+    /// Cost of one document.
+    #[inline]
+    pub fn cost(&self, length: i32) -> f64 {
+        self.attention_cost(length) + self.linear_cost(length) + self.document
+    }
+
+    /// The part of [`CostModel::cost`] that grows with the pairs.
+    #[inline]
+    pub fn attention_cost(&self, length: i32) -> f64 {
+        let full = self.attention.at(self.mask.pairs_f64(length));
+        self.local_terms().fold(full, |sum, (mask, rate)| sum + rate * mask.pairs_f64(length))
+    }
+
+    /// The part of [`CostModel::cost`] that grows with the tokens.
+    #[inline]
+    pub fn linear_cost(&self, length: i32) -> f64 {
+        self.linear.at(f64::from(length))
+    }
+
+    fn local_terms(&self) -> impl Iterator<Item = (LocalMask, f64)> {
+        let windows = self.windows.iter().map(|&(size, rate)| (LocalMask::Window(size), rate));
+        windows.chain(self.chunks.iter().map(|&(size, rate)| (LocalMask::Chunk(size), rate)))
+    }
+
+    /// Cost of each document.
+    ///
+    /// # Complexity
+    /// O(n) a term, vectorised for rates; O(n log k) for a table of `k` knots.
+    pub fn costs(&self, lengths: &[i32]) -> Vec<f64> {
+        check();
+        let document = self.document;
+        match (&self.attention, &self.linear, self.mask) {
+            // The choices hoisted out of the loops.
+            (Curve::Rate(a), Curve::Rate(b), Mask::Causal) if self.windows.is_empty() && self.chunks.is_empty() => {
+                lengths.iter().map(|&d| a * Mask::Causal.pairs_f64(d) + b * f64::from(d) + document).collect()
+            }
+            (Curve::Rate(a), Curve::Rate(b), Mask::Causal) => {
+                let mut costs: Vec<f64> = lengths.iter().map(|&d| a * Mask::Causal.pairs_f64(d)).collect();
+                for (mask, rate) in self.local_terms() {
+                    check();
+                    match mask {
+                        LocalMask::Window(size) => {
+                            add(&mut costs, lengths, |d| rate * LocalMask::Window(size).pairs_f64(d))
+                        }
+                        LocalMask::Chunk(size) => {
+                            add(&mut costs, lengths, |d| rate * LocalMask::Chunk(size).pairs_f64(d))
+                        }
+                    }
+                }
+                add(&mut costs, lengths, |d| b * f64::from(d));
+                add(&mut costs, lengths, |_| document);
+                costs
+            }
+            _ => {
+                let mut meter = Meter::default();
+                let cost = |&length| {
+                    // Two searches of a table.
+                    meter.spend(8);
+                    self.cost(length)
+                };
+                lengths.iter().map(cost).collect()
+            }
+        }
+    }
+
+    /// Checks that any sum of costs of these documents is finite; errors name `lengths`.
+    ///
+    /// # Errors
+    /// [`Error::InfiniteCost`] naming a longest document when it is not.
+    pub fn check_finite(&self, lengths: &[i32]) -> Result<()> {
+        // Cost never decreases with length, so the longest document bounds them all.
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let most = self.cost(longest) * lengths.len() as f64 + self.micro_batch * MAX_MICRO_BATCHES as f64;
+        if most.is_finite() {
+            return Ok(());
+        }
+        let index = lengths.iter().position(|&length| length == longest).unwrap_or(0);
+        Err(Error::InfiniteCost { argument: "lengths", index, value: i64::from(longest) })
+    }
+
+    /// What the constructors guarantee; for a model that was read from a file.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.attention.check("attention")?;
+        self.linear.check("linear")?;
+        check_local("windows", &self.windows, self.mask)?;
+        check_local("chunks", &self.chunks, self.mask)?;
+        check_rate("document", self.document)?;
+        check_rate("micro_batch", self.micro_batch)?;
+        let of_length = [&self.attention, &self.linear].iter().any(|curve| **curve != Curve::Rate(0.0));
+        if !of_length && self.windows.is_empty() && self.chunks.is_empty() && self.document == 0.0 {
+            let requirement = "attention, linear, windows, chunks and document must not all be 0";
+            return Err(Error::Number { argument: "linear", value: 0.0, requirement });
+        }
+        Ok(())
+    }
+}
+
+fn add(costs: &mut [f64], lengths: &[i32], term: impl Fn(i32) -> f64) {
+    for (cost, &length) in costs.iter_mut().zip(lengths) {
+        *cost += term(length);
+    }
+}

@@ -1,0 +1,61 @@
+//! The terms of a cost, each with its rate.
+
+use crate::error::{Error, Result, check_range, named_choices};
+use crate::limits::MAX_TOKENS;
+
+use super::mask::Mask;
+
+named_choices! {
+    /// What one unit of cost is.
+    Unit, "unit" {
+        /// Of time.
+        Seconds = "seconds",
+        /// Floating-point operations.
+        Flops = "flops",
+    }
+}
+
+/// What each term of a cost costs, in one unit; a rate of 0 is no term.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rates {
+    /// Of a (query, key) pair under `mask`.
+    pub attention: f64,
+    /// Of a token.
+    pub linear: f64,
+    /// Which keys a query attends to, where nothing below says less.
+    pub mask: Mask,
+    /// Of a pair under a sliding window: `(keys, rate)`, ascending by keys. Only under a causal mask.
+    pub windows: Vec<(i32, f64)>,
+    /// Of a pair inside chunks: `(tokens, rate)`, ascending by tokens. Only under a causal mask.
+    pub chunks: Vec<(i32, f64)>,
+    /// Of a document, whatever its length.
+    pub document: f64,
+    /// Of a micro-batch, whatever is in it: also of an empty one, since it is run.
+    pub micro_batch: f64,
+    /// What one unit of these is; none where the user does not say.
+    pub unit: Option<Unit>,
+}
+
+/// Checks the rates of pairs under windows or in chunks.
+pub(super) fn check_local(argument: &'static str, terms: &[(i32, f64)], mask: Mask) -> Result<()> {
+    if terms.is_empty() {
+        return Ok(());
+    }
+    if mask != Mask::Causal {
+        let requirement = "need causal=True: a window or chunk without a causal mask has no one meaning";
+        return Err(Error::Combination { argument, requirement });
+    }
+    let mut previous = 0;
+    for (index, &(size, rate)) in terms.iter().enumerate() {
+        check_range(argument, i64::from(size), 1, MAX_TOKENS)?;
+        if size <= previous {
+            return Err(Error::Entry { argument, index, value: f64::from(size), requirement: "sizes must ascend" });
+        }
+        if !(rate.is_finite() && rate >= 0.0) {
+            let requirement = "rates must be finite numbers, 0 or above";
+            return Err(Error::Entry { argument, index, value: rate, requirement });
+        }
+        previous = size;
+    }
+    Ok(())
+}
