@@ -252,7 +252,7 @@ def _exchange(cluster: _Cluster) -> tuple[float, float]:
     layout, near = cluster.layout, cluster.hardware
     group = Group.along("cp", layout, near)
     link = near.inter_node if group.nodes > 1 else near.intra_node
-    width = 2 * kv_width(cluster.model, layout)
+    width = 2 * kv_width(cluster.model.attention, layout)
     gathers, scatters = 3, 1  # forward, recomputed forward, backward; gradients
     layers = cluster.model.num_layers
     per_token = layers * width * (gathers * layout.activation_bytes + scatters * KEY_GRADIENT_BYTES) / link.bandwidth

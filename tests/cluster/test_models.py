@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import wlb
-from wlb.cluster.models import presets
+from wlb._choices import Passes
+from wlb.cluster.models import Attention, FeedForward, Layer, Mask, presets
 
 LLAMA = {
     "hidden_size": 64,
@@ -48,6 +52,50 @@ def test_the_papers_models_have_their_size_and_divide() -> None:
         assert model.head_dim == 128
 
 
+def test_layers_one_by_one() -> None:
+    attention = Attention(num_heads=4, num_kv_heads=2, head_dim=16)
+    local = dataclasses.replace(attention, mask=Mask("window", 32))
+    layers = tuple(Layer((block, FeedForward(width=96))) for block in (local, local, attention))
+    model = wlb.ModelConfig(hidden_size=64, vocab_size=101, layers=layers)
+    equal = wlb.ModelConfig(
+        hidden_size=64, vocab_size=101, ffn_hidden_size=96, num_layers=3, num_heads=4, num_kv_heads=2
+    )
+    assert model.num_layers == 3
+    assert model.num_parameters == equal.num_parameters
+    assert model.stack == layers
+    assert equal.stack == (layers[2],) * 3
+    assert list(model.kinds.values()) == [2, 1]
+    assert model.attention == local
+    assert model.feed_forward == FeedForward(width=96)
+    d = np.array([20, 32, 33, 1000])
+    pairs = np.minimum.outer(np.arange(1, 1001), [32]).cumsum()[d - 1]  # a query sees itself and 31 before it
+    linear = 3 * d * equal.token_flops
+    assert model.flops(d).tolist() == (linear + 3 * 4 * 64 * (2 * pairs + d * (d + 1) / 2)).tolist()
+    assert dataclasses.replace(model, tied_embeddings=True).num_parameters == model.num_parameters - 64 * 101
+    assert pickle.loads(pickle.dumps(model)) == model
+
+
+LAYER = Layer((Attention(num_heads=4, num_kv_heads=2, head_dim=16), FeedForward(width=96)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": ()}, r"layers = \(\): must not be empty"),
+        ({"layers": [LAYER]}, "layers = .*: must be a tuple"),
+        ({"layers": (LAYER, 3)}, r"layers\[1\] = 3: must be a layer"),
+        ({"layers": (LAYER,), "num_layers": 2}, "num_layers = 2: there are 1 layers"),
+        ({"layers": (LAYER,), "qkv_bias": True}, "qkv_bias = True: is of equal layers"),
+        ({"layers": (LAYER,), "num_heads": 4}, "num_heads = 4: is of equal layers"),
+        ({"prediction_layers": (None,), "layers": (LAYER,)}, r"prediction_layers\[0\]"),
+        ({}, "ffn_hidden_size = 0: must be at least 1"),
+    ],
+)
+def test_layers_that_contradict_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(wlb.WlbError, match=said):
+        wlb.ModelConfig(hidden_size=64, vocab_size=101, **changes)
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -83,17 +131,52 @@ def test_a_file_or_its_folder(tmp_path: Path) -> None:
     assert wlb.ModelConfig.from_hugging_face(str(tmp_path)) == model
 
 
-def test_cost_is_that_of_the_core() -> None:
+sizes = st.integers(1, 2000)
+
+
+@given(
+    shape=st.fixed_dictionaries(
+        {
+            "hidden_size": sizes,
+            "ffn_hidden_size": sizes,
+            "num_layers": st.integers(1, 130),
+            "num_kv_heads": st.integers(1, 16),
+            "head_dim": st.integers(1, 300),
+            "vocab_size": st.integers(1, 300_000),
+            "gated_ffn": st.booleans(),
+        }
+    ),
+    groups=st.integers(1, 16),
+    experts=st.integers(1, 8),
+    rates=st.tuples(st.floats(0.01, 2), st.floats(0.1, 1e15)),
+    passes=st.sampled_from(get_args(Passes)),
+    recompute=st.booleans(),
+    causal=st.booleans(),
+)
+def test_equal_layers_cost_what_the_core_says(
+    shape: dict[str, Any],
+    groups: int,
+    experts: int,
+    rates: tuple[float, float],
+    passes: Passes,
+    recompute: bool,
+    causal: bool,
+) -> None:
+    """The core's `from_flops` and the sum over layers are two ways to one number, the same to the last bit."""
+    options: dict[str, Any] = {"passes": passes, "recompute": recompute, "causal": causal}
+    options |= dict(zip(("attention_efficiency", "flops_per_second"), rates, strict=True))
+    shape["num_heads"] = groups * shape["num_kv_heads"]
+    dense = wlb.ModelConfig(**shape)
+    assert dense.shape() == shape | {"experts_per_token": 1}
+    assert dense.cost_model(**options).terms == wlb.CostModel.from_flops(**shape, **options).terms
+    # Of experts, the core does not know the router.
+    mixture = wlb.ModelConfig(**shape, num_experts=8, experts_per_token=experts)
+    core = wlb.CostModel.from_flops(**mixture.shape(), passes="forward").terms["tokens"]
+    assert mixture.token_flops == core + 2 * shape["num_layers"] * shape["hidden_size"] * 8
+
+
+def test_flops_are_six_of_a_parameter_and_twelve_of_a_pair() -> None:
     model = wlb.ModelConfig.preset("llama2-7b")
-    assert model.cost_model(attention_efficiency=0.5, recompute=True) == wlb.CostModel.from_flops(
-        hidden_size=4096,
-        ffn_hidden_size=11008,
-        num_layers=32,
-        num_heads=32,
-        vocab_size=32000,
-        attention_efficiency=0.5,
-        recompute=True,
-    )
     # 6 FLOPs a parameter and token for whatever is multiplied; 12 L h d (causal: half) for attention.
     tokens = np.array([1000, 4096])
     multiplied = model.num_parameters - 32000 * 4096 - 65 * 4096
@@ -111,7 +194,7 @@ def test_experts() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"model_type": "rwkv"}, "model_type 'rwkv'"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size"),
         ({"text_config": {"hidden_size": 1}}, "text_config"),

@@ -49,7 +49,7 @@ from wlb._choices import Schedule
 from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
 from wlb._errors import check_integer, error, numbers
 from wlb.cluster.hardware import GIB
-from wlb.cluster.models import ModelConfig
+from wlb.cluster.models import Attention, Block, FeedForward, Layer, ModelConfig
 from wlb.cluster.parallel import ParallelLayout, default_schedule
 
 RESERVED_BYTES = 4 * GIB
@@ -82,33 +82,56 @@ class RankMemory:
         return np.asarray(sum(parts[1:], start=parts[0]))
 
 
-def activation_bytes(model: ModelConfig, layout: ParallelLayout) -> float:
-    """Bytes that one layer keeps for the backward, for each token of a rank: the table above."""
+def activation_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer | None = None) -> float:
+    """Bytes that a layer keeps for the backward, for each token of a rank: the table above.
+
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        layer: which of its layers, where they differ; default: the one that keeps most.
+    """
+    layers = model.kinds if layer is None else (layer,)
     if layout.recompute == "full":
         return layout.activation_bytes * model.hidden_size / (layout.tp if layout.sequence_parallel else 1)
-    return _layer_bytes(model, layout, selective=layout.recompute == "selective")
+    selective = layout.recompute == "selective"
+    return max(_layer_bytes(model, layout, each, selective=selective) for each in layers)
 
 
-def _layer_bytes(model: ModelConfig, layout: ParallelLayout, *, selective: bool) -> float:
-    a, tp = layout.activation_bytes, layout.tp
-    experts, h, f = model.experts_per_token, model.hidden_size, model.ffn_hidden_size
-    q, kv = model.num_heads * model.head_dim, kv_width(model, layout) * tp
-    kept_ffn = (2 if model.gated_ffn else 1) * f
-    dropped_ffn = (1 if layout.fused_ffn or not model.gated_ffn else 2) * f
-    by_token = 2.0 * a * h + 8  # split over tensor-parallel ranks only by sequence parallelism
-    by_head: float = a * (2 * q + 2 * kv + experts * kept_ffn) + 4 * model.num_heads
-    if model.qk_norm:
-        by_head += a * (q + kv) + 4 * (q + kv) / model.head_dim
+def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, *, selective: bool) -> float:
+    a, tp, h = layout.activation_bytes, layout.tp, model.hidden_size
+    # Split over tensor-parallel ranks only by sequence parallelism: what norms are given, and what they give.
+    by_token = float(layer.norms * (a * h + 4))
+    by_head, whole = 0.0, 0.0
     if not selective:
-        by_token += 2 * a * h
-        by_head += a * experts * dropped_ffn
-    copies = a * h * experts if model.num_experts > 1 else 0
-    return by_token / (tp if layout.sequence_parallel else 1) + by_head / tp + copies
+        by_token += len(layer.sublayers) * a * h
+    for block in layer.blocks:
+        kept = block.kept(h, kv_copies=_kv_copies(block, layout))
+        by_head += a * kept.values + 4 * kept.statistics
+        whole += a * kept.rows
+        if not selective:
+            by_head += a * (kept.recomputed + (0 if layout.fused_ffn else kept.unfused))
+    return by_token / (tp if layout.sequence_parallel else 1) + by_head / tp + whole
 
 
-def kv_width(model: ModelConfig, layout: ParallelLayout) -> int:
+def kv_width(attention: Attention, layout: ParallelLayout) -> int:
     """Width of the keys of a tensor-parallel rank: a rank has at least one head, a copy if there are fewer."""
-    return max(1, model.num_kv_heads // layout.tp) * model.head_dim
+    return max(1, attention.num_kv_heads // layout.tp) * attention.head_dim
+
+
+def _kv_copies(block: Block, layout: ParallelLayout) -> float:
+    """How often tensor-parallel ranks have each key head."""
+    return kv_width(block, layout) * layout.tp / block.kv_width if isinstance(block, Attention) else 1.0
+
+
+def exchanged_width(layer: Layer, layout: ParallelLayout) -> int:
+    """Numbers of a token that a rank's context-parallel group sends around for one layer, on a tensor-parallel rank.
+
+    Keys and values of its heads; of latent attention the narrow row, which every tensor-parallel rank needs whole.
+    Linear attention and state spaces send states, which do not grow with tokens: nothing is counted.
+    """
+    return sum(
+        2 * kv_width(block, layout) if isinstance(block, Attention) else block.exchanged for block in layer.blocks
+    )
 
 
 def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
@@ -235,21 +258,29 @@ def parameters_per_rank(
 
 
 def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
-    layers = np.zeros(layout.pp)
-    np.add.at(layers, ranks, layout.layers_of_stages(model))
+    of_kinds = np.array([_layer_parameters(model, layout, layer) for layer in model.kinds])
+    parameters: Floats = np.zeros(layout.pp)
+    np.add.at(parameters, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
     embedding = model.vocab_size * model.hidden_size / layout.tp
-    parameters: Floats = layers * _layer_parameters(model, layout)
-    parameters[ranks[0]] += embedding
+    parameters[ranks[0]] += embedding + (model.vision.num_parameters if model.vision else 0)
     separate = ranks[0] != ranks[-1] or not model.tied_embeddings
     parameters[ranks[-1]] += model.hidden_size + (embedding if separate else 0)
+    for layer in model.prediction_layers:
+        # The projection of row and embedding, its three norms, and the layer.
+        projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
+        parameters[ranks[-1]] += _layer_parameters(model, layout, layer) + projection
     return parameters
 
 
-def _layer_parameters(model: ModelConfig, layout: ParallelLayout) -> float:
-    whole = 2 * model.hidden_size + model.qk_norm * 2 * model.head_dim
-    whole += model.hidden_size * model.num_experts if model.num_experts > 1 else 0
-    copied = 2 * model.hidden_size * (kv_width(model, layout) - model.num_kv_heads * model.head_dim / layout.tp)
-    return (model.layer_parameters() - whole) / layout.tp + whole + copied
+def _layer_parameters(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
+    h, tp = model.hidden_size, layout.tp
+    whole = layer.norm_parameters(h)
+    copied = 0.0
+    for block in layer.blocks:
+        whole += block.vectors(h) + sum(m.parameters(m.copies) for m in block.matrices(h) if not m.split)
+        if isinstance(block, Attention):
+            copied += 2 * h * (kv_width(block, layout) - block.kv_width / tp)
+    return (layer.parameters(h) - whole) / tp + whole + copied
 
 
 def _constant(
@@ -263,7 +294,7 @@ def _constant(
     gradients = parameters * layout.gradient_bytes / (shards if level >= 2 else 1)
     gathered = np.zeros(layout.pp)
     if level >= 3 and shards > 1:
-        layer = _layer_parameters(model, layout)
+        layer = max(_layer_parameters(model, layout, each) for each in model.kinds)
         largest = np.full(layout.pp, layer)
         largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
         gathered = largest * (2 * layout.parameter_bytes + layout.gradient_bytes)
@@ -277,16 +308,28 @@ def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int
     Activations of a micro-batch under way, workspace and logits of the one at work.
     """
     # Stages under way are counted as the rank's largest.
+    of_kinds = np.array([activation_bytes(model, layout, layer) for layer in model.kinds])
     largest_stage = np.zeros(layout.pp)
-    np.maximum.at(largest_stage, ranks, layout.layers_of_stages(model))
-    activations = largest_stage * layout.virtual_stages * activation_bytes(model, layout)
+    of_stages = (layout.kinds_of_stages(model) * of_kinds).sum(axis=1)
+    of_stages[-1] += sum(activation_bytes(model, layout, layer) for layer in model.prediction_layers)
+    np.maximum.at(largest_stage, ranks, of_stages)
+    activations = largest_stage * layout.virtual_stages
+    working = max(_working(model, layout, layer) for layer in model.kinds)
     a, tp = layout.activation_bytes, layout.tp
-    working = a * (3 * model.ffn_hidden_size * model.experts_per_token / tp + model.hidden_size)
-    if layout.cp > 1:
-        working += 2 * (a + KEY_GRADIENT_BYTES) * layout.cp * kv_width(model, layout)
-    if layout.recompute == "full":
-        working += _layer_bytes(model, layout, selective=False)
     logits = np.zeros(layout.pp)
     if not layout.fused_loss:
         logits[ranks[-1]] = (a + 4) * model.vocab_size / tp
     return activations, np.full(layout.pp, working), logits
+
+
+def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
+    """Bytes for each token of a rank while a layer is at work."""
+    a = layout.activation_bytes
+    widest = max((block.inner for block in layer.blocks if isinstance(block, FeedForward)), default=0)
+    working = a * (3 * widest / layout.tp + model.hidden_size)
+    if layout.cp > 1:
+        # Windows need less, but all keys are gathered alike.
+        working += (a + KEY_GRADIENT_BYTES) * layout.cp * exchanged_width(layer, layout)
+    if layout.recompute == "full":
+        working += _layer_bytes(model, layout, layer, selective=False)
+    return working

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wlb._choices import Schedule
 from wlb._errors import check_bool, check_integer, error
-from wlb.cluster.models import ModelConfig
+from wlb.cluster.models import Attention, ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
@@ -104,8 +104,8 @@ class ParallelLayout:
         """Refuses a layout that the model cannot have, or of another number of GPUs.
 
         Args:
-            model: its heads and feed-forward width must divide by tp (fewer key and value heads than tp are copied,
-                if they divide it). It must have a layer for every stage but the first and the last, unless
+            model: the heads, channels and widths of its blocks must divide by tp (fewer key and value heads than tp
+                are copied, if they divide it). It must have a layer for every stage but the first and the last, unless
                 `stage_layers` says otherwise.
             world_size: GPUs there are.
 
@@ -118,14 +118,15 @@ class ParallelLayout:
             raise error("world_size", message, value=world_size)
         if model is None:
             return
-        for name in ("num_heads", "ffn_hidden_size"):
-            if getattr(model, name) % self.tp:
-                raise error("tp", f"= {self.tp}: does not divide {name} = {getattr(model, name)}", value=self.tp)
-        kv_heads = model.num_kv_heads
-        if kv_heads % self.tp and self.tp % kv_heads:
-            raise error(
-                "tp", f"= {self.tp}: neither divides nor is a multiple of num_kv_heads = {kv_heads}", value=self.tp
-            )
+        for block in (block for layer in (*model.kinds, *model.prediction_layers) for block in layer.blocks):
+            for name, size in block.divisors.items():
+                if size % self.tp:
+                    raise error("tp", f"= {self.tp}: does not divide {name} = {size}", value=self.tp)
+            kv_heads = block.num_kv_heads if isinstance(block, Attention) else self.tp
+            if kv_heads % self.tp and self.tp % kv_heads:
+                raise error(
+                    "tp", f"= {self.tp}: neither divides nor is a multiple of num_kv_heads = {kv_heads}", value=self.tp
+                )
         if self.stage_layers is not None and sum(self.stage_layers) != model.num_layers:
             message = f"add up to {sum(self.stage_layers)}: the model has num_layers = {model.num_layers}"
             raise error("stage_layers", message, value=self.stage_layers)
@@ -149,6 +150,15 @@ class ParallelLayout:
         layers = np.full(self.num_stages, each, dtype=np.int64)
         layers[self.num_stages - 1 - left : -1] += 1
         return layers
+
+    def kinds_of_stages(self, model: ModelConfig) -> NDArray[np.int64]:
+        """int64[stages, kinds]: of those layers, how many there are of each of `model.kinds`."""
+        columns = {kind: column for column, kind in enumerate(model.kinds)}
+        ends = self.layers_of_stages(model).cumsum()
+        counts = np.zeros((self.num_stages, len(columns)), dtype=np.int64)
+        stages = np.searchsorted(ends, np.arange(model.num_layers), side="right")
+        np.add.at(counts, (stages, np.array([columns[kind] for kind in model.stack])), 1)
+        return counts
 
     def size(self, axis: Axis) -> int:
         """Ranks of a group along that axis; "dp_cp": the ranks that hold the same parameters."""

@@ -4,7 +4,7 @@ Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and ha
 
 - Tensor-parallel ranks are equal; of the context-parallel ranks the slowest counts, for attention and, with the most
   tokens, for the rest. A stage takes compute plus the communication that nothing hides.
-- Linear part: measured where it is given; by default :meth:`wlb.CostModel.from_flops` at
+- Linear part: measured where it is given; by default FLOPs (:attr:`ModelConfig.token_flops`) at
   ``Hardware.flops_per_second``, the backward two forwards. Half of the backward is the inputs' gradient, half the
   weights'. The output projection has the FLOP rate of a layer's linear part, pass by pass.
 - Attention's seconds are given, for one layer and a rank's share of the heads; its backward is part of the inputs'
@@ -29,11 +29,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Schedule
-from wlb._core import CostModel
 from wlb._errors import check_share, error, numbers
 from wlb.cluster.collectives import Group
 from wlb.cluster.hardware import Hardware
-from wlb.cluster.memory import KEY_GRADIENT_BYTES, kv_width, parameters_per_rank
+from wlb.cluster.memory import KEY_GRADIENT_BYTES, exchanged_width, parameters_per_rank
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
 
@@ -71,14 +70,16 @@ def stage_seconds(
     Args:
         tokens: int[m] tokens of each micro-batch's fullest context-parallel rank.
         attention_forward: float[m] seconds of one layer's attention on its slowest context-parallel rank, with
-            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``).
+            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``); float[m, kinds] for
+            layers that differ, a column for each of `model.kinds`.
         attention_backward: float[m] the same of its backward.
         model: its shape.
         layout: how it is spread.
         hardware: what it runs on.
         linear_forward: float64[m] seconds of everything but attention in one layer, on the fullest context-parallel
             rank, with its share of the heads and the feed-forward block
-            (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs.
+            (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs. For
+            layers that differ in masks alone.
         linear_backward: float64[m] the same of its backward; both or neither.
         cp_overlap: share of the context-parallel communication that computation hides.
         tp_overlap: share of the tensor-parallel communication that computation hides.
@@ -92,43 +93,54 @@ def stage_seconds(
     """
     layout.check(model=model)
     count = _entries("tokens", tokens, numbers("tokens", tokens).size)
-    forward_attention = _entries("attention_forward", attention_forward, count.size)
-    backward_attention = _entries("attention_backward", attention_backward, count.size)
+    kinds = tuple(model.kinds)
+    forward_attention = _by_kind("attention_forward", attention_forward, count.size, len(kinds))
+    backward_attention = _by_kind("attention_backward", attention_backward, count.size, len(kinds))
     for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap)):
         check_share(name, share)
 
-    layer_flops, head_flops = _flops_per_token(model)
+    hidden_size = model.hidden_size
+    flops = np.array([float(kind.token_flops(hidden_size)) for kind in kinds])
     if (linear_forward is None) != (linear_backward is None):
         missing = "linear_forward" if linear_forward is None else "linear_backward"
         raise error(missing, "is missing: both passes are measured, or neither")
     if linear_forward is None or linear_backward is None:
-        layer = count * layer_flops / (hardware.flops_per_second * layout.tp)
+        layer = count[:, None] * flops / (hardware.flops_per_second * layout.tp)
         layer_gradient = layer
     else:
-        layer = _entries("linear_forward", linear_forward, count.size)
-        layer_gradient = _entries("linear_backward", linear_backward, count.size) / 2
-    head_share = head_flops / layer_flops
+        _ = model.feed_forward  # one measurement stands for all layers
+        layer = _entries("linear_forward", linear_forward, count.size)[:, None] + np.zeros(len(kinds))
+        layer_gradient = (_entries("linear_backward", linear_backward, count.size) / 2)[:, None] + np.zeros(len(kinds))
 
     cp, tp = Group.along("cp", layout, hardware), Group.along("tp", layout, hardware)
-    keys = 2 * kv_width(model, layout) * count * layout.cp
+    widths = np.array([exchanged_width(kind, layout) for kind in kinds])
+    keys = widths * count[:, None] * layout.cp
     gather = (1 - cp_overlap) * cp.all_gather(keys * layout.activation_bytes)
     scatter = (1 - cp_overlap) * cp.reduce_scatter(keys * KEY_GRADIENT_BYTES)
     hidden = count * model.hidden_size * layout.activation_bytes
     one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
-    exchange = (1 - tp_overlap) * 2 * one_block
+    blocks = np.array([len(kind.sublayers) for kind in kinds])
+    exchange = (1 - tp_overlap) * blocks * one_block[:, None]
 
-    zero = np.zeros_like(count)
+    zero = np.zeros_like(layer)
     layer_cp = np.stack([gather, gather + scatter, zero], axis=-1)
     layer_tp = np.stack([exchange, exchange, zero], axis=-1)
     linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)
     layer_compute = linear + np.stack([forward_attention, backward_attention, zero], axis=-1)
     if layout.recompute == "full":
         for part in (layer_cp, layer_tp, layer_compute):
-            part[:, 1] += part[:, 0]
+            part[..., 1] += part[..., 0]
 
-    layers = layout.layers_of_stages(model).astype(np.float64)[None, :, None]
-    exposed_cp, exposed_tp, seconds = (part[:, None, :] * layers for part in (layer_cp, layer_tp, layer_compute))
-    seconds[:, -1] += head_share * linear
+    # [micro-batches, stages, 3], each the sum over the layers of a stage, kind by kind.
+    layers = layout.kinds_of_stages(model).astype(np.float64)
+    layers[-1] += _prediction_kinds(model)
+    exposed_cp, exposed_tp, seconds = (
+        np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
+        for part in (layer_cp, layer_tp, layer_compute)
+    )
+    # Output projections run at the FLOP rate of the mean layer's linear part.
+    shares = np.array(list(model.kinds.values())) / model.num_layers
+    seconds[:, -1] += (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
     sent = hidden / (layout.tp if layout.sequence_parallel else 1)
     p2p = Group.along("pp", layout, hardware).neighbour(sent)
     return StageSeconds(seconds + exposed_cp + exposed_tp, exposed_cp, exposed_tp, p2p)
@@ -162,15 +174,32 @@ def data_parallel_seconds(
     return group.reduce_scatter(gradients) + group.all_gather(parameters * layout.parameter_bytes)
 
 
-def _flops_per_token(model: ModelConfig) -> tuple[float, float]:
-    """Forward FLOPs of the linear part for each token: of a layer, and of the output projection."""
+def _head_flops(model: ModelConfig) -> float:
+    """Forward FLOPs of a token outside layers: output projections, and those before heads of multi-token prediction."""
+    heads = len(model.prediction_layers)
+    return float(2 * (1 + heads) * model.hidden_size * model.vocab_size + 4 * heads * model.hidden_size**2)
 
-    def linear(num_layers: int) -> float:
-        shape = model.shape() | {"num_layers": num_layers}
-        return float(CostModel.from_flops(**shape, passes="forward").linear_cost([1])[0])
 
-    layer = linear(2) - linear(1)
-    return layer, linear(1) - layer
+def _prediction_kinds(model: ModelConfig) -> Floats:
+    """float64[kinds]: layers of heads of multi-token prediction, all on the last stage."""
+    columns = {kind: column for column, kind in enumerate(model.kinds)}
+    counts = np.zeros(len(columns))
+    for index, layer in enumerate(model.prediction_layers):
+        if layer not in columns:
+            raise error("prediction_layers", "is of a kind that no other layer has", index=index, value=layer)
+        counts[columns[layer]] += 1
+    return counts
+
+
+def _by_kind(name: str, given: ArrayLike, length: int, kinds: int) -> Floats:
+    """float64[length, kinds]; one column may stand for a single kind."""
+    values = numbers(name, given)
+    if kinds == 1 and values.ndim < 2:
+        return _entries(name, values, length)[:, None]
+    if values.shape != (length, kinds):
+        message = f"has shape {values.shape}: must be ({length}, {kinds}), an entry for each kind of layer"
+        raise error(name, message, value=values.shape)
+    return _entries(name, values.ravel(), length * kinds).reshape(length, kinds)
 
 
 def _entries(name: str, given: ArrayLike, length: int) -> Floats:

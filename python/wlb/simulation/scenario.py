@@ -131,7 +131,8 @@ class Scenario:
         if self.profile is None and self.kernel_model is None:
             return
         kernel, name = self.attention, "profile" if self.kernel_model is None else "kernel_model"
-        heads, head_dim = self.model.num_heads // self.layout.tp, self.model.head_dim
+        attention = self.model.attention
+        heads, head_dim = attention.num_heads // self.layout.tp, attention.head_dim
         if kernel.num_heads != heads:
             message = f"is for {kernel.num_heads} heads: a GPU has num_heads / tp = {heads}"
             raise error(name, message, value=kernel.num_heads)
@@ -168,13 +169,13 @@ class Scenario:
         if self.kernel_model is not None:
             return self.kernel_model
         if self.profile is not None:
-            return KernelModel.from_profile(self.profile, num_heads=self.model.num_heads // self.layout.tp)
-        tp = self.layout.tp
+            return KernelModel.from_profile(self.profile, num_heads=self.model.attention.num_heads // self.layout.tp)
+        attention, tp = self.model.attention, self.layout.tp
         return KernelModel.analytic(
             self.generation,
-            num_heads=self.model.num_heads // tp,
-            num_kv_heads=max(1, self.model.num_kv_heads // tp),
-            head_dim=self.model.head_dim,
+            num_heads=attention.num_heads // tp,
+            num_kv_heads=max(1, attention.num_kv_heads // tp),
+            head_dim=attention.head_dim,
         )
 
     @property
@@ -195,11 +196,11 @@ class Scenario:
         model, tp = self.model, self.layout.tp
         mine = {
             "hidden_size": model.hidden_size,
-            "ffn_hidden_size": model.ffn_hidden_size * model.experts_per_token // tp,
-            "num_heads": model.num_heads // tp,
-            "num_kv_heads": kv_width(model, self.layout) // model.head_dim,
-            "head_dim": model.head_dim,
-            "gated_ffn": model.gated_ffn,
+            "ffn_hidden_size": model.feed_forward.inner // tp,
+            "num_heads": model.attention.num_heads // tp,
+            "num_kv_heads": kv_width(model.attention, self.layout) // model.attention.head_dim,
+            "head_dim": model.attention.head_dim,
+            "gated_ffn": model.feed_forward.gated,
             "tp": tp,
         }
         if not isinstance(measured, dict) or any(measured.get(key) != value for key, value in mine.items()):

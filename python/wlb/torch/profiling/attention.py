@@ -40,14 +40,14 @@ class AttentionBench:
         """The kernel that context-parallel attention would choose for that model.
 
         Raises:
-            WlbError: the heads do not divide by `tp`, or the kernel cannot run here.
+            WlbError: heads differ or do not divide by `tp`, or the kernel cannot run here.
         """
         layout = ParallelLayout(tp=tp)
         layout.check(model=model)
-        heads, d = model.num_heads // tp, model.head_dim
+        heads, d = model.attention.num_heads // tp, model.attention.head_dim
         q = torch.empty(1, heads, d, dtype=device.dtype, device=device.device)
         chosen = choose(kernel, q, scale=d**-0.5, alibi_slopes=None, alibi_aligned=True)
-        return cls(device, chosen, heads, kv_width(model, layout) // d, d)
+        return cls(device, chosen, heads, kv_width(model.attention, layout) // d, d)
 
     def identity(self) -> dict[str, Any]:
         """What is measured."""

@@ -84,20 +84,21 @@ class LayerBench:
         """Of a dense model, or of the feed-forward rows that a token meets in one with experts.
 
         Raises:
-            WlbError: widths do not divide by `tp`, or heads of odd width cannot be rotated.
+            WlbError: layers differ; widths do not divide by `tp`; or heads of odd width cannot be rotated.
         """
-        if model.head_dim % 2:
-            raise error("head_dim", f"= {model.head_dim}: must be even", value=model.head_dim)
+        attention, feed_forward = model.attention, model.feed_forward
+        if attention.head_dim % 2:
+            raise error("head_dim", f"= {attention.head_dim}: must be even", value=attention.head_dim)
         layout = ParallelLayout(tp=tp)
         layout.check(model=model)
         return cls(
             device=device,
             hidden_size=model.hidden_size,
-            ffn_hidden_size=model.ffn_hidden_size * model.experts_per_token // tp,
-            num_heads=model.num_heads // tp,
-            num_kv_heads=kv_width(model, layout) // model.head_dim,
-            head_dim=model.head_dim,
-            gated_ffn=model.gated_ffn,
+            ffn_hidden_size=feed_forward.inner // tp,
+            num_heads=attention.num_heads // tp,
+            num_kv_heads=kv_width(attention, layout) // attention.head_dim,
+            head_dim=attention.head_dim,
+            gated_ffn=feed_forward.gated,
             tp=tp,
         )
 

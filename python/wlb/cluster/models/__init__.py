@@ -1,0 +1,35 @@
+"""Shapes of models: from a Hugging Face config, by name, or layer by layer.
+
+A shape gives what planning needs: the cost of a document, the number of parameters, the bytes of activations, keys and
+values. `blocks` says what a block of a layer consists of; `attention`, `recurrent` and `feed_forward` are the kinds of
+blocks, `layers` puts them together, `encoder` is an encoder of images, `config` the whole model. `hugging_face` reads
+configs by `keys`, `text_families` and `image_families`; `presets` has models by name.
+"""
+
+from wlb.cluster.models.attention import Attention, Indexer, LatentAttention
+from wlb.cluster.models.blocks import Block, Mask, Matrix
+from wlb.cluster.models.config import ModelConfig
+from wlb.cluster.models.encoder import ImageEncoder
+from wlb.cluster.models.feed_forward import FeedForward
+from wlb.cluster.models.layers import Layer
+from wlb.cluster.models.presets import presets
+from wlb.cluster.models.recurrent import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2
+
+__all__ = [
+    "Attention",
+    "Block",
+    "FeedForward",
+    "GatedDeltaNet",
+    "ImageEncoder",
+    "Indexer",
+    "KimiDeltaAttention",
+    "LatentAttention",
+    "Layer",
+    "LightningAttention",
+    "Mamba1",
+    "Mamba2",
+    "Mask",
+    "Matrix",
+    "ModelConfig",
+    "presets",
+]

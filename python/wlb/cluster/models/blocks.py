@@ -1,0 +1,113 @@
+"""What a block of a layer consists of.
+
+A block says what it consists of, once: its matrices, its other parameters, the (query, key) pairs that it computes and
+the work of its recurrence. Parameters, FLOPs and memory are sums over that.
+
+FLOPs are those of the model's own mathematics, forward: two for each multiply-add of a matrix product, a convolution or
+a state. What is element-wise (norms, gates, rotations, softmax) is not counted, as is customary; nor is what an
+implementation computes beyond that, such as pairs that a mask hides, experts that a token does not visit, and the
+products inside the chunks by which kernels compute a recurrence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from wlb._errors import check_bool, check_integer
+
+
+@dataclass(frozen=True, order=True)
+class Mask:
+    """Which keys of its own document a query meets, itself included.
+
+    ``full``: all up to itself; ``window``: the last `size` up to itself; ``chunk``: those up to itself in its chunk of
+    `size` tokens; ``bidirectional``: the whole document, or image; ``bidirectional_window``: all of its square of at
+    most `size` patches of an image.
+    """
+
+    kind: Literal["full", "window", "chunk", "bidirectional", "bidirectional_window"] = "full"
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights that a token's row is multiplied by."""
+
+    rows: int
+    columns: int
+    bias: bool = False
+    copies: int = 1  # experts
+    used: int = 1  # copies that one token meets
+    split: bool = True  # tensor parallelism divides it
+
+    def parameters(self, copies: int) -> int:
+        """With so many copies."""
+        return copies * (self.rows + self.bias) * self.columns
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers that a block keeps for the backward of one token, beside its input.
+
+    Tensor parallelism divides them all but `rows`. Widths are those of activations, but for `statistics`.
+    """
+
+    values: int = 0
+    recomputed: int = 0  # of element-wise work, which selective recomputation does again
+    unfused: int = 0  # the same, and a fused kernel never keeps them
+    statistics: int = 0  # float32
+    rows: int = 0  # narrow rows and copies, whole on every tensor-parallel rank
+
+
+class Block(ABC):
+    """A part of a layer: from rows of width `hidden` to rows of width `hidden`."""
+
+    @abstractmethod
+    def matrices(self, hidden: int) -> tuple[Matrix, ...]:
+        """Every matrix of the block."""
+
+    def vectors(self, hidden: int) -> int:
+        """Parameters that are in no matrix: norms, decays, sinks. Tensor parallelism is taken not to divide them."""
+        return 0
+
+    def pairs(self) -> tuple[tuple[Mask, int], ...]:
+        """The masks of the block, and the FLOPs of each (query, key) pair under them."""
+        return ()
+
+    def recurrence(self) -> int:
+        """FLOPs of a token that are in no matrix: convolutions, and reading and writing a state."""
+        return 0
+
+    @abstractmethod
+    def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
+        """What the block keeps for the backward; keys that tensor parallelism copies count as often."""
+
+    @property
+    def exchanged(self) -> int:
+        """Numbers of a token that context-parallel ranks send each other: keys and values, or what they come from."""
+        return 0
+
+    @property
+    def divisors(self) -> dict[str, int]:
+        """What tensor parallelism must divide."""
+        return {}
+
+    def parameters(self, hidden: int, *, active: bool = False) -> int:
+        """Parameters of the block; those that one token meets, where `active`."""
+        matrices = sum(m.parameters(m.used if active else m.copies) for m in self.matrices(hidden))
+        return matrices + self.vectors(hidden)
+
+    def token_flops(self, hidden: int) -> int:
+        """Forward FLOPs of one token, beside its pairs."""
+        return sum(2 * m.used * m.rows * m.columns for m in self.matrices(hidden)) + self.recurrence()
+
+    def _check(self, *optional: str) -> None:
+        """Refuses what is no size; optional ones may be 0."""
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.type == "int":
+                check_integer(each.name, value, minimum=0 if each.name in optional else 1)
+            elif each.type == "bool":
+                check_bool(each.name, value)
