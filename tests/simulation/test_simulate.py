@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb.cli.commands.simulate import not_compared
+from wlb.cluster.models import Attention, FeedForward, Layer, Mask
 from wlb.simulation import ATTENTION_RATES, ATTRIBUTION, DEFAULT, VARIANTS, Scenario, Variant, defaults, simulate, tune
 from wlb.simulation.methods import packer_options, var_length
 from wlb.simulation.reading import Reading
@@ -548,3 +549,24 @@ def test_assumed_attention_is_the_kernel_models(gpu: str) -> None:
     cost = MODEL.cost_model(attention_efficiency=1.0)
     found = float(cost.attention_cost([8192])[0]) / hardware.flops_per_second / seconds
     assert round(found, 2) == pytest.approx(hardware.attention_efficiency)
+
+
+def test_layers_are_priced_as_what_they_are() -> None:
+    """Equal layers one by one are the same model; windows in most of them take less attention; plans follow."""
+    attention = Attention(num_heads=8, num_kv_heads=8, head_dim=64)
+    local = dataclasses.replace(attention, mask=Mask("window", 512))
+    ffn = FeedForward(width=1024)
+    lengths = documents(longest=32768) * 8
+
+    def simulated(*blocks: Attention, model: wlb.ModelConfig | None = None) -> dict[str, Any]:
+        layers = tuple(Layer((block, ffn)) for block in blocks)
+        unlike = model or wlb.ModelConfig(hidden_size=512, vocab_size=1000, layers=layers)
+        base = scenario(LAYOUTS[2], context=32768 * 8, max_tokens=49152 * 8)
+        case = dataclasses.replace(base, model=unlike, outlier_thresholds=None)
+        return simulate(lengths, case, variants=("plain", "wlb")).outcomes["wlb"].summary()
+
+    plain, windows = simulated(model=MODEL), simulated(*[local] * 6, attention, attention)
+    assert simulated(*[attention] * 8) == plain
+    # Six of eight layers; all the rest of the work stays.
+    assert windows["seconds"] < 0.8 * plain["seconds"]
+    assert simulated(*[local] * 8)["seconds"] < windows["seconds"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import wlb
+from wlb.cluster.models import Attention, FeedForward, Layer, Mask
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import build_mesh
@@ -118,6 +119,19 @@ def test_flops_are_those_of_the_documents() -> None:
         6 * parameters * sum(lengths) + 12 * 64 * 3 * pairs, rel=1e-12
     )
     assert model_flops([1011], **SHAPE) > model_flops(lengths, **SHAPE)
+
+
+def test_flops_of_layers_of_any_kind() -> None:
+    layers = tuple(
+        Layer((Attention(num_heads=4, num_kv_heads=2, head_dim=16, mask=mask), FeedForward(width=128)))
+        for mask in (Mask("window", 8), Mask("chunk", 5), Mask())
+    )
+    model = wlb.ModelConfig(hidden_size=64, vocab_size=99, layers=layers)
+    # 20 tokens: under the window 36 and 12 x 8 pairs, in four chunks 15 each, of all keys 210.
+    parameters = 3 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 128) + 64 * 99
+    assert model_flops([20], model) == 6 * parameters * 20 + 12 * 64 * (36 + 96 + 60 + 210)
+    with pytest.raises(wlb.WlbError, match="hidden_size = 64: the model says that"):
+        model_flops([20], model, hidden_size=64)
 
 
 @pytest.mark.parametrize("argument", ["attention_efficiency", "flops_per_second", "recompute", "passes"])

@@ -70,8 +70,8 @@ def stage_seconds(
     Args:
         tokens: int[m] tokens of each micro-batch's fullest context-parallel rank.
         attention_forward: float[m] seconds of one layer's attention on its slowest context-parallel rank, with
-            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``); float[m, kinds] for
-            layers that differ, a column for each of `model.kinds`.
+            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``); float[m, kinds] where
+            layers differ, a column for each of `model.kinds`.
         attention_backward: float[m] the same of its backward.
         model: its shape.
         layout: how it is spread.
@@ -192,10 +192,10 @@ def _prediction_kinds(model: ModelConfig) -> Floats:
 
 
 def _by_kind(name: str, given: ArrayLike, length: int, kinds: int) -> Floats:
-    """float64[length, kinds]; one column may stand for a single kind."""
+    """float64[length, kinds]; one column may stand for all."""
     values = numbers(name, given)
-    if kinds == 1 and values.ndim < 2:
-        return _entries(name, values, length)[:, None]
+    if values.ndim < 2:
+        return np.repeat(_entries(name, values, length)[:, None], kinds, axis=1)
     if values.shape != (length, kinds):
         message = f"has shape {values.shape}: must be ({length}, {kinds}), an entry for each kind of layer"
         raise error(name, message, value=values.shape)

@@ -156,10 +156,10 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
 
 @dataclass(frozen=True)
 class Attention:
-    """Seconds of one layer's attention, forward and backward, in every group of a plan."""
+    """Seconds of attention in a layer of each kind, forward and backward, in every group of a plan."""
 
-    slowest: Floats  # [groups, 2] on the slowest rank
-    mean: Floats  # [groups, 2] on the mean rank
+    slowest: Floats  # [groups, 2, kinds] on the slowest rank
+    mean: Floats  # [groups, 2, kinds] on the mean rank
 
     def at_rate(self, rate: float) -> Attention:
         """Were it `rate` times as fast."""
@@ -178,17 +178,17 @@ class Priced:
 
 def attention_of_groups(plan: DynamicPlan, scenario: Scenario) -> Attention:
     """Shards the documents of every group over its ranks. O(groups), some tens of microseconds each."""
-    kernel, sizes = scenario.attention, plan.cp_size
+    sizes = plan.cp_size
     firsts = np.cumsum(sizes) - sizes
-    of_ranks = np.zeros((2, int(sizes.sum())))
+    of_ranks = np.zeros((2, int(sizes.sum()), scenario.layer_shares.size))
     for first, size, lengths in zip(firsts.tolist(), sizes.tolist(), plan.group_lengths(), strict=True):
         if lengths.size:
             cut = shard(lengths, cp_size=size)
-            of_ranks[0, first : first + size] = kernel.rank_seconds(cut, passes="forward")
-            of_ranks[1, first : first + size] = kernel.rank_seconds(cut, passes="backward")
+            of_ranks[0, first : first + size] = scenario.rank_seconds(cut, passes="forward")
+            of_ranks[1, first : first + size] = scenario.rank_seconds(cut, passes="backward")
     return Attention(
-        slowest=np.maximum.reduceat(of_ranks, firsts, axis=1).T,
-        mean=(np.add.reduceat(of_ranks, firsts, axis=1) / sizes).T,
+        slowest=np.maximum.reduceat(of_ranks, firsts, axis=1).swapaxes(0, 1),
+        mean=(np.add.reduceat(of_ranks, firsts, axis=1) / sizes[:, None]).swapaxes(0, 1),
     )
 
 
@@ -234,8 +234,9 @@ class DynamicOutcome(Outcome):
     @property
     def cp_imbalance(self) -> float:
         """Attention of a group's slowest rank over its mean rank, weighted by ranks and time."""
-        attention, sizes = self.priced.attention, self.plan.cp_size
-        return float((sizes @ attention.slowest).sum() / (sizes @ attention.mean).sum())
+        attention, sizes, shares = self.priced.attention, self.plan.cp_size, self.scenario.layer_shares
+        slowest, mean = (sizes @ (seconds @ shares) for seconds in (attention.slowest, attention.mean))
+        return float(slowest.sum() / mean.sum())
 
     @property
     def strategies(self) -> dict[str, int]:

@@ -53,16 +53,26 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "num_virtual_stages": layout.virtual_stages,
         "min_micro_batches": layout.pp,  # schedules of torch take no fewer
         "max_tokens_per_rank": per_rank,
-        "cost_model": CostModel(
-            attention=scenario.attention_seconds(lengths) / float(np.sum(pairs(lengths), dtype=np.float64)),
-            linear=linear,
-        ),
+        "cost_model": _attention_rates(scenario, lengths, linear),
         "cp_seconds_per_token": per_token / (size - 1),
         "cp_seconds_per_exchange": latency / (size - 1),
         "cp_overlap": 0.0,  # what is hidden is left out of the seconds above
         "p2p_seconds": float(sent[0]),
         "micro_batch_seconds": per_micro_batch,
     }
+
+
+def _attention_rates(scenario: Scenario, lengths: ArrayLike, linear: float) -> CostModel:
+    """A rate for the pairs under each of the model's masks."""
+    rates: dict[str, dict[int, float]] = {"full": {}, "window": {}, "chunk": {}}
+    for mask, seconds in scenario.attention_by_mask(lengths).items():
+        if mask.kind == "full":
+            total = np.sum(pairs(lengths), dtype=np.float64)
+        else:
+            alone = {f"{mask.kind}s": {mask.size: 1.0}}
+            total = CostModel(attention=0.0, linear=0.0, **alone).cost(lengths).sum()  # type: ignore[arg-type]
+        rates[mask.kind][mask.size] = seconds / float(total)
+    return CostModel(attention=rates["full"].get(0, 0.0), linear=linear, windows=rates["window"], chunks=rates["chunk"])
 
 
 def check_planner(scenario: Scenario) -> int:

@@ -10,18 +10,23 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._choices import Generation, Schedule
-from wlb._core import CostModel, KernelModel, simulate_pipeline
+from wlb._choices import Generation, Passes, Schedule
+from wlb._core import CostModel, KernelModel, Shard, WlbError, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
 from wlb._results import PipelineTimeline
+from wlb.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
 from wlb.cluster.fit import max_tokens
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
-from wlb.cluster.models import ModelConfig
+from wlb.cluster.models import Mask, ModelConfig
 from wlb.cluster.parallel import ParallelLayout, default_schedule
 from wlb.cluster.step_time import StageSeconds, stage_seconds
 from wlb.profile import read as read_profile
 from wlb.simulation.methods import Setup
+
+Floats = NDArray[np.float64]
+
+_PASSES: tuple[Passes, ...] = ("forward", "backward")
 
 _GENERATIONS: dict[str, Generation] = {
     "a100": "a100",
@@ -131,8 +136,8 @@ class Scenario:
         if self.profile is None and self.kernel_model is None:
             return
         kernel, name = self.attention, "profile" if self.kernel_model is None else "kernel_model"
-        attention = self.model.attention
-        heads, head_dim = attention.num_heads // self.layout.tp, attention.head_dim
+        heads, _, head_dim = self.model.kernel_heads
+        heads //= self.layout.tp
         if kernel.num_heads != heads:
             message = f"is for {kernel.num_heads} heads: a GPU has num_heads / tp = {heads}"
             raise error(name, message, value=kernel.num_heads)
@@ -169,13 +174,10 @@ class Scenario:
         if self.kernel_model is not None:
             return self.kernel_model
         if self.profile is not None:
-            return KernelModel.from_profile(self.profile, num_heads=self.model.attention.num_heads // self.layout.tp)
-        attention, tp = self.model.attention, self.layout.tp
+            return KernelModel.from_profile(self.profile, num_heads=self.model.kernel_heads[0] // self.layout.tp)
+        (heads, kv_heads, head_dim), tp = self.model.kernel_heads, self.layout.tp
         return KernelModel.analytic(
-            self.generation,
-            num_heads=attention.num_heads // tp,
-            num_kv_heads=max(1, attention.num_kv_heads // tp),
-            head_dim=attention.head_dim,
+            self.generation, num_heads=heads // tp, num_kv_heads=max(1, kv_heads // tp), head_dim=head_dim
         )
 
     @property
@@ -194,13 +196,17 @@ class Scenario:
         linear = json.loads(read_profile(self.profile)).get("linear")
         measured = linear.get("layer") if isinstance(linear, dict) else None
         model, tp = self.model, self.layout.tp
+        try:
+            attention, feed_forward = model.attention, model.feed_forward
+        except WlbError:  # layers that differ in more than masks: no measurement is of all of them
+            return None
         mine = {
             "hidden_size": model.hidden_size,
-            "ffn_hidden_size": model.feed_forward.inner // tp,
-            "num_heads": model.attention.num_heads // tp,
-            "num_kv_heads": kv_width(model.attention, self.layout) // model.attention.head_dim,
-            "head_dim": model.attention.head_dim,
-            "gated_ffn": model.feed_forward.gated,
+            "ffn_hidden_size": feed_forward.inner // tp,
+            "num_heads": attention.num_heads // tp,
+            "num_kv_heads": kv_width(attention, self.layout) // attention.head_dim,
+            "head_dim": attention.head_dim,
+            "gated_ffn": feed_forward.gated,
             "tp": tp,
         }
         if not isinstance(measured, dict) or any(measured.get(key) != value for key, value in mine.items()):
@@ -273,11 +279,32 @@ class Scenario:
         Args:
             lengths: int[n] tokens of the documents.
         """
-        forward, backward = (
-            float(self.attention.segment_seconds(lengths, lengths, passes=passes).sum()) * self.model.num_layers
-            for passes in ("forward", "backward")
-        )
-        return backward + (2 if self.layout.recompute == "full" else 1) * forward
+        return sum(self.attention_by_mask(lengths).values())
+
+    def attention_by_mask(self, lengths: ArrayLike) -> dict[Mask, float]:
+        """The same, of the pairs under each of the model's masks."""
+        masks, weights = attention_of_kinds(self.model)
+        layers = weights @ np.array(list(self.model.kinds.values()))
+        times = {"forward": 2 if self.layout.recompute == "full" else 1, "backward": 1}
+        return {
+            mask: sum(
+                times[passes] * float(segment_seconds(self.attention, lengths, lengths, mask, passes=passes).sum())
+                for passes in _PASSES
+            )
+            * float(count)
+            for mask, count in zip(masks, layers, strict=True)
+        }
+
+    def rank_seconds(self, shard: Shard, *, passes: Passes, kernel: KernelModel | None = None) -> Floats:
+        """float64[cp, kinds]: seconds of attention of every rank, in a layer of each of `model.kinds`."""
+        masks, weights = attention_of_kinds(self.model)
+        of_masks = [rank_seconds(kernel or self.attention, shard, mask, passes=passes) for mask in masks]
+        return np.asarray(np.stack(of_masks, axis=1) @ weights)
+
+    @property
+    def layer_shares(self) -> Floats:
+        """float64[kinds]: share of the layers that are of each of `model.kinds`."""
+        return np.array(list(self.model.kinds.values())) / self.model.num_layers
 
     def fitted_efficiency(self, lengths: ArrayLike) -> float:
         """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import order_micro_batches, shard, simulate_pipeline, simulate_steps
+from wlb._core import Shard, order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
 from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats
@@ -21,10 +21,11 @@ from wlb.simulation.variants import Strategy
 
 @dataclass(frozen=True)
 class Sharded:
-    """Every micro-batch of a plan over the context-parallel ranks; seconds are of one layer's attention."""
+    """Every micro-batch of a plan over the context-parallel ranks; seconds are of attention in a layer of each kind."""
 
-    forward: Floats  # [micro-batches, cp]
-    backward: Floats  # [micro-batches, cp]
+    forward: Floats  # [micro-batches, cp, kinds]
+    backward: Floats  # [micro-batches, cp, kinds]
+    shares: Floats  # [kinds] of the layers
     tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
     strategies: dict[str, int]  # how many micro-batches each was chosen for
 
@@ -36,14 +37,20 @@ class Sharded:
     def imbalance(self) -> float:
         """Attention of the slowest rank over the mean rank, mean over micro-batches weighted by their time."""
         both = self.forward + self.backward
-        return float(both.max(axis=1).sum() / both.mean(axis=1).sum())
+        return float((both.max(axis=1) @ self.shares).sum() / (both.mean(axis=1) @ self.shares).sum())
 
 
 def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...]) -> Sharded:
     """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
-    kernel, cp = scenario.attention, scenario.layout.cp
-    selector = scenario.selector or kernel
-    forward, backward = np.zeros((2, plan.tokens.size, cp))
+    cp, shares = scenario.layout.cp, scenario.layer_shares
+    selector = scenario.selector or scenario.attention
+
+    def slowest(one: Shard) -> float:
+        """Of both passes, in the mean layer."""
+        seconds = scenario.rank_seconds(one, passes="forward_backward", kernel=selector)
+        return float(seconds.max(axis=0) @ shares)
+
+    forward, backward = np.zeros((2, plan.tokens.size, cp, shares.size))
     tokens = np.zeros((plan.tokens.size, cp), dtype=np.int64)
     counts: Counter[str] = Counter()
     for index, lengths in enumerate(plan.micro_batch_lengths()):
@@ -53,12 +60,12 @@ def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...])
             shard(lengths, cp_size=cp, strategy=name, kernel_model=selector if name == "adaptive" else None)
             for name in strategies
         ]
-        best = made[0] if len(made) == 1 else min(made, key=lambda one: selector.rank_seconds(one).max())
+        best = made[0] if len(made) == 1 else min(made, key=slowest)
         counts[best.strategy] += 1
-        forward[index] = kernel.rank_seconds(best, passes="forward")
-        backward[index] = kernel.rank_seconds(best, passes="backward")
+        forward[index] = scenario.rank_seconds(best, passes="forward")
+        backward[index] = scenario.rank_seconds(best, passes="backward")
         tokens[index] = best.tokens_per_rank
-    return Sharded(forward, backward, tokens.max(axis=1), dict(sorted(counts.items())))
+    return Sharded(forward, backward, shares, tokens.max(axis=1), dict(sorted(counts.items())))
 
 
 def placed(plan: Plan, scenario: Scenario) -> Plan:

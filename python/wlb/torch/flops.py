@@ -24,7 +24,7 @@ PEAK_BF16 = {
 _NO_SHAPE = ("attention_efficiency", "flops_per_second", "recompute", "passes")
 
 
-def model_flops(lengths: ArrayLike, **shape: int | bool | None) -> float:
+def model_flops(lengths: ArrayLike, model: wlb.ModelConfig | None = None, **shape: int | bool | None) -> float:
     """FLOPs of one training step over whole documents, as MFU counts them: three times those of the forward pass.
 
     From the sums of ``d`` and of ``d * (d + 1) / 2``, causal half, never from `max_seqlen`, which overstates. What a
@@ -32,12 +32,17 @@ def model_flops(lengths: ArrayLike, **shape: int | bool | None) -> float:
 
     Args:
         lengths: int[documents], tokens of each document of the step.
-        **shape: of the model, as in :meth:`wlb.CostModel.from_flops`: `hidden_size`, `ffn_hidden_size`, `num_layers`,
-            `num_heads`, `num_kv_heads`, `vocab_size`, ...
+        model: its layers of any kind: windows, chunks, states and experts are counted as what they are.
+        **shape: instead of it, of a model of equal layers, as in :meth:`wlb.CostModel.from_flops`: `hidden_size`,
+            `ffn_hidden_size`, `num_layers`, `num_heads`, `num_kv_heads`, `vocab_size`, ...
 
     Raises:
-        WlbError: as :meth:`wlb.CostModel.from_flops`; and for its arguments that are no shape.
+        WlbError: as :meth:`wlb.CostModel.from_flops`; for its arguments that are no shape; for a model and a shape.
     """
+    if model is not None:
+        for name, value in shape.items():
+            raise error(name, f"= {value!r}: the model says that", value=value)
+        return float(model.flops(lengths).sum())
     for name in _NO_SHAPE:
         if name in shape:
             raise error(name, f"= {shape[name]!r}: is no shape of a model", value=shape[name])

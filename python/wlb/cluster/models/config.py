@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb._choices import Passes
 from wlb._core import CostModel
 from wlb._errors import check_bool, check_integer, check_positive, error
-from wlb.cluster.models.attention import Attention
+from wlb.cluster.models.attention import Attention, LatentAttention
 from wlb.cluster.models.blocks import Mask
 from wlb.cluster.models.encoder import ImageEncoder
 from wlb.cluster.models.feed_forward import FeedForward
@@ -194,6 +194,23 @@ class ModelConfig:
             message = f"of {self.name} are of {', '.join(kinds)}: heads that all layers have are needed"
             raise error("layers", message, value=self.name)
         return blocks[0]
+
+    @cached_property
+    def kernel_heads(self) -> tuple[int, int, int]:
+        """Query heads, key heads and their width, which a kernel model for this model has: the first attention's.
+
+        Of latent attention the mean width of a head's key and value, rounded up.
+
+        Raises:
+            WlbError: no layer has attention.
+        """
+        for block in (block for layer in self.stack for block in layer.blocks):
+            if isinstance(block, Attention):
+                return block.num_heads, block.num_kv_heads, block.head_dim
+            if isinstance(block, LatentAttention):
+                width = block.key_dim + block.rope_dim + block.value_dim
+                return block.num_heads, block.num_heads, -(-width // 2)
+        raise error("layers", f"of {self.name} have no attention: all tokens cost the same", value=self.name)
 
     @cached_property
     def feed_forward(self) -> FeedForward:
