@@ -11,13 +11,27 @@ from hypothesis import strategies as st
 import wlb
 from wlb._choices import Schedule
 from wlb.cluster.hardware import GIB
-from wlb.cluster.memory import activation_bytes, in_flight, parameters_per_rank, ranks_of_stages
+from wlb.cluster.memory import activation_bytes, exchanged_width, in_flight, parameters_per_rank, ranks_of_stages
+from wlb.cluster.models import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mamba2
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 SMALL = wlb.ModelConfig(
     hidden_size=1024, ffn_hidden_size=2816, num_layers=16, num_heads=16, num_kv_heads=4, vocab_size=32000
 )
 H100 = wlb.Hardware.preset("h100")
+HYBRID = (
+    Layer((Attention(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm="head"), FeedForward(width=96))),
+    Layer(
+        (
+            GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, conv_kernel=4),
+            FeedForward(width=32, num_experts=4, experts_per_token=2, shared_width=16),
+        )
+    ),
+    Layer(
+        (LatentAttention(num_heads=4, kv_rank=24, key_dim=16, rope_dim=8, value_dim=8), FeedForward(width=80)), norms=4
+    ),
+    Layer((Mamba2(num_heads=4, head_dim=16, state_size=8, num_groups=2, conv_kernel=4),), norms=1),
+)
 SCHEDULES: list[tuple[Schedule, int]] = [
     ("gpipe", 1),
     ("1f1b", 1),
@@ -231,3 +245,49 @@ def test_bad_numbers_are_named() -> None:
         wlb.memory_per_rank(LLAMA, wlb.ParallelLayout(), 1, reserved_bytes=-1)
     with pytest.raises(wlb.WlbError, match="tp = 3: does not divide"):
         wlb.max_tokens(LLAMA, wlb.ParallelLayout(tp=3), H100)
+
+
+def test_layers_one_by_one_take_what_sizes_say() -> None:
+    one_by_one = wlb.ModelConfig(hidden_size=1024, vocab_size=32000, layers=SMALL.stack)
+    for layout in (wlb.ParallelLayout(), wlb.ParallelLayout(pp=4, tp=8, cp=2, fsdp="zero3", recompute="full")):
+        given, said = (wlb.memory_per_rank(model, layout, 50_000) for model in (one_by_one, SMALL))
+        for field in dataclasses.fields(given):
+            assert getattr(given, field.name).tolist() == getattr(said, field.name).tolist()
+
+
+def test_every_kind_of_layer_is_shared_out() -> None:
+    """Summed over ranks there is every parameter; what tensor parallelism does not divide as often as there are."""
+    hybrid = wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=HYBRID, prediction_layers=HYBRID[-1:])
+    for pp in (1, 2, 4):
+        assert parameters_per_rank(hybrid, wlb.ParallelLayout(pp=pp)).sum() == hybrid.num_parameters
+    blocks = [block for layer in (*HYBRID, HYBRID[-1]) for block in layer.blocks]
+    whole = sum(block.vectors(64) for block in blocks)
+    whole += sum(m.parameters(m.copies) for block in blocks for m in block.matrices(64) if not m.split)
+    norms = (sum(layer.norms for layer in (*HYBRID, HYBRID[-1])) + 1 + 3) * 64
+    split = parameters_per_rank(hybrid, wlb.ParallelLayout(tp=2, pp=2)).sum() * 2
+    assert split == hybrid.num_parameters + whole + norms
+
+
+def test_stages_keep_what_their_layers_keep() -> None:
+    """Eight layers of four kinds on four ranks, two each; the workspace is of the layer that needs most."""
+    model = wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=tuple(layer for layer in HYBRID for _ in "ab"))
+    layout = wlb.ParallelLayout(pp=4, cp=2)
+    kept = [2 * activation_bytes(model, layout, layer) for layer in HYBRID]
+    assert len(set(kept)) == 4
+    memory = wlb.memory_per_rank(model, layout, 1000)
+    assert memory.activations.tolist() == [500 * held * bytes_ for held, bytes_ in zip([4, 3, 2, 1], kept, strict=True)]
+    # Keys and values of heads are gathered; of latent attention the narrow row; of states nothing grows with tokens.
+    widths = [exchanged_width(layer, layout) for layer in HYBRID]
+    assert widths == [2 * 2 * 16, 0, 24 + 8, 0]
+    alone = [wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=(layer,)) for layer in HYBRID]
+    most = max(wlb.memory_per_rank(one, wlb.ParallelLayout(cp=2), 1000).workspace[0] for one in alone)
+    assert memory.workspace.tolist() == [most] * 4
+
+
+def test_layouts_that_a_block_cannot_have() -> None:
+    model = wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=HYBRID)
+    with pytest.raises(wlb.WlbError, match="tp = 8: does not divide num_heads = 4"):
+        wlb.ParallelLayout(tp=8).check(model=model)
+    heads = wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=HYBRID[1:2])
+    with pytest.raises(wlb.WlbError, match="tp = 4: does not divide num_key_heads = 2"):
+        wlb.ParallelLayout(tp=4).check(model=heads)

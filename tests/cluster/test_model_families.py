@@ -188,6 +188,32 @@ def test_files_as_published(name: str) -> None:
     assert real.num_parameters(transformers.AutoConfig.for_model(content["model_type"], **rest)) == parameters
 
 
+def test_files_in_the_words_of_their_authors() -> None:
+    """Keys of files that came before transformers knew the family, beside those that transformers makes of them."""
+    import transformers
+
+    layers = {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]}
+    sizes = {"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}
+    kimi = {"num_hidden_layers": 8, "linear_attn_config": layers | sizes, "first_k_dense_replace": 2}
+    nemotron = {"hybrid_override_pattern": "M-M*E", "num_hidden_layers": 5}
+    gemma = {"sliding_window_pattern": 3, "num_hidden_layers": 7}
+    qwen = {"full_attention_interval": 3, "num_hidden_layers": 7}
+    # Lists that transformers makes of these keys.
+    made = ("layer_types", "mlp_layer_types", "layers_block_type", "_sliding_window_pattern")
+    for name, changes in {
+        "kimi_linear": kimi,
+        "nemotron_h": nemotron,
+        "gemma3_text": gemma,
+        "qwen3_next": qwen,
+    }.items():
+        config = transformers.AutoConfig.for_model(name, **copy.deepcopy(changes))
+        written = {key: value for key, value in config.to_dict().items() if key not in made} | changes
+        assert read(written) == read(config), name
+        assert read(config).num_parameters == real.num_parameters(config), name
+    with pytest.raises(wlb.WlbError, match="'llama4', whose images or sounds are not known to wlb; its text_config is"):
+        read(transformers.AutoConfig.for_model("llama4"))
+
+
 def test_older_files_have_the_keys_of_the_language_model_outside() -> None:
     config = CASES["qwen2_5_vl"].config().to_dict()
     flat = {**config.pop("text_config"), **config}

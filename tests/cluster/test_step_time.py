@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import wlb
 from wlb.cluster.collectives import Group
 from wlb.cluster.memory import parameters_per_rank
+from wlb.cluster.models import Attention, FeedForward, Layer, Mamba2
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 H100 = wlb.Hardware.preset("h100")
@@ -187,3 +188,61 @@ def test_bad_input_is_named(changes: dict[str, Any], said: str) -> None:
     } | changes
     with pytest.raises(wlb.WlbError, match=said):
         wlb.stage_seconds(arguments.pop("tokens"), **arguments)
+
+
+def test_layers_that_differ_take_their_own_time() -> None:
+    """Each kind on a stage of its own takes what a model of that kind alone takes there."""
+    layout = wlb.ParallelLayout(pp=3, cp=2, tp=2, recompute="full")
+    attention = Attention(num_heads=4, num_kv_heads=2, head_dim=16)
+    state = Mamba2(num_heads=4, head_dim=16, state_size=8, num_groups=2, conv_kernel=4)
+    narrow, wide = FeedForward(width=64), FeedForward(width=640)
+    kinds = (Layer((attention, narrow)), Layer((state,), norms=1), Layer((attention, wide)))
+    tokens = [1000, 70_000]
+
+    def stages(layers: tuple[Layer, ...], seconds: Any) -> wlb.StageSeconds:
+        model = wlb.ModelConfig(hidden_size=64, vocab_size=100, layers=layers)
+        return wlb.stage_seconds(
+            tokens,
+            attention_forward=seconds,
+            attention_backward=2 * np.asarray(seconds),
+            model=model,
+            layout=layout,
+            hardware=H100,
+        )
+
+    seconds = np.array([[0.1, 0.0, 0.2], [0.3, 0.0, 0.5]])
+    unlike = stages(kinds, seconds)
+    for stage in (0, 1):  # the last has the output projection
+        alone = stages((kinds[stage],) * 3, seconds[:, stage])
+        for part in ("seconds", "exposed_cp", "exposed_tp"):
+            assert getattr(unlike, part)[:, stage] == pytest.approx(getattr(alone, part)[:, stage])
+    assert not unlike.exposed_cp[:, 1].any()
+    # One block a layer exchanges once, two twice.
+    assert unlike.exposed_tp[:, 1, 0] == pytest.approx(unlike.exposed_tp[:, 0, 0] / 2)
+    with pytest.raises(wlb.WlbError, match=r"attention_forward has shape \(2, 2\): must be \(2, 3\)"):
+        stages(kinds, seconds[:, :2])
+
+
+def test_heads_of_multi_token_prediction_are_on_the_last_stage() -> None:
+    layer = Layer((Attention(num_heads=4, num_kv_heads=2, head_dim=16), FeedForward(width=64)))
+    plain = wlb.ModelConfig(hidden_size=64, vocab_size=100, layers=(layer,) * 4)
+    more = dataclasses.replace(plain, prediction_layers=(layer,))
+    made = [
+        wlb.stage_seconds(
+            [1000],
+            attention_forward=[0.0],
+            attention_backward=[0.0],
+            model=model,
+            layout=wlb.ParallelLayout(pp=2),
+            hardware=H100,
+        ).seconds
+        for model in (plain, more)
+    ]
+    assert made[1][:, 0] == pytest.approx(made[0][:, 0])
+    added = (made[1] - made[0])[0, 1, 0] * H100.flops_per_second
+    assert added == pytest.approx(1000 * (more.token_flops - plain.token_flops))
+    other = dataclasses.replace(plain, prediction_layers=(Layer((FeedForward(width=64),)),))
+    with pytest.raises(wlb.WlbError, match=r"prediction_layers\[0\] is of a kind that no other layer has"):
+        wlb.stage_seconds(
+            [1], attention_forward=[0], attention_backward=[0], model=other, layout=wlb.ParallelLayout(), hardware=H100
+        )

@@ -44,19 +44,21 @@ def bytes_kept(layer: nn.Module, *args: Any, **kwargs: Any) -> int:
     return total
 
 
-@pytest.mark.parametrize(("model_type", "kv_heads"), [("llama", 8), ("llama", 2), ("qwen3", 2)])
+@pytest.mark.parametrize(
+    ("model_type", "kv_heads"), [("llama", 8), ("llama", 2), ("qwen3", 2), ("olmo2", 2), ("exaone4", 2), ("smollm3", 2)]
+)
 def test_a_layer_keeps_what_the_table_says(model_type: str, kv_heads: int) -> None:
-    config = transformers.AutoConfig.for_model(model_type, **SHAPE, num_key_value_heads=kv_heads, head_dim=8)
+    sizes = SHAPE | {"num_key_value_heads": kv_heads, "head_dim": 8, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
     built = transformers.AutoModelForCausalLM.from_config(config).model
     x = torch.randn(1, TOKENS, 64, requires_grad=True)
     positions = torch.arange(TOKENS)[None]
     rotation = built.rotary_emb(x, positions)
     measured = bytes_kept(built.layers[0], x, position_embeddings=rotation, position_ids=positions, attention_mask=None)
 
-    model = wlb.ModelConfig.from_hugging_face(
-        SHAPE | {"model_type": model_type, "num_key_value_heads": kv_heads, "head_dim": 8}
-    )
+    model = wlb.ModelConfig.from_hugging_face(config)
     layout = wlb.ParallelLayout(fused_ffn=False, activation_bytes=4)
     cosines_and_sines = sum(angles.nbytes for angles in rotation)
-    normalised = 2 * 64 + (64 + kv_heads * 8 if model.qk_norm else 0)
+    # Norms before blocks, or of what blocks give (OLMo 2, EXAONE 4); of each head, or of all together (OLMo 2).
+    normalised = 2 * 64 + (64 + kv_heads * 8 if model.attention.qk_norm != "none" else 0)
     assert measured == TOKENS * (activation_bytes(model, layout) + 4 * normalised) + cosines_and_sines

@@ -11,8 +11,6 @@ What is assumed beyond the kernel model, which is of causal attention over all k
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -94,7 +92,6 @@ def rank_seconds(kernel: KernelModel, shard: Shard, mask: Mask, *, passes: Passe
     return np.maximum(seconds, 0.0)
 
 
-@lru_cache(maxsize=64)
 def attention_of_kinds(model: ModelConfig) -> tuple[tuple[Mask, ...], Floats]:
     """The masks of a model's layers, and how much attention under each takes in a layer of each of `model.kinds`.
 
@@ -107,5 +104,4 @@ def attention_of_kinds(model: ModelConfig) -> tuple[tuple[Mask, ...], Floats]:
     for column, layer in enumerate(model.kinds):
         for mask, flops in layer.pairs().items():
             weights[masks.index(mask), column] = flops / (4 * heads * width)
-    weights.flags.writeable = False
     return masks, weights

@@ -281,9 +281,13 @@ class Scenario:
         """
         return sum(self.attention_by_mask(lengths).values())
 
+    @cached_property
+    def _masks(self) -> tuple[tuple[Mask, ...], Floats]:
+        return attention_of_kinds(self.model)
+
     def attention_by_mask(self, lengths: ArrayLike) -> dict[Mask, float]:
         """The same, of the pairs under each of the model's masks."""
-        masks, weights = attention_of_kinds(self.model)
+        masks, weights = self._masks
         layers = weights @ np.array(list(self.model.kinds.values()))
         times = {"forward": 2 if self.layout.recompute == "full" else 1, "backward": 1}
         return {
@@ -297,7 +301,7 @@ class Scenario:
 
     def rank_seconds(self, shard: Shard, *, passes: Passes, kernel: KernelModel | None = None) -> Floats:
         """float64[cp, kinds]: seconds of attention of every rank, in a layer of each of `model.kinds`."""
-        masks, weights = attention_of_kinds(self.model)
+        masks, weights = self._masks
         of_masks = [rank_seconds(kernel or self.attention, shard, mask, passes=passes) for mask in masks]
         return np.asarray(np.stack(of_masks, axis=1) @ weights)
 

@@ -71,6 +71,10 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
     elif model_type in FAMILIES:
         text_type, text_keys = model_type, Keys(content, DEFAULTS.get(model_type))
     else:
+        inner = keys.read(dict, "text_config", default={})
+        if inner.get("model_type") in FAMILIES:
+            message = f"has model_type {model_type!r}, whose images or sounds are not known to wlb; its text_config is"
+            raise Refused(f"{message}: give that", model_type)
         raise Refused(_unknown(model_type), model_type)
 
     text = FAMILIES[text_type](text_keys)
