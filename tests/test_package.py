@@ -9,7 +9,17 @@ import wlb
 
 PACKAGE = Path(wlb.__file__).parent
 ROOMS = {"cli", "cluster", "integrations", "profile", "simulation", "torch"}
-FILES = {"__init__.py", "_choices.py", "_core.pyi", "_errors.py", "_results.py", "_seal.py", "audit.py", "filling.py"}
+FILES = {
+    "__init__.py",
+    "_attach.py",
+    "_choices.py",
+    "_core.pyi",
+    "_errors.py",
+    "_results.py",
+    "_seal.py",
+    "audit.py",
+    "filling.py",
+}
 FILES |= {"ledger.py", "py.typed", "testing.py"}
 TEMPLATES = Path("cli", "output", "templates")
 

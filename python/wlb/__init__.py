@@ -15,6 +15,7 @@ The same lengths give the same plan, byte for byte, on every rank. Only numpy is
 """
 
 from wlb import _core, profile
+from wlb._attach import attach
 from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
@@ -91,6 +92,7 @@ __all__ = [
     "TunedPoint",
     "WlbError",
     "__version__",
+    "attach",
     "batch_offsets",
     "data_parallel_seconds",
     "max_tokens",

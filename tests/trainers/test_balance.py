@@ -19,6 +19,8 @@ from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -398,3 +400,53 @@ def test_lengths_that_are_wrong_are_named(tmp_path: Path) -> None:
     wrong[7] += 1
     with pytest.raises(wlb.WlbError, match="document 7"):
         balance(trainer, max_tokens=64, lengths=wrong, max_document_tokens=64).train()
+
+
+# --- the proof before the first step ----------------------------------------------------------------------------------
+
+
+def test_the_proof_is_printed_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    balanced(tmp_path, max_steps=1).train()
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[:6] == ["found", "documents", "apart", "loss", "gradient", "evaluation"]
+
+
+def test_models_that_mix_documents_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2)
+    trainer: Any = Trainer(
+        MambaForCausalLM(config), arguments(tmp_path), train_dataset=documents(), data_collator=together
+    )
+    with pytest.raises(wlb.WlbError, match="mamba"):
+        balance(trainer, max_tokens=64)
+    balance(trainer, max_tokens=64, oversize="truncate", cost_model=wlb.CostModel(attention=0.0, linear=1.0))
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(wlb.WlbError, match=r"see each other.*MambaMixer.*mix documents"):
+        trainer.train()
+    assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters(), strict=True))
+
+
+def averaged(rank: int, folder: Path) -> str:
+    """A trainer that was changed: its loss is not multiplied by the ranks that DDP divides by."""
+
+    class Averaged(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().compute_loss(*args, **kwargs)
+            return (result[0] / 2, result[1]) if isinstance(result, tuple) else result / 2
+
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    data: Any = documents()
+    trainer = Averaged(llama(), arguments(folder, 2), train_dataset=data, data_collator=together)
+    with pytest.raises(wlb.WlbError) as refused:
+        balance(trainer, max_tokens=64).train()
+    return str(refused.value)
+
+
+def test_a_trainer_that_divides_is_found_out(tmp_path: Path) -> None:
+    for message in processes.run(2, averaged, tmp_path):
+        assert "0.5 times" in message
+
+
+def test_another_loss_is_not_proved_and_said_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="label_smoothing_factor makes a loss of its own"):
+        balanced(tmp_path, max_steps=1, label_smoothing_factor=0.1).train()

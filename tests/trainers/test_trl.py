@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 import wlb
 from wlb.integrations.huggingface import balance
-from wlb.integrations.huggingface.rows import Rows, streams_of
+from wlb.integrations.rows import Rows, streams_of
 from wlb.torch.data import Piece
 
 datasets = pytest.importorskip("datasets")

@@ -21,7 +21,7 @@ from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLo
 from wlb.integrations.huggingface.plans import ROOM, Evaluation, KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_trainer
-from wlb.integrations.huggingface.rows import Rows
+from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.training import meeting_place, takes_keywords
 

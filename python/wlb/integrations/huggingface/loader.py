@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from wlb._errors import error
-from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.integrations.labelled import labelled_steps
+from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.documents import as_arrays
 from wlb.torch.data.state import Snapshot, field
-from wlb.torch.loss import count_valid_tokens
 
 
 @dataclass(frozen=True)
@@ -83,65 +80,21 @@ class MicroBatchLoader:
         self._documents: int | None = steps.describe()["documents"]
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of the rest of the epoch; of the next one if it has none: the Trainer would stop there.
-
-        None once a stream has ended.
-
-        A step in which all documents wait, or no token has another to predict, is passed over: the Trainer would divide
-        by its labels, of which there are none, and make every weight NaN. If that is because all labels on all ranks
-        are masked, it warns. Ranks agree on it by an all-reduce a step.
-
-        Raises:
-            wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
-        """
-        given, barren, empty = False, 0, 0
-        while not given and empty < 2:  # an epoch may have no further step, but not the next one too
-            if barren > 1:
-                raise error("steps", "have documents of one token or without labels only: there is nothing to predict")
-            trained, any_step = False, False
-            for step in self.steps:
-                any_step = True
-                trained |= any(map(len, step.packing))
-                if _has_labels(step):
-                    given = True
-                    if self._before_first is not None:
-                        self._before_first(step)
-                        self._before_first = None
-                    if self.untrained is not None and step.snapshot is not None:
-                        self.untrained.append((step.snapshot, self._epochs_after(step)))
-                    for batch in step.micro_batches:
-                        yield batch.as_hf(plain=self._plain) if isinstance(batch, PackedBatch) else batch
-            barren, empty = barren + trained, 0 if any_step else empty + 1
+        """The micro-batches of the rest of the epoch, but for steps without a label (:func:`labelled_steps`)."""
+        for step, _ in labelled_steps(self.steps):
+            if self._before_first is not None:
+                self._before_first(step)
+                self._before_first = None
+            if self.untrained is not None and step.snapshot is not None:
+                self.untrained.append((step.snapshot, self._epochs_after(step)))
+            for batch in step.micro_batches:
+                yield batch.as_hf(plain=self._plain) if isinstance(batch, PackedBatch) else batch
 
     def _epochs_after(self, step: Step[Any]) -> float | None:
         """Passes over the documents that are read after a step; None of a stream, which has none."""
         if self._documents is None or step.snapshot is None or step.snapshot.progress.documents is None:
             return None
         return step.epoch + step.snapshot.progress.documents / self._documents
-
-
-def _has_labels(step: Step[Any]) -> bool:
-    """Whether a token of the step has another to predict, on any rank: the same answer on all."""
-    if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
-        return False
-    counts = [_num_labels(batch) for batch in step.micro_batches]
-    if None in counts:  # another collator, on all ranks: known to it alone
-        return True
-    group, device = None, "cpu"
-    if dist.is_initialized():
-        group = dist.group.WORLD
-        device = "cpu" if "cpu" in dist.get_backend_config() else str(torch.accelerator.current_accelerator())
-    if count_valid_tokens((count or 0 for count in counts), group=group, device=device):
-        return True
-    warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=3)
-    return False
-
-
-def _num_labels(batch: Any) -> int | None:
-    if isinstance(batch, PackedBatch):
-        return batch.num_valid_tokens
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return None if labels is None else int((labels != IGNORE).sum())
 
 
 class MicroBatchCallback(TrainerCallback, ExportableState):

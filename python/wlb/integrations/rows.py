@@ -40,7 +40,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         Complexity:
             Of a data set in Arrow tables O(documents); of any other every document is made once.
         """
-        found = _arrow_lengths(self.dataset)
+        found = arrow_lengths(self.dataset)
         if found is None or not len(found) or found[0] != self[0]["input_ids"].size:
             found = np.array([self[index]["input_ids"].size for index in range(len(self))], np.int64)
         if (empty := np.flatnonzero(found == 0)).size:
@@ -125,7 +125,7 @@ def _flat(value: Any) -> NDArray[Any]:
     return np.asarray(value).reshape(-1)
 
 
-def _arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
+def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
     """Of Hugging Face's `Dataset`, without making its documents; None of others, or if a transform makes them."""
     if not all(hasattr(dataset, name) for name in ("with_format", "column_names", "select_columns", "format")):
         return None

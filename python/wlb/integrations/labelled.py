@@ -1,0 +1,65 @@
+"""Steps that have something to learn: on all ranks the same ones."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wlb._errors import error
+from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader
+from wlb.torch.loss import count_valid_tokens
+
+
+def labelled_steps(loader: StepLoader[Any] | BalancedStream[Any]) -> Iterator[tuple[Step[Any], int | None]]:
+    """The rest of the epoch, or of the next one if it has none: a trainer would take that for the end of all data.
+
+    None once a stream has ended. With each step its labels that count, on all ranks; None where that cannot be known.
+
+    A step in which all documents wait, or no token has another to predict, is passed over: who divides by its labels,
+    of which there are none, makes every weight NaN. If that is because all labels on all ranks are masked, it warns.
+    Ranks agree on it by an all-reduce a step.
+
+    Raises:
+        wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
+    """
+    given, barren, empty = False, 0, 0
+    while not given and empty < 2:  # an epoch may have no further step, but not the next one too
+        if barren > 1:
+            raise error("steps", "have documents of one token or without labels only: there is nothing to predict")
+        trained, any_step = False, False
+        for step in loader:
+            any_step = True
+            trained |= any(map(len, step.packing))
+            labels = _labels(step)
+            if labels != 0:
+                given = True
+                yield step, labels
+        barren, empty = barren + trained, 0 if any_step else empty + 1
+
+
+def _labels(step: Step[Any]) -> int | None:
+    """Labels of the step that count, on all ranks: the same answer on all."""
+    if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
+        return 0
+    counts = [_of_batch(batch) for batch in step.micro_batches]
+    if None in counts:  # another collator, on all ranks: known to it alone
+        return None
+    group, device = None, "cpu"
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        device = "cpu" if "cpu" in dist.get_backend_config() else str(torch.accelerator.current_accelerator())
+    labels = count_valid_tokens((count or 0 for count in counts), group=group, device=device)
+    if not labels:
+        warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=4)
+    return labels
+
+
+def _of_batch(batch: Any) -> int | None:
+    if isinstance(batch, PackedBatch):
+        return batch.num_valid_tokens
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return None if labels is None else int((labels != IGNORE).sum())

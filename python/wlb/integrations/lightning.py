@@ -1,0 +1,242 @@
+"""Lightning's `Trainer` on wlb's plans: a data module.
+
+    data = BalancedDataModule(documents, max_tokens=65536, tokens_per_batch=2**20, config=model.config)
+    lightning.Trainer(max_epochs=3).fit(module, data)
+
+The module's `training_step` gets a row of documents at a time, as Hugging Face's causal models take it, and returns
+their loss: `self.model(**row).loss`. Each row brings `num_items_in_batch`, by which these models divide the sum of its
+losses: such a number that the gradient of a step is that of the mean over all its labels, though Lightning divides by
+`accumulate_grad_batches`, and DDP by the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from numpy.typing import ArrayLike
+from torch.utils.data import DataLoader
+
+import wlb
+from wlb._choices import Oversize
+from wlb._errors import check_integer, error
+from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.rows import arrow_lengths
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, StepLoader, collate
+from wlb.torch.data.state import Snapshot, field
+from wlb.torch.loss import count_valid_tokens
+
+__all__ = ["BalancedDataModule"]
+
+_ROOM = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
+Row = Callable[[PackedBatch, float], Any]
+
+
+def _hugging_face(batch: PackedBatch, num_items: float) -> dict[str, Any]:
+    return batch.as_hf() | {"num_items_in_batch": num_items}
+
+
+class BalancedDataModule(LightningDataModule):
+    """Micro-batches of equal work for Lightning, which trains, accumulates, checkpoints and resumes them as its own.
+
+    `accumulate_grad_batches` becomes the micro-batches of a rank in a step. An epoch of Lightning is one of the data.
+    A checkpoint holds the documents that wait after the last step that the optimizer took, whatever Lightning has
+    fetched since; on another number of ranks it goes on with the next one.
+
+    Args:
+        dataset: `dataset[i]` gives document `i`: a mapping with `input_ids` and maybe `labels` (-100 where nothing is
+            learnt), or its tokens.
+        max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
+        tokens_per_batch: tokens of a step on all ranks.
+        max_document_tokens: the context; by default `max_tokens`.
+        oversize: "split" longer documents, each token predicting the next one all the same; "truncate" them; or it is
+            an "error".
+        max_delay: most steps that a document waits for others; 0: none waits.
+        config: that of a Hugging Face model, for what documents cost.
+        cost_model: or what they cost.
+        validation: documents of an evaluation, all in every one; the mean over batches and ranks of their losses
+            (`self.log("val_loss", loss, sync_dist=True, batch_size=1)`) is then that over labels.
+        lengths: int[documents] tokens, if they are known.
+        num_epochs: of the run, as the Trainer's `max_epochs`: after the last one what waits is drained.
+        shuffle: another order in every epoch.
+        seed: of these orders.
+        num_workers: of the loader.
+        row: makes what `training_step` gets of a micro-batch and the number that the sum of its losses is to be divided
+            by; by default `batch.as_hf()` and `num_items_in_batch`.
+
+    Raises:
+        wlb.WlbError: an argument makes no sense. In `fit`: `accumulate_grad_batches` was given, and is another.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        max_tokens: int,
+        tokens_per_batch: int,
+        max_document_tokens: int | None = None,
+        oversize: Oversize = "split",
+        max_delay: int = 16,
+        config: Any = None,
+        cost_model: wlb.CostModel | None = None,
+        validation: Any = None,
+        lengths: ArrayLike | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        row: Row = _hugging_face,
+    ) -> None:
+        super().__init__()
+        for name, value, minimum in (
+            ("max_tokens", max_tokens, 1),
+            ("tokens_per_batch", tokens_per_batch, 1),
+            ("max_delay", max_delay, 0),
+        ):
+            check_integer(name, value, minimum=minimum)
+        if (config is None) == (cost_model is None):
+            raise error("cost_model", "or config: give one of them, which says what documents cost")
+        if cost_model is None:
+            shape = config if isinstance(config, Mapping) else config.to_dict()
+            cost_model = wlb.ModelConfig.from_hugging_face(shape).cost_model()
+        waiting: dict[str, Any] = {"release": "adaptive", "max_delay": max_delay} if max_delay else {}
+        self._packer_options: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "max_document_tokens": max_document_tokens,
+            "oversize": oversize,
+            "cost_model": cost_model,
+        }
+        self._waiting = waiting
+        self._documents, self._validation = Documents(dataset), validation
+        self._lengths = _lengths(self._documents) if lengths is None else lengths
+        self._tokens_per_batch = tokens_per_batch
+        self._order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
+        self._num_workers = num_workers
+        self._row = row
+
+    def setup(self, stage: str) -> None:
+        """Sets the Trainer's `accumulate_grad_batches`.
+
+        Raises:
+            wlb.WlbError: it is another already.
+        """
+        trainer: Any = self.trainer
+        if stage != "fit" or trainer is None:
+            return
+        needed = self._micro_batches(trainer.world_size) // trainer.world_size
+        if trainer.lightning_module.automatic_optimization:
+            if trainer.accumulate_grad_batches not in (1, needed):
+                found = trainer.accumulate_grad_batches
+                message = f"= {found}: a rank has {needed} micro-batches in every global batch; leave it out"
+                raise error("accumulate_grad_batches", message, value=found)
+            trainer.accumulate_grad_batches = needed
+
+    def total_steps(self) -> int:
+        """Steps of the whole run, for a learning rate schedule; those without a label are counted too."""
+        trainer: Any = self.trainer
+        ranks: int = 1 if trainer is None else trainer.world_size
+        return self._sampler(0, ranks).total_steps()
+
+    def train_dataloader(self) -> _MicroBatches:
+        """The micro-batches of this rank."""
+        trainer: Any = self.trainer
+        sampler = self._sampler(trainer.global_rank, trainer.world_size)
+        loader = DataLoader(self._documents, batch_sampler=sampler, collate_fn=collate, num_workers=self._num_workers)
+        divided = trainer.world_size
+        if trainer.lightning_module.automatic_optimization:
+            divided *= trainer.accumulate_grad_batches
+        return _MicroBatches(StepLoader(loader), trainer, divided, self._row)
+
+    def val_dataloader(self) -> Any:
+        """Rows of all documents of the evaluation, as many on every rank."""
+        if self._validation is None:
+            return []
+        trainer: Any = self.trainer
+        return _Validation(Documents(self._validation), self._packer_options, trainer, self._row)
+
+    def _micro_batches(self, ranks: int) -> int:
+        per_rank = math.ceil(_ROOM * self._tokens_per_batch / (ranks * self._packer_options["max_tokens"]))
+        return ranks * max(1, per_rank)
+
+    def _sampler(self, rank: int, ranks: int) -> BalancedBatchSampler:
+        packer = wlb.Packer(num_micro_batches=self._micro_batches(ranks), **self._packer_options, **self._waiting)
+        return BalancedBatchSampler(
+            self._lengths,
+            packer=packer,
+            dp_rank=rank,
+            dp_size=ranks,
+            tokens_per_batch=self._tokens_per_batch,
+            **self._order,
+        )
+
+
+class _MicroBatches:
+    """What Lightning iterates over, an epoch at a time, and whose state it saves."""
+
+    def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, divided: int, row: Row) -> None:
+        self._steps, self._trainer, self._divided, self._row = steps, trainer, divided, row
+        self._given: deque[Snapshot] = deque()  # after the steps that were given and not yet known to be trained
+        self._done = 0  # optimizer steps before the first of them
+        self._state: dict[str, Any] | None = None  # after the last one that was trained
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note_trained()
+        if not self._given:
+            self._done, self._state = self._trainer.global_step, self._steps.state_dict()
+        for step, labels in labelled_steps(self._steps):
+            assert step.snapshot is not None
+            self._given.append(step.snapshot)
+            for batch in step.micro_batches:
+                yield self._row(batch, (labels or 1) / self._divided)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last step stands that the optimizer took, however many were fetched since."""
+        self._note_trained()
+        return {"steps": self._steps.state_dict() if self._state is None else self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration begins there."""
+        self._steps.load_state_dict(field(state, "steps", dict))
+
+    def _note_trained(self) -> None:
+        while self._given and self._done < self._trainer.global_step:
+            self._state = self._given.popleft().state
+            self._done += 1
+
+
+class _Validation:
+    """Every document once; the plain mean over all batches of all ranks is that over labels."""
+
+    def __init__(self, documents: Documents, options: dict[str, Any], trainer: Any, row: Row) -> None:
+        ranks = trainer.world_size
+        packer = wlb.Packer(num_micro_batches=4 * ranks, **options)
+        sampler = BalancedBatchSampler(
+            _lengths(documents), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
+        )
+        loader = DataLoader(documents, batch_sampler=sampler, collate_fn=collate)
+        steps: StepLoader[PackedBatch] = StepLoader(loader)
+        self._batches = [batch for step in steps for batch in step.micro_batches]
+        group = dist.group.WORLD if dist.is_initialized() else None
+        device = trainer.strategy.root_device if group is not None else "cpu"
+        labels = count_valid_tokens((batch.num_valid_tokens for batch in self._batches), group=group, device=device)
+        self._num_items = max(labels, 1) / (len(self._batches) * ranks)
+        self._row = row
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield self._row(batch, self._num_items)
+
+
+def _lengths(documents: Documents) -> Any:
+    found = arrow_lengths(documents.dataset)
+    if found is not None:
+        return found
+    return np.array([len(documents[index].tokens) for index in range(len(documents))], np.int64)

@@ -1,0 +1,119 @@
+"""A loop of one's own under accelerate, DDP and `fully_shard`, against a plain loop, one document at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from test_balance import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import wlb
+import wlb.torch as wt
+from wlb.torch.data import PackedBatch
+
+STEPS = 20
+EPOCHS = 2
+
+
+def sampler(rank: int, ranks: int) -> wt.BalancedBatchSampler:
+    cost = wlb.ModelConfig.from_hugging_face(llama().config.to_dict()).cost_model()
+    packer = wlb.Packer(
+        num_micro_batches=4, max_tokens=64, max_document_tokens=CONTEXT, oversize="split", cost_model=cost
+    )
+    return wt.BalancedBatchSampler(
+        LENGTHS, packer=packer, dp_rank=rank, dp_size=ranks, tokens_per_batch=160, num_epochs=EPOCHS
+    )
+
+
+def reference() -> list[float]:
+    model, losses = llama(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = sampler(0, 1)
+    micro_batches = [batch for _ in range(EPOCHS) for batch in batches]
+    for first in range(0, STEPS * 4, 4):
+        rows = [alone(element) for batch in micro_batches[first : first + 4] for element in batch]
+        valid = sum(label != -100 for _, predicted in rows for label in predicted)
+        loss = torch.stack([loss_of_one(model, *row) for row in rows]).sum() / valid
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(rank: int, wrapper: str, folder: Path | None = None, die: bool = False) -> list[float]:
+    """Three lines are wlb's: the sampler, the loader, the step. Saves after 7 steps, goes on from there if it can."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    warnings.simplefilter("ignore")
+    accelerator = None
+    model: Any = llama()
+    if wrapper == "accelerate":
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+    elif wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    elif wrapper == "fully_shard":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = sampler(rank, dist.get_world_size())
+    loader: wt.StepLoader[PackedBatch] = wt.StepLoader(
+        DataLoader(wt.Documents(documents()), batch_sampler=batches, collate_fn=wt.collate)
+    )
+    losses: list[float] = []
+    if folder is not None and (folder / "model").exists():
+        model.load_state_dict(torch.load(folder / "model"))
+        optimizer.load_state_dict(torch.load(folder / "optimizer"))
+        saved = json.loads((folder / "data").read_text())
+        loader.load_state_dict(saved["data"])
+        losses = saved["losses"]
+    while batches.epoch < EPOCHS:
+        for step in loader:
+            losses.append(wt.train_step(model, step, accelerator=accelerator).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if folder is not None and len(losses) == 7 and rank == 0 and not (folder / "data").exists():
+                torch.save(model.state_dict(), folder / "model")
+                torch.save(optimizer.state_dict(), folder / "optimizer")
+                (folder / "data").write_text(json.dumps({"data": step.state, "losses": losses}))
+            if die and len(losses) == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if len(losses) == STEPS:
+                return losses
+    return losses
+
+
+CASES: list[Any] = [(wrapper, ranks) for wrapper in ("accelerate", "fully_shard", "plain") for ranks in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "ranks"),
+    [pytest.param(*case, marks=[] if case == ("accelerate", 2) else pytest.mark.long) for case in CASES],
+)
+def test_losses_are_those_of_one_document_at_a_time(wrapper: str, ranks: int) -> None:
+    expected = reference()
+    for losses in processes.run(ranks, train, wrapper):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrapper", ["accelerate", "ddp"])
+def test_a_killed_loop_goes_on_bit_for_bit(wrapper: str, tmp_path: Path) -> None:
+    with pytest.raises(processes.RankFailed, match="died"):
+        processes.run(2, train, wrapper, tmp_path, True)
+    assert (tmp_path / "data").exists()
+    assert processes.run(2, train, wrapper, tmp_path) == processes.run(2, train, wrapper)

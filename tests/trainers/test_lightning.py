@@ -1,0 +1,170 @@
+"""`BalancedDataModule` in the real Lightning, against a plain loop, one document at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from test_balance import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one, mean_over_tokens
+from torch import Tensor
+
+import wlb
+from wlb.integrations.lightning import BalancedDataModule
+
+STEPS = 20
+EPOCHS = 2
+
+
+class Module(lightning.LightningModule):
+    """As people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.losses: list[float] = []
+
+    def training_step(self, row: dict[str, Any], index: int) -> Tensor:
+        loss: Tensor = self.model(**row).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, row: dict[str, Any], index: int) -> None:
+        self.log("val_loss", self.model(**row).loss, sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(**options: Any) -> BalancedDataModule:
+    defaults: dict[str, Any] = {"num_epochs": EPOCHS, "max_document_tokens": CONTEXT, "tokens_per_batch": 160}
+    return BalancedDataModule(documents(), max_tokens=64, config=llama().config, **defaults | options)
+
+
+def quiet() -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def fit(folder: Path, *, stop: int = STEPS, resume: bool = False, callbacks: Any = (), **options: Any) -> Any:
+    quiet()
+    strategy = DDPStrategy(cluster_environment=LightningEnvironment()) if dist.is_initialized() else "auto"
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        max_steps=stop,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}"), *callbacks],
+        **options,
+    )
+    module = Module()
+    checkpoint = str(folder / "step=7.ckpt") if resume else None
+    trainer.fit(module, data(validation=documents()[::3]), ckpt_path=checkpoint, weights_only=False)
+    size = trainer.accumulate_grad_batches
+    losses = torch.tensor(module.losses).reshape(-1, size).mean(1)
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()]).numpy()
+    return losses.tolist(), weights, trainer.current_epoch
+
+
+def train(rank: int, folder: Path, resume: bool = False) -> Any:
+    return fit(folder, resume=resume)
+
+
+def reference() -> tuple[list[float], np.ndarray]:
+    model, losses = llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = data()._sampler(0, 1)
+    micro_batches = [batch for _ in range(EPOCHS) for batch in sampler]
+    size = sampler.num_micro_batches_per_rank
+    for first in range(0, STEPS * size, size):
+        rows = [alone(element) for batch in micro_batches[first : first + size] for element in batch]
+        valid = sum(label != -100 for _, predicted in rows for label in predicted)
+        loss = torch.stack([loss_of_one(model, *row) for row in rows]).sum() / valid
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_lightning_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path) -> None:
+    losses, weights = reference()
+    for found, found_weights, epoch in processes.run(ranks, train, tmp_path):
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        np.testing.assert_allclose(found_weights, weights, rtol=0, atol=1e-5 * np.abs(weights).max())
+        assert epoch >= 1
+
+
+def killed(rank: int, folder: Path) -> None:
+    class Die(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    fit(folder, callbacks=[Die()])
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    with pytest.raises(processes.RankFailed, match="died"):
+        processes.run(2, killed, tmp_path)
+    found = processes.run(2, train, tmp_path, True)[0]
+    whole = processes.run(2, train, tmp_path / "whole")[0]
+    assert found[0] == whole[0][7:]
+    np.testing.assert_array_equal(found[1], whole[1])
+
+
+def validate(rank: int) -> float:
+    quiet()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=DDPStrategy(cluster_environment=LightningEnvironment()),
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    found: Any = trainer.validate(Module(), data(validation=documents()[::3]), verbose=False)
+    loss: float = found[0]["val_loss"]
+    return loss
+
+
+def test_evaluation_weighs_tokens_alike() -> None:
+    expected = mean_over_tokens(llama(), list(range(0, len(LENGTHS), 3)))
+    assert processes.run(2, validate) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def test_another_accumulation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(wlb.WlbError, match="has 4 micro-batches in every global batch"):
+        fit(tmp_path, accumulate_grad_batches=3)
+
+
+def test_costs_have_to_be_said() -> None:
+    with pytest.raises(wlb.WlbError, match="give one of them"):
+        BalancedDataModule(documents(), max_tokens=64, tokens_per_batch=100)
+
+
+def test_steps_are_known_beforehand() -> None:
+    assert data().total_steps() >= STEPS
