@@ -140,7 +140,8 @@ class BalancedDataModule(LightningDataModule):
         """Steps of the whole run, for a learning rate schedule; those without a label are counted too."""
         trainer: Any = self.trainer
         ranks: int = 1 if trainer is None else trainer.world_size
-        return self._sampler(0, ranks).total_steps()
+        steps: int = self._sampler(0, ranks).total_steps()
+        return steps
 
     def train_dataloader(self) -> _MicroBatches:
         """The micro-batches of this rank."""
