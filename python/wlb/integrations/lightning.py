@@ -140,8 +140,7 @@ class BalancedDataModule(LightningDataModule):
         """Steps of the whole run, for a learning rate schedule; those without a label are counted too."""
         trainer: Any = self.trainer
         ranks: int = 1 if trainer is None else trainer.world_size
-        steps: int = self._sampler(0, ranks).total_steps()
-        return steps
+        return self._sampler(0, ranks).total_steps()
 
     def train_dataloader(self) -> _MicroBatches:
         """The micro-batches of this rank."""
@@ -161,7 +160,7 @@ class BalancedDataModule(LightningDataModule):
         return _Validation(Documents(self._validation), self._packer_options, trainer, self._row)
 
     def _micro_batches(self, ranks: int) -> int:
-        per_rank = math.ceil(_ROOM * self._tokens_per_batch / (ranks * self._packer_options["max_tokens"]))
+        per_rank: int = math.ceil(_ROOM * self._tokens_per_batch / (ranks * self._packer_options["max_tokens"]))
         return ranks * max(1, per_rank)
 
     def _sampler(self, rank: int, ranks: int) -> BalancedBatchSampler:
