@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import wlb
-from wlb.integrations.huggingface import balance
+from wlb.integrations.huggingface import balance, refusals
 from wlb.torch.data import Piece
 
 VOCABULARY = 64
@@ -223,7 +223,7 @@ def test_epochs_are_counted_by_documents(tmp_path: Path) -> None:
     saved = sorted(int(folder.name.partition("-")[2]) for folder in tmp_path.glob("checkpoint-*"))
     first = json.loads((tmp_path / f"checkpoint-{saved[0]}" / "trainer_state.json").read_text())
     assert (len(saved), saved[1], first["epoch"]) == (2, trainer.args.max_steps, 1.0)
-    again = balanced(tmp_path)
+    again = balanced(tmp_path, dataloader_num_workers=1)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved[0]}"))
     assert outcome(again)[0] == outcome(trainer)[0]
 
@@ -385,6 +385,23 @@ def test_what_would_train_other_documents_is_refused(name: str, tmp_path: Path) 
         balance(trainer, max_tokens=64)
     assert refused.value.argument == argument
     assert (type(trainer), vars(trainer.args)) == (cls, before), "half done"
+
+
+def test_versions_that_are_not_known_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data: Any = documents()
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data, data_collator=together)
+    with monkeypatch.context() as older:
+        older.setattr(refusals.transformers, "__version__", "4.57.1")
+        with pytest.raises(wlb.WlbError, match=r"transformers 4.57.1: 5.0 or newer"):
+            balance(trainer, max_tokens=64)
+    with monkeypatch.context() as newer:
+        newer.delattr(Trainer, "get_batch_samples")
+        with pytest.raises(wlb.WlbError, match="newer than this version of wlb knows"):
+            balance(trainer, max_tokens=64)
+    with monkeypatch.context() as another:
+        another.setattr(Trainer, "_get_num_items_in_batch", lambda self, batches, device: torch.tensor(1))
+        with pytest.raises(wlb.WlbError, match="does not count shift_labels"):
+            balance(trainer, max_tokens=64)
 
 
 def test_twice_is_refused(tmp_path: Path) -> None:

@@ -71,10 +71,23 @@ class Documents(Dataset[Document]):
             wlb.WlbError: The document ends before the piece does: its length in the plan is not the data set's. Or it
                 has not as many labels as tokens, or is a mapping without `"input_ids"`.
         """
+        number = index.document if isinstance(index, Piece) else index
+        return self._made(self.dataset[number], index)
+
+    def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
+        """Those of a micro-batch, read at once where the data set can: a `DataLoader` asks so."""
+        together = getattr(self.dataset, "__getitems__", None)
+        if together is None:
+            return [self[index] for index in indices]
+        numbers = [index.document if isinstance(index, Piece) else index for index in indices]
+        rows = together(numbers) if numbers else []
+        return [self._made(row, index) for row, index in zip(rows, indices, strict=True)]
+
+    def _made(self, row: Any, index: int | Piece) -> Document:
         if not isinstance(index, Piece):
-            return as_document(self.dataset[index], index, "dataset")
+            return as_document(row, index, "dataset")
         number, start, length = index
-        document = as_document(self.dataset[number], number, "dataset")
+        document = as_document(row, number, "dataset")
         found = len(document.tokens)
         if found < start + length:
             message = f"has {found} tokens, but the plan wants those from {start} to {start + length}"
