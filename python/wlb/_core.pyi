@@ -396,6 +396,8 @@ class Shard:
     @property
     def pairs_per_rank(self) -> NDArray[np.int64]: ...
     @property
+    def keys_moved(self) -> NDArray[np.int64]: ...
+    @property
     def restore_indices(self) -> NDArray[np.int32]: ...
     def rank(self, rank: int) -> RankShard: ...
     def digest(self) -> str: ...
@@ -407,10 +409,11 @@ def shard(
     lengths: ArrayLike,
     *,
     cp_size: int,
-    strategy: Strategy = "per_document",
+    strategy: Strategy = "auto",
     causal: bool = True,
     remainder: Remainder = "chunk",
     hybrid_threshold: int | None = None,
+    max_imbalance: float = 1.01,
     kernel_model: KernelModel | None = None,
 ) -> Shard: ...
 

@@ -67,7 +67,7 @@ def test_the_faces_of_a_plan_agree() -> None:
             assert len(group) == group.cp_size == plan.cp_sizes[j, rank]
             assert group.tokens_per_rank == plan.tokens_per_rank[j, rank]
             assert group.seconds == plan.rank_seconds[j, rank]
-            shard = wlb.shard(group.lengths, cp_size=group.cp_size)
+            shard = wlb.shard(group.lengths, cp_size=group.cp_size, strategy="per_document")
             assert max(shard.tokens_per_rank) == group.tokens_per_rank
     counts = [count for count, _ in plan.sweep]
     assert counts == sorted(counts)

@@ -15,6 +15,7 @@ from oracles import sharding as naive
 from oracles import strategies
 from oracles.cost import pairs
 
+AUTO: list[dict[str, Any]] = [{"strategy": "auto"}, {"strategy": "auto", "max_imbalance": 1.2}]
 VARIANTS: list[dict[str, Any]] = [
     {"strategy": "per_sequence"},
     {"strategy": "per_document"},
@@ -39,7 +40,7 @@ def test_equal_to_the_oracle(lengths: list[int], cp_size: int, variant: dict[str
     assert len(shard) == cp_size
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + AUTO, ids=str)
 @given(lengths=LENGTHS, cp_size=CP_SIZES, causal=st.booleans())
 def test_every_token_on_one_rank(lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool) -> None:
     """Also: equal tokens within one, each rank ascending, all pairs attended once, and the way back."""
@@ -103,10 +104,33 @@ def test_attention_is_that_of_whole_documents(
     )
 
 
+@pytest.mark.parametrize("variant", VARIANTS + AUTO, ids=str)
+@given(lengths=LENGTHS, cp_size=CP_SIZES, causal=st.booleans())
+def test_keys_moved_are_those_of_others(
+    lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool
+) -> None:
+    shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
+    for rank, moved in zip((shard.rank(i) for i in range(cp_size)), shard.keys_moved, strict=True):
+        ends = np.diff(rank.cu_seqlens_k)
+        seen = {int(key) for start, n in zip(rank.k_starts, ends, strict=True) for key in range(start, start + n)}
+        assert len(seen - set(rank.token_indices.tolist())) == moved
+
+
+@given(st.lists(st.integers(200, 60_000), min_size=20, max_size=80), st.sampled_from([2, 4, 7, 8, 16]), st.booleans())
+def test_auto_is_as_even_as_asked_and_fetches_less(lengths: list[int], cp_size: int, causal: bool) -> None:
+    """Where cutting every document for all ranks is even enough, so is it; and the busiest rank fetches no more."""
+    auto, all_ranks = (
+        wlb.shard(lengths, cp_size=cp_size, causal=causal, strategy=strategy) for strategy in ("auto", "per_document")
+    )
+    allowed = max(1.01 * auto.pairs_per_rank.mean(), all_ranks.pairs_per_rank.max())
+    assert auto.pairs_per_rank.max() <= allowed
+    assert auto.keys_moved.max() <= all_ranks.keys_moved.max()
+
+
 @given(LENGTHS, CP_SIZES)
 def test_pairs_are_equal_when_the_chunks_are(lengths: list[int], cp_size: int) -> None:
     divisible = [length * 2 * cp_size for length in lengths]
-    shard = wlb.shard(divisible, cp_size=cp_size)
+    shard = wlb.shard(divisible, cp_size=cp_size, strategy="per_document")
     assert np.ptp(shard.pairs_per_rank) == 0
     assert np.ptp(shard.tokens_per_rank) == 0
 
@@ -117,7 +141,7 @@ def test_pairs_are_equal_when_the_chunks_are(lengths: list[int], cp_size: int) -
 )
 def test_pairs_are_nearly_equal_at_any_lengths(lengths: list[int], cp_size: int) -> None:
     """The first published bound, and the second for each time that the cursor goes round."""
-    gap = int(np.ptp(wlb.shard(lengths, cp_size=cp_size).pairs_per_rank))
+    gap = int(np.ptp(wlb.shard(lengths, cp_size=cp_size, strategy="per_document").pairs_per_rank))
     uneven = [length for length in lengths if length % (2 * cp_size)]
     rounds = -(-sum(length % (2 * cp_size) for length in uneven) // (2 * cp_size))
     assert gap <= 2 * sum(uneven)
@@ -126,15 +150,15 @@ def test_pairs_are_nearly_equal_at_any_lengths(lengths: list[int], cp_size: int)
 
 def test_the_published_bound_needs_its_rounds() -> None:
     """`2 * d_max` alone does not hold, as published, where the cursor goes round."""
-    assert np.ptp(wlb.shard([9, 7, 9], cp_size=8).pairs_per_rank) == 19
-    assert np.ptp(wlb.shard([5, 5, 3, 3, 3, 3, 3, 3], cp_size=3).pairs_per_rank) > 2 * 5
+    assert np.ptp(wlb.shard([9, 7, 9], cp_size=8, strategy="per_document").pairs_per_rank) == 19
+    assert np.ptp(wlb.shard([5, 5, 3, 3, 3, 3, 3, 3], cp_size=3, strategy="per_document").pairs_per_rank) > 2 * 5
 
 
 @given(LENGTHS, CP_SIZES)
 def test_per_document_slots_hold_equal_tokens(lengths: list[int], cp_size: int) -> None:
     """A last document fills the sequence up to a multiple of 2 * cp_size: then all ranks hold the same."""
     filled = [*lengths, 2 * cp_size - sum(lengths) % (2 * cp_size)]
-    assert np.ptp(wlb.shard(filled, cp_size=cp_size).tokens_per_rank) == 0
+    assert np.ptp(wlb.shard(filled, cp_size=cp_size, strategy="per_document").tokens_per_rank) == 0
 
 
 @given(LENGTHS, CP_SIZES, st.integers(1, 100))

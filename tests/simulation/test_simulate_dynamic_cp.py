@@ -82,7 +82,7 @@ def test_steps_recomputed_group_by_group() -> None:
                 ranks = slice(group.first_rank, group.first_rank + group.cp_size)
                 seconds = 0.0
                 if len(group.lengths):
-                    cut = wlb.shard(group.lengths, cp_size=group.cp_size)
+                    cut = wlb.shard(group.lengths, cp_size=group.cp_size, strategy="per_document")
                     layout = dataclasses.replace(ODD, cp=group.cp_size, dp=-(-6 // group.cp_size))
                     forward, backward = (
                         [case.attention.rank_seconds(cut, passes=passes).max()] for passes in ("forward", "backward")

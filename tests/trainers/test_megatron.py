@@ -24,7 +24,7 @@ COST = wlb.CostModel(attention=1.0, linear=100.0)
 
 def planned(cp_size: int) -> wlb.Shard:
     multiple = megatron.required_multiple(cp_size=cp_size)
-    return wlb.shard(megatron.padded_lengths(LENGTHS, pad_multiple=multiple), cp_size=cp_size)
+    return wlb.shard(megatron.padded_lengths(LENGTHS, pad_multiple=multiple), cp_size=cp_size, strategy="per_document")
 
 
 def test_max_tokens_holds_after_padding_and_no_token_is_lost() -> None:
@@ -47,7 +47,7 @@ def test_max_tokens_holds_after_padding_and_no_token_is_lost() -> None:
     )
     seen = np.zeros(len(lengths), np.int64)
     for micro_batch in (micro_batch for plan in [*plans, *packer.flush()] for micro_batch in plan):
-        shard = wlb.shard(micro_batch.lengths, cp_size=4)
+        shard = wlb.shard(micro_batch.lengths, cp_size=4, strategy="per_document")
         real = megatron.real_lengths(micro_batch, lengths[micro_batch.document_ids], pad_multiple=multiple)
         np.add.at(seen, micro_batch.document_ids, real)
         batch = {"tokens": megatron.pad(torch.ones(int(real.sum())), shard, lengths=real, fill=0)[None]}
@@ -136,14 +136,34 @@ def test_ranks_hold_what_megatron_takes(cp_size: int) -> None:
     [
         (lambda: megatron.required_multiple(cp_size=0), "cp_size", None),
         (lambda: megatron.padded_lengths([1], pad_multiple=0), "pad_multiple", None),
-        (lambda: megatron.packed_seq_params(wlb.shard([8, 9], cp_size=2)), "shard", 1),
+        (lambda: megatron.packed_seq_params(wlb.shard([8, 9], cp_size=2, strategy="per_document")), "shard", 1),
         (lambda: megatron.packed_seq_params(wlb.shard([8, 8], cp_size=2, strategy="per_sequence")), "shard", None),
         (lambda: megatron.packed_seq_params(planned(2), lengths=[1]), "lengths", None),
-        (lambda: megatron.packed_seq_params(wlb.shard([8, 8], cp_size=2), lengths=[8, 9]), "lengths", 1),
-        (lambda: megatron.packed_seq_params(wlb.shard([8, 8], cp_size=2), lengths=[0, 8]), "lengths", 0),
+        (
+            lambda: megatron.packed_seq_params(wlb.shard([8, 8], cp_size=2, strategy="per_document"), lengths=[8, 9]),
+            "lengths",
+            1,
+        ),
+        (
+            lambda: megatron.packed_seq_params(wlb.shard([8, 8], cp_size=2, strategy="per_document"), lengths=[0, 8]),
+            "lengths",
+            0,
+        ),
         (lambda: megatron.packed_seq_params(planned(2), no_such_field=1), "no_such_field", None),
-        (lambda: megatron.pad(torch.zeros(3), wlb.shard([8], cp_size=2), lengths=[7], fill=0), "values", None),
-        (lambda: megatron.slice_for_rank({"x": torch.zeros(8)}, wlb.shard([8], cp_size=2), cp_rank=0), "batch", None),
+        (
+            lambda: megatron.pad(
+                torch.zeros(3), wlb.shard([8], cp_size=2, strategy="per_document"), lengths=[7], fill=0
+            ),
+            "values",
+            None,
+        ),
+        (
+            lambda: megatron.slice_for_rank(
+                {"x": torch.zeros(8)}, wlb.shard([8], cp_size=2, strategy="per_document"), cp_rank=0
+            ),
+            "batch",
+            None,
+        ),
         (lambda: megatron.real_lengths(micro_batch([16, 8]), [13], pad_multiple=8), "document_lengths", None),
         (lambda: megatron.real_lengths(micro_batch([16, 8]), [8, 8], pad_multiple=8), "document_lengths", 0),
         (lambda: megatron.real_lengths(micro_batch([16, 8]), [13, 0], pad_multiple=8), "document_lengths", 1),

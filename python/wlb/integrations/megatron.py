@@ -7,7 +7,7 @@ padding. Pad the lengths *before* packing: then ``max_tokens`` counts the paddin
     multiple = required_multiple(cp_size=cp_size)
     packing = packer.push(padded_lengths(lengths[ids], pad_multiple=multiple), ids=ids)
     micro_batch = packing[i]                                             # may hold documents of earlier pushes
-    shard = wlb.shard(micro_batch.lengths, cp_size=cp_size)              # per document: the cut of Transformer Engine
+    shard = wlb.shard(micro_batch.lengths, cp_size=cp_size, strategy="per_document")    # as Transformer Engine cuts
     real = real_lengths(micro_batch, lengths[micro_batch.document_ids], pad_multiple=multiple)
 
     batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(len(tokens))}        # [real tokens] each

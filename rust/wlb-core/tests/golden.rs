@@ -233,7 +233,8 @@ struct Rank {
 fn shards() {
     for ShardCase { lengths, cp_size, causal, strategy, remainder, hybrid_threshold, ranks } in read("shard.json") {
         let strategy = strategy.parse().unwrap();
-        let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold };
+        let options =
+            ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance: 1.01 };
         let shard = shard(&checked(&lengths), &options).unwrap();
         assert_eq!(shard.cp_size(), ranks.len());
         for (rank, expected) in ranks.into_iter().enumerate() {

@@ -23,7 +23,7 @@ fn segment() -> impl Strategy<Value = (i32, i32)> {
 }
 
 fn options(strategy: Cut, cp_size: usize, mask: Mask) -> ShardOptions {
-    ShardOptions { cp_size, strategy, mask, remainder: Remainder::Chunk, hybrid_threshold: None }
+    ShardOptions { cp_size, strategy, mask, remainder: Remainder::Chunk, hybrid_threshold: None, max_imbalance: 1.01 }
 }
 
 fn analytic(generation: Generation, mask: Mask) -> KernelModel {

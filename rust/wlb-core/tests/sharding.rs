@@ -22,6 +22,7 @@ fn per_document(lengths: &[i32], cp_size: usize) -> Shard {
         mask: Mask::Causal,
         remainder: Remainder::Chunk,
         hybrid_threshold: None,
+        max_imbalance: 1.01,
     };
     shard(&checked(lengths), &options).unwrap()
 }
@@ -82,7 +83,7 @@ proptest! {
                 strategy,
                 mask: Mask::Causal,
                 remainder: Remainder::Chunk,
-                hybrid_threshold,
+                hybrid_threshold, max_imbalance: 1.01,
             };
             prop_assert_eq!(&shard(&checked(&[length]), &options).unwrap().ranks, &by_document.ranks);
         }
@@ -97,7 +98,7 @@ proptest! {
             let strategy = [Cut::PerSequence, Cut::PerDocument, Cut::Hybrid][way];
             let hybrid_threshold = (strategy == Cut::Hybrid).then_some(4);
             let remainder = Remainder::Chunk;
-            let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold };
+            let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold, max_imbalance: 1.01 };
             shard(&checked(&lengths), &options).unwrap()
         };
         let (a, b) = (run(a), run(b));
@@ -145,6 +146,7 @@ fn wrong_options_are_named() {
         mask: Mask::Causal,
         remainder: Remainder::Chunk,
         hybrid_threshold: None,
+        max_imbalance: 1.01,
     };
     let argument = |options: ShardOptions| shard(&checked(&[5]), &options).unwrap_err().argument();
     assert_eq!(argument(ShardOptions { cp_size: 0, ..good.clone() }), "cp_size");

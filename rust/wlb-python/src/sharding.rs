@@ -32,16 +32,18 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Args:
 ///     lengths: int[n], tokens of the documents, in packed order.
 ///     cp_size: ranks of the group.
-///     strategy: "per_document" cuts every document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and
-///         ``2 * cp_size - 1 - i``: equal work on all ranks. "per_sequence" does that with the packed sequence: fewer,
+///     strategy: "auto" lays every document on as few ranks as leave none with more than ``max_imbalance`` times the mean
+///         pairs (where nothing does, as evenly as it can): few keys to fetch, long segments. "per_document" cuts every
+///         document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2 * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer,
 ///         longer segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document
-///         and keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be fastest:
+///         and keeps shorter ones whole on one rank. "adaptive" is whichever of these three ``kernel_model`` predicts to be fastest:
 ///         the least latency of the slowest rank, forward and backward; of equals the one named first here, "per_sequence" before
 ///         all. The result's ``strategy`` and ``hybrid_threshold`` tell which.
 ///     causal: mask; decides pairs and key ranges, not who gets which token.
 ///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk" lengthens
 ///         chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).
 ///     hybrid_threshold: tokens; with "hybrid" only.
+///     max_imbalance: with "auto": pairs of the rank with the most over the mean, at least 1.
 ///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It searches all
 ///         distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from lengths only.
 ///
@@ -55,8 +57,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 #[pyfunction]
 #[pyo3(signature = (
-    lengths, *, cp_size, strategy = "per_document", causal = true, remainder = "chunk", hybrid_threshold = None,
-    kernel_model = None,
+    lengths, *, cp_size, strategy = "auto", causal = true, remainder = "chunk", hybrid_threshold = None,
+    max_imbalance = 1.01, kernel_model = None,
 ))]
 #[allow(clippy::too_many_arguments, reason = "all but the first are keywords in Python")]
 fn shard(
@@ -67,10 +69,11 @@ fn shard(
     causal: bool,
     remainder: &str,
     #[pyo3(from_py_with = arguments::optional::hybrid_threshold)] hybrid_threshold: Option<i64>,
+    max_imbalance: f64,
     kernel_model: Option<&KernelModel>,
 ) -> PyResult<Shard> {
     let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
-    let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold };
+    let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
     Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0))
 }
 
@@ -110,7 +113,7 @@ hashed_by!(Shard: |shard| (&shard.plan.lengths, shard.plan.cp_size()));
 
 properties! {
     Shard:
-    /// How it was cut: "per_sequence", "per_document" or "hybrid".
+    /// How it was cut: "auto", "per_sequence", "per_document" or "hybrid".
     strategy: &'static str = |shard| shard.plan.strategy.as_str();
     /// With "hybrid", the tokens from which on documents were cut, given or chosen; else None.
     hybrid_threshold: Option<i64> = |shard| shard.options.hybrid_threshold;
@@ -127,6 +130,9 @@ properties! {
     /// int64[cp_size]: exact (query, key) pairs of each rank.
     // At most 2^62: the pairs of one document of 2^31 tokens.
     pairs_per_rank: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.pairs(rank) as i64).collect());
+    /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. Its
+    /// values are as many. Without a window; O(segments).
+    keys_moved: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_moved(rank)).collect());
     /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the packed
     /// sequence. O(tokens).
     restore_indices: Array<Vec<i32>> = |shard| Array(shard.plan.restore_indices());
@@ -167,12 +173,15 @@ impl Shard {
     #[allow(clippy::type_complexity, reason = "what pickle wants")]
     fn __reduce__<'py>(
         slf: &Bound<'py, Self>,
-    ) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyArray1<i32>>, usize, &'static str, bool, &'static str, Option<i64>))>
-    {
+    ) -> PyResult<(
+        Bound<'py, PyAny>,
+        (Bound<'py, PyArray1<i32>>, usize, &'static str, bool, &'static str, Option<i64>, f64),
+    )> {
         let Self { plan, options } = slf.get();
         let lengths = PyArray1::from_slice(slf.py(), &plan.lengths);
         let (strategy, remainder) = (options.strategy.as_str(), options.remainder.as_str());
-        let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), remainder, options.hybrid_threshold);
+        let (threshold, max_imbalance) = (options.hybrid_threshold, options.max_imbalance);
+        let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), remainder, threshold, max_imbalance);
         Ok((slf.get_type().getattr("_of")?, arguments))
     }
 
@@ -185,9 +194,11 @@ impl Shard {
         causal: bool,
         remainder: &str,
         hybrid_threshold: Option<i64>,
+        max_imbalance: f64,
     ) -> PyResult<Self> {
         let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
-        let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold };
+        let options =
+            ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
         Self::cut(py, &lengths, &options, None)
     }
 }

@@ -20,7 +20,7 @@ def collate(
     *,
     cp_rank: int = 0,
     cp_size: int = 1,
-    strategy: str = "per_document",
+    strategy: str = "auto",
     causal: bool = True,
     document_ids: ArrayLike | None = None,
     **sharding: Any,
@@ -42,7 +42,7 @@ def collate(
         strategy: As in `wlb.shard`.
         causal: As in `wlb.shard`. Labels are those of next-token prediction either way.
         document_ids: int64 [documents], instead of those that the documents bring; bare tokens bring their index here.
-        **sharding: Further arguments of `wlb.shard`: `kernel_model` for "adaptive", `hybrid_threshold`, `remainder`.
+        **sharding: Further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` for "adaptive", ...
 
     Returns:
         The batch; its tensors lie in ordinary memory of the CPU.

@@ -363,7 +363,7 @@ class DynamicCpLoader(Generic[T]):
                 read_by = table.ranks[rows]
                 if me not in group.ranks and me not in read_by:
                     continue
-                shard = wlb.shard(group.lengths, cp_size=group.cp_size)
+                shard = wlb.shard(group.lengths, cp_size=group.cp_size, strategy="per_document")
                 source = np.repeat(read_by, group.lengths)  # of every token
                 if me in read_by:
                     mine = [documents[at] for at in table.positions[rows[read_by == me]]]

@@ -5,6 +5,7 @@
 //! from lengths only, [`ShardOptions::resolve`] chooses between the strategies.
 
 mod adaptive;
+mod auto;
 mod builder;
 mod hybrid;
 pub mod kernel;

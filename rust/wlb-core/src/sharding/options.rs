@@ -9,14 +9,16 @@ named_choices! {
     /// How a micro-batch is cut.
     #[derive(Default)]
     Strategy, "strategy" {
+        /// Every document on as few ranks as balance allows.
+        #[default]
+        Auto = "auto",
         /// The packed sequence in `2*cp` chunks.
         PerSequence = "per_sequence",
         /// Every document in `2*cp` chunks.
-        #[default]
         PerDocument = "per_document",
         /// Long documents per document, short ones whole.
         Hybrid = "hybrid",
-        /// Whichever of these a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
+        /// Whichever of the last three a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
         /// is never of this one.
         Adaptive = "adaptive",
     }
@@ -35,7 +37,7 @@ named_choices! {
 }
 
 /// How to cut a micro-batch.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ShardOptions {
     /// Ranks of the context-parallel group.
     pub cp_size: usize,
@@ -47,6 +49,8 @@ pub struct ShardOptions {
     pub remainder: Remainder,
     /// Documents of at least this many tokens are long; with [`Strategy::Hybrid`] only.
     pub hybrid_threshold: Option<i64>,
+    /// With [`Strategy::Auto`], how many pairs the rank with the most may have, over the mean; otherwise of no effect.
+    pub max_imbalance: f64,
 }
 
 /// Checks what every strategy needs: so many ranks, and tokens that int32 counts.

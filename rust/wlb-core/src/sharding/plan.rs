@@ -62,6 +62,28 @@ impl Shard {
         self.ranks[rank].iter().map(of_segment).sum()
     }
 
+    /// Keys that a rank has to fetch: those that its queries see and other ranks hold. Exact.
+    ///
+    /// # Complexity
+    /// O(segments of the rank).
+    pub fn keys_moved(&self, rank: usize) -> i64 {
+        let mut moved = 0;
+        // How far the rank sees the document at hand.
+        let (mut document, mut seen) = (None, 0);
+        for segment in &self.ranks[rank] {
+            if document != Some(segment.document) {
+                (document, seen) = (Some(segment.document), 0);
+            }
+            let sees = match self.mask {
+                Mask::Causal => segment.end(),
+                Mask::Full => self.lengths[segment.document as usize],
+            };
+            moved += i64::from(sees - seen - segment.length);
+            seen = sees;
+        }
+        moved
+    }
+
     /// First token of a segment in the packed sequence.
     #[inline]
     pub fn packed_start(&self, segment: &Segment) -> i32 {

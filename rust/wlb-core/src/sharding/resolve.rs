@@ -39,7 +39,7 @@ impl ShardOptions {
     ///
     /// let kernel = KernelModel::analytic(Generation::H100, 32, 8, 128, Mask::Causal)?;
     /// let (strategy, mask, remainder) = (Strategy::Adaptive, Mask::Causal, Remainder::Chunk);
-    /// let options = ShardOptions { cp_size: 4, strategy, mask, remainder, hybrid_threshold: None };
+    /// let options = ShardOptions { cp_size: 4, strategy, mask, remainder, hybrid_threshold: None, max_imbalance: 1.01 };
     /// // A single document is balanced as it is.
     /// let resolved = options.resolve(&Lengths::new("lengths", &[65536])?, Some(&kernel))?;
     /// assert_eq!(resolved.strategy, Strategy::PerSequence);
@@ -49,7 +49,7 @@ impl ShardOptions {
         let needs_kernel = match self.strategy {
             Strategy::Adaptive => true,
             Strategy::Hybrid => self.hybrid_threshold.is_none(),
-            Strategy::PerSequence | Strategy::PerDocument => false,
+            Strategy::Auto | Strategy::PerSequence | Strategy::PerDocument => false,
         };
         let kernel = match kernel {
             Some(kernel) if needs_kernel => kernel,

@@ -1,13 +1,13 @@
 //! One micro-batch cut by the strategy that was asked for.
 
-use crate::error::{Result, check_range};
+use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
 use crate::limits::MAX_TOKENS;
 
 use super::builder::Builder;
 use super::options::{Remainder, ShardOptions, Strategy, check_size, wrong};
 use super::plan::Shard;
-use super::{hybrid, per_document, per_sequence};
+use super::{auto, hybrid, per_document, per_sequence};
 
 /// Cuts one micro-batch for the ranks of a context-parallel group, without padding.
 ///
@@ -21,11 +21,11 @@ use super::{hybrid, per_document, per_sequence};
 /// The segments of every rank.
 ///
 /// # Errors
-/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::TotalTooLong`] when the tokens
+/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::Number`] for `max_imbalance`, [`crate::Error::TotalTooLong`] when the tokens
 /// exceed int32, [`crate::Error::Combination`] for an option that does not go with the strategy.
 ///
 /// # Complexity
-/// O(n (log n + cp_size)) for `n` documents.
+/// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 33 attempts.
 ///
 /// # Example
 /// ```
@@ -33,7 +33,7 @@ use super::{hybrid, per_document, per_sequence};
 /// use wlb_core::{Lengths, Mask, ShardOptions, Strategy, shard};
 ///
 /// let (strategy, mask, remainder) = (Strategy::PerDocument, Mask::Causal, Remainder::Chunk);
-/// let options = ShardOptions { cp_size: 2, strategy, mask, remainder, hybrid_threshold: None };
+/// let options = ShardOptions { cp_size: 2, strategy, mask, remainder, hybrid_threshold: None, max_imbalance: 1.01 };
 /// let shard = shard(&Lengths::new("lengths", &[8, 4])?, &options)?;
 /// // Each document in four chunks: the first and the last for one rank, the two in the middle for the other.
 /// assert_eq!(shard.token_indices(0)?, [0, 1, 6, 7, 8, 11]);
@@ -41,7 +41,7 @@ use super::{hybrid, per_document, per_sequence};
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
 pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
-    let ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold } = *options;
+    let ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold, max_imbalance } = *options;
     check_size(lengths, cp_size)?;
     if strategy == Strategy::Adaptive {
         return wrong("kernel_model", "strategy=\"adaptive\" needs one");
@@ -52,8 +52,13 @@ pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
     if hybrid_threshold.is_some() != (strategy == Strategy::Hybrid) {
         return wrong("hybrid_threshold", "strategy=\"hybrid\" needs it or a kernel_model, and no other takes it");
     }
+    if !(max_imbalance.is_finite() && max_imbalance >= 1.0) {
+        let requirement = "must be a finite number, 1 or above";
+        return Err(Error::Number { argument: "max_imbalance", value: max_imbalance, requirement });
+    }
     let mut builder = Builder::new(lengths, cp_size);
     match (strategy, remainder) {
+        (Strategy::Auto, _) => auto::cut(&mut builder, lengths, mask, max_imbalance),
         (Strategy::PerSequence, _) => per_sequence::cut(&mut builder, lengths),
         (Strategy::PerDocument, Remainder::Chunk) => per_document::cut(&mut builder, lengths),
         (Strategy::PerDocument, Remainder::Token) => per_document::cut_dealing_tokens(&mut builder, lengths),

@@ -7,7 +7,7 @@ use wlb_core::packing::{Packing, Piece};
 use wlb_core::sharding::{RankLayout, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
-use super::naive;
+use super::{auto, naive};
 
 /// Equal up to the rounding of sums.
 pub(crate) fn close(a: f64, b: f64) -> bool {
@@ -445,10 +445,22 @@ fn keys_are_counted_or_refused(shard: &Shard) {
     }
 }
 
+/// No rank has more pairs than `max_imbalance` allows, where cutting every document for all ranks keeps to that; where
+/// it does not, none has more than that gives it.
+fn auto_is_even(shard: &Shard, options: &ShardOptions, lengths: &Lengths) {
+    let heaviest = |shard: &Shard| (0..shard.cp_size()).map(|rank| shard.pairs(rank)).max().unwrap_or(0);
+    let on_all = ShardOptions { strategy: Strategy::PerDocument, ..options.clone() };
+    let on_all = wlb_core::shard(lengths, &on_all).unwrap();
+    let mean = lengths.iter().map(|&d| options.mask.pairs(d)).sum::<u64>() as f64 / options.cp_size as f64;
+    let allowed = ((mean * options.max_imbalance) as u64).max(heaviest(&on_all));
+    assert!(heaviest(shard) <= allowed, "{} pairs, {allowed} allowed", heaviest(shard));
+}
+
 /// Shards by every strategy against the guarantees; against the oracles and written out when `exact`.
 pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, threshold: i64, exact: bool) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
     let ways = [
+        (Strategy::Auto, Remainder::Chunk),
         (Strategy::PerSequence, Remainder::Chunk),
         (Strategy::PerDocument, Remainder::Chunk),
         (Strategy::PerDocument, Remainder::Token),
@@ -456,23 +468,27 @@ pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, thres
     ];
     for (strategy, remainder) in ways {
         let hybrid_threshold = (strategy == Strategy::Hybrid).then_some(threshold);
-        let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold };
+        let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold, max_imbalance: 1.01 };
         let shard = shard(&checked, &options).unwrap();
         assert_eq!((shard.strategy, shard.mask, shard.cp_size()), (strategy, mask, cp_size));
         shard_is_legal(&shard, lengths);
         match (strategy, remainder) {
             (Strategy::PerDocument, Remainder::Chunk) if mask == Mask::Causal => per_document_is_balanced(&shard),
             (Strategy::Hybrid, _) => hybrid_cuts_little(&shard, threshold),
+            (Strategy::Auto, _) => auto_is_even(&shard, &options, &checked),
             _ => {}
         }
         if exact {
             let owners = match (strategy, remainder) {
+                (Strategy::Auto, _) => auto::auto(lengths, cp_size, mask, options.max_imbalance),
                 (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
                 (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
                 (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
                 _ => naive::hybrid(lengths, cp_size, threshold),
             };
             assert_eq!(shard.ranks, naive::segments(&owners, cp_size), "{strategy:?} {remainder:?}");
+            let moved: Vec<i64> = (0..cp_size).map(|rank| shard.keys_moved(rank)).collect();
+            assert_eq!(moved, auto::keys_moved(&owners, cp_size, mask), "{strategy:?} {remainder:?}");
             layout_is_legal(&shard);
         } else {
             keys_are_counted_or_refused(&shard);

@@ -150,6 +150,7 @@ fn most_tokens_of_a_rank(lengths: &[i32], cp_size: usize) -> i64 {
         mask: Mask::Causal,
         remainder: Remainder::Chunk,
         hybrid_threshold: None,
+        max_imbalance: 1.01,
     };
     let shard = shard(&Lengths::new("lengths", &lengths).unwrap(), &options).unwrap();
     (0..cp_size).map(|rank| shard.tokens(rank)).max().unwrap()

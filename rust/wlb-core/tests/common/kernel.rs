@@ -110,8 +110,14 @@ fn all_choices(lengths: &Lengths, cp_size: usize, model: &KernelModel, strategy:
         [(Strategy::Hybrid, Some(shortest))].into_iter().chain(hybrid).collect()
     };
     let timed = ways.into_iter().map(|(strategy, hybrid_threshold)| {
-        let options =
-            ShardOptions { cp_size, strategy, mask: model.mask(), remainder: Remainder::Chunk, hybrid_threshold };
+        let options = ShardOptions {
+            cp_size,
+            strategy,
+            mask: model.mask(),
+            remainder: Remainder::Chunk,
+            hybrid_threshold,
+            max_imbalance: 1.01,
+        };
         let seconds = slowest(&shard(lengths, &options).unwrap(), model);
         (options, seconds)
     });
@@ -135,8 +141,14 @@ pub(crate) fn slowest(shard: &Shard, model: &KernelModel) -> f64 {
 pub(crate) fn choice_is_the_best(lengths: &[i32], cp_size: usize, model: &KernelModel) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
     for strategy in [Strategy::Adaptive, Strategy::Hybrid] {
-        let asked_for =
-            ShardOptions { cp_size, strategy, mask: model.mask(), remainder: Remainder::Chunk, hybrid_threshold: None };
+        let asked_for = ShardOptions {
+            cp_size,
+            strategy,
+            mask: model.mask(),
+            remainder: Remainder::Chunk,
+            hybrid_threshold: None,
+            max_imbalance: 1.01,
+        };
         let chosen = asked_for.resolve(&checked, Some(model)).unwrap();
         let shard = shard(&checked, &chosen).unwrap();
         shard_is_legal(&shard, lengths);

@@ -1,5 +1,6 @@
 //! What the property tests share.
 
+pub(crate) mod auto;
 pub(crate) mod check;
 pub(crate) mod dynamic_cp;
 pub(crate) mod forge;
