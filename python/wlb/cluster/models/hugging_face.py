@@ -67,7 +67,7 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         hidden = text_keys.integer("hidden_size")
         images = keys.section("vision_config", VISION_DEFAULTS.get(model_type))
         vision = IMAGE_FAMILIES[model_type](keys, images, hidden)
-        text_keys.read(dict, "vision_config", default={})
+        text_keys.pass_over("vision_config")
     elif model_type in FAMILIES:
         text_type, text_keys = model_type, Keys(content, DEFAULTS.get(model_type))
     else:
@@ -93,7 +93,6 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
     text_keys.finish()
     if vision is not None:
         shape["vision"] = vision
-        keys.read(dict, "text_config", default={})
     if multi_token_prediction:
         if not heads or text.prediction is None:
             raise Refused("has no num_nextn_predict_layers: there are no heads that predict further tokens", None)

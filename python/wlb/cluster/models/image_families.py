@@ -134,7 +134,7 @@ def _llava(config: Keys, keys: Keys, text: int) -> ImageEncoder:
     if kind == "siglip_vision_model":
         raise Refused("has vision_config of SigLIP in LLaVA: that is not known to wlb", kind)
     if "vision_feature_layer" in config:
-        config.integer("vision_feature_layer")
+        config.integer("vision_feature_layer")  # of several, the projection would be wider
     hidden, patches, layer = _vit(keys)
     bias = config.flag("multimodal_projector_bias", default=True)
     return ImageEncoder(
@@ -160,7 +160,7 @@ def _mistral3(config: Keys, keys: Keys, text: int) -> ImageEncoder:
         raise Refused("has a vision_config that is not Pixtral's: that is not known to wlb", None)
     hidden, merge = keys.integer("hidden_size"), config.integer("spatial_merge_size", default=2) ** 2
     if "vision_feature_layer" in config:
-        config.integer("vision_feature_layer")
+        config.integer("vision_feature_layer")  # of several, the projection would be wider
     bias = config.flag("multimodal_projector_bias")
     layer = _layer(keys, _WHOLE_IMAGE, gated=True, bias=False, norm_bias=False)
     return ImageEncoder(

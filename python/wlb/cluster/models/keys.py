@@ -125,6 +125,10 @@ class Keys:
         """An object inside."""
         return Keys(self.read(dict, name), defaults)
 
+    def pass_over(self, *names: str) -> None:
+        """Takes these keys as read: they say nothing that others do not."""
+        self._read.update(names)
+
     def per_layer(self, names: Sequence[str], count: int, otherwise: Callable[[int], str]) -> list[str]:
         """The kinds of `count` layers: a list where one of these keys has it, else what a family's rule says.
 

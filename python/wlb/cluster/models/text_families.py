@@ -34,6 +34,7 @@ class Heads:
     qk_norm: Literal["none", "head", "all"] = "none"
     gated: bool = False
     sinks: bool = False
+    floors: bool = False  # heads that do not divide the width have the floor
 
     def block(self, keys: Keys, kind: str) -> Attention:
         """Of one layer."""
@@ -55,8 +56,6 @@ class Heads:
             gated=self.gated,
             sinks=self.sinks,
         )
-
-    floors: bool = False  # heads that do not divide the width are of its floor
 
 
 _BIASED = Heads(qkv_bias="attention_bias", output_bias="attention_bias")
@@ -311,7 +310,7 @@ def _llama4(keys: Keys) -> Text:
     step = keys.integer("interleave_moe_layer_step", default=1)
     sparse = {*keys.integers("moe_layers", range(step - 1, count, step))}
     width = keys.integer("intermediate_size")
-    keys.flag("use_qk_norm")  # it has no weights
+    keys.pass_over("use_qk_norm")  # it has no weights
     experts = _experts(keys, width=width, shared_width=width)
     layers = []
     for index, kind in enumerate(kinds):
@@ -424,8 +423,8 @@ def _nemotron_h(keys: Keys) -> Text:
             )
         return _by_kind(kind, Heads().block(keys, FULL) if kind == FULL else mamba, mamba)
 
-    for name in ("n_routed_experts", "n_shared_experts", "moe_latent_size"):
-        name in keys  # noqa: B015  (written also where no layer has experts)
+    # They stand also where no layer has experts.
+    keys.pass_over("n_routed_experts", "n_shared_experts", "moe_latent_size")
     return Text(tuple(Layer((block(kind),), norms=1) for kind in kinds))
 
 
@@ -447,7 +446,7 @@ def _jamba(keys: Keys) -> Text:
         keys.integer("expert_layer_period", default=2),
         keys.integer("expert_layer_offset", default=1),
     )
-    "layers_block_type" in keys  # noqa: B015  (follows from these)
+    keys.pass_over("layers_block_type")  # follows from these
     layers = []
     for index, kind in enumerate(
         keys.per_layer(["layer_types"], count, lambda index: FULL if index % every == first else LINEAR)
@@ -469,7 +468,7 @@ def _rank(keys: Keys, name: str, hidden: int) -> int:
 
 def _mamba(keys: Keys) -> Text:
     hidden = keys.integer("hidden_size")
-    "intermediate_size" in keys  # noqa: B015  (follows from these)
+    keys.pass_over("intermediate_size")  # follows from these
     block = Mamba1(
         inner=keys.integer("expand", default=2) * hidden,
         state_size=keys.integer("state_size"),
