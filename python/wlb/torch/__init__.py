@@ -12,6 +12,7 @@ else receives plans and runs them on torch.distributed.
 | device mesh, context-parallel groups | :mod:`wlb.torch.groups` |
 | a global batch under any wrapper | :mod:`wlb.torch.training` |
 | a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
+| what micro-batches take, costs learnt from it | :mod:`wlb.torch.timing`, `.tracker` |
 | model FLOPs, agreement of plans | :mod:`wlb.torch.flops`, `.agreement` |
 
 Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
@@ -46,6 +47,8 @@ from wlb.torch.pipeline import (
     stages_of_rank,
 )
 from wlb.torch.proof import Proof, verify
+from wlb.torch.timing import StepTimer, TimedStep
+from wlb.torch.tracker import CostTracker, CostUpdate, LevelReport
 from wlb.torch.training import train_step
 
 __all__ = [
@@ -53,11 +56,14 @@ __all__ = [
     "BalancedBatchSampler",
     "BalancedStream",
     "ContextParallelGroups",
+    "CostTracker",
+    "CostUpdate",
     "Document",
     "Documents",
     "DynamicCpLoader",
     "DynamicCpStep",
     "Ledger",
+    "LevelReport",
     "PackedBatch",
     "PeerFailed",
     "Piece",
@@ -65,6 +71,8 @@ __all__ = [
     "Proof",
     "Step",
     "StepLoader",
+    "StepTimer",
+    "TimedStep",
     "VarlenPipelineStage",
     "all_reduce_gradients",
     "build_mesh",

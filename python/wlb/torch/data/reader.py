@@ -15,6 +15,7 @@ from wlb._seal import check_seal
 from wlb.filling import Offer, next_packing
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
+from wlb.torch.data.costs import CostSwitches
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 
@@ -139,9 +140,10 @@ class StepReader:
         step: Global steps so far.
     """
 
-    def __init__(self, order: ReadingOrder, packer: wlb.Packer) -> None:
+    def __init__(self, order: ReadingOrder, packer: wlb.Packer, switches: CostSwitches | None = None) -> None:
         """Begins with epoch 0, with the configuration of `packer`, which is left alone."""
         self._order = order
+        self._switches = switches
         self._config = packer
         self._packer = packer.empty_copy()
         self._position = 0
@@ -151,6 +153,11 @@ class StepReader:
         self._saved: dict[str, Any] | None = None  # the state here, once it was asked for
         self.epoch = 0
         self.step = 0
+
+    @property
+    def cost_model(self) -> wlb.CostModel:
+        """What the last step was planned by, or the first is."""
+        return self._packer.cost_model
 
     @property
     def pending(self) -> int:
@@ -173,7 +180,7 @@ class StepReader:
 
     def copy(self) -> StepReader:
         """One that goes on from here on its own."""
-        result = StepReader(self._order, self._config)
+        result = StepReader(self._order, self._config, self._switches)
         result._restore(self._state())
         return result
 
@@ -184,9 +191,14 @@ class StepReader:
             return False
         return self.pending == 0 or self.epoch + 1 < self._order.num_epochs
 
-    def next_step(self) -> wlb.Packing:
-        """Packs the next step of an epoch that has not ended. O(its documents + those that wait)."""
+    def next_step(self, *, real: bool = True) -> wlb.Packing:
+        """Packs the next step of an epoch that has not ended. O(its documents + those that wait).
+
+        A step that is not `real` is planned to know what would come, and not trained.
+        """
         link = Link.after(self._state())
+        if self._switches is not None:
+            self._packer = self._switches.begin(self.step, self._packer, real=real)
         if self._position == self._order.corpus.lengths.size:
             packing = self._packer.drain()
         else:
@@ -202,7 +214,7 @@ class StepReader:
         reader = self.copy()
         while reader.epoch < self._order.num_epochs:
             while not reader.ended:
-                reader.next_step()
+                reader.next_step(real=False)
             reader.next_epoch()
         return reader.step
 
@@ -240,7 +252,7 @@ class StepReader:
         """The state, to be written out later; it does not change when the reader goes on."""
         state = self._state()
         read = self._position + (self._offset > 0)
-        return Snapshot.of(state, Progress.of(read, state))
+        return Snapshot.of(state, Progress.of(read, state), self._switches)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; O(documents that wait)."""
@@ -303,7 +315,7 @@ class StepReader:
         if (epoch + 1) * total >= 2**63:
             raise error("state", f"has 'epoch' = {epoch}, beyond what ids can count", value=epoch)
         check_outside(read_outside(state), self._config)
-        reader = StepReader(self._order, self._config)
+        reader = StepReader(self._order, self._config, self._switches)
         reader._restore(state, allow_config_change=allow_config_change)
         if read_outside(reader._state()) != read_outside(state):
             raise error("state", "has a piece in 'outside' that is not the rest of the document at 'position'")

@@ -15,6 +15,7 @@ from wlb._errors import check_integer, error
 from wlb._seal import seal
 from wlb.filling import batch_tokens, least_tokens, warn_of_long
 from wlb.torch.data.corpus import Corpus
+from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.reader import ReadingOrder, StepReader
 from wlb.torch.data.state import Link, field
@@ -55,6 +56,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         shuffle: Another order in every epoch; else documents come as they are numbered.
         seed: Of these orders.
         num_epochs: Epochs of the run; more may be added when it is resumed.
+
+    Attributes:
+        cost_switches: From which step on other costs hold; see `CostTracker`.
 
     Raises:
         wlb.WlbError: An argument makes no sense; a document is too long for the packer.
@@ -103,7 +107,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if packer.oversize == "split":
             warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)
         self._lengths = order.corpus.lengths
-        self._start = self._origin = StepReader(order, packer)
+        self.cost_switches = CostSwitches(packer)
+        self._start = self._origin = StepReader(order, packer, self.cost_switches)
         self._skip = 0
         self._followed = False  # whether a StepLoader tells where the next one begins
         self._yielded = (self._start.snapshot(), 0)
@@ -122,7 +127,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """Global steps of the whole run, those done included: what a learning rate schedule wants to know.
 
         Known only once all are planned, which is done here: some milliseconds a step. It stays the same when a run is
-        resumed, unless its settings change.
+        resumed, unless its settings change; other costs (`CostTracker`) may change it by some steps.
         """
         return self._start.total_steps()
 
@@ -176,6 +181,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             if (saved_size, saved) != (self._dp_size, now) or yielded >= self.num_micro_batches_per_rank:
                 message = f"was saved inside a step of {saved} micro-batches on {saved_size} data-parallel ranks"
                 raise error("state", f"{message}; it can not go on with {now} on {self._dp_size}", value=yielded)
+        self.cost_switches.restart(reader.step, reader.cost_model, read_changes(state))
         self._begin(reader, yielded)
 
     def consumer(self) -> StepReader:

@@ -12,6 +12,7 @@ import wlb
 from wlb._errors import error
 from wlb._seal import seal
 from wlb.ledger import waiting_pieces
+from wlb.torch.data.costs import CostSwitches
 
 T = TypeVar("T")
 
@@ -155,25 +156,35 @@ class Snapshot:
         progress: How far the run is.
     """
 
-    def __init__(self, state: Mapping[str, Any], progress: Progress, write: Callable[[], dict[str, Any]]) -> None:
-        """Of a sealed state, or what of it `write` completes."""
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        progress: Progress,
+        write: Callable[[], dict[str, Any]],
+        switches: CostSwitches | None = None,
+    ) -> None:
+        """Of a sealed state, or what of it `write` completes; with what `switches` knows when it is asked for."""
         self.digest: str = state["digest"]
         self.previous: str | None = state["previous"]
         self.progress = progress
         self._write: Callable[[], dict[str, Any]] | None = write
+        self._switches = switches
 
     @functools.cached_property
-    def state(self) -> dict[str, Any]:
-        """Plain JSON values; the caller's own."""
+    def _written(self) -> dict[str, Any]:
         assert self._write is not None
         return self._write()
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """Plain JSON values; the caller's own. With the changes of costs that were decided since it was taken."""
+        return self._written if self._switches is None else self._switches.told(self._written)
+
     def __getstate__(self) -> dict[str, Any]:
         # A worker sends its step with the state written out: what would write it stays behind.
-        state = self.state
-        return {**vars(self), "state": state, "_write": None}
+        return {**vars(self), "_written": self.state, "_write": None, "_switches": None}
 
     @classmethod
-    def of(cls, state: dict[str, Any], progress: Progress) -> Snapshot:
+    def of(cls, state: dict[str, Any], progress: Progress, switches: CostSwitches | None = None) -> Snapshot:
         """Of a sealed state that others go on reading."""
-        return cls(state, progress, lambda: copy.deepcopy(state))
+        return cls(state, progress, lambda: copy.deepcopy(state), switches)

@@ -19,6 +19,7 @@ from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
+from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
@@ -73,6 +74,7 @@ class BalancedStream(Generic[T]):
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
+        cost_switches: From which step on other costs hold; see `CostTracker`.
 
     Raises:
         wlb.WlbError: An argument makes no sense.
@@ -103,6 +105,7 @@ class BalancedStream(Generic[T]):
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
         self._config = packer
+        self.cost_switches = CostSwitches(packer)
         self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
@@ -180,6 +183,7 @@ class BalancedStream(Generic[T]):
         for saved in saved_documents:
             id = field(saved, "id", int)
             waiting[id] = _Waiting.of(saved, len(streams), rest.get(id))
+        changes = read_changes(state)
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
         if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
             raise error("state", f"has a document that waits twice, or one beyond 'next_id' = {next_id}", value=next_id)
@@ -191,6 +195,7 @@ class BalancedStream(Generic[T]):
             raise error("state", "has other documents in 'waiting' than in 'packer' and 'outside'")
         self._number, self._next_id, self._link = number, next_id, link
         self._packer, self._streams, self._waiting = packer, streams, waiting
+        self.cost_switches.restart(number, packer.cost_model, changes)
         self._steps.position = self._latest = self._position()
 
     def close(self) -> None:
@@ -232,7 +237,7 @@ class BalancedStream(Generic[T]):
                 record.update(document.texts())
             return state
 
-        snapshot = Snapshot(known, Progress.of(self._next_id, known), write)
+        snapshot = Snapshot(known, Progress.of(self._next_id, known), write, self.cost_switches)
         return _Position(self._number, snapshot, Link.after(known), self._packer.metrics())
 
     def _make(self) -> PreparedStep[Step[T], _Position]:
@@ -260,6 +265,7 @@ class BalancedStream(Generic[T]):
         unentered = _Outside(self._waiting, self._packer, self._read)
         if unentered.tokens < self._tokens_per_batch:
             unentered.read()
+        self._packer = self.cost_switches.begin(self._number, self._packer)
         if not unentered.ids:
             return self._packer.drain() if self._packer.pending else None
         self._packer, packing = next_packing(self._packer, unentered, min_step_tokens=self._min_step_tokens)

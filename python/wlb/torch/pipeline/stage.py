@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class VarlenPipelineStage(PipelineStage):
         self.dtype = dtype
         self.schedules: dict[Any, Any] = {}  # those that run this stage and its fellows on this rank, see schedule.py
         self.unusable = ""  # or why it is
+        self.timer: Callable[[int], AbstractContextManager[None]] | None = None  # of `StepTimer`: by micro-batch
         self._hidden_size = hidden_size
         self._activation_shape = activation_shape
         self._micro_batches: Sequence[PipelineMicroBatch] = ()
@@ -104,6 +106,10 @@ class VarlenPipelineStage(PipelineStage):
         self.chunks = len(micro_batches)
         self._micro_batches = micro_batches
         self._shapes = [self.activation_shape(micro_batch.tokens) for micro_batch in micro_batches]
+
+    def timed(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Around what is computed for a micro-batch."""
+        return self.timer(micro_batch) if self.timer is not None else nullcontext()
 
     def forget(self, *, failed: bool = False) -> None:
         """Lets go of all tensors of a step. What cannot be taken back from one that failed makes the stage unusable."""
@@ -133,7 +139,7 @@ class VarlenPipelineStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         self._running = fwd_chunk_id
-        with computing():
+        with computing(), self.timed(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, {}, save_forward_output)
         if not self.has_backward and not self._sends:
             del self._forwarded[fwd_chunk_id]
@@ -161,7 +167,7 @@ class VarlenPipelineStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with computing():
+        with computing(), self.timed(bwd_chunk_id):
             if not full_backward:
                 self._unshard()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -176,7 +182,7 @@ class VarlenPipelineStage(PipelineStage):
 
     @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with computing():
+        with computing(), self.timed(bwd_chunk_id):
             self._unshard()
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 

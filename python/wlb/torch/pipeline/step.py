@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,10 @@ def pipeline_step(
     args = [micro_batch.args for micro_batch in micro_batches] if first else None
     targets: list[Callable[[Any], Any]] | None = None
     if last:
-        targets = [partial(_evaluate, loss_fn, micro_batch.target) for micro_batch in micro_batches]
+        targets = [
+            partial(_evaluate, loss_fn, micro_batch.target, partial(stages[-1].timed, index))
+            for index, micro_batch in enumerate(micro_batches)
+        ]
     losses: list[Any] = []
     try:
         with torch.set_grad_enabled(backward):
@@ -101,8 +105,13 @@ def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) ->
         raise error("stages", message, value=found)
 
 
-def _evaluate(loss_fn: Callable[[Any, Any], Tensor] | None, target: Any, output: Any) -> Any:
-    with computing():
+def _evaluate(
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    target: Any,
+    timed: Callable[[], AbstractContextManager[None]],
+    output: Any,
+) -> Any:
+    with computing(), timed():
         loss = output if loss_fn is None else loss_fn(output, target)
     # Split backward passes detach the loss in place, which a view does not allow.
     return loss.clone() if isinstance(loss, Tensor) and loss._is_view() else loss

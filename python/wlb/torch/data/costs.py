@@ -1,0 +1,136 @@
+"""Other costs from a step on, in loaders that plan ahead of training."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import wlb
+from wlb._errors import check_integer, error
+from wlb._seal import seal
+
+
+class CostSwitches:
+    """From which step on a loader plans by which costs.
+
+    A loader plans ahead: its threads and workers hold steps that training has not reached. So a change names the first
+    step that is planned by the new costs, and that has to be one which nobody has begun to plan, on any rank. `held`
+    keeps planning from going on until the ranks have agreed on it.
+
+    Whoever plans a step says so (`begin`) and gets the packer to plan it with. The changes stay known for good: a step
+    that was planned ahead is planned again where it is consumed.
+    """
+
+    def __init__(self, packer: wlb.Packer) -> None:
+        """No change so far, of the costs that `packer` has; nothing is planned."""
+        self._cost_model = packer.cost_model
+        self.max_tokens = packer.max_tokens
+        self._changes: dict[int, wlb.CostModel] = {}
+        self._begun = 0  # the first step that nobody has begun to plan
+        self._open = threading.Condition()
+        self._held = False
+
+    def begin(self, step: int, packer: wlb.Packer, *, real: bool = True) -> wlb.Packer:
+        """The packer for a step whose plan begins: `packer` itself, or one with new costs; waits while it is held.
+
+        A plan that is not `real`, made only to know what would come, neither waits nor counts as begun.
+        """
+        with self._open:
+            if real and step >= self._begun:
+                self._open.wait_for(lambda: not self._held)
+                self._begun = max(self._begun, step + 1)
+            cost_model = self._changes.get(step)
+        if cost_model is None or packer.cost_model == cost_model:
+            return packer
+        packer = packer.copy()
+        packer.set_cost_model(cost_model)
+        return packer
+
+    @contextmanager
+    def held(self) -> Iterator[int]:
+        """Nobody begins to plan a further step inside; gives the first that nobody has begun to plan.
+
+        Other threads wait. What they have begun goes on, also with other ranks: no step that was given depends on one
+        that waits here.
+        """
+        with self._open:
+            self._held = True
+            begun = self._begun
+        try:
+            yield begun
+        finally:
+            with self._open:
+                self._held = False
+                self._open.notify_all()
+
+    def switch(self, step: int, cost_model: wlb.CostModel) -> None:
+        """Steps from `step` on are planned by `cost_model`. The same on every rank.
+
+        Raises:
+            wlb.WlbError: That step has a plan already, or its costs are known to change to others.
+        """
+        check_integer("step", step, minimum=0)
+        with self._open:
+            if step < self._begun:
+                message = f"= {step}: is planned already; the first that is not is step {self._begun}"
+                raise error("step", message, value=step)
+            if self._changes.get(step, cost_model) != cost_model:
+                raise error("step", f"= {step}: its costs change to others already", value=step)
+            self._changes[step] = cost_model
+
+    @property
+    def latest(self) -> wlb.CostModel:
+        """What steps are planned by once all changes have come into effect."""
+        with self._open:
+            return self._changes[max(self._changes)] if self._changes else self._cost_model
+
+    def to_come(self, step: int) -> dict[int, wlb.CostModel]:
+        """The changes at `step` or later."""
+        with self._open:
+            return {at: cost_model for at, cost_model in sorted(self._changes.items()) if at >= step}
+
+    def restart(self, step: int, cost_model: wlb.CostModel, changes: Mapping[int, wlb.CostModel]) -> None:
+        """Planning begins anew at `step`, by these costs; and these changes are to come."""
+        with self._open:
+            self._cost_model = cost_model
+            self._changes = dict(changes)
+            self._begun = step
+
+    def told(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A sealed state with the changes to come after it; itself where there are none.
+
+        No step left it like that: it has moved from the state that one did leave, so that the chain of the steps is the
+        same whether a change was decided before or after they were planned.
+        """
+        changes = self.to_come(state["step"])
+        if not changes:
+            return state
+        head = state["previous"] if state["moved"] else state["digest"]
+        known = [{"step": step, "cost_model": _to_json(cost_model)} for step, cost_model in changes.items()]
+        return seal({**state, "cost_changes": known, "previous": head, "moved": True})
+
+
+def read_changes(state: Mapping[str, Any]) -> dict[int, wlb.CostModel]:
+    """The changes to come that `told` has put into a state.
+
+    Raises:
+        wlb.WlbError: There is something else.
+    """
+    changes = {}
+    saved = state.get("cost_changes", [])
+    for index, change in enumerate(saved if isinstance(saved, list) else [saved]):
+        try:
+            step, cost_model = change["step"], wlb.CostModel._from_json(json.dumps(change["cost_model"]))
+        except (TypeError, KeyError, wlb.WlbError) as cause:
+            raise error("state", f"has no change of costs in 'cost_changes': {cause}", index=index) from cause
+        if not isinstance(step, int) or isinstance(step, bool) or step < state["step"]:
+            raise error("state", f"has a change of costs at step {step!r}, which is past", index=index, value=step)
+        changes[step] = cost_model
+    return changes
+
+
+def _to_json(cost_model: wlb.CostModel) -> Any:
+    return json.loads(cost_model.__reduce__()[1][0])

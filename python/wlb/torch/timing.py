@@ -1,0 +1,254 @@
+"""How long each micro-batch takes on this rank, forward and backward, measured without waiting for the device."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from wlb._errors import error
+
+Span: TypeAlias = float | tuple[Any, Any]
+"""Seconds by the clock, or the events of a device around them."""
+
+
+@dataclass(frozen=True, eq=False)
+class TimedStep:
+    """What the micro-batches of one step took on this rank.
+
+    Attributes:
+        number: The step, as it was named, or counted from 0.
+        seconds: float64 [micro-batches of this rank]: forward and backward of each; NaN for one that was not timed.
+        lengths: Tokens of the documents of each; empty where the step was ended without them.
+    """
+
+    number: int
+    seconds: NDArray[np.float64]
+    lengths: tuple[NDArray[np.int64], ...] = ()
+
+
+class StepTimer:
+    """Times each micro-batch of a step on this rank: all that it computes there, forward and backward.
+
+    On CUDA it records two events around each part and reads them once they are complete, so that neither the device nor
+    the host ever waits for it; elsewhere it reads the clock. One use costs some microseconds.
+
+    Three ways to tell it what belongs to a micro-batch, numbered from 0 in every step, in the order of
+    `step.micro_batches`:
+
+        with timer.micro_batch(index):    # in a loop of one's own, around forward and backward
+            ...
+        timer.attach_stages(stages)       # stages of a pipeline, where forwards and backwards alternate
+        timer.attach(model)               # a loop of someone else's: hooks; the n-th forward is micro-batch n
+
+    And one call after each step: `timer.end_step(step)`. Then `timer.read()` gives the steps whose times are known.
+
+    What a micro-batch waits for inside its part counts as its time: the keys and values of a slower context-parallel
+    rank, say. Between pipeline stages the wait is outside.
+
+    Args:
+        device: Where the micro-batches are computed; by default CUDA where there is one.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        if kind not in ("cpu", "cuda"):
+            raise error("device", f"= {kind!r}: is timed on cpu and cuda", value=kind)
+        self._part: type[_ClockPart] | type[_EventPart] = _EventPart if kind == "cuda" else _ClockPart
+        self._spans: dict[int, list[Span]] = {}
+        self._ended: deque[tuple[int, tuple[NDArray[np.int64], ...], dict[int, list[Span]]]] = deque()
+        self._forwards = 0  # of a model with hooks, in this step
+        self._steps = 0
+
+    def micro_batch(self, index: int) -> AbstractContextManager[None]:
+        """What runs inside belongs to micro-batch `index` of this step; more than once, and inside each other not."""
+        return self._part(self._spans.setdefault(index, []))
+
+    def attach_stages(self, stages: Iterable[Any]) -> None:
+        """Times what pipeline stages compute (`VarlenPipelineStage`), the loss on the last one included."""
+        for stage in stages:
+            stage.timer = self.micro_batch
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], None]:
+        """Times a model by hooks: each call of it, and its backward pass from the gradient of its output on.
+
+        The n-th call with gradients in a step is micro-batch n. What runs between the two passes (a loss outside of the
+        model) is not seen.
+
+        Args:
+            model: The outermost module, as the loop calls it.
+            optimizer: Ends the step by its own `step`, for loops that one cannot add a line to.
+
+        Returns:
+            A function that takes the hooks off again.
+        """
+        hooks = _Hooks(self, model)
+        if optimizer is not None:
+            hooks.handles.append(optimizer.register_step_post_hook(lambda *_: self.end_step()))
+        return hooks.remove
+
+    def next_forward(self) -> int:
+        """The micro-batch that begins now, where they are only counted."""
+        self._forwards += 1
+        return self._forwards - 1
+
+    def end_step(self, step: Any = None, *, lengths: Sequence[ArrayLike] | None = None) -> None:
+        """Ends a step: what comes belongs to the next.
+
+        Args:
+            step: A `Step`, for its number and the lengths of its micro-batches.
+            lengths: Instead of it, int [documents] for each micro-batch, where a log is to be written.
+
+        Raises:
+            WlbError: A micro-batch was timed that the step does not have.
+        """
+        number = self._steps
+        if step is not None:
+            number = int(step.number)
+            lengths = [step.packing[index].lengths for index in step.indices.tolist()]
+        arrays = tuple(np.asarray(row, np.int64) for row in lengths or ())
+        spans, self._spans, self._forwards = self._spans, {}, 0
+        self._steps = number + 1
+        if arrays and spans and max(spans) >= len(arrays):
+            message = f"has {len(arrays)} micro-batches, and micro-batch {max(spans)} was timed"
+            raise error("step", message, value=number)
+        self._ended.append((number, arrays, spans))
+
+    def read(self) -> list[TimedStep]:
+        """The ended steps whose times are all known, oldest first; each is given once. Waits for nothing."""
+        steps = []
+        while self._ended:
+            number, lengths, spans = self._ended[0]
+            if not all(_is_complete(span) for parts in spans.values() for span in parts):
+                break
+            self._ended.popleft()
+            seconds = np.full(len(lengths) or max(spans, default=-1) + 1, np.nan)
+            for index, parts in spans.items():
+                if parts:
+                    seconds[index] = sum(map(_seconds, parts))
+            steps.append(TimedStep(number, seconds, lengths))
+        return steps
+
+    def write(self, path: str | os.PathLike[str]) -> int:
+        """Appends what `read` gives to a log that `wlb fit` reads: a JSON object a micro-batch. Gives their number.
+
+        Raises:
+            WlbError: A step was ended without the lengths of its micro-batches.
+        """
+        rows = []
+        for step in self.read():
+            if step.seconds.size and not step.lengths:
+                raise error(
+                    "path", f"cannot tell of step {step.number}: it was ended without lengths", value=step.number
+                )
+            for index, (seconds, lengths) in enumerate(zip(step.seconds.tolist(), step.lengths, strict=True)):
+                if seconds == seconds:
+                    row = {"step": step.number, "micro_batch": index, "seconds": seconds, "lengths": lengths.tolist()}
+                    rows.append(json.dumps(row) + "\n")
+        with Path(path).open("a") as log:
+            log.write("".join(rows))
+        return len(rows)
+
+
+class _ClockPart:
+    __slots__ = ("_parts", "_started")
+
+    def __init__(self, parts: list[Span]) -> None:
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._parts.append(time.perf_counter() - self._started)
+
+
+class _EventPart:
+    __slots__ = ("_parts", "_started")
+
+    def __init__(self, parts: list[Span]) -> None:
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        self._started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._started.record()
+
+    def __exit__(self, *_: object) -> None:
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended.record()
+        self._parts.append((self._started, ended))
+
+
+def _is_complete(span: Span) -> bool:
+    return isinstance(span, float) or bool(span[1].query())
+
+
+def _seconds(span: Span) -> float:
+    return span if isinstance(span, float) else 1e-3 * float(span[0].elapsed_time(span[1]))
+
+
+class _Hooks:
+    """Hooks of one model."""
+
+    def __init__(self, timer: StepTimer, model: nn.Module) -> None:
+        self._timer = timer
+        self._forward: list[tuple[int, AbstractContextManager[None]]] = []  # the call that runs
+        self.handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _before(self, *_: Any) -> None:
+        # A call inside a backward pass is a recomputed one, whose time is in that pass already.
+        if torch.is_grad_enabled() and not torch._C._current_graph_task_id() + 1:
+            index = self._timer.next_forward()
+            part = self._timer.micro_batch(index)
+            part.__enter__()
+            self._forward.append((index, part))
+
+    def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._forward:
+            return
+        index, part = self._forward.pop()
+        part.__exit__(None, None, None)
+        began: list[AbstractContextManager[None]] = []
+
+        def end() -> None:
+            began.pop().__exit__(None, None, None)
+
+        def begin(gradient: Tensor) -> None:
+            if not began:
+                backward = self._timer.micro_batch(index)
+                backward.__enter__()
+                began.append(backward)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

@@ -1,0 +1,389 @@
+"""Costs learnt while training: ranks gather what micro-batches took, fit one model, and plan by it where it pays."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+
+import wlb
+from wlb._errors import check_integer, check_positive, error
+from wlb.torch.agreement import check_agreement
+from wlb.torch.data.costs import CostSwitches
+from wlb.torch.timing import StepTimer, TimedStep
+
+LEVELS = ("dp", "pp", "cp")
+"""Ranks that differ in this: replicas, pipeline stages, parts of the same documents."""
+
+
+@dataclass(frozen=True)
+class LevelReport:
+    """What no cost model explains, since it is a rank's and not a document's.
+
+    Attributes:
+        residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. Of dp: time
+            over what the fit predicts, replica by replica; of pp: stage by stage; of cp: rank by rank of a micro-batch.
+        drift: By how much that grew from the first half of the window to the second.
+        slowest: Which of the level it is.
+    """
+
+    residual: float
+    drift: float
+    slowest: int
+
+
+@dataclass(frozen=True)
+class CostUpdate:
+    """What one look at the timings said; the same on every rank.
+
+    Attributes:
+        step: Steps that were trained.
+        fit: The costs that the timings show; None if there were too few of them.
+        problem: Why there is no fit.
+        imbalance: Mean imbalance of the steps since the last look, as these costs show it.
+        attainable: What it would be if their documents were packed by these costs.
+        drift: How far the costs in use are off: by how much a micro-batch's share of its step's work changes in the
+            mean, relative to the mean share.
+        levels: By "dp", "pp" and "cp", where there is more than one rank of it.
+        switched_from: The first step that is planned by the new costs; None if the costs stay.
+    """
+
+    step: int
+    fit: wlb.CostFit | None = None
+    problem: str = ""
+    imbalance: float = math.nan
+    attainable: float = math.nan
+    drift: float = math.nan
+    levels: dict[str, LevelReport] | None = None
+    switched_from: int | None = None
+
+    def report(self) -> str:
+        """A few lines for a log."""
+        if self.fit is None:
+            return f"costs after step {self.step}: no fit: {self.problem}"
+        change = "stay" if self.switched_from is None else f"change from step {self.switched_from} on"
+        lines = [
+            f"costs after step {self.step} {change}: imbalance {self.imbalance:.4f} by what was measured, "
+            f"{self.attainable:.4f} attainable; shares of work moved by {self.drift:.1%}",
+            *(
+                f"  {name}: {level.slowest} is slowest, {level.residual:+.1%} over the mean, drift {level.drift:+.1%}"
+                for name, level in (self.levels or {}).items()
+            ),
+        ]
+        return "\n".join([*lines, self.fit.report()])
+
+
+class CostTracker:
+    """Learns what documents cost from the run itself, and lets the loader plan by it where it pays.
+
+        tracker = wt.CostTracker(loader, every=50, switch_above=0.01, mesh=mesh)
+        for step in loader:
+            for index, batch in enumerate(step.micro_batches):
+                with tracker.timer.micro_batch(index):
+                    ...                              # forward and backward
+            optimizer.step()
+            tracker.step(step)                       # before step.state is saved
+            save(step.state)
+
+    After every `every` steps the ranks gather what their micro-batches took and fit the same costs (`CostModel.fit`).
+    The costs in use are replaced if, by the new ones, the imbalance of the steps since the last look is more than
+    `switch_above` above what packing the same documents by the new ones gives. So costs that are off but pack as well,
+    and steps that no costs could balance, change nothing.
+
+    A change takes effect at a step of which no rank has begun to plan, whatever was fetched ahead: every rank plans the
+    steps before it by the old costs, and from it on by the new. `step.state` has it from the decision on, so that a run
+    that is resumed makes the same plans. Who resumes makes the packer with the costs of the first start.
+
+    Args:
+        packer: What plans: a `StepLoader`, `BalancedBatchSampler` or `BalancedStream`; or the `wlb.Packer` itself in a
+            loop that pushes into it right before each step.
+        every: Steps between two looks.
+        switch_above: Imbalance that a change must gain.
+        window: Steps that a fit is made from, the latest; by default four times `every`.
+        windows: Of the model's attention layers, as in `CostModel.fit`.
+        chunks: As in `CostModel.fit`.
+        mesh: From `build_mesh`, where ranks have other roles than data parallelism. Its ranks call `step` together.
+        group: Without a mesh, the data-parallel group; None: all ranks, or one process.
+        device: Where collectives run ("cuda" for NCCL); by default that of the mesh.
+        timer: Of this rank, if one is in use already.
+
+    Attributes:
+        timer: Times the micro-batches of this rank.
+        updates: What the looks said, the latest 100.
+
+    Raises:
+        WlbError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        packer: Any,
+        *,
+        every: int = 50,
+        switch_above: float = 0.01,
+        window: int | None = None,
+        windows: Sequence[int] | None = None,
+        chunks: Sequence[int] | None = None,
+        mesh: DeviceMesh | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        timer: StepTimer | None = None,
+    ) -> None:
+        check_integer("every", every, minimum=1)
+        if window is not None:
+            check_integer("window", window, minimum=every)
+        if switch_above != 0:
+            check_positive("switch_above", switch_above)
+        self._switches: CostSwitches | None = getattr(packer, "cost_switches", None)
+        if self._switches is None and not isinstance(packer, wlb.Packer):
+            message = f"is a {type(packer).__name__}: give a StepLoader, BalancedBatchSampler, BalancedStream or Packer"
+            raise error("packer", message, value=type(packer).__name__)
+        self._packer = packer
+        self._every = every
+        self._switch_above = switch_above
+        self._terms = {"windows": windows, "chunks": chunks}
+        self._mesh, self._group = mesh, group
+        self._device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
+        self.timer = timer or StepTimer()
+        self.updates: deque[CostUpdate] = deque(maxlen=100)
+        self._plans: dict[int, wlb.Packing] = {}  # of steps whose timings were not gathered
+        self._mine: dict[int, NDArray[np.int64]] = {}  # which micro-batches of these are this rank's
+        self._timed: dict[int, TimedStep] = {}
+        self._gathered: deque[_Gathered] = deque(maxlen=window or 4 * every)
+        self._steps = 0
+
+    def step(self, step: Any) -> CostUpdate | None:
+        """Ends a trained step; a collective after every `every` of them, by the number of the step.
+
+        Args:
+            step: The `Step` that was trained: its number, its plan and which of its micro-batches are this rank's.
+
+        Returns:
+            What the timings said, in a step that looked at them.
+
+        Raises:
+            WlbError: The step's plan is none of a packer; or ranks differ, which are named: in the number of the step,
+                the settings, the costs in use or those that were fitted.
+        """
+        if not isinstance(getattr(step, "packing", None), wlb.Packing):
+            raise error("step", f"is a {type(step).__name__} without a Packing: its costs are not the packer's")
+        number = int(step.number)
+        self.timer.end_step(step)
+        self._plans[number], self._mine[number] = step.packing, step.indices
+        self._steps = number + 1
+        self._timed.update((timed.number, timed) for timed in self.timer.read())
+        if self._steps % self._every:
+            return None
+        update = self._look()
+        self.updates.append(update)
+        return update
+
+    def _look(self) -> CostUpdate:
+        switches = self._switches
+        if switches is None:
+            return self._looked(0)
+        with switches.held() as begun:
+            return self._looked(begun)
+
+    def _looked(self, begun: int) -> CostUpdate:
+        steps, ranks, begun = self._gather(begun)
+        self._gathered.extend(steps)
+        rows = [row for step in self._gathered for row in step.rows()]
+        lengths, seconds = [row[0] for row in rows], [row[1] for row in rows]
+        now = self._cost_model()
+        try:
+            fit = wlb.CostModel.fit(lengths, seconds, causal=now.causal, **self._terms)
+        except wlb.WlbError as cause:
+            fit, update = None, CostUpdate(self._steps, problem=str(cause))
+        if fit is not None:
+            update = self._judged(fit, now, [step.packing for step in steps], begun, ranks)
+        if dist.is_initialized():
+            content = repr((now, fit and fit.cost_model, update.switched_from))
+            digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+            check_agreement(digest, step=self._steps, group=self._group, device=self._device)
+        if fit is not None and update.switched_from is not None:
+            if self._switches is None:
+                self._packer.set_cost_model(fit.cost_model)
+            else:
+                self._switches.switch(update.switched_from, fit.cost_model)
+        return update
+
+    def _judged(
+        self, fit: wlb.CostFit, now: wlb.CostModel, packings: list[wlb.Packing], begun: int, ranks: list[_Rank]
+    ) -> CostUpdate:
+        new = fit.cost_model
+        imbalance, attainable, drift = [], [], []
+        for packing in packings:
+            lengths = [micro_batch.lengths for micro_batch in packing]
+            shares = [_shares(cost_model, lengths) for cost_model in (now, new)]
+            if shares[0] is None or shares[1] is None:
+                continue
+            imbalance.append(float(shares[1].max()) * len(lengths))
+            drift.append(float(np.abs(shares[1] - shares[0]).mean()) * len(lengths))
+            again = wlb.pack(
+                np.concatenate(lengths),
+                num_micro_batches=len(lengths),
+                max_tokens=max(int(packing.tokens.max()), (self._switches or self._packer).max_tokens),
+                cost_model=new,
+                method="refined",
+                leftover="return",
+            )
+            attainable.append(min(imbalance[-1], math.inf if again.leftover.size else again.imbalance))
+        if not imbalance:
+            return CostUpdate(self._steps, problem="nothing was trained since the last look")
+        shown, possible = float(np.mean(imbalance)), float(np.mean(attainable))
+        switched = shown - possible > self._switch_above and new != now
+        return CostUpdate(
+            self._steps,
+            fit,
+            imbalance=shown,
+            attainable=possible,
+            drift=float(np.mean(drift)),
+            levels=_levels(self._gathered, ranks, fit),
+            switched_from=begun if switched else None,
+        )
+
+    def _cost_model(self) -> wlb.CostModel:
+        """What the latest plans were, or will be, made by."""
+        return self._packer.cost_model if self._switches is None else self._switches.latest
+
+    def _gather(self, begun: int) -> tuple[list[_Gathered], list[_Rank], int]:
+        """Timings of all ranks since the last look, by step; those of a rank that are not known yet are missing."""
+        numbers = sorted(self._plans)
+        per_rank = max((self._mine[number].size for number in numbers), default=0)
+        role = [0, 0, 0, 0] if self._mesh is None else [self._mesh[name].get_local_rank() for name in (*LEVELS, "tp")]
+        alone = not dist.is_initialized()
+        if self._mesh is None and not alone:
+            role[0] = dist.get_rank(self._group)
+        settings = hashlib.blake2b(repr((self._every, self._switch_above, self._terms)).encode(), digest_size=6)
+        head = [self._steps, len(numbers), per_rank, int.from_bytes(settings.digest(), "little"), begun, *role]
+        heads = self._all_gather(torch.tensor(head, dtype=torch.int64))
+        for what, column in (
+            ("steps trained", 0),
+            ("steps since the last look", 1),
+            ("micro-batches", 2),
+            ("settings", 3),
+        ):
+            found = heads[:, column]
+            if (found != found[0]).any():
+                values, counts = np.unique(found, return_counts=True)
+                common = values[counts.argmax()]
+                others = np.flatnonzero(found != common).tolist()
+                message = f"differs between ranks: ranks {[self._global(rank) for rank in others]} have other {what}"
+                raise error("step", message, value=self._steps)
+        times = np.full((len(numbers), per_rank, 2), np.nan)
+        for at, number in enumerate(numbers):
+            mine, timed = self._mine[number], self._timed.get(number)
+            times[at, : mine.size, 0] = mine
+            if timed is not None:
+                times[at, : mine.size, 1] = timed.seconds
+        everyone = self._all_gather(torch.from_numpy(times).flatten()).reshape(len(heads), *times.shape)
+        ranks = [_Rank(*row[5:].tolist()) for row in heads]
+        gathered = [_Gathered(self._plans[number], everyone[:, at], tuple(ranks)) for at, number in enumerate(numbers)]
+        self._plans, self._mine, self._timed = {}, {}, {}
+        return gathered, ranks, int(heads[:, 4].max())
+
+    def _all_gather(self, mine: torch.Tensor) -> NDArray[Any]:
+        if not dist.is_initialized():
+            return mine.numpy()[None]
+        size = dist.get_world_size(self._group)
+        everyone = torch.empty(size * mine.numel(), dtype=mine.dtype, device=self._device)
+        dist.all_gather_into_tensor(everyone, mine.to(self._device), group=self._group)
+        return everyone.cpu().numpy().reshape(size, mine.numel())
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's place in each level."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Gathered:
+    """A step and what its micro-batches took on every rank.
+
+    Attributes:
+        packing: Its plan.
+        times: float64 [ranks, micro-batches of a rank, 2]: which micro-batch of the plan, and its seconds.
+        ranks: Who measured.
+    """
+
+    packing: wlb.Packing
+    times: NDArray[np.float64]
+    ranks: tuple[_Rank, ...]
+
+    def cubes(self) -> list[tuple[int, NDArray[np.integer[Any]], NDArray[np.float64]]]:
+        """Of each micro-batch that all its ranks have measured: its replica, its lengths, and seconds [pp, cp]."""
+        shape = [1 + max(getattr(rank, name) for rank in self.ranks) for name in ("pp", "cp")]
+        found: dict[int, tuple[int, NDArray[np.float64]]] = {}
+        for rank, rows in zip(self.ranks, self.times, strict=True):
+            for index, seconds in rows[~np.isnan(rows[:, 0])].tolist():
+                cube = found.setdefault(int(index), (rank.dp, np.zeros(shape)))[1]
+                # Tensor-parallel ranks do the same; NaN stays NaN.
+                cube[rank.pp, rank.cp] = np.maximum(cube[rank.pp, rank.cp], seconds)
+        return [
+            (dp, self.packing[index].lengths, cube)
+            for index, (dp, cube) in sorted(found.items())
+            if np.isfinite(cube).all() and (cube > 0).all()
+        ]
+
+    def rows(self) -> list[tuple[NDArray[np.integer[Any]], float]]:
+        """Lengths and seconds of micro-batches: the slowest of the ranks that share one, and its stages one by one."""
+        return [(lengths, float(cube.max(axis=1).sum())) for _, lengths, cube in self.cubes()]
+
+
+def _shares(cost_model: wlb.CostModel, micro_batches: list[NDArray[np.integer[Any]]]) -> NDArray[np.float64] | None:
+    """float64 [micro-batches]: of the work of all of them; None if there is none."""
+    costs = np.array([_cost(cost_model, lengths) for lengths in micro_batches])
+    return costs / costs.sum() if costs.sum() > 0 else None
+
+
+def _cost(cost_model: wlb.CostModel, lengths: NDArray[np.integer[Any]]) -> float:
+    return float(cost_model.cost(lengths).sum()) + cost_model.terms.get("micro_batches", 0.0)
+
+
+def _levels(steps: Sequence[_Gathered], ranks: list[_Rank], fit: wlb.CostFit) -> dict[str, LevelReport]:
+    """What each level's ranks take beside each other."""
+    sizes = {name: 1 + max(getattr(rank, name) for rank in ranks) for name in LEVELS}
+    halves: list[dict[str, list[list[float]]]] = []
+    for half in np.array_split(np.arange(len(steps)), 2):
+        times: dict[str, list[list[float]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
+        for at in half.tolist():
+            for dp, lengths, cube in steps[at].cubes():
+                if (expected := _cost(fit.cost_model, lengths)) > 0:
+                    times["dp"][dp].append(float(cube.max(axis=1).sum()) / expected)
+                for name, by_rank in (("pp", cube.max(axis=1)), ("cp", cube.sum(axis=0))):
+                    for at_rank, share in enumerate((by_rank / by_rank.mean()).tolist()):
+                        times[name][at_rank].append(share)
+        halves.append(times)
+    reports = {}
+    for name in (name for name, size in sizes.items() if size > 1):
+        both = [[first + second for first, second in zip(*(half[name] for half in halves), strict=True)]]
+        measured = [_slowest(times) for times in (*both, *(half[name] for half in halves))]
+        (slowest, residual), (_, before), (_, after) = measured
+        reports[name] = LevelReport(residual, after - before, slowest)
+    return reports
+
+
+def _slowest(times: list[list[float]]) -> tuple[int, float]:
+    """Which of some ranks is slowest, and by how much it is above their mean."""
+    typical = np.array([np.median(rank) if rank else np.nan for rank in times])
+    if np.isnan(typical).any():
+        return 0, math.nan
+    return int(typical.argmax()), float(typical.max() / typical.mean()) - 1.0

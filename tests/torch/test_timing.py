@@ -1,0 +1,179 @@
+"""What a step timer measures: every part of a micro-batch once, in any loop, and at next to no cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wlb
+import wlb.torch as wt
+
+
+class Sleeper(torch.autograd.Function):
+    """Takes as long as it is told, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        time.sleep(forward)
+        ctx.backward_seconds = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradients[0], None, None
+
+
+class Model(nn.Module):
+    """`seconds` forward, twice that backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor, seconds: float = 0.0) -> dict[str, Tensor]:
+        return {"logits": Sleeper.apply(tokens * self.weight, seconds, 2 * seconds)}  # type: ignore[no-untyped-call]
+
+
+def check(seconds: Any, expected: list[float]) -> None:
+    """At least what it slept, and not much more, on a machine with other things to do."""
+    assert len(seconds) == len(expected)
+    for found, least in zip(seconds, expected, strict=True):
+        assert least <= found < least + 0.25, (seconds, expected)
+
+
+def test_a_loop_of_ones_own() -> None:
+    timer, model = wt.StepTimer(), Model()
+    for _ in range(2):
+        for index, seconds in enumerate([0.01, 0.03]):
+            with timer.micro_batch(index):
+                loss = model(torch.ones(3), seconds)["logits"].sum()
+            with timer.micro_batch(index):
+                loss.backward()
+        time.sleep(0.3)  # an optimizer, say
+        timer.end_step()
+    first, second = timer.read()
+    assert (first.number, second.number) == (0, 1)
+    for step in (first, second):
+        check(step.seconds, [0.03, 0.09])
+    assert timer.read() == []
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_loop_with_hooks_only(checkpointed: bool) -> None:
+    timer, model = wt.StepTimer(), Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    remove = timer.attach(model, optimizer)
+    call: Any = model
+    if checkpointed:
+        call = partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)
+    for _ in range(2):
+        for seconds in (0.01, 0.03):
+            loss = call(torch.ones(3), seconds)["logits"].sum()
+            time.sleep(0.3)  # neither the model's forward nor its backward
+            loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(3), 0.3)  # an evaluation is no micro-batch
+    for step in timer.read():
+        again = 1.0 if checkpointed else 0.0
+        check(step.seconds, [0.01 * (3 + again), 0.03 * (3 + again)])
+    remove()
+    model(torch.ones(3))
+    timer.end_step()
+    assert timer.read()[0].seconds.size == 0
+
+
+def test_a_forward_that_fails_leaves_nothing_open() -> None:
+    timer, model = wt.StepTimer(), Model()
+    timer.attach(model)
+    with pytest.raises(TypeError):
+        model("no tensor")
+    model(torch.ones(3), 0.01)["logits"].sum().backward()
+    timer.end_step()
+    assert timer.read()[0].seconds.shape == (2,)
+
+
+def _stages(rank: int, schedule: str) -> list[list[float]]:
+    torch.manual_seed(0)
+    indices = wt.stages_of_rank(rank, pp_size=2, num_stages=4 if schedule != "1f1b" else 2, schedule=schedule)
+    count = 4 if schedule != "1f1b" else 2
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor, seconds: float) -> Tensor:
+            return Sleeper.apply(x * self.weight, seconds, 2 * seconds)  # type: ignore[no-untyped-call]
+
+    stages = [wt.VarlenPipelineStage(Stage(), index, count, "cpu", hidden_size=1) for index in indices]
+    timer = wt.StepTimer()
+    timer.attach_stages(stages)
+    batches = [
+        wt.PipelineMicroBatch(tokens=3, args=(torch.ones(3, 1),), kwargs={"seconds": seconds}, target=None)
+        for seconds in (0.01, 0.03)
+    ]
+
+    def loss(output: Tensor, _: Any) -> Tensor:
+        time.sleep(0.02)
+        return output.sum()
+
+    for _ in range(2):
+        wt.pipeline_step(stages, batches, schedule=schedule, loss_fn=loss)
+        timer.end_step()
+    return [step.seconds.tolist() for step in timer.read()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_stages_of_a_pipeline_whose_passes_alternate(schedule: str) -> None:
+    """Waiting for the other rank is no time of a micro-batch; the loss is, on the last stage."""
+    each = 1 if schedule == "1f1b" else 2
+    for rank, steps in enumerate(processes.run(2, _stages, schedule)):
+        assert len(steps) == 2
+        for seconds in steps:
+            check(seconds, [each * 3 * work + 0.02 * rank for work in (0.01, 0.03)])
+
+
+def test_a_log_holds_what_was_measured(tmp_path: Path) -> None:
+    timer, log = wt.StepTimer(), tmp_path / "timings.jsonl"
+    for number in range(2):
+        with timer.micro_batch(1):
+            pass
+        timer.end_step(lengths=[[5, 6], [7 + number]])
+    assert timer.write(log) == 2
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(row["step"], row["micro_batch"], row["lengths"]) for row in rows] == [(0, 1, [7]), (1, 1, [8])]
+    assert all(row["seconds"] > 0 for row in rows)
+    with timer.micro_batch(0):
+        pass
+    timer.end_step()
+    with pytest.raises(wlb.WlbError, match="ended without lengths"):
+        timer.write(log)
+    with timer.micro_batch(2):
+        pass
+    with pytest.raises(wlb.WlbError, match="has 2 micro-batches, and micro-batch 2 was timed"):
+        timer.end_step(lengths=[[1], [1]])
+
+
+def test_it_costs_microseconds() -> None:
+    """Of a step of 50 ms and 8 micro-batches a thousandth is 6 us for each; the bench measures it in a real one."""
+    timer = wt.StepTimer()
+    best = np.inf
+    for _ in range(20):
+        started = time.perf_counter()
+        for index in range(100):
+            with timer.micro_batch(index):
+                pass
+        best = min(best, (time.perf_counter() - started) / 100)
+        timer.end_step()
+    assert best < 6e-6, best
