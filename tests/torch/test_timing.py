@@ -84,9 +84,9 @@ def test_a_loop_with_hooks_only(checkpointed: bool) -> None:
         optimizer.step()
     with torch.no_grad():
         model(torch.ones(3), 0.3)  # an evaluation is no micro-batch
+    # What is recomputed is no forward of its own. (torch recomputes only up to what it needs: not the sleep.)
     for step in timer.read():
-        again = 1.0 if checkpointed else 0.0
-        check(step.seconds, [0.01 * (3 + again), 0.03 * (3 + again)])
+        check(step.seconds, [0.03, 0.09])
     remove()
     model(torch.ones(3))
     timer.end_step()
