@@ -44,7 +44,7 @@ from wlb._core import (
     tune_delay_price,
     tune_outlier_thresholds,
 )
-from wlb._results import Bounds, PackerMetrics, PipelineSteps, PipelineTimeline, TunedPoint, TuneResult
+from wlb._results import Bounds, CostFit, PackerMetrics, PipelineSteps, PipelineTimeline, TunedPoint, TuneResult
 from wlb.cluster import (
     Hardware,
     Link,
@@ -66,6 +66,7 @@ __all__ = [
     "BUILD_PROFILE",
     "BacklogWarning",
     "Bounds",
+    "CostFit",
     "CostModel",
     "CpGroup",
     "DynamicCpPlan",

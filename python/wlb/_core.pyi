@@ -19,7 +19,7 @@ from wlb._choices import (
     StreamMethod,
     Unit,
 )
-from wlb._results import Bounds, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
+from wlb._results import Bounds, CostFit, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
 
 _Result = TypeVar("_Result")
 
@@ -155,6 +155,19 @@ class CostModel:
     def unit(self) -> Unit | None: ...
     @property
     def terms(self) -> dict[str, float]: ...
+    @staticmethod
+    def fit(
+        micro_batches: Sequence[ArrayLike],
+        seconds: ArrayLike,
+        *,
+        windows: Sequence[int] = (),
+        chunks: Sequence[int] = (),
+        terms: Sequence[str] | None = None,
+        causal: bool = True,
+    ) -> CostFit: ...
+    def to_json(self) -> str: ...
+    @staticmethod
+    def from_json(text: str) -> CostModel: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...

@@ -49,8 +49,9 @@ class CostUpdate:
         step: Steps that were trained.
         fit: The costs that the timings show; None if there were too few of them.
         problem: Why there is no fit.
-        imbalance: Mean imbalance of the steps since the last look, as these costs show it.
-        attainable: What it would be if their documents were packed by these costs.
+        imbalance: Mean imbalance of the steps since the last look, as the fitted costs show it.
+        believed: The same as the costs in use show it.
+        attainable: What it would be if the documents of each step were packed by the fitted costs.
         drift: How far the costs in use are off: by how much a micro-batch's share of its step's work changes in the
             mean, relative to the mean share.
         levels: By "dp", "pp" and "cp", where there is more than one rank of it.
@@ -61,6 +62,7 @@ class CostUpdate:
     fit: wlb.CostFit | None = None
     problem: str = ""
     imbalance: float = math.nan
+    believed: float = math.nan
     attainable: float = math.nan
     drift: float = math.nan
     levels: dict[str, LevelReport] | None = None
@@ -73,7 +75,8 @@ class CostUpdate:
         change = "stay" if self.switched_from is None else f"change from step {self.switched_from} on"
         lines = [
             f"costs after step {self.step} {change}: imbalance {self.imbalance:.4f} by what was measured, "
-            f"{self.attainable:.4f} attainable; shares of work moved by {self.drift:.1%}",
+            f"{self.believed:.4f} by the costs in use, {self.attainable:.4f} attainable; "
+            f"shares of work are off by {self.drift:.1%}",
             *(
                 f"  {name}: {level.slowest} is slowest, {level.residual:+.1%} over the mean, drift {level.drift:+.1%}"
                 for name, level in (self.levels or {}).items()
@@ -95,9 +98,9 @@ class CostTracker:
             save(step.state)
 
     After every `every` steps the ranks gather what their micro-batches took and fit the same costs (`CostModel.fit`).
-    The costs in use are replaced if, by the new ones, the imbalance of the steps since the last look is more than
-    `switch_above` above what packing the same documents by the new ones gives. So costs that are off but pack as well,
-    and steps that no costs could balance, change nothing.
+    The costs in use are replaced if the imbalance that the new ones show for the steps since the last look is more than
+    `switch_above` over what the old ones showed for them, or over what packing their documents anew gives. So costs
+    that are off but pack as well, and steps that no costs could balance, change nothing.
 
     A change takes effect at a step of which no rank has begun to plan, whatever was fetched ahead: every rank plans the
     steps before it by the old costs, and from it on by the new. `step.state` has it from the decision on, so that a run
@@ -131,8 +134,8 @@ class CostTracker:
         every: int = 50,
         switch_above: float = 0.01,
         window: int | None = None,
-        windows: Sequence[int] | None = None,
-        chunks: Sequence[int] | None = None,
+        windows: Sequence[int] = (),
+        chunks: Sequence[int] = (),
         mesh: DeviceMesh | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -150,7 +153,7 @@ class CostTracker:
         self._packer = packer
         self._every = every
         self._switch_above = switch_above
-        self._terms = {"windows": windows, "chunks": chunks}
+        self._terms: dict[str, Any] = {"windows": tuple(windows), "chunks": tuple(chunks)}
         self._mesh, self._group = mesh, group
         self._device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
         self.timer = timer or StepTimer()
@@ -221,31 +224,35 @@ class CostTracker:
         self, fit: wlb.CostFit, now: wlb.CostModel, packings: list[wlb.Packing], begun: int, ranks: list[_Rank]
     ) -> CostUpdate:
         new = fit.cost_model
-        imbalance, attainable, drift = [], [], []
+        planner: CostSwitches | wlb.Packer = self._packer if self._switches is None else self._switches
+        imbalance, believed, attainable, drift = [], [], [], []
         for packing in packings:
             lengths = [micro_batch.lengths for micro_batch in packing]
             shares = [_shares(cost_model, lengths) for cost_model in (now, new)]
             if shares[0] is None or shares[1] is None:
                 continue
+            believed.append(float(shares[0].max()) * len(lengths))
             imbalance.append(float(shares[1].max()) * len(lengths))
             drift.append(float(np.abs(shares[1] - shares[0]).mean()) * len(lengths))
             again = wlb.pack(
                 np.concatenate(lengths),
                 num_micro_batches=len(lengths),
-                max_tokens=max(int(packing.tokens.max()), (self._switches or self._packer).max_tokens),
+                max_tokens=max(int(packing.tokens.max()), planner.max_tokens),
                 cost_model=new,
-                method="refined",
+                method=planner.method,
                 leftover="return",
             )
             attainable.append(min(imbalance[-1], math.inf if again.leftover.size else again.imbalance))
         if not imbalance:
             return CostUpdate(self._steps, problem="nothing was trained since the last look")
-        shown, possible = float(np.mean(imbalance)), float(np.mean(attainable))
-        switched = shown - possible > self._switch_above and new != now
+        shown, planned, possible = (float(np.mean(values)) for values in (imbalance, believed, attainable))
+        # What is held back is chosen by the costs too: by wrong ones a step may hold what no packing can balance.
+        switched = shown - min(planned, possible) > self._switch_above and new != now
         return CostUpdate(
             self._steps,
             fit,
             imbalance=shown,
+            believed=planned,
             attainable=possible,
             drift=float(np.mean(drift)),
             levels=_levels(self._gathered, ranks, fit),
@@ -348,14 +355,18 @@ class _Gathered:
         return [(lengths, float(cube.max(axis=1).sum())) for _, lengths, cube in self.cubes()]
 
 
-def _shares(cost_model: wlb.CostModel, micro_batches: list[NDArray[np.integer[Any]]]) -> NDArray[np.float64] | None:
+def _shares(cost_model: wlb.CostModel, micro_batches: Sequence[NDArray[np.integer[Any]]]) -> NDArray[np.float64] | None:
     """float64 [micro-batches]: of the work of all of them; None if there is none."""
     costs = np.array([_cost(cost_model, lengths) for lengths in micro_batches])
     return costs / costs.sum() if costs.sum() > 0 else None
 
 
 def _cost(cost_model: wlb.CostModel, lengths: NDArray[np.integer[Any]]) -> float:
-    return float(cost_model.cost(lengths).sum()) + cost_model.terms.get("micro_batches", 0.0)
+    try:
+        constant = cost_model.terms.get("micro_batches", 0.0)
+    except wlb.WlbError:  # measured tables have none
+        constant = 0.0
+    return float(cost_model.cost(lengths).sum()) + constant
 
 
 def _levels(steps: Sequence[_Gathered], ranks: list[_Rank], fit: wlb.CostFit) -> dict[str, LevelReport]:

@@ -67,6 +67,7 @@ arguments! {
     outlier_thresholds: Vec<i32> = narrow("thresholds are int32");
     p2p_seconds: f64 = real();
     query_lengths: Lengths = read_lengths();
+    seconds: Vec<f64> = floats();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
     tokens_per_batch: i64 = integer();
     vocab_size: i64 = integer();

@@ -93,6 +93,16 @@ pub(crate) fn rates_by_size(argument: &'static str, object: &Bound<'_, PyAny>) -
     Ok(rates)
 }
 
+/// Sizes in tokens, in ascending order.
+pub(crate) fn sizes(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
+    let Ok(listed) = object.try_iter() else {
+        return Err(refuse(argument, None, Some(object), "must be a list of sizes"));
+    };
+    let mut sizes = listed.map(|size| positive(argument, &size?)).collect::<PyResult<Vec<_>>>()?;
+    sizes.sort_unstable();
+    Ok(sizes)
+}
+
 /// One real number; a bool is none, nor is a complex number.
 pub(crate) fn real(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<f64> {
     let of_numpy = object.getattr("dtype").and_then(|dtype| dtype.getattr("kind")?.extract::<String>());

@@ -4,13 +4,16 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 use wlb_core::Lengths;
+use wlb_core::cost::fit::{FitOptions, FittedTerm};
 use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Rates, Unit};
 
 use crate::arguments;
-use crate::convert::{choice, integer};
+use crate::convert::{choice, integer, read_lengths, sizes};
 use crate::error::{raise, refuse};
-use crate::plain::{Array, hashed_by, pickled_as_json, properties};
+use crate::plain::{Array, Tuple, hashed_by, pickled_as_json, properties};
 use crate::profile::read_profile;
+use crate::results::answer;
+use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<CostModel>()?;
@@ -229,6 +232,96 @@ impl CostModel {
             return Err(refuse("cost_model", None, None, problem));
         };
         terms.into_py_dict(py)
+    }
+
+    /// The costs that measured times of micro-batches show, in seconds.
+    ///
+    /// Minimised is the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative: errors count relative
+    /// to the time, and ``rho`` (Huber's, and from there Tukey's bisquare) leaves out rows that the others contradict. A term that the
+    /// times do not need is given up. Of terms that they cannot tell apart the later goes, in the order tokens, pairs, windows, chunks,
+    /// documents, micro-batches, and the result says so: its time is never split between them. Deterministic.
+    ///
+    /// Args:
+    ///     micro_batches: list of int[documents], tokens of the documents in each; at least two for each term, and eight.
+    ///     seconds: float[micro-batches], forward and backward of each.
+    ///     windows: sizes of the sliding windows that the model's layers have.
+    ///     chunks: sizes of their chunks.
+    ///     terms: of "pairs", "tokens", "documents", "micro_batches" those to try, besides windows and chunks; default all.
+    ///     causal: mask.
+    ///
+    /// Returns:
+    ///     CostFit
+    ///
+    /// Raises:
+    ///     WlbError: a time that is not above 0, too few micro-batches, documents of a single length, times that do not grow with the
+    ///         documents, or numbers of micro-batches and times that differ; names the entry.
+    ///
+    /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems (1974);
+    /// Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
+    #[staticmethod]
+    #[pyo3(signature = (micro_batches, seconds, *, windows = None, chunks = None, terms = None, causal = true),
+           text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True)")]
+    fn fit<'py>(
+        py: Python<'py>,
+        micro_batches: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = arguments::seconds)] seconds: Vec<f64>,
+        windows: Option<&Bound<'py, PyAny>>,
+        chunks: Option<&Bound<'py, PyAny>>,
+        terms: Option<Vec<String>>,
+        causal: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let Ok(listed) = micro_batches.try_iter() else {
+            return Err(refuse("micro_batches", None, Some(micro_batches), "must be a list of arrays of lengths"));
+        };
+        let rows = listed.enumerate().map(|(index, row)| {
+            let row = row?;
+            read_lengths("micro_batches", &row).map_err(|cause| {
+                let problem = format!("holds no lengths of documents ({})", cause.value(py));
+                refuse("micro_batches", Some(index), Some(&row), &problem)
+            })
+        });
+        let rows = rows.collect::<PyResult<Vec<_>>>()?;
+        let listed = |argument, object: Option<&Bound<'py, PyAny>>| {
+            object.map_or(Ok(Vec::new()), |object| sizes(argument, object))
+        };
+        let (windows, chunks) = (listed("windows", windows)?, listed("chunks", chunks)?);
+        let options = FitOptions { mask: mask(causal), windows, chunks, terms };
+        let documents = rows.iter().map(|row| row.len()).sum::<usize>();
+        let count = rows.len();
+        let fitted = run(py, documents.saturating_add(64 * count), move || {
+            let rows: Vec<&[i32]> = rows.iter().map(|row| &row[..]).collect();
+            Model::fit(&rows, &seconds, &options)
+        })?;
+        let (model, fit) = fitted.map_err(raise)?;
+        let by_name = |value: fn(&FittedTerm) -> f64| -> Vec<(String, f64)> {
+            fit.terms.iter().map(|term| (term.name.clone(), value(term))).collect()
+        };
+        answer!(py, "CostFit", {
+            cost_model: Self(model),
+            rates: by_name(|term| term.rate).into_py_dict(py)?,
+            shares: by_name(|term| term.share).into_py_dict(py)?,
+            share_errors: by_name(|term| term.share_error).into_py_dict(py)?,
+            merged: Tuple(fit.merged.into_iter().map(Tuple).collect()),
+            residual: fit.residual,
+            held_out_error: fit.held_out_error,
+            held_out: fit.held_out,
+            outliers: Array(fit.outliers.iter().map(|&row| row as i64).collect::<Vec<_>>()),
+            rows: count,
+        })
+    }
+
+    /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb`` command.
+    fn to_json(&self) -> String {
+        self.0.to_json()
+    }
+
+    /// The model that :meth:`to_json` wrote.
+    ///
+    /// Raises:
+    ///     WlbError: the text is none; says where.
+    #[staticmethod]
+    fn from_json(text: &str) -> PyResult<Self> {
+        Self::_from_json(text)
     }
 
     fn __repr__(&self) -> String {

@@ -22,12 +22,15 @@ class CostSwitches:
 
     Whoever plans a step says so (`begin`) and gets the packer to plan it with. The changes stay known for good: a step
     that was planned ahead is planned again where it is consumed.
+
+    Attributes:
+        max_tokens, method: Of the packer.
     """
 
     def __init__(self, packer: wlb.Packer) -> None:
         """No change so far, of the costs that `packer` has; nothing is planned."""
         self._cost_model = packer.cost_model
-        self.max_tokens = packer.max_tokens
+        self.max_tokens, self.method = packer.max_tokens, packer.method
         self._changes: dict[int, wlb.CostModel] = {}
         self._begun = 0  # the first step that nobody has begun to plan
         self._open = threading.Condition()
@@ -109,7 +112,7 @@ class CostSwitches:
         if not changes:
             return state
         head = state["previous"] if state["moved"] else state["digest"]
-        known = [{"step": step, "cost_model": _to_json(cost_model)} for step, cost_model in changes.items()]
+        known = [{"step": step, "cost_model": json.loads(cost_model.to_json())} for step, cost_model in changes.items()]
         return seal({**state, "cost_changes": known, "previous": head, "moved": True})
 
 
@@ -123,14 +126,10 @@ def read_changes(state: Mapping[str, Any]) -> dict[int, wlb.CostModel]:
     saved = state.get("cost_changes", [])
     for index, change in enumerate(saved if isinstance(saved, list) else [saved]):
         try:
-            step, cost_model = change["step"], wlb.CostModel._from_json(json.dumps(change["cost_model"]))
+            step, cost_model = change["step"], wlb.CostModel.from_json(json.dumps(change["cost_model"]))
         except (TypeError, KeyError, wlb.WlbError) as cause:
             raise error("state", f"has no change of costs in 'cost_changes': {cause}", index=index) from cause
         if not isinstance(step, int) or isinstance(step, bool) or step < state["step"]:
             raise error("state", f"has a change of costs at step {step!r}, which is past", index=index, value=step)
         changes[step] = cost_model
     return changes
-
-
-def _to_json(cost_model: wlb.CostModel) -> Any:
-    return json.loads(cost_model.__reduce__()[1][0])

@@ -4,6 +4,7 @@
 //! documents, micro-batches. The first and the tokens' may be measured tables instead of rates.
 
 mod curve;
+pub mod fit;
 mod flops;
 mod mask;
 mod model;

@@ -1,0 +1,192 @@
+//! Least squares with rates that are never negative.
+
+/// `b >= 0` with the least sum of squares of `sum_j b[j] * columns[j] - target`.
+///
+/// Lawson and Hanson's active set method (Solving Least Squares Problems, 1974, chapter 23) on the triangular factor of the
+/// columns. Of columns that depend on each other only as many are used as are needed, the others get 0.
+///
+/// # Arguments
+/// * `columns` - of one length, that of `target`; finite.
+///
+/// # Complexity
+/// O(n k^2) for `n` rows and `k` columns, and about k^4 more for the search.
+pub fn non_negative_least_squares(columns: &[Vec<f64>], target: &[f64]) -> Vec<f64> {
+    System::new(columns, target).solve(&(0..columns.len()).collect::<Vec<_>>())
+}
+
+/// A pivot below this share of its column is none: the column depends on those before it.
+const DEPENDENT: f64 = 1e-10;
+
+/// Columns that come or go in one search. Without rounding none comes twice to the same others, and few ever come twice.
+const MOST_TURNS: usize = 1000;
+
+/// `k` columns and a target, turned so that only `k` rows are left that matter: their upper triangle, the target in it, and
+/// what of the target no column reaches.
+pub(super) struct System {
+    /// Column by column, each of length 1; those of no rows with a value are 0.
+    triangle: Vec<Vec<f64>>,
+    target: Vec<f64>,
+    /// Lengths that the columns had.
+    norms: Vec<f64>,
+    /// Sum of squares that stays whatever the rates are.
+    beyond: f64,
+}
+
+impl System {
+    pub(super) fn new(columns: &[Vec<f64>], target: &[f64]) -> Self {
+        let norms: Vec<f64> = columns.iter().map(|column| norm(column)).collect();
+        let mut triangle: Vec<Vec<f64>> = columns.to_vec();
+        for (column, &norm) in triangle.iter_mut().zip(&norms) {
+            if norm > 0.0 {
+                column.iter_mut().for_each(|value| *value /= norm);
+            }
+        }
+        let mut target = target.to_vec();
+        let rank = columns.len().min(target.len());
+        for at in 0..rank {
+            reflect(&mut triangle, &mut target, at, at);
+        }
+        let beyond = target[rank..].iter().map(|value| value * value).sum();
+        target.truncate(rank);
+        triangle.iter_mut().for_each(|column| column.truncate(rank));
+        Self { triangle, target, norms, beyond }
+    }
+
+    /// Length of a column.
+    pub(super) fn norm(&self, column: usize) -> f64 {
+        self.norms[column]
+    }
+
+    /// The best rates, never negative, of all columns; those not in `among` are 0.
+    pub(super) fn solve(&self, among: &[usize]) -> Vec<f64> {
+        let mut rates = self.solve_scaled(among);
+        for (rate, &norm) in rates.iter_mut().zip(&self.norms) {
+            *rate = if norm > 0.0 { *rate / norm } else { 0.0 };
+        }
+        rates
+    }
+
+    /// The sum of squares that the best rates of these columns leave.
+    pub(super) fn squares(&self, among: &[usize]) -> f64 {
+        let residual = self.residual(&self.solve_scaled(among));
+        self.beyond + residual.iter().map(|value| value * value).sum::<f64>()
+    }
+
+    /// What of a column the `others` do not give, as a share of its length, and how much of each of them gives the rest
+    /// (with any sign, in lengths).
+    pub(super) fn apart(&self, column: usize, others: &[usize]) -> (f64, Vec<f64>) {
+        let target = &self.triangle[column];
+        let (shares, _) = least_squares(&self.triangle, target, others);
+        let mut left = target.clone();
+        for (&other, share) in others.iter().zip(&shares) {
+            add(&mut left, -share, &self.triangle[other]);
+        }
+        (norm(&left), shares)
+    }
+
+    fn residual(&self, rates: &[f64]) -> Vec<f64> {
+        let mut residual = self.target.clone();
+        for (column, &rate) in self.triangle.iter().zip(rates) {
+            add(&mut residual, -rate, column);
+        }
+        residual
+    }
+
+    fn solve_scaled(&self, among: &[usize]) -> Vec<f64> {
+        let columns = self.triangle.len();
+        let mut rates = vec![0.0; columns];
+        let mut free: Vec<usize> = Vec::new();
+        let mut refused = vec![false; columns];
+        let least = DEPENDENT * norm(&self.target);
+        for _ in 0..MOST_TURNS {
+            // The column that would lower the sum of squares most at first.
+            let residual = self.residual(&rates);
+            let gain = |column: usize| dot(&self.triangle[column], &residual);
+            let best = among
+                .iter()
+                .copied()
+                .filter(|column| !free.contains(column) && !refused[*column] && gain(*column) > least)
+                .max_by(|&a, &b| gain(a).total_cmp(&gain(b)).then(b.cmp(&a)));
+            let Some(column) = best else { break };
+            free.push(column);
+            let mut first = true;
+            loop {
+                let (wanted, independent) = least_squares(&self.triangle, &self.target, &free);
+                // Rounding may let a column seem useful that is not: it would come and go for ever.
+                if first && (!independent || wanted.last().is_none_or(|&rate| rate <= 0.0)) {
+                    free.pop();
+                    refused[column] = true;
+                    break;
+                }
+                first = false;
+                if wanted.iter().all(|&rate| rate > 0.0) {
+                    free.iter().zip(&wanted).for_each(|(&column, &rate)| rates[column] = rate);
+                    refused.fill(false);
+                    break;
+                }
+                // As far towards what is wanted as nothing becomes negative; who would, gets 0.
+                let reach = |column: usize, rate: f64| {
+                    if rate > 0.0 { 1.0 } else { rates[column] / (rates[column] - rate) }
+                };
+                let steps: Vec<f64> = free.iter().zip(&wanted).map(|(&column, &rate)| reach(column, rate)).collect();
+                let step = steps.iter().copied().fold(1.0, f64::min);
+                for ((&column, &rate), &own) in free.iter().zip(&wanted).zip(&steps) {
+                    rates[column] =
+                        if own <= step && rate <= 0.0 { 0.0 } else { rates[column] + step * (rate - rates[column]) };
+                }
+                free.retain(|&column| rates[column] > 0.0);
+            }
+        }
+        rates
+    }
+}
+
+/// The best rates of some columns, of any sign, and whether none of these depends on those before it; such a one gets 0.
+fn least_squares(columns: &[Vec<f64>], target: &[f64], among: &[usize]) -> (Vec<f64>, bool) {
+    let mut triangle: Vec<Vec<f64>> = among.iter().map(|&column| columns[column].clone()).collect();
+    let mut target = target.to_vec();
+    let mut pivots: Vec<(usize, usize)> = Vec::new();
+    for column in 0..triangle.len() {
+        let row = pivots.len();
+        if row < target.len() && norm(&triangle[column][row..]) > DEPENDENT {
+            reflect(&mut triangle, &mut target, column, row);
+            pivots.push((column, row));
+        }
+    }
+    let mut rates = vec![0.0; among.len()];
+    for &(column, row) in pivots.iter().rev() {
+        let later: f64 = (column + 1..triangle.len()).map(|other| triangle[other][row] * rates[other]).sum();
+        rates[column] = (target[row] - later) / triangle[column][row];
+    }
+    (rates, pivots.len() == among.len())
+}
+
+/// A Householder reflection that leaves 0 below `row` in one column; those before it are done.
+fn reflect(columns: &mut [Vec<f64>], target: &mut [f64], column: usize, row: usize) {
+    let mut mirror = columns[column][row..].to_vec();
+    let length = norm(&mirror);
+    if length == 0.0 {
+        return;
+    }
+    mirror[0] += if mirror[0] < 0.0 { -length } else { length };
+    let square = dot(&mirror, &mirror);
+    let turn = |values: &mut [f64]| {
+        let factor = -2.0 * dot(&mirror, values) / square;
+        add(values, factor, &mirror);
+    };
+    columns[column..].iter_mut().for_each(|values| turn(&mut values[row..]));
+    turn(&mut target[row..]);
+    columns[column][row + 1..].fill(0.0);
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn norm(values: &[f64]) -> f64 {
+    dot(values, values).sqrt()
+}
+
+fn add(to: &mut [f64], factor: f64, values: &[f64]) {
+    to.iter_mut().zip(values).for_each(|(to, value)| *to += factor * value);
+}

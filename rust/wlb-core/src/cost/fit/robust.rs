@@ -1,0 +1,128 @@
+//! Rates that many measured times agree on, whatever a few of them say.
+
+use crate::interrupt::check;
+
+use super::least_squares::System;
+
+/// Standard deviations from which on Huber's weights fall, and at which those of Tukey's bisquare end: 95 % as exact as least
+/// squares where the noise is normal.
+const HUBER: f64 = 1.345;
+const BISQUARE: f64 = 4.685;
+
+/// Turns of either kind; a handful is usual.
+const MOST_TURNS: usize = 60;
+
+/// Noise below this is rounding.
+const LEAST_NOISE: f64 = 1e-9;
+
+/// Times by rates over some columns.
+pub(super) struct Agreement {
+    pub(super) rates: Vec<f64>,
+    /// What the rates give for each row.
+    pub(super) predicted: Vec<f64>,
+    /// How much each row counts: 1, less, or 0 for one that nobody believes.
+    pub(super) weights: Vec<f64>,
+    /// Standard deviation of a believable row, relative to what is predicted.
+    pub(super) noise: f64,
+}
+
+/// The non-negative rates with the least sum of `rho((seconds - predicted) / predicted)`.
+///
+/// Errors count relative to what is predicted: a micro-batch of a second and one of a millisecond say as much about the
+/// rates, and noise that grows with the time does not make fast micro-batches look slow. `rho` is first Huber's, whose
+/// minimum does not depend on where one begins, then from there Tukey's bisquare, which leaves outliers out. The scale of
+/// the errors is their median absolute value, in every turn anew.
+///
+/// # Arguments
+/// * `columns` - amounts of work, each as long as `seconds`.
+/// * `among` - the columns that count.
+/// * `seconds` - above 0.
+pub(super) fn agree(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> Agreement {
+    let mut now = Agreement {
+        rates: vec![0.0; columns.len()],
+        predicted: by_one(columns, among, seconds),
+        weights: vec![1.0; seconds.len()],
+        noise: 1.0,
+    };
+    for bisquare in [false, true] {
+        for _ in 0..MOST_TURNS {
+            check();
+            let before = now.predicted.clone();
+            weigh(&mut now, seconds, bisquare);
+            now.rates = weighted(columns, &now, seconds).solve(among);
+            now.predicted = predict(columns, &now.rates);
+            keep_above_zero(&mut now.predicted);
+            let moved = now.predicted.iter().zip(&before).map(|(now, before)| ((now - before) / before).abs());
+            if moved.fold(0.0, f64::max) < 1e-10 {
+                break;
+            }
+        }
+    }
+    weigh(&mut now, seconds, true);
+    now
+}
+
+/// The rows as a problem of least squares: each in shares of what is predicted for it, and by its weight.
+pub(super) fn weighted(columns: &[Vec<f64>], by: &Agreement, seconds: &[f64]) -> System {
+    let factors: Vec<f64> = by.weights.iter().zip(&by.predicted).map(|(weight, at)| weight.sqrt() / at).collect();
+    let scaled =
+        |values: &[f64]| -> Vec<f64> { values.iter().zip(&factors).map(|(value, factor)| value * factor).collect() };
+    System::new(&columns.iter().map(|column| scaled(column)).collect::<Vec<_>>(), &scaled(seconds))
+}
+
+/// What rates give for each row.
+pub(super) fn predict(columns: &[Vec<f64>], rates: &[f64]) -> Vec<f64> {
+    let rows = columns.first().map_or(0, Vec::len);
+    (0..rows).map(|row| columns.iter().zip(rates).map(|(column, rate)| column[row] * rate).sum()).collect()
+}
+
+/// The upper of the two in the middle where the number is even; 0 of none.
+pub(super) fn median(mut values: Vec<f64>) -> f64 {
+    if values.is_empty() {
+        return 0.0;
+    }
+    let middle = values.len() / 2;
+    *values.select_nth_unstable_by(middle, f64::total_cmp).1
+}
+
+fn weigh(now: &mut Agreement, seconds: &[f64], bisquare: bool) {
+    let errors: Vec<f64> = seconds.iter().zip(&now.predicted).map(|(time, at)| (time - at) / at).collect();
+    now.noise = (1.4826 * median(errors.iter().map(|error| error.abs()).collect())).max(LEAST_NOISE);
+    now.weights = errors
+        .iter()
+        .map(|error| {
+            let deviations = error.abs() / now.noise;
+            if bisquare {
+                let inside = 1.0 - (deviations / BISQUARE) * (deviations / BISQUARE);
+                if inside > 0.0 { inside * inside } else { 0.0 }
+            } else if deviations > HUBER {
+                HUBER / deviations
+            } else {
+                1.0
+            }
+        })
+        .collect();
+}
+
+/// Where to begin: the one column that explains the times best, at the median of its rates.
+fn by_one(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> Vec<f64> {
+    let candidates = among.iter().map(|&at| {
+        let column = &columns[at];
+        let rates = column.iter().zip(seconds).filter(|&(&work, _)| work > 0.0).map(|(work, time)| time / work);
+        let rate = median(rates.collect());
+        let predicted: Vec<f64> = column.iter().map(|work| rate * work).collect();
+        // Neither a time far above nor one far below may decide.
+        let errors = predicted.iter().zip(seconds).map(|(at, time)| (at - time).abs() / at.max(*time));
+        (median(errors.collect()), predicted)
+    });
+    let best = candidates.min_by(|a, b| a.0.total_cmp(&b.0));
+    let mut predicted = best.map_or_else(|| seconds.to_vec(), |(_, predicted)| predicted);
+    keep_above_zero(&mut predicted);
+    predicted
+}
+
+/// A row for which nothing is predicted, an empty micro-batch, counts as a thousandth of a usual one.
+fn keep_above_zero(predicted: &mut [f64]) {
+    let least = (1e-3 * median(predicted.to_vec())).max(f64::MIN_POSITIVE);
+    predicted.iter_mut().for_each(|at| *at = at.max(least));
+}

@@ -1,0 +1,167 @@
+//! The terms of a cost model in each micro-batch, and the model that their times show.
+
+use crate::cost::mask::{LocalMask, Mask};
+use crate::cost::model::CostModel;
+use crate::cost::rates::{Rates, Unit, check_local};
+use crate::error::{Error, Result};
+use crate::interrupt::Meter;
+
+use super::select::{Column, Fit, fit_rates};
+
+/// Which terms a fit tries, in the order in which a cost model lists them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FitOptions {
+    /// Which keys a query attends to.
+    pub mask: Mask,
+    /// Keys of sliding windows, ascending.
+    pub windows: Vec<i32>,
+    /// Tokens of chunks, ascending.
+    pub chunks: Vec<i32>,
+    /// Of [`FitOptions::NAMES`], those to try; none: all.
+    pub terms: Option<Vec<String>>,
+}
+
+impl FitOptions {
+    /// The terms besides those of windows and chunks.
+    pub const NAMES: &[&str] = &["pairs", "tokens", "documents", "micro_batches"];
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Term {
+    Tokens,
+    Pairs(Mask),
+    Local(LocalMask),
+    Documents,
+    MicroBatches,
+}
+
+impl Term {
+    fn name(self) -> String {
+        match self {
+            Self::Tokens => "tokens".to_owned(),
+            Self::Pairs(_) => "pairs".to_owned(),
+            Self::Local(LocalMask::Window(size)) => format!("window_pairs[{size}]"),
+            Self::Local(LocalMask::Chunk(size)) => format!("chunk_pairs[{size}]"),
+            Self::Documents => "documents".to_owned(),
+            Self::MicroBatches => "micro_batches".to_owned(),
+        }
+    }
+
+    fn work(self, lengths: &[i32]) -> f64 {
+        match self {
+            Self::Tokens => lengths.iter().map(|&length| f64::from(length)).sum(),
+            Self::Pairs(mask) => lengths.iter().map(|&length| mask.pairs_f64(length)).sum(),
+            Self::Local(mask) => lengths.iter().map(|&length| mask.pairs_f64(length)).sum(),
+            Self::Documents => lengths.len() as f64,
+            Self::MicroBatches => 1.0,
+        }
+    }
+}
+
+impl CostModel {
+    /// The costs that measured times of micro-batches show, in seconds: see [`fit_rates`] for how.
+    ///
+    /// Of terms that the times cannot tell apart the later goes, in the order tokens, pairs, windows, chunks, documents,
+    /// micro-batches.
+    ///
+    /// # Arguments
+    /// * `micro_batches` - lengths of the documents of each; may be empty.
+    /// * `seconds` - what each took.
+    ///
+    /// # Returns
+    /// The model, and the fit with its terms in the order of the model's.
+    ///
+    /// # Errors
+    /// As [`fit_rates`]; [`Error::Choice`] for a term that is none; [`Error::Entry`] or [`Error::Combination`] where the
+    /// micro-batches cannot show a term, or the times do not grow with the documents.
+    ///
+    /// # Complexity
+    /// That of [`fit_rates`], and O(documents) a term.
+    pub fn fit(micro_batches: &[&[i32]], seconds: &[f64], options: &FitOptions) -> Result<(Self, Fit)> {
+        let terms = terms_of(options)?;
+        if seconds.len() != micro_batches.len() {
+            let (found, expected) = (seconds.len(), micro_batches.len());
+            return Err(Error::Mismatch { argument: "seconds", found, other: "micro_batches", expected });
+        }
+        if !terms.contains(&Term::MicroBatches)
+            && let Some(index) = micro_batches.iter().position(|lengths| lengths.is_empty())
+        {
+            let requirement = "documents: an empty micro-batch costs something only by the term \"micro_batches\"";
+            return Err(Error::Entry { argument: "micro_batches", index, value: 0.0, requirement });
+        }
+        let mut lengths = micro_batches.iter().copied().flatten();
+        let first = lengths.next();
+        if lengths.all(|length| Some(length) == first) {
+            let requirement = "all documents have the same length: times of others are needed to tell terms apart";
+            return Err(Error::Combination { argument: "micro_batches", requirement });
+        }
+        let mut meter = Meter::default();
+        let column = |&term: &Term| {
+            let work = micro_batches.iter().map(|lengths| {
+                meter.spend(lengths.len());
+                term.work(lengths)
+            });
+            Column { work: work.collect(), name: term.name() }
+        };
+        let columns: Vec<Column> = terms.iter().map(column).collect();
+        let mut fit = fit_rates(&columns, seconds)?;
+
+        let rate = |term: Term| terms.iter().position(|&other| other == term).map_or(0.0, |at| fit.terms[at].rate);
+        let local = |sizes: &[i32], mask: fn(i32) -> LocalMask| {
+            sizes.iter().map(|&size| (size, rate(Term::Local(mask(size))))).collect()
+        };
+        let rates = Rates {
+            attention: rate(Term::Pairs(options.mask)),
+            linear: rate(Term::Tokens),
+            mask: options.mask,
+            windows: local(&options.windows, LocalMask::Window),
+            chunks: local(&options.chunks, LocalMask::Chunk),
+            document: rate(Term::Documents),
+            micro_batch: rate(Term::MicroBatches),
+            unit: Some(Unit::Seconds),
+        };
+        let model = Self::from_rates(&rates).map_err(|_| Error::Combination {
+            argument: "seconds",
+            requirement: "do not grow with the documents: every micro-batch takes as long, whatever is in it",
+        })?;
+        list_as_a_model_does(&mut fit);
+        Ok((model, fit))
+    }
+}
+
+/// Those that go last first.
+fn terms_of(options: &FitOptions) -> Result<Vec<Term>> {
+    for name in options.terms.iter().flatten() {
+        if !FitOptions::NAMES.contains(&name.as_str()) {
+            let choices = FitOptions::NAMES.iter().map(|choice| format!("{choice:?}")).collect::<Vec<_>>().join(", ");
+            return Err(Error::Choice { argument: "terms", value: name.clone(), choices });
+        }
+    }
+    let unweighted = |sizes: &[i32]| sizes.iter().map(|&size| (size, 0.0)).collect::<Vec<_>>();
+    check_local("windows", &unweighted(&options.windows), options.mask)?;
+    check_local("chunks", &unweighted(&options.chunks), options.mask)?;
+    let asked = |term: &Term| {
+        matches!(term, Term::Local(_)) || options.terms.as_ref().is_none_or(|names| names.contains(&term.name()))
+    };
+    let windows = options.windows.iter().map(|&size| Term::Local(LocalMask::Window(size)));
+    let chunks = options.chunks.iter().map(|&size| Term::Local(LocalMask::Chunk(size)));
+    let terms: Vec<Term> = [Term::Tokens, Term::Pairs(options.mask)]
+        .into_iter()
+        .chain(windows)
+        .chain(chunks)
+        .chain([Term::Documents, Term::MicroBatches])
+        .filter(asked)
+        .collect();
+    if terms.iter().all(|&term| term == Term::MicroBatches) {
+        let requirement = "none of them is a cost of documents";
+        return Err(Error::Combination { argument: "terms", requirement });
+    }
+    Ok(terms)
+}
+
+/// Tokens stand behind all pairs.
+fn list_as_a_model_does(fit: &mut Fit) {
+    let place = |name: &str| ["tokens", "documents", "micro_batches"].iter().position(|&other| other == name);
+    fit.terms.sort_by_key(|term| place(&term.name));
+    fit.merged.iter_mut().for_each(|group| group.sort_by_key(|name| place(name)));
+}

@@ -1,0 +1,139 @@
+"""Costs from measured times: close to what made them, honest about what they cannot show, and refused where wrong."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wlb
+
+Rows = list[np.ndarray[Any, np.dtype[np.int64]]]
+
+
+def micro_batches(count: int, seed: int, *, most: int = 65_536) -> Rows:
+    """Documents with a long tail, up to some tens of thousands of tokens in each micro-batch."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        lengths = np.minimum(20 + rng.pareto(1.1, 400) * 300, most).astype(np.int64)
+        rows.append(lengths[: int(np.searchsorted(lengths.cumsum(), rng.integers(20_000, 90_000))) + 1])
+    return rows
+
+
+def seconds(cost: wlb.CostModel, rows: Rows) -> Any:
+    return np.array([cost.cost(row).sum() + cost.terms.get("micro_batches", 0.0) for row in rows])
+
+
+MODELS = {
+    "dense": wlb.CostModel(attention=3e-10, linear=2e-6, unit="seconds"),
+    "constants": wlb.CostModel(attention=3e-10, linear=2e-6, document=2e-4, micro_batch=0.03, unit="seconds"),
+    "window": wlb.CostModel(attention=1e-10, linear=2e-6, windows={1024: 2e-9}, unit="seconds"),
+    "chunk": wlb.CostModel(attention=1e-10, linear=2e-6, chunks={8192: 1e-9}, unit="seconds"),
+    "no attention": wlb.CostModel(attention=0.0, linear=2e-6, unit="seconds"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_noisy_micro_batches_tell_new_ones_to_two_percent(name: str) -> None:
+    cost = MODELS[name]
+    for seed in range(5):
+        rows, new = micro_batches(200, seed), micro_batches(50, 1000 + seed)
+        noise = 1 + 0.05 * np.random.default_rng(seed).standard_normal(200)
+        fit = wlb.CostModel.fit(rows, seconds(cost, rows) * noise, windows=(1024,), chunks=(8192,))
+        off = np.abs(seconds(fit.cost_model, new) / seconds(cost, new) - 1)
+        assert off.mean() <= 0.02, (off.mean(), fit)
+        assert fit.cost_model.unit == "seconds"
+        assert sum(fit.shares.values()) == pytest.approx(1, abs=0.02)
+        assert 0.02 < fit.residual < 0.06
+        assert fit.held_out == 40
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_times_without_noise_give_the_model_back(name: str) -> None:
+    cost, rows = MODELS[name], micro_batches(60, 1)
+    fit = wlb.CostModel.fit(rows, seconds(cost, rows), windows=(1024,), chunks=(8192,))
+    assert fit.merged == ()
+    assert fit.cost_model.terms == pytest.approx(cost.terms, rel=1e-6)
+    assert list(fit.rates) == [
+        "pairs",
+        "window_pairs[1024]",
+        "chunk_pairs[8192]",
+        "tokens",
+        "documents",
+        "micro_batches",
+    ]
+    again = wlb.CostModel.fit(rows, seconds(cost, rows), windows=[1024], chunks=[8192])
+    assert repr(again.cost_model) == repr(fit.cost_model)
+    assert wlb.CostModel.from_json(fit.cost_model.to_json()) == fit.cost_model
+
+
+def test_outliers_are_left_out_and_named() -> None:
+    cost, rows = MODELS["dense"], micro_batches(100, 2)
+    times = seconds(cost, rows) * (1 + 0.02 * np.random.default_rng(0).standard_normal(100))
+    times[7::10] *= 8  # a checkpoint, a garbage collection
+    times[3] /= 50  # a clock that missed the backward pass
+    fit = wlb.CostModel.fit(rows, times)
+    assert set(range(7, 100, 10)) | {3} <= set(fit.outliers.tolist())
+    assert len(fit.outliers) < 15
+    assert fit.cost_model.terms["pairs"] == pytest.approx(3e-10, rel=0.05)
+
+
+def test_what_cannot_be_told_apart_is_named_and_stands_in_one_place() -> None:
+    # Every micro-batch of the same tokens, as many packers fill them: a constant and a cost of tokens are one.
+    rng = np.random.default_rng(5)
+    rows = [
+        np.diff(np.concatenate([[0], np.sort(rng.choice(np.arange(1, 8192), 20, replace=False)), [8192]]))
+        for _ in range(80)
+    ]
+    cost = wlb.CostModel(attention=1e-8, linear=2e-6, micro_batch=0.01, unit="seconds")
+    fit = wlb.CostModel.fit(rows, seconds(cost, rows), terms=["pairs", "tokens", "micro_batches"])
+    assert fit.merged == (("tokens", "micro_batches"),)
+    assert fit.rates["micro_batches"] == 0
+    assert fit.rates["tokens"] * 8192 == pytest.approx(2e-6 * 8192 + 0.01)
+    assert "could not be told apart: tokens, micro_batches" in fit.report()
+    assert "in tokens" in fit.report()
+
+
+@given(st.integers(0, 10**6), st.sampled_from(sorted(MODELS)), st.integers(12, 60))
+def test_whatever_the_times_the_fit_is_a_cost(seed: int, name: str, count: int) -> None:
+    rows = micro_batches(count, seed, most=3000)
+    times = seconds(MODELS[name], rows) * np.random.default_rng(seed).lognormal(0, 1, count)
+    try:
+        fit = wlb.CostModel.fit(rows, times)
+    except wlb.WlbError as refused:
+        assert "do not grow with the documents" in str(refused)  # noqa: PT017
+        return
+    assert all(np.isfinite(rate) and rate >= 0 for rate in fit.rates.values())
+    assert {name: rate for name, rate in fit.rates.items() if rate} == fit.cost_model.terms
+    assert fit.report()
+
+
+ROWS = micro_batches(20, 3)
+TIMES = seconds(MODELS["dense"], ROWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "times", "options", "message", "index"),
+    [
+        (ROWS, np.where(np.arange(20) == 6, 0.0, TIMES), {}, r"seconds\[6\] = 0", 6),
+        (ROWS, np.where(np.arange(20) == 6, np.nan, TIMES), {}, r"seconds\[6\] = NaN", 6),
+        (ROWS, TIMES[:-1], {}, "seconds has 19 entries, but micro_batches has 20", None),
+        (ROWS[:7], TIMES[:7], {}, "micro_batches = 7: rows are too few", None),
+        ([*ROWS[:19], [5, 0]], TIMES, {}, r"micro_batches\[19\]", 19),
+        ([*ROWS[:19], 5], TIMES, {}, r"micro_batches\[19\]", 19),
+        (7, TIMES, {}, "micro_batches = 7: must be a list", None),
+        ([[9, 9]] * 20, TIMES, {}, "all documents have the same length", None),
+        ([*ROWS[:19], []], TIMES, {"terms": ["pairs", "tokens"]}, r"micro_batches\[19\]", 19),
+        (ROWS, np.ones(20), {}, "do not grow with the documents", None),
+        (ROWS, TIMES, {"terms": ["pair"]}, "must be one of", None),
+        (ROWS, TIMES, {"terms": ["micro_batches"]}, "none of them is a cost of documents", None),
+        (ROWS, TIMES, {"windows": [0]}, "windows = 0", None),
+        (ROWS, TIMES, {"windows": [4], "causal": False}, "causal=True", None),
+    ],
+)
+def test_what_is_no_measurement_is_named(rows: Any, times: Any, options: Any, message: str, index: int | None) -> None:
+    with pytest.raises(wlb.WlbError, match=message) as caught:
+        wlb.CostModel.fit(rows, times, **options)
+    assert caught.value.index == index

@@ -1,0 +1,258 @@
+"""Costs learnt while training: real steps on two gloo ranks, from costs that are wrong by a factor of four."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+import wlb
+import wlb.torch as wt
+
+RNG = np.random.default_rng(3)
+LENGTHS = np.minimum(60 + RNG.pareto(1.1, 4000) * 60, 2048).astype(int)
+TRUTH = wlb.CostModel(attention=4e-9, linear=1.3e-6, micro_batch=4e-4)  # seconds: some ten milliseconds a micro-batch
+WRONG = wlb.CostModel(attention=1e-9, linear=1.3e-6)
+STEPS = 90
+
+
+def loader(cost_model: wlb.CostModel, rank: int = 0, size: int = 1, workers: int = 0) -> wt.StepLoader[Any]:
+    packer = wlb.Packer(
+        num_micro_batches=4, max_tokens=8192, max_document_tokens=2048, release="adaptive", cost_model=cost_model
+    )
+    sampler = wt.BalancedBatchSampler(
+        LENGTHS, packer=packer, dp_rank=rank, dp_size=size, tokens_per_batch=12_000, num_epochs=50
+    )
+    return wt.StepLoader(
+        DataLoader(list(range(LENGTHS.size)), batch_sampler=sampler, collate_fn=len, num_workers=workers)  # type: ignore[arg-type]
+    )
+
+
+def every_step(steps: wt.StepLoader[Any]) -> Any:
+    while True:
+        yield from steps
+
+
+def true_costs(packing: wlb.Packing) -> NDArray[np.float64]:
+    return np.array([TRUTH.cost(part.lengths).sum() + TRUTH.terms["micro_batches"] for part in packing])
+
+
+def imbalance(packing: wlb.Packing) -> float:
+    costs = true_costs(packing)
+    return float(costs.max() / costs.mean())
+
+
+class Model(torch.nn.Module):
+    """Takes as long as the truth says, by the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, lengths: NDArray[np.int64]) -> torch.Tensor:
+        time.sleep(float(TRUTH.cost(lengths).sum()) + TRUTH.terms["micro_batches"])
+        return self.weight.sum() * float(lengths.sum())
+
+
+def _train(rank: int, size: int) -> tuple[list[str], list[float], list[dict[str, Any]], dict[str, Any] | None]:
+    steps = loader(WRONG, rank, size, workers=1)
+    tracker = wt.CostTracker(steps, every=15, switch_above=0.01)
+    model = Model()
+    digests, found, saved = [], [], None
+    for step in every_step(steps):
+        for index, part in enumerate(step.indices.tolist()):
+            with tracker.timer.micro_batch(index):
+                model(step.packing[part].lengths).backward()
+        dist.all_reduce(model.weight.grad)
+        tracker.step(step)
+        digests.append(step.packing.digest())
+        found.append(imbalance(step.packing))
+        if step.number == 15:
+            saved = step.state
+        if step.number == STEPS - 1:
+            break
+    updates = [dataclasses.asdict(update) | {"text": update.report()} for update in tracker.updates]
+    for update in updates:
+        update.pop("fit")
+    return digests, found, updates, saved
+
+
+def test_a_wrong_start_is_learnt_away_and_a_resumed_run_makes_the_same_plans() -> None:
+    (digests, found, updates, saved), (others, _, same_updates, _) = processes.run(2, _train, 2)
+    assert digests == others
+    assert updates == same_updates  # every figure, on both ranks
+    told = [imbalance(step.packing) for step, _ in zip(every_step(loader(TRUTH)), range(STEPS), strict=False)]
+    left = [imbalance(step.packing) for step, _ in zip(every_step(loader(WRONG)), range(STEPS), strict=False)]
+    after = slice(50, STEPS)
+    assert np.mean(left[after]) > np.mean(told[after]) + 0.02, "the wrong start must cost something"
+    assert np.mean(found[after]) <= np.mean(told[after]) + 0.01, (found, updates)
+    switched = [update["switched_from"] for update in updates if update["switched_from"] is not None]
+    assert switched
+    assert switched[0] <= 30
+    assert updates[-1]["switched_from"] is None, "it settles"
+    assert set(updates[0]["levels"]) == {"dp"}
+    assert saved is not None
+    # Another process, one rank, the packer made as at the first start; up to the next look it knows nothing new.
+    again = loader(WRONG)
+    again.load_state_dict(json.loads(json.dumps(saved)))
+    upto = next((step for step in switched if step > 30), STEPS)
+    resumed = [step.packing.digest() for step, _ in zip(every_step(again), range(16, upto), strict=False)]
+    assert resumed == digests[16:upto]
+
+
+class KnownTimes(wt.StepTimer):
+    """A timer whose clock is a function of the plan: for tests of what comes after the clock."""
+
+    def __init__(self, cost: wlb.CostModel, *, slow: float = 1.0, noise: float = 0.0, seed: int = 0) -> None:
+        super().__init__("cpu")
+        self.cost, self.slow, self.noise = cost, slow, noise
+        self.rng = np.random.default_rng(seed)
+
+    def end_step(self, step: Any = None, **options: Any) -> None:
+        self.timed = wt.TimedStep(step.number, self.seconds(step))
+
+    def seconds(self, step: Any) -> NDArray[np.float64]:
+        parts = [step.packing[index].lengths for index in step.indices.tolist()]
+        costs = np.array([self.cost.cost(part).sum() + self.cost.terms.get("micro_batches", 0.0) for part in parts])
+        return costs * self.slow * (1 + self.noise * self.rng.standard_normal(len(parts)))
+
+    def read(self) -> list[wt.TimedStep]:
+        return [self.timed]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushed:
+    """A step of a loop that pushes into its packer by itself."""
+
+    number: int
+    packing: wlb.Packing
+    indices: NDArray[np.int64]
+
+
+def pushed(packer: wlb.Packer, number: int) -> Pushed:
+    lengths = np.random.default_rng(number).permutation(LENGTHS)[:60]
+    return Pushed(number, packer.push(lengths), np.arange(packer.num_micro_batches))
+
+
+def a_packer(cost_model: wlb.CostModel = WRONG) -> wlb.Packer:
+    return wlb.Packer(num_micro_batches=4, max_tokens=16_384, max_document_tokens=2048, cost_model=cost_model)
+
+
+def test_a_packer_of_ones_own_is_switched_at_the_boundary() -> None:
+    packer = a_packer()
+    tracker = wt.CostTracker(packer, every=10, switch_above=0.01, timer=KnownTimes(TRUTH, noise=0.03))
+    found = []
+    for number in range(30):
+        step = pushed(packer, number)
+        found.append(imbalance(step.packing))
+        update = tracker.step(step)
+        assert (update is None) == (number % 10 != 9)
+    first, *rest = tracker.updates
+    assert first.switched_from is not None
+    assert first.fit is not None
+    assert "change from step" in first.report()
+    assert "tokens" in first.report()
+    assert first.imbalance - first.attainable > 0.01
+    assert all(update.switched_from is None for update in rest)
+    assert packer.cost_model == first.fit.cost_model
+    told = a_packer(TRUTH)
+    best = [imbalance(pushed(told, number).packing) for number in range(30)]
+    assert np.mean(found[:10]) > np.mean(best[:10]) + 0.01
+    assert np.mean(found[10:]) < np.mean(best[10:]) + 0.01
+    assert packer.state_dict()["cost_history"]["changes"] == 1
+
+
+def test_costs_that_are_right_or_pack_as_well_stay() -> None:
+    for cost_model in (TRUTH, wlb.CostModel(attention=4.0, linear=1300.0)):  # another unit
+        packer = a_packer(cost_model)
+        before = packer.fingerprint
+        tracker = wt.CostTracker(packer, every=10, switch_above=0.01, timer=KnownTimes(TRUTH, noise=0.05))
+        for number in range(20):
+            tracker.step(pushed(packer, number))
+        assert [update.switched_from for update in tracker.updates] == [None, None]
+        assert packer.fingerprint == before
+        assert tracker.updates[0].drift < 0.02
+
+
+def test_too_little_to_learn_from_changes_nothing_and_says_so() -> None:
+    packer = a_packer()
+    tracker = wt.CostTracker(packer, every=1, timer=KnownTimes(TRUTH))
+    update = tracker.step(pushed(packer, 0))
+    assert update is not None
+    assert update.fit is None
+    assert "rows are too few" in update.report()
+    assert packer.cost_model == WRONG
+
+
+def _levels(rank: int) -> dict[str, Any]:
+    """Two replicas of two context-parallel ranks; replica 1 is slower, and of each the first rank."""
+    mesh = wt.build_mesh(dp=2, cp=2, device_type="cpu")
+    packer = a_packer(TRUTH)
+    slow = (1.2 if rank >= 2 else 1.0) * (1.1 if rank % 2 == 0 else 1.0)
+    tracker = wt.CostTracker(packer, every=10, mesh=mesh, timer=KnownTimes(TRUTH, slow=slow))
+    for number in range(20):
+        step = pushed(packer, number)
+        tracker.step(dataclasses.replace(step, indices=np.arange(4)[mesh["dp"].get_local_rank() :: 2]))
+    return dataclasses.asdict(tracker.updates[-1])["levels"]  # type: ignore[no-any-return]
+
+
+def test_what_a_rank_is_slower_by_is_told_by_level() -> None:
+    everyone = processes.run(4, _levels)
+    assert all(levels == everyone[0] for levels in everyone)
+    levels = everyone[0]
+    assert set(levels) == {"dp", "cp"}
+    assert (levels["dp"]["slowest"], levels["cp"]["slowest"]) == (1, 0)
+    assert levels["dp"]["residual"] == pytest.approx(1.2 / 1.1 - 1, abs=0.02)
+    assert levels["cp"]["residual"] == pytest.approx(1.1 / 1.05 - 1, abs=1e-6)
+    assert abs(levels["cp"]["drift"]) < 1e-6
+
+
+def _differ(rank: int, what: str) -> str:
+    packer = a_packer(TRUTH if what == "costs" and rank == 2 else WRONG)
+    options: dict[str, Any] = {"switch_above": 0.5 if what == "settings" and rank == 2 else 0.01}
+    tracker = wt.CostTracker(packer, every=10, timer=KnownTimes(TRUTH), **options)
+    try:
+        for number in range(10):
+            step = pushed(packer, number)
+            if what == "plans" and rank == 2:
+                step = pushed(a_packer(), 77 + number)
+            indices = np.arange(4)[rank::4]
+            tracker.step(Pushed(number, step.packing, indices))
+    except wlb.WlbError as refused:
+        return str(refused)
+    return "agreed"
+
+
+@pytest.mark.parametrize("what", ["settings", "costs", "plans"])
+def test_ranks_that_differ_are_named(what: str) -> None:
+    found = processes.run(3, _differ, what)
+    assert len(set(found)) == 1
+    assert "[2]" in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"packer": "packer"}, "packer is a str: give a StepLoader"),
+        ({"every": 0}, "every = 0"),
+        ({"every": 20, "window": 10}, "window = 10"),
+        ({"switch_above": -0.1}, "switch_above = -0.1"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(wlb.WlbError, match=message):
+        wt.CostTracker(**{"packer": a_packer(), **arguments})
+
+
+def test_a_step_without_a_packing_is_refused() -> None:
+    with pytest.raises(wlb.WlbError, match="step is a object without a Packing"):
+        wt.CostTracker(a_packer()).step(object())
