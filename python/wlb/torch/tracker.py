@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections import deque
@@ -20,6 +21,9 @@ from wlb._errors import check_integer, check_positive, error
 from wlb.torch.agreement import check_agreement
 from wlb.torch.data.costs import CostSwitches
 from wlb.torch.timing import StepTimer, TimedStep
+
+MOST_SHARE_ERROR = 0.1
+"""Standard error of a term's share of all time above which a fit is a guess, and changes nothing."""
 
 LEVELS = ("dp", "pp", "cp")
 """Ranks that differ in this: replicas, pipeline stages, parts of the same documents."""
@@ -48,7 +52,8 @@ class CostUpdate:
     Attributes:
         step: Steps that were trained.
         fit: The costs that the timings show; None if there were too few of them.
-        problem: Why there is no fit.
+        error_in_use: Median relative error of the costs in use over the same rows, times the factor that suits best.
+        problem: Why there is no fit, or why it is not good enough to plan by.
         imbalance: Mean imbalance of the steps since the last look, as the fitted costs show it.
         believed: The same as the costs in use show it.
         attainable: What it would be if the documents of each step were packed by the fitted costs.
@@ -60,6 +65,7 @@ class CostUpdate:
 
     step: int
     fit: wlb.CostFit | None = None
+    error_in_use: float = math.nan
     problem: str = ""
     imbalance: float = math.nan
     believed: float = math.nan
@@ -82,6 +88,8 @@ class CostUpdate:
                 for name, level in (self.levels or {}).items()
             ),
         ]
+        if self.problem:
+            lines.append(f"  {self.problem}")
         return "\n".join([*lines, self.fit.report()])
 
 
@@ -100,7 +108,8 @@ class CostTracker:
     After every `every` steps the ranks gather what their micro-batches took and fit the same costs (`CostModel.fit`).
     The costs in use are replaced if the imbalance that the new ones show for the steps since the last look is more than
     `switch_above` over what the old ones showed for them, or over what packing their documents anew gives. So costs
-    that are off but pack as well, and steps that no costs could balance, change nothing.
+    that are off but pack as well, and steps that no costs could balance, change nothing. Nor does a fit that explains
+    the times no better than the costs in use, or whose shares have a standard error of more than a tenth of all time.
 
     A change takes effect at a step of which no rank has begun to plan, whatever was fetched ahead: every rank plans the
     steps before it by the old costs, and from it on by the new. `step.state` has it from the decision on, so that a run
@@ -208,7 +217,10 @@ class CostTracker:
         except wlb.WlbError as cause:
             fit, update = None, CostUpdate(self._steps, problem=str(cause))
         if fit is not None:
-            update = self._judged(fit, now, [step.packing for step in steps], begun, ranks)
+            error_in_use = _error(now, rows)
+            problem = _problem(fit, error_in_use)
+            update = self._judged(fit, now, [step.packing for step in steps], begun, ranks, problem)
+            update = dataclasses.replace(update, error_in_use=error_in_use)
         if dist.is_initialized():
             content = repr((now, fit and fit.cost_model, update.switched_from))
             digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
@@ -221,7 +233,13 @@ class CostTracker:
         return update
 
     def _judged(
-        self, fit: wlb.CostFit, now: wlb.CostModel, packings: list[wlb.Packing], begun: int, ranks: list[_Rank]
+        self,
+        fit: wlb.CostFit,
+        now: wlb.CostModel,
+        packings: list[wlb.Packing],
+        begun: int,
+        ranks: list[_Rank],
+        problem: str,
     ) -> CostUpdate:
         new = fit.cost_model
         planner: CostSwitches | wlb.Packer = self._packer if self._switches is None else self._switches
@@ -247,10 +265,11 @@ class CostTracker:
             return CostUpdate(self._steps, problem="nothing was trained since the last look")
         shown, planned, possible = (float(np.mean(values)) for values in (imbalance, believed, attainable))
         # What is held back is chosen by the costs too: by wrong ones a step may hold what no packing can balance.
-        switched = shown - min(planned, possible) > self._switch_above and new != now
+        switched = shown - min(planned, possible) > self._switch_above and new != now and not problem
         return CostUpdate(
             self._steps,
             fit,
+            problem=problem,
             imbalance=shown,
             believed=planned,
             attainable=possible,
@@ -353,6 +372,24 @@ class _Gathered:
     def rows(self) -> list[tuple[NDArray[np.integer[Any]], float]]:
         """Lengths and seconds of micro-batches: the slowest of the ranks that share one, and its stages one by one."""
         return [(lengths, float(cube.max(axis=1).sum())) for _, lengths, cube in self.cubes()]
+
+
+def _error(cost_model: wlb.CostModel, rows: Sequence[tuple[NDArray[np.integer[Any]], float]]) -> float:
+    """Median relative error of costs in any unit."""
+    costs, seconds = np.array([(_cost(cost_model, lengths), seconds) for lengths, seconds in rows]).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = costs / seconds
+    return float(np.median(np.abs(ratios / np.median(ratios) - 1)))
+
+
+def _problem(fit: wlb.CostFit, error_in_use: float) -> str:
+    """Why nobody should plan by a fit; empty if nothing speaks against it."""
+    worst = max(fit.rates, key=lambda name: fit.share_errors[name] if fit.rates[name] else 0.0)
+    if fit.share_errors[worst] > MOST_SHARE_ERROR:
+        return f"the share of {worst} is not known well enough: +- {fit.share_errors[worst]:.0%}"
+    if fit.held_out_error >= error_in_use:
+        return f"the fit is off by {fit.held_out_error:.1%}, the costs in use by {error_in_use:.1%}: no better"
+    return ""
 
 
 def _shares(cost_model: wlb.CostModel, micro_batches: Sequence[NDArray[np.integer[Any]]]) -> NDArray[np.float64] | None:
