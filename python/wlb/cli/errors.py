@@ -8,6 +8,7 @@ import wlb
 from wlb.cluster.fit import DoesNotFit
 
 _OPTIONS = {
+    "cost_file": "cost-model",
     "gpu_count": "gpus",
     "kernel_model": "kernel-profile",
     "model_name": "model",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts.types import PositiveInt
 
-from wlb.cli.errors import CliError
+from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.cluster import Cluster
 from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
 from wlb.cli.inputs.packing import Batches, Delay
@@ -22,6 +22,7 @@ _MICRO_BATCHES = 16
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
     "context",
+    "cost_file",
     "max_delay",
     "max_mean_delay",
     "max_tokens",
@@ -72,8 +73,9 @@ def tune(
         steps: global batches to form.
     """
     on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
-    if on_a_cluster and "attention_efficiency" in cluster.given:
-        raise CliError("--attention-efficiency: tuning on a cluster fits the packer's costs to it; leave this out")
+    for name in ("attention_efficiency", "cost_file"):
+        if on_a_cluster and name in cluster.given:
+            raise CliError(f"--{option(name)}: tuning on a cluster fits the packer's costs to it; leave this out")
     scenario = cluster.scenario() if on_a_cluster else None
     batches = Batches(
         num_micro_batches=scenario.micro_batches if scenario else cluster.num_micro_batches or _MICRO_BATCHES,

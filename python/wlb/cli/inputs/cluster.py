@@ -108,4 +108,5 @@ class Cluster(Cost, Limits, wlb.Scenario):
                 gemm_efficiency=self.gemm_efficiency or hardware.gemm_efficiency,
             ),
             max_tokens=self.token_limit(),
+            cost_model=self.told(),
         )

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 import wlb
-from wlb.cli.errors import CliError
+from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.options import Options, options
 from wlb.cluster.models import presets
 
@@ -33,12 +33,27 @@ class Cost(Options):
     """What a document costs.
 
     Args:
+        cost_file: costs that `wlb fit` wrote, instead of those of a model.
         attention_efficiency: FLOP/s of attention kernels relative to matrix multiplications.
     """
 
     model_name: ModelName = "llama2-7b"
+    cost_file: Path | None = None
     attention_efficiency: Annotated[float, Parameter(validator=validators.Number(gte=0.01))] = 0.55
 
+    def told(self) -> wlb.CostModel | None:
+        """The costs in the file that the options name, if they do."""
+        if self.cost_file is None:
+            return None
+        try:
+            return wlb.CostModel.from_json(self.cost_file.read_text())
+        except (wlb.WlbError, UnicodeDecodeError) as cause:
+            raise CliError(f"--cost-model {self.cost_file}: is no cost model: {cause}") from None
+
     def of_documents(self) -> wlb.CostModel:
-        """The cost model; unit: GEMM-equivalent FLOPs."""
+        """The cost model; unit: seconds where it was fitted, else GEMM-equivalent FLOPs."""
+        if (told := self.told()) is not None:
+            for name in sorted(self.given & {"model_name", "attention_efficiency"}):
+                raise CliError(f"--{option(name)}: --cost-model says what documents cost; leave this out")
+            return told
         return model_config(self.model_name).cost_model(attention_efficiency=self.attention_efficiency)

@@ -91,7 +91,7 @@ impl CostModel {
         }
         let mut lengths = micro_batches.iter().copied().flatten();
         let first = lengths.next();
-        if lengths.all(|length| Some(length) == first) {
+        if first.is_some() && lengths.all(|length| Some(length) == first) {
             let requirement = "all documents have the same length: times of others are needed to tell terms apart";
             return Err(Error::Combination { argument: "micro_batches", requirement });
         }

@@ -1,0 +1,244 @@
+"""Costs from measured times: how many it takes, what measuring costs, and what a wrong start ends at.
+
+    python benches/learning.py                   # prints the tables, writes benches/records/learning.json
+
+Three questions. How far off is a fit on times with noise, for micro-batches that it has not seen? What does `StepTimer`
+cost, as a share of a training step? And training from an attention rate that is wrong by a factor of four, with real
+attention on real clocks in two processes: how even are the steps before and after `CostTracker` has looked? The last is
+measured by the CPU time of each process, so that other work on the machine is not taken for imbalance, and beside a
+packer that was told a fit of many steps before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import COST, machine, options, parse, rounded, synthetic, write_record
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader
+
+import wlb
+import wlb.torch as wt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "torch"))
+import processes
+
+CONTEXT = 1024
+STEPS, EVERY = 100, 25
+
+
+# --- the fit ---------------------------------------------------------------------------------------------------------
+
+
+def errors(rows: int, noise: float, seeds: int) -> list[float]:
+    """Mean relative error on 50 new micro-batches, by seed."""
+    found = []
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        lengths = synthetic(60_000, seed)
+        cuts = rng.integers(4, 40, rows + 50)
+        parts = np.split(lengths, cuts.cumsum())[: rows + 50]
+        truth = np.array([COST.cost(part).sum() for part in parts]) * 1e-15
+        measured = truth[:rows] * (1 + noise * rng.standard_normal(rows))
+        fit = wlb.CostModel.fit(parts[:rows], measured)
+        told = np.array([fit.cost_model.cost(part).sum() for part in parts[rows:]])
+        told += fit.cost_model.terms.get("micro_batches", 0.0)
+        found.append(float(np.abs(told / truth[rows:] - 1).mean()))
+    return found
+
+
+# --- a model that really takes as long as its documents --------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Attention inside each document, and a feed-forward network."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.ffn = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        parts = []
+        for part in self.qkv(x).split(lengths):
+            q, k, v = part.view(1, part.shape[0], 3, 6, 16).permute(2, 0, 3, 1, 4)
+            # Written out: the work grows with the square of the length, as a kernel's does.
+            scores = (q @ k.transpose(-1, -2)) * 0.25
+            mask = torch.ones(part.shape[0], part.shape[0], dtype=torch.bool).tril()
+            parts.append((scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2).reshape(part.shape[0], -1))
+        x = x + self.out(torch.cat(parts))
+        return x + self.ffn(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(256, 96), Layer(), nn.Linear(96, 256)
+
+    def forward(self, batch: wt.PackedBatch) -> torch.Tensor:
+        x = self.layer(self.embedding(batch.tokens), batch.shard.lengths.tolist())
+        return nn.functional.cross_entropy(self.head(x), batch.tokens)
+
+
+class CpuTimer(wt.StepTimer):
+    """By the CPU time of this process."""
+
+    def micro_batch(self, index: int) -> Any:
+        return _CpuPart(self._spans.setdefault(index, []))
+
+
+class _CpuPart:
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def __enter__(self) -> None:
+        self.started = time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.parts.append(time.process_time() - self.started)
+
+
+def a_loader(cost_model: wlb.CostModel, rank: int, size: int) -> wt.StepLoader[Any]:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(30 + rng.pareto(1.1, 6000) * 60, CONTEXT).astype(int)
+    dataset = [torch.randint(256, (length,), generator=torch.Generator().manual_seed(i)) for i, length in enumerate(lengths)]
+    packer = wlb.Packer(
+        num_micro_batches=4,
+        max_tokens=3 * CONTEXT,
+        max_document_tokens=CONTEXT,
+        release="adaptive",
+        cost_model=cost_model,
+    )
+    sampler = wt.BalancedBatchSampler(lengths, packer=packer, dp_rank=rank, dp_size=size, num_epochs=50)
+    return wt.StepLoader(DataLoader(wt.Documents(dataset), batch_sampler=sampler, collate_fn=wt.collate))  # type: ignore[arg-type]
+
+
+def train(rank: int, cost_model: wlb.CostModel, learn: bool) -> dict[str, Any]:
+    """Seconds of every micro-batch [steps, 2] of this rank, and what the tracker said."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader, timer = a_loader(cost_model, rank, 2), CpuTimer()
+    tracker = wt.CostTracker(loader, every=EVERY, switch_above=0.01 if learn else 1e9, window=STEPS, timer=timer)
+    seconds, lengths = [], []
+    read = timer.read
+
+    def keep() -> list[wt.TimedStep]:
+        steps = read()
+        seconds.extend(step.seconds.tolist() for step in steps)
+        return steps
+
+    timer.read = keep  # type: ignore[method-assign]
+    for step in loader:
+        for index, batch in enumerate(step.micro_batches):
+            with timer.micro_batch(index):
+                model(batch).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        lengths.append([part.lengths.tolist() for part in step.packing])
+        update = tracker.step(step)
+        if update is not None and rank == 0 and learn:
+            print(update.report(), file=sys.stderr)
+        if step.number == STEPS - 1:
+            break
+    fit = tracker.updates[-1].fit
+    return {
+        "seconds": seconds,
+        "lengths": lengths,
+        "fit": None if fit is None else fit.cost_model.to_json(),
+        "switched_from": [update.switched_from for update in tracker.updates],
+    }
+
+
+def imbalances(ranks: list[dict[str, Any]]) -> NDArray[np.float64]:
+    """Of each step, by clocks: the longest over the mean of its four micro-batches."""
+    seconds = np.concatenate([rank["seconds"] for rank in ranks], axis=1)
+    return np.asarray(seconds.max(axis=1) / seconds.mean(axis=1))
+
+
+def by_costs(run: dict[str, Any], cost_model: wlb.CostModel) -> NDArray[np.float64]:
+    costs = np.array([[cost_model.cost(part).sum() for part in step] for step in run["lengths"]])
+    return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+
+
+# --- the timer -------------------------------------------------------------------------------------------------------
+
+
+def timer_overhead() -> dict[str, float]:
+    """Seconds of one use, and its share of a step of the model above with two micro-batches of two contexts."""
+    timer, uses = wt.StepTimer("cpu"), []
+    for _ in range(50):
+        started = time.perf_counter()
+        for index in range(200):
+            with timer.micro_batch(index):
+                pass
+        timer.end_step()
+        timer.read()
+        uses.append((time.perf_counter() - started) / 200)
+    model, batch = Model(), wt.collate([torch.zeros(CONTEXT // 2, dtype=torch.long)] * 4)
+    steps = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(2):
+            model(batch).backward()
+        steps.append(time.perf_counter() - started)
+    step = min(steps)
+    return {"seconds_per_use": statistics.median(uses), "step_seconds": step, "share_of_step": 2 * statistics.median(uses) / step}
+
+
+def main() -> None:
+    """Prints the tables and writes the record."""
+    arguments = parse(options(__doc__, record="learning.json"))
+    console = Console()
+    record: dict[str, Any] = {"machine": machine(), "fit": [], "timer": timer_overhead()}
+    table = Table("micro-batches", "noise", "mean error on 50 new ones", "worst of 20", title="A fit")
+    for rows in (50, 100, 200, 400):
+        found = errors(rows, 0.05, 20)
+        record["fit"].append({"micro_batches": rows, "noise": 0.05, "errors": found})
+        table.add_row(f"{rows}", "5 %", f"{np.mean(found):.2%}", f"{max(found):.2%}")
+    console.print(table)
+    timer = record["timer"]
+    console.print(
+        f"StepTimer: {1e6 * timer['seconds_per_use']:.2f} us a use, {timer['share_of_step']:.4%} of a step of"
+        f" {1e3 * timer['step_seconds']:.0f} ms with two micro-batches"
+    )
+
+    start = wlb.CostModel(attention=1.0, linear=100.0)
+    known = processes.run(2, train, start, False, timeout=900.0)
+    truth = wlb.CostModel.from_json(known[0]["fit"])
+    terms = truth.terms
+    wrong = wlb.CostModel(attention=terms["pairs"] / 4, linear=terms["tokens"])
+    runs = {
+        "told the truth": processes.run(2, train, truth, False, timeout=900.0),
+        "attention rate / 4, stays": processes.run(2, train, wrong, False, timeout=900.0),
+        "attention rate / 4, learnt": processes.run(2, train, wrong, True, timeout=900.0),
+    }
+    table = Table("packer", "first 25 steps", "after 50 steps", "by the true costs", title="Imbalance of a step, by clocks")
+    record["training"] = {"terms": terms, "steps": STEPS, "every": EVERY, "runs": {}}
+    for name, ranks in runs.items():
+        clocks, costs = imbalances(ranks), by_costs(ranks[0], truth)
+        table.add_row(name, f"{clocks[:25].mean():.4f}", f"{clocks[50:].mean():.4f}", f"{costs[50:].mean():.4f}")
+        record["training"]["runs"][name] = {
+            "by_clocks": clocks.tolist(),
+            "by_true_costs": costs.tolist(),
+            "switched_from": ranks[0]["switched_from"],
+        }
+    console.print(table)
+    write_record(arguments.record, rounded(record))
+    console.print(f"wrote {arguments.record}")
+
+
+if __name__ == "__main__":
+    main()

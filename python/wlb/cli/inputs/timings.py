@@ -1,0 +1,107 @@
+"""Logs of micro-batches and what they took: JSON lines or CSV, a row each, with `lengths` and `seconds`.
+
+| file | a row | lengths |
+| --- | --- | --- |
+| `*.jsonl` | a JSON object | a list of integers |
+| `*.csv` | a line under a line of names | integers with spaces or semicolons between, or a JSON list |
+
+Other columns are passed over. `wt.StepTimer.write` writes such a log.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import MAX_TOKENS
+from wlb.cli.errors import CliError
+
+
+@dataclass(frozen=True, eq=False)
+class Timings:
+    """What a log holds: lengths of the documents of each micro-batch, its seconds, and its line in the file."""
+
+    micro_batches: list[NDArray[np.int64]]
+    seconds: NDArray[np.float64]
+    lines: list[int]
+
+
+def read_timings(path: Path) -> Timings:
+    """Reads a log.
+
+    Raises:
+        CliError: there is no such file, or a line of it is none of these; names the line.
+    """
+    if not path.is_file():
+        raise CliError(f"{path}: no such file")
+    if path.suffix not in (".jsonl", ".csv"):
+        raise CliError(f"{path}: give a .jsonl or a .csv with lengths and seconds of a micro-batch in each line")
+    micro_batches, seconds, lines = [], [], []
+    for line, row in _rows(path):
+        where = f"{path}, line {line}"
+        micro_batches.append(_lengths(where, row.get("lengths")))
+        seconds.append(_seconds(where, row.get("seconds")))
+        lines.append(line)
+    return Timings(micro_batches, np.array(seconds), lines)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file)
+            if missing := {"lengths", "seconds"} - set(reader.fieldnames or ()):
+                raise CliError(f"{path}, line 1: has no column {' and no column '.join(sorted(missing))}")
+            for row in reader:
+                yield reader.line_num, row
+            return
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as cause:
+                cut = "" if text.endswith("\n") else " (it is the last, and may be cut)"
+                raise CliError(f"{path}, line {line}: is no JSON{cut}: {cause}") from None
+            if not isinstance(row, dict):
+                raise CliError(f"{path}, line {line}: is no JSON object")
+            yield line, row
+
+
+def _lengths(where: str, value: Any) -> NDArray[np.int64]:
+    if isinstance(value, str):
+        try:
+            value = (
+                json.loads(value)
+                if value.lstrip().startswith("[")
+                else [int(v) for v in value.replace(";", " ").split()]
+            )
+        except ValueError:
+            raise CliError(f"{where}: lengths = {value!r}: give integers with spaces between") from None
+    if not isinstance(value, list):
+        raise CliError(f"{where}: has no lengths" if value is None else f"{where}: lengths = {value!r}: must be a list")
+    for length in value:
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_TOKENS:
+            raise CliError(f"{where}: lengths hold {length!r}: a document has from 1 to {MAX_TOKENS} tokens")
+    return np.array(value, np.int64)
+
+
+def _seconds(where: str, value: Any) -> float:
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise CliError(
+            f"{where}: seconds = {value!r}: must be a number above 0"
+            if value is not None
+            else f"{where}: has no seconds"
+        )
+    return seconds
