@@ -75,7 +75,8 @@ class Layer(nn.Module):
             # Written out: the work grows with the square of the length, as a kernel's does.
             scores = (q @ k.transpose(-1, -2)) * 0.25
             mask = torch.ones(part.shape[0], part.shape[0], dtype=torch.bool).tril()
-            parts.append((scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2).reshape(part.shape[0], -1))
+            out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            parts.append(out.transpose(1, 2).reshape(part.shape[0], -1))
         x = x + self.out(torch.cat(parts))
         return x + self.ffn(x)
 
@@ -111,7 +112,8 @@ class _CpuPart:
 def a_loader(cost_model: wlb.CostModel, rank: int, size: int) -> wt.StepLoader[Any]:
     rng = np.random.default_rng(0)
     lengths = np.minimum(30 + rng.pareto(1.1, 6000) * 60, CONTEXT).astype(int)
-    dataset = [torch.randint(256, (length,), generator=torch.Generator().manual_seed(i)) for i, length in enumerate(lengths)]
+    generator = torch.Generator().manual_seed(0)
+    dataset = [torch.randint(256, (length,), generator=generator) for length in lengths.tolist()]
     packer = wlb.Packer(
         num_micro_batches=4,
         max_tokens=3 * CONTEXT,
@@ -195,7 +197,8 @@ def timer_overhead() -> dict[str, float]:
             model(batch).backward()
         steps.append(time.perf_counter() - started)
     step = min(steps)
-    return {"seconds_per_use": statistics.median(uses), "step_seconds": step, "share_of_step": 2 * statistics.median(uses) / step}
+    use = statistics.median(uses)
+    return {"seconds_per_use": use, "step_seconds": step, "share_of_step": 2 * use / step}
 
 
 def main() -> None:
@@ -225,7 +228,8 @@ def main() -> None:
         "attention rate / 4, stays": processes.run(2, train, wrong, False, timeout=900.0),
         "attention rate / 4, learnt": processes.run(2, train, wrong, True, timeout=900.0),
     }
-    table = Table("packer", "first 25 steps", "after 50 steps", "by the true costs", title="Imbalance of a step, by clocks")
+    columns = ("packer", "first 25 steps", "after 50 steps", "by the true costs")
+    table = Table(*columns, title="Imbalance of a step, by clocks")
     record["training"] = {"terms": terms, "steps": STEPS, "every": EVERY, "runs": {}}
     for name, ranks in runs.items():
         clocks, costs = imbalances(ranks), by_costs(ranks[0], truth)

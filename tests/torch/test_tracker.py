@@ -193,6 +193,20 @@ def test_too_little_to_learn_from_changes_nothing_and_says_so() -> None:
     assert packer.cost_model == WRONG
 
 
+def test_times_that_say_nothing_change_nothing() -> None:
+    class Noise(KnownTimes):
+        def seconds(self, step: Any) -> NDArray[np.float64]:
+            return np.exp(self.rng.normal(0, 2, len(step.indices)))
+
+    packer = a_packer()
+    tracker = wt.CostTracker(packer, every=10, switch_above=0.0, timer=Noise(TRUTH))
+    for number in range(20):
+        tracker.step(pushed(packer, number))
+    assert all(update.switched_from is None for update in tracker.updates)
+    assert all(update.problem for update in tracker.updates)
+    assert packer.cost_model == WRONG
+
+
 def _levels(rank: int) -> dict[str, Any]:
     """Two replicas of two context-parallel ranks; replica 1 is slower, and of each the first rank."""
     mesh = wt.build_mesh(dp=2, cp=2, device_type="cpu")
