@@ -63,17 +63,17 @@ def errors(rows: int, noise: float, seeds: int) -> list[float]:
 class Layer(nn.Module):
     """Attention inside each document, and a feed-forward network."""
 
-    def __init__(self, width: int = 96) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.ffn = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.ffn = nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width))
 
     def forward(self, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         parts = []
         for part in self.qkv(x).split(lengths):
-            q, k, v = part.view(1, part.shape[0], 3, 6, 16).permute(2, 0, 3, 1, 4)
+            q, k, v = part.view(1, part.shape[0], 3, 4, 64).permute(2, 0, 3, 1, 4)
             # Written out: the work grows with the square of the length, as a kernel's does.
-            scores = (q @ k.transpose(-1, -2)) * 0.25
+            scores = (q @ k.transpose(-1, -2)) * 0.125
             mask = torch.ones(part.shape[0], part.shape[0], dtype=torch.bool).tril()
             out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
             parts.append(out.transpose(1, 2).reshape(part.shape[0], -1))
@@ -84,7 +84,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(256, 96), Layer(), nn.Linear(96, 256)
+        self.embedding, self.layer, self.head = nn.Embedding(256, 256), Layer(), nn.Linear(256, 256)
 
     def forward(self, batch: wt.PackedBatch) -> torch.Tensor:
         x = self.layer(self.embedding(batch.tokens), batch.shard.lengths.tolist())

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cyclopts import App, Parameter
-from cyclopts.types import PositiveInt
+from cyclopts.types import NonNegativeInt, PositiveInt
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -71,6 +71,8 @@ from wlb.torch.pipeline import (
     pipeline_step,
     stages_of_rank,
 )
+from wlb.torch.timing import StepTimer
+from wlb.torch.tracker import CostTracker
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Transport = Literal["all_gather", "ring", "ulysses", "usp"]
@@ -119,6 +121,7 @@ class Settings:
         strategy: how context-parallel ranks share documents.
         hybrid_threshold: shorter documents stay on one rank, with hybrid.
         workers: data-loader workers.
+        learn_costs: steps between two looks at what micro-batches take; 0: costs stay as assumed.
         model: its shape.
         dtype: of computation; parameters stay float32.
         activation_checkpointing: recompute activations in the backward pass.
@@ -156,6 +159,7 @@ class Settings:
     strategy: Strategy = "per_document"
     hybrid_threshold: int | None = None
     workers: int = 1
+    learn_costs: NonNegativeInt = 0
     model: Annotated[Shape, Parameter(name="*")] = Shape()
     dtype: Dtype = "float32"
     activation_checkpointing: bool = False
@@ -187,6 +191,7 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
 
     done = resume(settings, stages, optimizers, loader)
     ledger = build_ledger(settings, loader, mesh)
+    tracker = build_tracker(settings, loader, stages, mesh, device)
     schedule = partial(learning_rate, settings)
     report = Report(settings, config, is_main=dist.get_rank() == 0)
     waiting = time.perf_counter()
@@ -200,6 +205,8 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
             done += 1
             if ledger is not None:
                 ledger.record(step)
+            if tracker is not None and (update := tracker.step(step)) is not None and report.is_main:
+                print(update.report(), flush=True)
             now = time.perf_counter()
             report.step(done, step, learnt, stall=arrived - waiting, seconds=now - waiting, loader=loader)
             if settings.checkpoint_dir and (done % settings.checkpoint_every == 0 or done == settings.steps):
@@ -448,6 +455,19 @@ def build_ledger(settings: Settings, loader: Any, mesh: DeviceMesh) -> Ledger | 
         return None
     folder = settings.checkpoint_dir / "ledger"
     return Ledger(folder, dp_rank=readers.get_local_rank(), dp_size=readers.size(), source=loader)
+
+
+def build_tracker(
+    settings: Settings, loader: Any, stages: list[VarlenPipelineStage], mesh: DeviceMesh, device: torch.device
+) -> CostTracker | None:
+    """Times every micro-batch on its stages, and lets the packer go on by what the timings show."""
+    if not settings.learn_costs:
+        return None
+    if not isinstance(loader, StepLoader):
+        raise SystemExit("--learn-costs goes with --method wlb and --plan static: elsewhere no packer plans by costs")
+    tracker = CostTracker(loader, every=settings.learn_costs, mesh=mesh, device=device, timer=StepTimer(device))
+    tracker.timer.attach_stages(stages)
+    return tracker
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -239,3 +239,46 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: s
     assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole[saved:]], rel=1e-4)
     proof = audit(tmp_path / "copy" / "ledger")
     assert (proof.findings, proof.num_steps) == ((), 6)
+
+
+def learning(rank: int, settings: example.Settings) -> list[tuple[int, int | None, str]]:
+    """A run that looks at its timings; what each look said on this rank."""
+    looks: list[tuple[int, int | None, str]] = []
+    look = example.CostTracker.step
+
+    def noted(tracker: Any, step: Any) -> Any:
+        update = look(tracker, step)
+        if update is not None:
+            cost_model = "" if update.fit is None else update.fit.cost_model.to_json()
+            looks.append((update.step, update.switched_from, cost_model))
+        return update
+
+    example.CostTracker.step = noted
+    example.train(settings)
+    return looks
+
+
+def test_a_run_learns_what_its_documents_cost_on_all_ranks_alike(tmp_path: Path) -> None:
+    """Two stages, two replicas: times of a micro-batch come from both of its ranks, and all plan by the same costs."""
+    (tmp_path / "corpus").mkdir()
+    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
+        (tmp_path / "corpus" / f"{number}.txt").write_text("!" * (length + 1))
+    settings = replace(
+        SETTINGS,
+        corpus=tmp_path / "corpus",
+        pattern="*.txt",
+        pp=2,
+        workers=1,
+        learn_costs=3,
+        metrics_file=tmp_path / "log.jsonl",
+        checkpoint_dir=tmp_path / "checkpoints",
+    )
+    first = processes.run(4, learning, settings)
+    then = processes.run(4, learning, replace(settings, steps=9))
+    for looks, steps in ((first, [3, 6]), (then, [9])):
+        assert all(rank == looks[0] for rank in looks), "ranks differ"
+        assert [step for step, _, _ in looks[0]] == steps
+    assert all(cost_model for _, _, cost_model in first[0]), "no fit"
+    assert [row["step"] for row in rows(tmp_path / "log.jsonl")] == list(range(1, 10))
+    proof = audit(tmp_path / "checkpoints" / "ledger")
+    assert (proof.findings, proof.num_steps) == ((), 9)
