@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import wlb
-from wlb.cluster.fit import DoesNotFit
+from wlb.cluster.capacity import DoesNotFit
 
 _OPTIONS = {
     "cost_file": "cost-model",

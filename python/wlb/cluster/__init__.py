@@ -6,7 +6,7 @@ communication takes) and `step_time` (how long a micro-batch takes on each pipel
 """
 
 from wlb._choices import Schedule
-from wlb.cluster.fit import max_tokens
+from wlb.cluster.capacity import max_tokens
 from wlb.cluster.hardware import Hardware, Link
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.models import ModelConfig

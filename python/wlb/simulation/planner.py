@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from wlb._core import MAX_WORLD_SIZE, CostModel, WlbError, pairs
 from wlb._errors import error
-from wlb.cluster.fit import max_tokens
+from wlb.cluster.capacity import max_tokens
 from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.scenario import Scenario
 

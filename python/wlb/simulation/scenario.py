@@ -15,7 +15,7 @@ from wlb._core import CostModel, KernelModel, Shard, WlbError, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
 from wlb._results import PipelineTimeline
 from wlb.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
-from wlb.cluster.fit import max_tokens
+from wlb.cluster.capacity import max_tokens
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.cluster.models import Mask, ModelConfig
