@@ -59,22 +59,19 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
     while True:
         offer = source.offer(extra)
         entering = _entering(packer, offer, min_step_tokens)
+        may_read = offer.more and entering == offer.lengths.size
         after = packer.copy()
-        packing = _push(after, offer, entering, 0)
+        packing = _push(after, offer, entering, 0 if may_read else max(min_step_tokens, 1))
         tokens = int(packing.tokens.sum())
-        if tokens < max(min_step_tokens, 1):
-            if offer.more and entering == offer.lengths.size:
-                if tokens == 0 and entering:  # all of it waits; it has entered, and the next batch comes
-                    packer = after
-                    source.advance(entering)
-                    extra = 0
-                else:
-                    extra = 2 * extra + 1  # so that few offers are made, however little a batch is
-                continue
-            after = packer.copy()
-            packing = _push(after, offer, entering, max(min_step_tokens, 1))
-        source.advance(entering)
-        return after, packing
+        if not may_read or tokens >= max(min_step_tokens, 1):
+            source.advance(entering)
+            return after, packing
+        if tokens == 0 and entering:  # all of it waits; it has entered, and the next batch comes
+            packer = after
+            source.advance(entering)
+            extra = 0
+        else:
+            extra = 2 * extra + 1  # so that few offers are made, however little a batch is
 
 
 def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:

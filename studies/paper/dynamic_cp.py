@@ -19,7 +19,7 @@ from studies.paper.published import DYNAMIC_CP
 from studies.paper.results import Result, Row, influence, row
 from studies.paper.study import Source, Study
 from wlb._core import CostModel, KernelModel, batch_offsets, plan_dynamic_cp, shard, simulate_pipeline, simulate_steps
-from wlb.cluster.collectives import Group
+from wlb.cluster.collectives import Communicator
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.memory import KEY_GRADIENT_BYTES, kv_width
 from wlb.cluster.models import ModelConfig
@@ -250,7 +250,7 @@ def _believed(cluster: _Cluster) -> CostModel:
 def _exchange(cluster: _Cluster) -> tuple[float, float]:
     """Seconds that keys and values, and their gradients, take over all layers: of a token, and of handing them on."""
     layout, near = cluster.layout, cluster.hardware
-    group = Group.along("cp", layout, near)
+    group = Communicator.along("cp", layout, near)
     link = near.inter_node if group.nodes > 1 else near.intra_node
     width = 2 * kv_width(cluster.model.attention, layout)
     gathers, scatters = 3, 1  # forward, recomputed forward, backward; gradients

@@ -15,9 +15,9 @@ from studies.paper.solver import solved
 from studies.paper.study import CHOICE, Source, Study, run
 from wlb._core import batch_offsets
 from wlb.simulation import Variant
-from wlb.simulation.static import StaticOutcome, score, shard_plan, static
+from wlb.simulation.static import StaticOutcome, score, shard_run, static
 from wlb.simulation.stream import GlobalBatches
-from wlb.simulation.trained import Plan
+from wlb.simulation.trained import PackedRun
 
 LATENCY = "imbalance of forward latency"
 ATTENTION = "imbalance of attention work"
@@ -82,13 +82,13 @@ def table_2(study: Study) -> Result:
         stream = GlobalBatches(lengths, batch_offsets(lengths, tokens_per_batch=world.tokens_per_batch))
         result = solved(stream, world.setup(), window=window, samples=study.solver_samples, limit=study.solver_seconds)
         notes.append(result.note(name))
-        if result.plan is not None:
-            outcome = score(name, result.plan, shard_plan(result.plan, world, CHOICE), world)
-            paper, plan = TABLE_2[name], result.plan
+        if result.run is not None:
+            outcome = score(name, result.run, shard_run(result.run, world, CHOICE), world)
+            paper, packed = TABLE_2[name], result.run
             rows += [
                 _sampled(LATENCY, name, "simulated", paper.imbalance, _latency(outcome)),
-                _sampled(ATTENTION, name, "measured", None, _attention(plan)),
-                _sampled(MILLISECONDS, name, "measured", paper.milliseconds, plan.seconds * 1e3),
+                _sampled(ATTENTION, name, "measured", None, _attention(packed)),
+                _sampled(MILLISECONDS, name, "measured", paper.milliseconds, packed.seconds * 1e3),
             ]
     quantities, names = (LATENCY, ATTENTION, MILLISECONDS, DELAY), list(TABLE_2)
     rows.sort(key=lambda one: (quantities.index(one.quantity), names.index(one.name)))
@@ -130,10 +130,10 @@ def _methods(steps: int, source: Source, inputs: Inputs) -> dict[str, _Method]:
     return {
         name: _Method(
             latency=float(_latency(outcome).mean()),
-            attention=float(_attention(outcome.plan).mean()),
+            attention=float(_attention(outcome.run).mean()),
             attention_share=_attention_share(outcome),
-            delay=outcome.plan.delay_mean,
-            seconds=outcome.plan.seconds,
+            delay=outcome.run.delay_mean,
+            seconds=outcome.run.seconds,
         )
         for name, outcome in ((name, static(one)) for name, one in made.items())
     }
@@ -141,7 +141,7 @@ def _methods(steps: int, source: Source, inputs: Inputs) -> dict[str, _Method]:
 
 def _latency(outcome: StaticOutcome) -> NDArray[np.float64]:
     """float64[streamed]: forward latency of the slowest micro-batch over the mean of its step."""
-    latency = outcome.costs[: outcome.plan.streamed, ..., 0].sum(axis=-1)
+    latency = outcome.costs[: outcome.run.streamed, ..., 0].sum(axis=-1)
     latency = latency.reshape(len(latency), -1)
     return np.asarray(latency.max(axis=1) / latency.mean(axis=1))
 
@@ -151,11 +151,11 @@ def _attention_share(outcome: StaticOutcome) -> float:
     return attention / float(outcome.costs[..., 0].sum())
 
 
-def _attention(plan: Plan) -> NDArray[np.float64]:
+def _attention(packed: PackedRun) -> NDArray[np.float64]:
     """float64[streamed]: pairs of the heaviest micro-batch over the mean of its step."""
-    index = plan.step * plan.tokens.shape[1] + plan.micro_batch
-    work = np.bincount(index, weights=plan.length * (plan.length + 1) / 2, minlength=plan.tokens.size)
-    work = work.reshape(plan.tokens.shape)[: plan.streamed]
+    index = packed.step * packed.tokens.shape[1] + packed.micro_batch
+    work = np.bincount(index, weights=packed.length * (packed.length + 1) / 2, minlength=packed.tokens.size)
+    work = work.reshape(packed.tokens.shape)[: packed.streamed]
     return np.asarray(work.max(axis=1) / work.mean(axis=1))
 
 

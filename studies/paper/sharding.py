@@ -16,9 +16,9 @@ from wlb.cluster.parallel import ParallelLayout
 from wlb.cluster.step_time import stage_seconds
 from wlb.simulation import Scenario
 from wlb.simulation.methods import original
-from wlb.simulation.static import shard_plan
+from wlb.simulation.static import shard_run
 from wlb.simulation.stream import GlobalBatches
-from wlb.simulation.trained import Plan, collect
+from wlb.simulation.trained import PackedRun, collect
 from wlb.simulation.variants import Strategy
 
 CP_SIZE = 4
@@ -119,23 +119,23 @@ def _layers(steps: int, source: Source, inputs: Inputs) -> dict[str, dict[str, f
         lengths = documents(configuration, inputs, steps=steps, source=source)
         world = scenario(configuration, inputs, lengths)
         stream = GlobalBatches(lengths, batch_offsets(lengths, tokens_per_batch=world.tokens_per_batch))
-        plan = collect("original", original(stream, world.setup()), stream)
-        layers = {strategy: _seconds(plan, world, names) for strategy, names in _STRATEGIES.items()}
+        packed = collect("original", original(stream, world.setup()), stream)
+        layers = {strategy: _seconds(packed, world, names) for strategy, names in _STRATEGIES.items()}
         seconds = {strategy: float(one.sum()) for strategy, one in layers.items()}
         seconds["optimal"] = float(np.minimum(layers["per-sequence"], layers["per-document"]).sum())
-        sharded = shard_plan(plan, world, ("per_sequence",))
+        sharded = shard_run(packed, world, ("per_sequence",))
         both = sharded.forward + sharded.backward
         seconds["attention"] = float(both.max(axis=1).sum())
         seconds["even attention"] = float(both.mean(axis=1).sum())
-        chosen = shard_plan(plan, world, CHOICE).strategies
-        seconds["chosen"] = chosen.get("per_document", 0) / plan.tokens.size
+        chosen = shard_run(packed, world, CHOICE).strategies
+        seconds["chosen"] = chosen.get("per_document", 0) / packed.tokens.size
         found[window] = seconds
     return found
 
 
-def _seconds(plan: Plan, world: Scenario, strategies: tuple[Strategy, ...]) -> NDArray[np.float64]:
+def _seconds(packed: PackedRun, world: Scenario, strategies: tuple[Strategy, ...]) -> NDArray[np.float64]:
     """float64[micro-batches]: one layer, forward and backward."""
-    sharded = shard_plan(plan, world, strategies)
+    sharded = shard_run(packed, world, strategies)
     layout = ParallelLayout(tp=world.layout.tp, cp=world.layout.cp, pp=2)
     stages = stage_seconds(
         sharded.tokens,

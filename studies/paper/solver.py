@@ -11,7 +11,7 @@ from studies.exact import ExactSolution, solve
 from wlb._core import CostModel, WlbError
 from wlb.simulation.methods import Setup, Step, document_ids
 from wlb.simulation.stream import GlobalBatches
-from wlb.simulation.trained import Plan, collect
+from wlb.simulation.trained import PackedRun, collect
 
 _PAIRS = CostModel(attention=1.0, linear=0.0)
 """What formula (1) of the paper balances: attention, alone."""
@@ -21,7 +21,7 @@ _PAIRS = CostModel(attention=1.0, linear=0.0)
 class Solved:
     """What the solver made of the first windows of a stream."""
 
-    plan: Plan | None  # of the windows that were solved
+    run: PackedRun | None  # of the windows that were solved
     solutions: tuple[ExactSolution, ...]
     problems: tuple[str, ...]  # of windows for which nothing was found
 
@@ -71,5 +71,5 @@ def solved(stream: GlobalBatches, setup: Setup, *, window: int, samples: int, li
                 yield Step(of_step, order, first, delays, digest, seconds)
 
     made = list(steps())
-    plan = collect(f"solver, window of {window}", made, stream) if made else None
-    return Solved(plan, tuple(solutions), tuple(problems))
+    run = collect(f"solver, window of {window}", made, stream) if made else None
+    return Solved(run, tuple(solutions), tuple(problems))

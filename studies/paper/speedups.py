@@ -82,7 +82,7 @@ def figure_13(study: Study) -> Result:
         study.steps, study.source, configuration, study.central, {name: METHODS[name] for name in ("plain", "packing")}
     ).outcomes
     plain, packed = alone["plain"], alone["packing"]
-    whole, cut = (outcome.plan.length.astype(np.float64) for outcome in (packed, plain))
+    whole, cut = (outcome.run.length.astype(np.float64) for outcome in (packed, plain))
     more = float((whole @ whole) / (cut @ cut)) - 1
     without_wait = plain.total_seconds / even(plain).total_seconds
     shares = tuple((name.replace("_", " "), f"{_share(plain, name):.1%}") for name in plain.attribution)
@@ -245,9 +245,9 @@ def _attention_share(outcome: Outcome) -> float:
 
 def _longest(outcome: Outcome) -> float:
     """Pairs of the longest document over a micro-batch's fair share of its step's, mean over steps."""
-    plan = static(outcome).plan
-    work = np.asarray(pairs(plan.length), dtype=np.float64)
-    longest = np.zeros(len(plan.digests))
-    np.maximum.at(longest, plan.step, work)
-    share = np.bincount(plan.step, weights=work) / plan.tokens.shape[1]
+    packed = static(outcome).run
+    work = np.asarray(pairs(packed.length), dtype=np.float64)
+    longest = np.zeros(len(packed.digests))
+    np.maximum.at(longest, packed.step, work)
+    share = np.bincount(packed.step, weights=work) / packed.tokens.shape[1]
     return float((longest / share).mean())

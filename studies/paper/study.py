@@ -150,7 +150,7 @@ def even(outcome: Outcome) -> StaticOutcome:
         for seconds in (sharded.forward, sharded.backward)
     )
     mean = replace(sharded, forward=forward, backward=backward)
-    return score(made.title, made.plan, mean, made.scenario)
+    return score(made.title, made.run, mean, made.scenario)
 
 
 def ceiling(outcome: Outcome) -> float:

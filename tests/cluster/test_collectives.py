@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.cluster.collectives import Group
+from wlb.cluster.collectives import Communicator
 from wlb.cluster.hardware import presets
 
 H100 = wlb.Hardware.preset("h100")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "neighbour")
 groups = st.tuples(st.integers(1, 8), st.integers(1, 16)).map(
-    lambda pair: Group(size=pair[0] * pair[1], nodes=pair[1], hardware=H100)
+    lambda pair: Communicator(size=pair[0] * pair[1], nodes=pair[1], hardware=H100)
 )
 collectives = st.sampled_from(COLLECTIVES)
 
@@ -58,16 +58,16 @@ def test_bad_hardware(changes: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(("size", "nodes"), [(0, 1), (4, 5), (17, 2), (4, 0)])
 def test_bad_groups(size: int, nodes: int) -> None:
     with pytest.raises(wlb.WlbError):
-        Group(size=size, nodes=nodes, hardware=H100)
+        Communicator(size=size, nodes=nodes, hardware=H100)
 
 
 @given(collectives, st.integers(0, 2**34))
 def test_one_rank_waits_for_nobody(name: str, num_bytes: int) -> None:
-    assert getattr(Group(size=1, nodes=1, hardware=H100), name)(num_bytes) == 0
+    assert getattr(Communicator(size=1, nodes=1, hardware=H100), name)(num_bytes) == 0
 
 
 @given(groups, collectives, st.lists(st.integers(1, 2**34), min_size=2, max_size=5))
-def test_linear_monotone_and_vectorised(group: Group, name: str, num_bytes: list[int]) -> None:
+def test_linear_monotone_and_vectorised(group: Communicator, name: str, num_bytes: list[int]) -> None:
     """Equal steps in bytes are equal steps in time; no bytes take no time."""
     collective = getattr(group, name)
     ascending = np.array(sorted(num_bytes))
@@ -82,19 +82,19 @@ def test_linear_monotone_and_vectorised(group: Group, name: str, num_bytes: list
 
 
 @given(groups, collectives, st.integers(1, 2**34))
-def test_more_ranks_or_more_nodes_take_no_less(group: Group, name: str, num_bytes: int) -> None:
+def test_more_ranks_or_more_nodes_take_no_less(group: Communicator, name: str, num_bytes: int) -> None:
     seconds = getattr(group, name)(num_bytes)
-    another_node = Group(size=group.size + group.size // group.nodes, nodes=group.nodes + 1, hardware=H100)
+    another_node = Communicator(size=group.size + group.size // group.nodes, nodes=group.nodes + 1, hardware=H100)
     assert getattr(another_node, name)(num_bytes) >= seconds
     if group.size > group.nodes and group.size <= 8:
-        assert getattr(Group(size=group.size, nodes=1, hardware=H100), name)(num_bytes) <= seconds
+        assert getattr(Communicator(size=group.size, nodes=1, hardware=H100), name)(num_bytes) <= seconds
 
 
 @given(st.integers(2, 8), collectives, st.integers(1, 2**34))
 def test_where_both_links_are_alike_nodes_do_not_matter(size: int, name: str, num_bytes: int) -> None:
     flat = dataclasses.replace(H100, inter_node=H100.intra_node)
     times = [
-        float(getattr(Group(size=size, nodes=nodes, hardware=flat), name)(num_bytes))
+        float(getattr(Communicator(size=size, nodes=nodes, hardware=flat), name)(num_bytes))
         for nodes in range(1, size + 1)
         if size % nodes == 0
     ]
@@ -110,7 +110,7 @@ def test_bandwidths_that_users_measure() -> None:
         (8, 4, 2 * H100.inter_node.bandwidth),
         (64, 8, H100.intra_node.bandwidth),  # eight network cards of 48 GB/s outrun NVLink's 370.8
     ):
-        group = Group(size=size, nodes=nodes, hardware=H100)
+        group = Communicator(size=size, nodes=nodes, hardware=H100)
         assert (size - 1) / size * many / group.all_gather(many) == pytest.approx(expected, rel=1e-2)
         assert group.all_reduce(many) == pytest.approx(2 * group.reduce_scatter(many), rel=1e-3)
 
@@ -118,7 +118,7 @@ def test_bandwidths_that_users_measure() -> None:
 def test_groups_of_a_layout() -> None:
     """The paper's 7B-128K on nodes of eight: tensor parallelism inside a node, context parallelism across two."""
     layout = wlb.ParallelLayout(tp=8, cp=2, pp=4)
-    sizes = {axis: Group.along(axis, layout, H100) for axis in ("tp", "cp", "dp", "pp", "dp_cp")}  # type: ignore[arg-type]
+    sizes = {axis: Communicator.along(axis, layout, H100) for axis in ("tp", "cp", "dp", "pp", "dp_cp")}  # type: ignore[arg-type]
     assert {axis: (group.size, group.nodes) for axis, group in sizes.items()} == {
         "tp": (8, 1),
         "cp": (2, 2),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.cluster.collectives import Group
+from wlb.cluster.collectives import Communicator
 from wlb.cluster.memory import parameters_per_rank
 from wlb.cluster.models import Attention, FeedForward, Layer, Mamba2
 
@@ -124,15 +124,15 @@ def test_communication_is_exposed_unless_hidden() -> None:
     assert half.exposed_cp == pytest.approx(full.exposed_cp / 2)
 
     # 8 layers a stage; keys and values of 4 heads of 128 in bf16, their gradients in float32.
-    cp = Group.along("cp", layout, H100)
+    cp = Communicator.along("cp", layout, H100)
     keys = 2 * 2 * tokens * 4 * 128
     assert full.exposed_cp[:, 0, 0] == pytest.approx(8 * cp.all_gather(keys * 2))
     assert full.exposed_cp[:, 0, 1] == pytest.approx(8 * (cp.all_gather(keys * 2) + cp.reduce_scatter(keys * 4)))
-    tp = Group.along("tp", layout, H100)
+    tp = Communicator.along("tp", layout, H100)
     hidden = tokens * 4096 * 2
     assert full.exposed_tp[:, 0, 0] == pytest.approx(8 * 2 * (tp.all_gather(hidden) + tp.reduce_scatter(hidden)))
     assert not full.exposed_tp[:, :, 2].any()
-    assert full.p2p == pytest.approx(Group.along("pp", layout, H100).neighbour(hidden / 8))
+    assert full.p2p == pytest.approx(Communicator.along("pp", layout, H100).neighbour(hidden / 8))
 
 
 def test_what_a_layout_changes() -> None:
@@ -150,7 +150,7 @@ def test_what_a_layout_changes() -> None:
 
 def test_data_parallel_seconds() -> None:
     layout = wlb.ParallelLayout(dp=4, cp=2, tp=8)
-    group = Group.along("dp_cp", layout, H100)
+    group = Communicator.along("dp_cp", layout, H100)
     parameters = parameters_per_rank(LLAMA, layout)
     sharded = wlb.data_parallel_seconds(LLAMA, layout, H100)
     assert sharded == pytest.approx(group.reduce_scatter(4 * parameters) + group.all_gather(2 * parameters))

@@ -63,7 +63,7 @@ def test_all_documents_and_all_time_are_accounted_for(layout: wlb.ParallelLayout
     simulation = simulate(lengths, case, variants=names)
     assert tuple(simulation.outcomes) == names
     for outcome in simulation.outcomes.values():
-        assert (trained(outcome.plan, lengths) == 1).all()
+        assert (trained(outcome.run, lengths) == 1).all()
         assert outcome.tokens == lengths.sum()
         assert tuple(outcome.attribution) == ATTRIBUTION
         assert all((part >= -1e-12 * outcome.seconds).all() for part in outcome.attribution.values())
@@ -111,7 +111,7 @@ def test_any_schedule_and_number_of_micro_batches(schedule: Any, virtual: int, p
     case = scenario(layout, schedule=schedule, num_micro_batches=2 * per_rank)
     lengths = documents(700)
     for outcome in simulate(lengths, case, variants=possible(case)).outcomes.values():
-        assert (trained(outcome.plan, lengths) == 1).all()
+        assert (trained(outcome.run, lengths) == 1).all()
         np.testing.assert_allclose(sum(outcome.attribution.values()), outcome.seconds, rtol=1e-12)
         step = len(outcome.seconds) - 1
         slowest = max(timeline.seconds for timeline in outcome.timelines(step))
@@ -124,7 +124,7 @@ def test_steps_recomputed_one_by_one(name: str) -> None:
     """The naive way: every micro-batch by itself, on its slowest rank, through its own pipeline."""
     case = scenario(wlb.ParallelLayout(dp=2, pp=2, cp=4, recompute="full"), num_micro_batches=8, tp_overlap=0.5)
     outcome = simulate(documents(), case, variants=(name,)).baseline
-    plan, kernel = outcome.plan, case.attention
+    plan, kernel = outcome.run, case.attention
     for step in range(len(plan.digests)):
         replicas = []
         for order in plan.order[step]:
@@ -164,7 +164,7 @@ def test_steps_recomputed_one_by_one(name: str) -> None:
 
 def dealt(outcome: Any, scenario: Scenario) -> NDArray[np.int64]:
     """[steps, dp, micro-batches of a rank] what `Packing.deal` says of every step's micro-batches."""
-    plan, width = outcome.plan, outcome.plan.tokens.shape[1]
+    plan, width = outcome.run, outcome.run.tokens.shape[1]
     orders = []
     for step in range(len(plan.digests)):
         here = plan.step == step
@@ -184,13 +184,13 @@ def test_every_method_is_dealt_alike() -> None:
     case = scenario(wlb.ParallelLayout(dp=4, pp=2))
     outcomes = simulate(documents(1500), case, variants=possible(case)).outcomes
     for name in ("plain", "fixed", "per_document", "adaptive_cp", "packing", "wlb"):
-        np.testing.assert_array_equal(outcomes[name].plan.order, dealt(outcomes[name], case))
+        np.testing.assert_array_equal(outcomes[name].run.order, dealt(outcomes[name], case))
     window = {"window": Variant(title="window", packing="fixed_length", window=3)}
     outcome = simulate(documents(1500), case, variants=window).baseline
-    np.testing.assert_array_equal(outcome.plan.order, dealt(outcome, case))
-    steps, width = outcomes["plain"].plan.tokens.shape
+    np.testing.assert_array_equal(outcome.run.order, dealt(outcome, case))
+    steps, width = outcomes["plain"].run.tokens.shape
     arrival = np.tile(np.arange(width).reshape(4, -1), (steps, 1, 1))
-    np.testing.assert_array_equal(outcomes["as_they_come"].plan.order, arrival)
+    np.testing.assert_array_equal(outcomes["as_they_come"].run.order, arrival)
     assert outcomes["plain"].total_seconds < outcomes["as_they_come"].total_seconds
 
 
@@ -202,15 +202,15 @@ def test_methods_that_cut_get_full_global_batches(layout: wlb.ParallelLayout) ->
     simulation = simulate(lengths, case, variants={name: VARIANTS[name] for name in ("plain", "fixed")} | {"w": window})
     steps = -(-int(lengths.sum()) // case.tokens_per_batch)
     for name, outcome in simulation.outcomes.items():
-        assert (trained(outcome.plan, lengths) == 1).all()
-        assert outcome.plan.tokens.shape[0] == steps
-        assert (outcome.plan.tokens[: steps - steps % 2 - 2] == case.context).all()
-        assert outcome.plan.streamed == steps - 1  # the last one is not full
+        assert (trained(outcome.run, lengths) == 1).all()
+        assert outcome.run.tokens.shape[0] == steps
+        assert (outcome.run.tokens[: steps - steps % 2 - 2] == case.context).all()
+        assert outcome.run.streamed == steps - 1  # the last one is not full
         if name != "w":
-            assert (outcome.plan.tokens[:-1] == case.context).all()
-            assert outcome.plan.delay_mean == 0
+            assert (outcome.run.tokens[:-1] == case.context).all()
+            assert outcome.run.delay_mean == 0
     full = simulate(np.full(3 * case.micro_batches, 4096), case, variants=("plain",)).baseline
-    assert full.plan.streamed == 3
+    assert full.run.streamed == 3
 
 
 def test_fixed_takes_the_better_sharding_of_the_whole_run() -> None:
@@ -259,7 +259,7 @@ def test_ordering() -> None:
     assert outcomes["wlb_fitted"].imbalance.mean() < outcomes["wlb"].imbalance.mean()
     assert simulation.speedup("plain") == 1
     assert outcomes["wlb"].sharded.imbalance < outcomes["plain"].sharded.imbalance
-    assert outcomes["plain"].plan.delay_mean == 0 < outcomes["wlb"].plan.delay_mean
+    assert outcomes["plain"].run.delay_mean == 0 < outcomes["wlb"].run.delay_mean
     faster = simulate(lengths, scenario(layout, cp_overlap=1.0, tp_overlap=1.0, dp_overlap=1.0))
     for name, outcome in faster.outcomes.items():
         assert outcome.total_seconds < outcomes[name].total_seconds
@@ -282,7 +282,7 @@ def test_any_stream(lengths: list[int], layout: wlb.ParallelLayout, queues: bool
     thresholds = (1500, 3000) if queues else ()
     simulation = simulate(lengths, scenario(layout, outlier_thresholds=thresholds))
     for outcome in simulation.outcomes.values():
-        assert (trained(outcome.plan, np.array(lengths)) == 1).all()
+        assert (trained(outcome.run, np.array(lengths)) == 1).all()
         np.testing.assert_allclose(sum(outcome.attribution.values()), outcome.seconds, rtol=1e-9)
         assert outcome.seconds.min() > 0
 
@@ -294,7 +294,7 @@ def test_the_packer_does_not_grade_itself() -> None:
     one = simulate(lengths, scenario(), variants=variants)
     other = simulate(lengths, scenario(cost_model=wlb.CostModel(attention=1.0, linear=0.0)), variants=variants)
     assert one.outcomes["plain"].total_seconds == other.outcomes["plain"].total_seconds
-    assert one.outcomes["wlb"].plan.digests != other.outcomes["wlb"].plan.digests
+    assert one.outcomes["wlb"].run.digests != other.outcomes["wlb"].run.digests
 
 
 def test_memory_is_that_of_the_memory_model() -> None:
@@ -327,7 +327,7 @@ def test_more_micro_batches_fit_into_memory_too() -> None:
     assert case.limit == fits[0] > fits[1] > fits[2] > case.context
     assert fits[1] == wlb.max_tokens(MODEL, case.layout, case.hardware, schedule="gpipe", num_micro_batches=4)
     for most, outcome in zip(fits, simulate(lengths, case, variants=variants).outcomes.values(), strict=True):
-        assert outcome.plan.tokens.max() <= most
+        assert outcome.run.tokens.max() <= most
         assert outcome.memory.total.max() <= case.hardware.memory_bytes
     given = dataclasses.replace(case, max_tokens=7000)
     assert given.setup(split=4).max_tokens == 7000, "is not checked"
@@ -359,7 +359,7 @@ def test_own_variants_and_paper_choices() -> None:
     simulation = simulate(lengths, scenario(), variants=own)
     assert list(simulation.outcomes) == list(own)
     assert set(simulation.outcomes["two"].sharded.strategies) <= {"per_sequence", "per_document"}
-    assert simulation.outcomes["window"].plan.delay_mean > 0
+    assert simulation.outcomes["window"].run.delay_mean > 0
     assert simulation.outcomes["two"].total_seconds <= simulation.outcomes["base"].total_seconds * (1 + 1e-9)
 
 
@@ -378,8 +378,8 @@ def test_thresholds_are_tuned_with_the_costs_that_use_them() -> None:
             max_document_tokens=case.context,
             tokens_per_batch=case.tokens_per_batch,
         )
-        assert simulation.outcomes[name].plan.thresholds == tuned.thresholds
-    assert simulation.thresholds == simulation.outcomes["wlb"].plan.thresholds
+        assert simulation.outcomes[name].run.thresholds == tuned.thresholds
+    assert simulation.thresholds == simulation.outcomes["wlb"].run.thresholds
 
 
 def test_fitted_efficiency_is_what_the_cluster_does() -> None:

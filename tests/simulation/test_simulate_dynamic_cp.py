@@ -126,22 +126,22 @@ def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout)
     options = planner_options(case, lengths)
     for outcome in outcomes.values():
         assert isinstance(outcome, DynamicOutcome)
-        assert (trained(outcome.plan, lengths) == 1).all()
+        assert (trained(outcome.run, lengths) == 1).all()
         np.testing.assert_allclose(sum(outcome.attribution.values()), outcome.seconds, rtol=1e-12)
         working = ("compute", "cp_wait", "cp_communication", "tp_communication")
         gpus = layout.pp * layout.dp * layout.cp
         np.testing.assert_allclose(sum(outcome.attribution[part] for part in working), outcome.work / gpus, rtol=1e-9)
-        assert outcome.plan.group_tokens.max() <= options["max_tokens_per_rank"]
+        assert outcome.run.group_tokens.max() <= options["max_tokens_per_rank"]
         assert outcome.memory.total.max() <= case.hardware.memory_bytes
         assert sum(outcome.cp_sizes.values()) == pytest.approx(1)
-        assert outcome.plan.micro_batches.min() >= layout.pp, "torch takes no fewer"
+        assert outcome.run.micro_batches.min() >= layout.pp, "torch takes no fewer"
         assert set(outcome.cp_sizes) <= {1, 2, 4}
         np.testing.assert_array_equal(
-            np.bincount(outcome.plan.group_step, weights=outcome.plan.cp_size),
-            outcome.plan.micro_batches * layout.dp * layout.cp,
+            np.bincount(outcome.run.group_step, weights=outcome.run.cp_size),
+            outcome.run.micro_batches * layout.dp * layout.cp,
         )
-    assert outcomes["dynamic_cp"].plan.delay.max() == 0, "every document in the step that it arrives for"
-    assert 0 < outcomes["holding"].plan.delay.max() <= 4
+    assert outcomes["dynamic_cp"].run.delay.max() == 0, "every document in the step that it arrives for"
+    assert 0 < outcomes["holding"].run.delay.max() <= 4
 
 
 def test_the_packer_in_front_has_micro_batches_of_its_own() -> None:
@@ -149,7 +149,7 @@ def test_the_packer_in_front_has_micro_batches_of_its_own() -> None:
     case = scenario(wlb.ParallelLayout(pp=4, cp=4, virtual_stages=2), num_micro_batches=7, max_tokens=None)
     finer = Variant(title="", packing="dynamic_cp", packer={"release": "adaptive"}, split=2)
     outcome = simulate(documents(), case, variants={"finer": finer}).baseline
-    assert (trained(outcome.plan, documents()) == 1).all()
+    assert (trained(outcome.run, documents()) == 1).all()
 
 
 def test_a_given_limit_is_shared_out_over_ranks() -> None:
@@ -206,7 +206,7 @@ def test_tuning_keeps_the_budget_and_uses_it() -> None:
         fastest = min(choice.outcome.steady_seconds for choice in within)
         assert tuning.best.outcome.steady_seconds <= 1.003 * fastest
         if not budget:
-            assert tuning.best.outcome.plan.delay.max() == 0
+            assert tuning.best.outcome.run.delay.max() == 0
         assert {choice.kind for choice in tuning.by_plan} == set(KINDS)
         assert tuning.simulation.outcomes[tuning.best.kind] is tuning.best.outcome
         speeds.append(tuning.best.outcome.tokens / tuning.best.outcome.steady_seconds)

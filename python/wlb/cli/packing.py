@@ -15,7 +15,7 @@ from wlb.cli.inputs.stream import Stream
 from wlb.cli.words import counted
 from wlb.simulation import methods, trained
 from wlb.simulation.methods import Setup, Step
-from wlb.simulation.trained import Plan
+from wlb.simulation.trained import PackedRun
 
 CP_SIZES = (2, 4, 8, 16)
 STRATEGIES: tuple[Strategy, ...] = ("per_sequence", "per_document")
@@ -28,7 +28,7 @@ def collect(
     bars: Progress,
     thresholds: tuple[int, ...] = (),
     release: Release = "fifo",
-) -> Plan:
+) -> PackedRun:
     """Runs a method over the stream, as :func:`wlb.simulation.trained.collect`."""
     tracked = bars.track(steps, total=stream.batches, description=f"Packing: {name}")
     return trained.collect(name, tracked, stream, thresholds, release)
@@ -66,7 +66,7 @@ def wlb_plan(
     tuned_batches: int,
     method: StreamMethod = "var_length",
     queues: int | None = None,
-) -> tuple[Plan, float | None]:
+) -> tuple[PackedRun, float | None]:
     """WLB as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any.
 
     The name of the plan has `queues`, by default as many as there are: tuning may do with fewer than it was given.
@@ -85,7 +85,7 @@ def wlb_plan(
     return collect(name, steps, stream, bars, levels, held.release), price
 
 
-def cp_balance(plan: Plan, bars: Progress) -> list[dict[str, Any]]:
+def cp_balance(plan: PackedRun, bars: Progress) -> list[dict[str, Any]]:
     """(query, key) pairs of the busiest rank over the mean rank, in the mean and in the worst micro-batch.
 
     Every strategy at every CP size, over the micro-batches of the plan that are not empty, as plain JSON values.

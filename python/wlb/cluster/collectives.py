@@ -26,8 +26,8 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """The ranks of one collective.
+class Communicator:
+    """The ranks of one collective, in NCCL's word.
 
     Args:
         size: ranks.
@@ -50,7 +50,7 @@ class Group:
             raise error("nodes", message, value=self.nodes)
 
     @classmethod
-    def along(cls, axis: Axis, layout: ParallelLayout, hardware: Hardware) -> Group:
+    def along(cls, axis: Axis, layout: ParallelLayout, hardware: Hardware) -> Communicator:
         """The ranks along an axis of a layout, "dp_cp" for those that hold the same parameters.
 
         Where they lie follows from the order of the axes, see :class:`wlb.ParallelLayout`; of several groups, the one

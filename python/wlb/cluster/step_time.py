@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Schedule
 from wlb._errors import check_share, error, numbers
-from wlb.cluster.collectives import Group
+from wlb.cluster.collectives import Communicator
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.memory import KEY_GRADIENT_BYTES, exchanged_width, parameters_per_rank
 from wlb.cluster.models import ModelConfig
@@ -112,7 +112,7 @@ def stage_seconds(
         layer = _entries("linear_forward", linear_forward, count.size)[:, None] + np.zeros(len(kinds))
         layer_gradient = (_entries("linear_backward", linear_backward, count.size) / 2)[:, None] + np.zeros(len(kinds))
 
-    cp, tp = Group.along("cp", layout, hardware), Group.along("tp", layout, hardware)
+    cp, tp = Communicator.along("cp", layout, hardware), Communicator.along("tp", layout, hardware)
     widths = np.array([exchanged_width(kind, layout) for kind in kinds])
     keys = widths * count[:, None] * layout.cp
     gather = (1 - cp_overlap) * cp.all_gather(keys * layout.activation_bytes)
@@ -142,7 +142,7 @@ def stage_seconds(
     shares = np.array(list(model.kinds.values())) / model.num_layers
     seconds[:, -1] += (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
     sent = hidden / (layout.tp if layout.sequence_parallel else 1)
-    p2p = Group.along("pp", layout, hardware).neighbour(sent)
+    p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
     return StageSeconds(seconds + exposed_cp + exposed_tp, exposed_cp, exposed_tp, p2p)
 
 
@@ -166,7 +166,7 @@ def data_parallel_seconds(
         float64[pp].
     """
     layout.check(model=model)
-    group = Group.along("dp_cp", layout, hardware)
+    group = Communicator.along("dp_cp", layout, hardware)
     parameters = parameters_per_rank(model, layout, schedule=schedule)
     gradients = parameters * layout.gradient_bytes
     if layout.fsdp == "none":

@@ -50,7 +50,7 @@ class DynamicStep:
 
 
 @dataclass(frozen=True)
-class DynamicPlan(Trained):
+class DynamicCpRun(Trained):
     """A whole stream in micro-batches that divide the ranks of a pipeline stage into groups."""
 
     group: Integers  # [pieces] a row of those below
@@ -119,7 +119,7 @@ def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int)
     }
 
 
-def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatches) -> DynamicPlan:
+def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatches) -> DynamicCpRun:
     """Runs a method over the stream."""
     trained = list(steps)
     batches = [batch for step in trained for batch in step.plan.micro_batches]
@@ -135,7 +135,7 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
     entered = np.concatenate([step.ids for step in trained])
     delay = np.zeros(stream.lengths.size, dtype=np.int64)
     delay[entered] = np.concatenate([step.delays for step in trained])
-    return DynamicPlan(
+    return DynamicCpRun(
         name=name,
         step=group_step[group],
         document=document,
@@ -156,7 +156,7 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
 
 @dataclass(frozen=True)
 class Attention:
-    """Seconds of attention in a layer of each kind, forward and backward, in every group of a plan."""
+    """Seconds of attention in a layer of each kind, forward and backward, in every group of a run."""
 
     slowest: Floats  # [groups, 2, kinds] on the slowest rank
     mean: Floats  # [groups, 2, kinds] on the mean rank
@@ -168,7 +168,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Priced:
-    """What every group of a plan takes on its ranks, on every stage of the pipeline."""
+    """What every group of a run takes on its ranks, on every stage of the pipeline."""
 
     seconds: Floats  # [groups, stages, 3]
     parts: dict[str, Floats]  # [groups, stages, 3] of it: what waits or communicates
@@ -176,12 +176,12 @@ class Priced:
     attention: Attention
 
 
-def attention_of_groups(plan: DynamicPlan, scenario: Scenario) -> Attention:
+def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
     """Shards the documents of every group over its ranks. O(groups), some tens of microseconds each."""
-    sizes = plan.cp_size
+    sizes = run.cp_size
     firsts = np.cumsum(sizes) - sizes
     of_ranks = np.zeros((2, int(sizes.sum()), scenario.layer_shares.size))
-    for first, size, lengths in zip(firsts.tolist(), sizes.tolist(), plan.group_lengths(), strict=True):
+    for first, size, lengths in zip(firsts.tolist(), sizes.tolist(), run.group_lengths(), strict=True):
         if lengths.size:
             cut = shard(lengths, cp_size=size)
             of_ranks[0, first : first + size] = scenario.rank_seconds(cut, passes="forward")
@@ -192,9 +192,9 @@ def attention_of_groups(plan: DynamicPlan, scenario: Scenario) -> Attention:
     )
 
 
-def price(plan: DynamicPlan, scenario: Scenario, attention: Attention) -> Priced:
+def price(run: DynamicCpRun, scenario: Scenario, attention: Attention) -> Priced:
     """Every group on every stage, with the communication of its size. O(groups)."""
-    sizes = plan.cp_size
+    sizes = run.cp_size
     shape = (sizes.size, scenario.layout.num_stages, 3)
     seconds, waits, exposed_cp, exposed_tp = np.zeros((4, *shape))
     p2p = np.zeros(sizes.size)
@@ -204,7 +204,7 @@ def price(plan: DynamicPlan, scenario: Scenario, attention: Attention) -> Priced
 
         def stages(attention: Floats, rows: Integers = rows, layout: Any = layout) -> Any:
             return scenario.stage_seconds(
-                plan.group_tokens[rows],
+                run.group_tokens[rows],
                 attention_forward=attention[rows, 0],
                 attention_backward=attention[rows, 1],
                 layout=layout,
@@ -226,33 +226,33 @@ def price(plan: DynamicPlan, scenario: Scenario, attention: Attention) -> Priced
 
 @dataclass(frozen=True)
 class DynamicOutcome(Outcome):
-    """Under a plan whose micro-batches divide the ranks as their documents need."""
+    """Under a run whose micro-batches divide the ranks as their documents need."""
 
-    plan: DynamicPlan
+    run: DynamicCpRun
     priced: Priced
 
     @property
     def cp_imbalance(self) -> float:
         """Attention of a group's slowest rank over its mean rank, weighted by ranks and time."""
-        attention, sizes, shares = self.priced.attention, self.plan.cp_size, self.scenario.layer_shares
+        attention, sizes, shares = self.priced.attention, self.run.cp_size, self.scenario.layer_shares
         slowest, mean = (sizes @ (seconds @ shares) for seconds in (attention.slowest, attention.mean))
         return float(slowest.sum() / mean.sum())
 
     @property
     def strategies(self) -> dict[str, int]:
         """Documents of a group are always cut one by one."""
-        return {"per_document": int(np.unique(self.plan.group).size)}
+        return {"per_document": int(np.unique(self.run.group).size)}
 
     @property
     def cp_sizes(self) -> dict[int, float]:
         """Share of the tokens by the size of their group."""
-        tokens = np.bincount(self.plan.cp_size[self.plan.group], weights=self.plan.length)
+        tokens = np.bincount(self.run.cp_size[self.run.group], weights=self.run.length)
         return {int(size): float(tokens[size] / tokens.sum()) for size in np.flatnonzero(tokens)}
 
     @property
     def micro_batches(self) -> float:
         """Micro-batches of a step, mean over steps."""
-        return float(self.plan.micro_batches.mean())
+        return float(self.run.micro_batches.mean())
 
     @property
     def pipelines(self) -> str:
@@ -261,11 +261,11 @@ class DynamicOutcome(Outcome):
 
     def at_attention_rate(self, rate: float) -> DynamicOutcome:
         """See :meth:`Outcome.at_attention_rate`."""
-        return score_dynamic(self.title, self.plan, self.scenario, self.priced.attention.at_rate(rate))
+        return score_dynamic(self.title, self.run, self.scenario, self.priced.attention.at_rate(rate))
 
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each rank of a stage; an op begins with its wait for the others of its group."""
-        lines, layout = _lines(self.plan, self.priced, self.scenario, np.array([step])), self.scenario.layout
+        lines, layout = _lines(self.run, self.priced, self.scenario, np.array([step])), self.scenario.layout
         return [
             simulate_pipeline(
                 lines.costs[0, rank],
@@ -275,21 +275,21 @@ class DynamicOutcome(Outcome):
                 p2p_seconds=lines.p2p[0, rank],
                 exposed=lines.exposed[0, rank],
             )
-            for rank in range(self.plan.world_size)
+            for rank in range(self.run.world_size)
         ]
 
 
 def score_dynamic(
-    title: str, plan: DynamicPlan, scenario: Scenario, attention: Attention | None = None
+    title: str, run: DynamicCpRun, scenario: Scenario, attention: Attention | None = None
 ) -> DynamicOutcome:
     """Times of every group on every stage, through the pipeline rank by rank, to the end of every step."""
     layout = scenario.layout
-    priced = price(plan, scenario, attention or attention_of_groups(plan, scenario))
-    steps = plan.micro_batches.size
+    priced = price(run, scenario, attention or attention_of_groups(run, scenario))
+    steps = run.micro_batches.size
     seconds, bubble, dp_wait, busy = np.zeros((4, steps))
     held = np.zeros(layout.pp)
-    for some in _alike(plan, layout.num_stages):
-        lines = _lines(plan, priced, scenario, some)
+    for some in _alike(run, layout.num_stages):
+        lines = _lines(run, priced, scenario, some)
         simulated = lines.run(scenario)
         seconds[some] = simulated.seconds
         dp_wait[some] = simulated.dp_wait
@@ -300,10 +300,10 @@ def score_dynamic(
     gradients = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
     dp_communication = np.full(steps, (1 - scenario.dp_overlap) * float(gradients.max()))
 
-    gpus = layout.pp * plan.world_size  # tensor-parallel ranks are equal
+    gpus = layout.pp * run.world_size  # tensor-parallel ranks are equal
 
     def of_mean_gpu(part: Floats) -> Floats:
-        return np.bincount(plan.group_step, weights=plan.cp_size * part.sum(axis=(1, 2)), minlength=steps) / gpus
+        return np.bincount(run.group_step, weights=run.cp_size * part.sum(axis=(1, 2)), minlength=steps) / gpus
 
     attribution = {name: of_mean_gpu(part) for name, part in priced.parts.items()}
     attribution["compute"] = busy / gpus - sum(attribution.values())
@@ -312,43 +312,43 @@ def score_dynamic(
     attribution["dp_communication"] = dp_communication
     of_groups = priced.seconds.sum(axis=(1, 2))
     heaviest = np.zeros(steps)
-    np.maximum.at(heaviest, plan.group_step, of_groups)
-    work = np.bincount(plan.group_step, weights=plan.cp_size * of_groups, minlength=steps).astype(np.float64)
+    np.maximum.at(heaviest, run.group_step, of_groups)
+    work = np.bincount(run.group_step, weights=run.cp_size * of_groups, minlength=steps).astype(np.float64)
     return DynamicOutcome(
         title=title,
-        plan=plan,
+        run=run,
         priced=priced,
         seconds=seconds + dp_communication,
         attribution={name: attribution[name] for name in ATTRIBUTION},
         work=work,
-        all_balance=Balance(heaviest, work / (plan.micro_batches * plan.world_size), work),
-        largest_micro_batch=int(plan.group_tokens.max()) * layout.cp,
-        memory=_memory(plan, scenario, held),
+        all_balance=Balance(heaviest, work / (run.micro_batches * run.world_size), work),
+        largest_micro_batch=int(run.group_tokens.max()) * layout.cp,
+        memory=_memory(run, scenario, held),
         scenario=scenario,
     )
 
 
-def _memory(plan: DynamicPlan, scenario: Scenario, held: Floats) -> RankMemory:
+def _memory(run: DynamicCpRun, scenario: Scenario, held: Floats) -> RankMemory:
     """Bytes on the GPUs; the most that any group's gathered keys need beside the most activations."""
     layout = scenario.layout
-    memory = scenario.memory(int(plan.group_tokens.max()) * layout.cp, held * layout.cp)
+    memory = scenario.memory(int(run.group_tokens.max()) * layout.cp, held * layout.cp)
     workspace = [
         memory_per_rank(
             scenario.model,
             of_size(layout, int(size)),
-            int(plan.group_tokens[plan.cp_size == size].max()) * int(size),
+            int(run.group_tokens[run.cp_size == size].max()) * int(size),
             schedule=scenario.pipeline_schedule,
         ).workspace
-        for size in np.unique(plan.cp_size)
+        for size in np.unique(run.cp_size)
     ]
     return dataclasses.replace(memory, workspace=np.max(workspace, axis=0))
 
 
-def _alike(plan: DynamicPlan, stages: int) -> Iterator[Integers]:
+def _alike(run: DynamicCpRun, stages: int) -> Iterator[Integers]:
     """Steps with equally many micro-batches, as many as may be held at a time."""
-    for count in np.unique(plan.micro_batches):
-        steps = np.flatnonzero(plan.micro_batches == count)
-        at_once = max(1, _AT_ONCE // (int(count) * plan.world_size * stages * 3))
+    for count in np.unique(run.micro_batches):
+        steps = np.flatnonzero(run.micro_batches == count)
+        at_once = max(1, _AT_ONCE // (int(count) * run.world_size * stages * 3))
         yield from np.array_split(steps, -(-steps.size // at_once))
 
 
@@ -375,8 +375,8 @@ class _Lines:
         )
 
 
-def _lines(plan: DynamicPlan, priced: Priced, scenario: Scenario, steps: Integers) -> _Lines:
-    groups = plan.groups(steps)
+def _lines(run: DynamicCpRun, priced: Priced, scenario: Scenario, steps: Integers) -> _Lines:
+    groups = run.groups(steps)
     at = groups.swapaxes(1, 2)
     seconds, p2p = priced.seconds[at], priced.p2p[at]
     waits = group_waits(
@@ -388,7 +388,7 @@ def _lines(plan: DynamicPlan, priced: Priced, scenario: Scenario, steps: Integer
         num_virtual_stages=scenario.layout.virtual_stages,
     )
     exposed = np.minimum(sum(part[at] for part in priced.parts.values()), seconds) + waits
-    return _Lines(seconds + waits, waits, exposed, p2p, plan.group_tokens[at].astype(np.float64))
+    return _Lines(seconds + waits, waits, exposed, p2p, run.group_tokens[at].astype(np.float64))
 
 
 def group_waits(

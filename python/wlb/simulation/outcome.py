@@ -35,7 +35,7 @@ class Outcome(ABC):
     """What training a stream takes under one method, step by step."""
 
     title: str
-    plan: Trained
+    run: Trained
     seconds: Floats  # [steps]
     attribution: dict[str, Floats]  # by ATTRIBUTION: [steps] seconds of the mean GPU; they add up to `seconds`
     work: Floats  # [steps] seconds of all micro-batches over all stages, waiting aside
@@ -96,7 +96,7 @@ class Outcome(ABC):
     @property
     def tokens(self) -> int:
         """Tokens trained: the same for all methods of a comparison."""
-        return int(self.plan.length.sum())
+        return int(self.run.length.sum())
 
     @property
     def total_seconds(self) -> float:
@@ -109,7 +109,7 @@ class Outcome(ABC):
 
         That is, the seconds before the flush times all work over the work before it.
         """
-        streamed = self.plan.streamed
+        streamed = self.run.streamed
         return float(self.seconds[:streamed].sum() * self.work.sum() / self.work[:streamed].sum())
 
     @property
@@ -125,7 +125,7 @@ class Outcome(ABC):
     @property
     def balance(self) -> Balance:
         """Of the steps before those at the stream's end."""
-        return self.all_balance.first(self.plan.streamed)
+        return self.all_balance.first(self.run.streamed)
 
     @property
     def idle(self) -> Floats:
@@ -141,12 +141,12 @@ class Outcome(ABC):
     @cached_property
     def flops(self) -> float:
         """FLOPs of the documents as they are trained: fewer where they are cut."""
-        return float(self.scenario.model.flops(self.plan.length).sum())
+        return float(self.scenario.model.flops(self.run.length).sum())
 
     @property
     def flush_share(self) -> float:
         """Share of the time in steps at the end of the stream: emptying queues, and a global batch that is not full."""
-        return float(self.seconds[self.plan.streamed :].sum()) / self.total_seconds
+        return float(self.seconds[self.run.streamed :].sum()) / self.total_seconds
 
     def summary(self) -> dict[str, Any]:
         """In a few numbers, as plain JSON values."""
@@ -154,20 +154,20 @@ class Outcome(ABC):
 
     @cached_property
     def _summary(self) -> dict[str, Any]:
-        plan, total = self.plan, self.total_seconds
-        packing = plan.summary()
+        run, total = self.run, self.total_seconds
+        packing = run.summary()
         imbalance = self.imbalance
         return {
             "title": self.title,
-            "steps": len(plan.digests),
+            "steps": len(run.digests),
             "steps_of_flush": packing["steps_of_flush"],
             "flush_share": self.flush_share,
             "tokens": self.tokens,
             "micro_batches_mean": self.micro_batches,
             "seconds": total,
-            "step_seconds_mean": float(self.seconds[: plan.streamed].mean()),
-            "step_seconds_p95": percentile(self.seconds[: plan.streamed], 0.95),
-            "step_seconds_worst": float(self.seconds[: plan.streamed].max()),
+            "step_seconds_mean": float(self.seconds[: run.streamed].mean()),
+            "step_seconds_p95": percentile(self.seconds[: run.streamed], 0.95),
+            "step_seconds_worst": float(self.seconds[: run.streamed].max()),
             "tokens_per_second": self.tokens_per_second,
             "model_flops_utilization": self.model_flops_utilization,
             "attribution": {name: float(part.sum() / total) for name, part in self.attribution.items()},

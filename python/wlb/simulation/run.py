@@ -19,9 +19,9 @@ from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.reading import Reading
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.static import Sharded, placed, score, shard_plan
+from wlb.simulation.static import Sharded, ordered, score, shard_run
 from wlb.simulation.stream import GlobalBatches
-from wlb.simulation.trained import Plan, collect
+from wlb.simulation.trained import PackedRun, collect
 from wlb.simulation.variants import Variant, chosen, defaults
 
 TUNED_SHARE = 4
@@ -33,7 +33,7 @@ class Simulation:
     """The same stream under several methods."""
 
     scenario: Scenario
-    thresholds: tuple[int, ...]  # of the outlier queues; with fitted costs they are that plan's own
+    thresholds: tuple[int, ...]  # of the outlier queues; with fitted costs they are that run's own
     batches: int  # global batches of the stream
     outcomes: dict[str, Outcome]  # by variant; the first is the baseline
 
@@ -104,7 +104,7 @@ def simulate(
 
     Raises:
         WlbError: a length out of range, no document at all, an unknown variant, one whose micro-batches the schedule
-            cannot have or memory cannot hold, or Dynamic-CP on a cluster that it cannot plan for: one rank, a schedule
+            cannot have or memory cannot hold, or Dynamic-CP on a cluster that it cannot run for: one rank, a schedule
             other than 1F1B, a context that no group holds.
 
     Complexity:
@@ -123,7 +123,7 @@ def simulate(
     given = scenario.outlier_thresholds
     thresholds: dict[Any, tuple[int, ...]] = {}  # by what they were tuned for
 
-    plans: dict[Any, Plan] = {}
+    runs: dict[Any, PackedRun] = {}
     sharded: dict[Any, Sharded] = {}
     outcomes: dict[str, Outcome] = {}
     for done, (name, variant) in enumerate(wanted.items()):
@@ -132,7 +132,7 @@ def simulate(
             outcomes[name] = _dynamic(variant, stream, scenario)
             continue
         packing = variant.packing_key
-        if packing not in plans:
+        if packing not in runs:
             setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None, split=variant.split)
             own: tuple[int, ...] = ()
             if variant.queued:
@@ -143,14 +143,14 @@ def simulate(
                 own = thresholds[tuned_for] if given is None else given
             arriving = variant.arriving(stream, setup)
             steps = variant.steps(arriving, setup, own, scenario.max_delay)
-            plans[packing] = collect(variant.title, steps, arriving, own)
-        plan = placed(plans[packing], scenario) if variant.placed else plans[packing]
+            runs[packing] = collect(variant.title, steps, arriving, own)
+        run = ordered(runs[packing], scenario) if variant.ordered else runs[packing]
         ways = [(strategy,) for strategy in variant.strategies] if variant.static else [variant.strategies]
         scored = []
         for way in ways:
             if (packing, way) not in sharded:
-                sharded[packing, way] = shard_plan(plan, scenario, way)
-            scored.append(score(variant.title, plan, sharded[packing, way], scenario))
+                sharded[packing, way] = shard_run(run, scenario, way)
+            scored.append(score(variant.title, run, sharded[packing, way], scenario))
         outcomes[name] = min(scored, key=lambda outcome: outcome.total_seconds)
     report("done", len(wanted), len(wanted))
     used = next(iter(thresholds.values()), ()) if given is None else given
@@ -164,8 +164,8 @@ def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Out
         packer = Packer(**packer_before(scenario, options, split=variant.split), **variant.packer)
         reading = Reading(stream.lengths, packer, scenario.tokens_per_batch)
     steps = dynamic_steps(stream, options, reading)
-    plan = collect_dynamic(variant.title, steps, stream)
-    return score_dynamic(variant.title, plan, scenario)
+    run = collect_dynamic(variant.title, steps, stream)
+    return score_dynamic(variant.title, run, scenario)
 
 
 def _stream(lengths: ArrayLike, scenario: Scenario) -> GlobalBatches:

@@ -1,4 +1,4 @@
-"""What a static plan takes on the cluster: predicted by costs that the packer did not use."""
+"""What a static run takes on the cluster: predicted by costs that the packer did not use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.outcome import ATTRIBUTION, Outcome, noise_factors
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.trained import Plan
+from wlb.simulation.trained import PackedRun
 from wlb.simulation.variants import Strategy
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Every micro-batch of a plan over the context-parallel ranks; seconds are of attention in a layer of each kind."""
+    """Every micro-batch of a run over the context-parallel ranks; seconds are of attention in a layer of each kind."""
 
     forward: Floats  # [micro-batches, cp, kinds]
     backward: Floats  # [micro-batches, cp, kinds]
@@ -40,7 +40,7 @@ class Sharded:
         return float((both.max(axis=1) @ self.shares).sum() / (both.mean(axis=1) @ self.shares).sum())
 
 
-def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...]) -> Sharded:
+def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ...]) -> Sharded:
     """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
     cp, shares = scenario.layout.cp, scenario.layer_shares
     selector = scenario.selector or scenario.attention
@@ -50,10 +50,10 @@ def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...])
         seconds = scenario.rank_seconds(one, passes="forward_backward", kernel=selector)
         return float(seconds.max(axis=0) @ shares)
 
-    forward, backward = np.zeros((2, plan.tokens.size, cp, shares.size))
-    tokens = np.zeros((plan.tokens.size, cp), dtype=np.int64)
+    forward, backward = np.zeros((2, run.tokens.size, cp, shares.size))
+    tokens = np.zeros((run.tokens.size, cp), dtype=np.int64)
     counts: Counter[str] = Counter()
-    for index, lengths in enumerate(plan.micro_batch_lengths()):
+    for index, lengths in enumerate(run.micro_batch_lengths()):
         if not lengths.size:
             continue
         made = [
@@ -68,8 +68,8 @@ def shard_plan(plan: Plan, scenario: Scenario, strategies: tuple[Strategy, ...])
     return Sharded(forward, backward, shares, tokens.max(axis=1), dict(sorted(counts.items())))
 
 
-def placed(plan: Plan, scenario: Scenario) -> Plan:
-    """The plan with every step's micro-batches placed for the schedule, by the costs that the packer knows."""
+def ordered(run: PackedRun, scenario: Scenario) -> PackedRun:
+    """The run with every step's micro-batches ordered for the schedule, by the costs that the packer knows."""
     layout = scenario.layout
     order = [
         order_micro_batches(
@@ -79,16 +79,16 @@ def placed(plan: Plan, scenario: Scenario) -> Plan:
             num_stages=layout.pp,
             num_virtual_stages=layout.virtual_stages,
         )
-        for costs in plan.costs
+        for costs in run.costs
     ]
-    return dataclasses.replace(plan, order=np.stack(order))
+    return dataclasses.replace(run, order=np.stack(order))
 
 
 @dataclass(frozen=True)
 class StaticOutcome(Outcome):
-    """Under a plan whose micro-batches all have the same context-parallel ranks."""
+    """Under a run whose micro-batches all have the same context-parallel ranks."""
 
-    plan: Plan
+    run: PackedRun
     sharded: Sharded
     costs: Floats  # [steps, dp, micro-batches of a rank, stages, 3] what wlb.simulate_pipeline takes
     exposed: Floats  # the same: the part of it that waits or communicates
@@ -112,11 +112,11 @@ class StaticOutcome(Outcome):
     @property
     def micro_batches(self) -> float:
         """Micro-batches of a rank in a step."""
-        return float(self.plan.order.shape[2])
+        return float(self.run.order.shape[2])
 
     def at_attention_rate(self, rate: float) -> StaticOutcome:
         """See :meth:`Outcome.at_attention_rate`."""
-        return score(self.title, self.plan, self.sharded.at_attention_rate(rate), self.scenario)
+        return score(self.title, self.run, self.sharded.at_attention_rate(rate), self.scenario)
 
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each data-parallel replica."""
@@ -135,7 +135,7 @@ class StaticOutcome(Outcome):
 
 
 def static(outcome: Outcome) -> StaticOutcome:
-    """The outcome, which is of a static plan.
+    """The outcome, which is of a static run.
 
     Raises:
         TypeError: it is not.
@@ -145,10 +145,10 @@ def static(outcome: Outcome) -> StaticOutcome:
     return outcome
 
 
-def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> StaticOutcome:
+def score(title: str, run: PackedRun, sharded: Sharded, scenario: Scenario) -> StaticOutcome:
     """Times of every micro-batch on every stage, through the pipeline, to the end of every step."""
-    layout, order = scenario.layout, plan.order
-    steps, width = plan.tokens.shape
+    layout, order = scenario.layout, run.order
+    steps, width = run.tokens.shape
 
     def stages(forward: Floats, backward: Floats) -> StageSeconds:
         return scenario.stage_seconds(sharded.tokens, attention_forward=forward, attention_backward=backward)
@@ -173,7 +173,7 @@ def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> Stati
         num_stages=layout.pp,
         num_virtual_stages=layout.virtual_stages,
         p2p_seconds=p2p,
-        activation=plan.tokens.reshape(-1)[row].astype(np.float64),
+        activation=run.tokens.reshape(-1)[row].astype(np.float64),
         exposed=exposed,
     )
     of_ranks = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
@@ -190,14 +190,14 @@ def score(title: str, plan: Plan, sharded: Sharded, scenario: Scenario) -> Stati
     of_micro_batches = seconds.reshape(steps, width, -1).sum(axis=2)
     return StaticOutcome(
         title=title,
-        plan=plan,
+        run=run,
         sharded=sharded,
         seconds=simulated.seconds + dp_communication,
         attribution={name: attribution[name] for name in ATTRIBUTION},
         work=of_micro_batches.sum(axis=1),
         all_balance=Balance.of(of_micro_batches),
-        largest_micro_batch=int(plan.tokens.max()),
-        memory=scenario.memory(int(plan.tokens.max()), simulated.peak_activation.max(axis=(0, 1))),
+        largest_micro_batch=int(run.tokens.max()),
+        memory=scenario.memory(int(run.tokens.max()), simulated.peak_activation.max(axis=(0, 1))),
         costs=costs,
         exposed=exposed,
         p2p=p2p,

@@ -67,7 +67,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Plan(Trained):
+class PackedRun(Trained):
     """Global batches of equally many micro-batches, all of them over the same context-parallel ranks."""
 
     thresholds: tuple[int, ...]  # of the outlier queues
@@ -133,7 +133,7 @@ def collect(
     stream: GlobalBatches,
     thresholds: tuple[int, ...] = (),
     release: Release = "fifo",
-) -> Plan:
+) -> PackedRun:
     """Runs a method over the stream. A step in which every document waits trains nothing and is no step."""
     trained = [step for step in steps if any(map(len, step.micro_batches))]
     micro_batches = [m for step in trained for m in step.micro_batches]
@@ -149,7 +149,7 @@ def collect(
         start += stream.firsts[document]
         document = stream.documents[document]
         seconds = seconds[: len(trained) - stream.remainder]
-    return Plan(
+    return PackedRun(
         name=name,
         thresholds=thresholds,
         step=step,

@@ -94,7 +94,7 @@ class Choice(Settings):
     @property
     def delay(self) -> float:
         """Iterations that a token waits, on average."""
-        return self.outcome.plan.delay_mean
+        return self.outcome.run.delay_mean
 
     def speedup_band(self, baseline: Outcome) -> tuple[float, float]:
         """The least and the most of the speed-up, as :meth:`Simulation.speedup_band`, of a long stream."""
@@ -225,13 +225,13 @@ class _Search:
         limit = _least(self._allowed(by_memory), lambda choice: choice.max_tokens).max_tokens
 
         by_delay = [self._queues(limit, point.thresholds) for point in _spread(found[limit].pareto, found[limit].best)]
-        plans = [*by_delay, *self._static(limit)]
-        chosen = _least(self._allowed(plans), _need)
+        choices = [*by_delay, *self._static(limit)]
+        chosen = _least(self._allowed(choices), _need)
         by_strategy = [self._choose(dataclasses.replace(_settings(chosen), strategy=name)) for name in STRATEGIES]
-        plans += (choice for choice in by_strategy if choice is not chosen)
-        plans += self._planned()
-        best = _least(self._allowed(plans), _need)
-        by_plan = self._by_kind(plans)
+        choices += (choice for choice in by_strategy if choice is not chosen)
+        choices += self._planned()
+        best = _least(self._allowed(choices), _need)
+        by_plan = self._by_kind(choices)
         self._report("done")
         within = {choice.kind: choice for choice in self._allowed(by_plan)} | {best.kind: best}
         shown = {kind: choice.outcome for kind, choice in within.items()}
@@ -243,7 +243,7 @@ class _Search:
             by_delay=tuple(by_delay),
             by_strategy=tuple(by_strategy),
             by_plan=tuple(by_plan),
-            tried=tuple(plans),
+            tried=tuple(choices),
             thresholds=found[limit],
             simulation=dataclasses.replace(
                 others,
@@ -292,11 +292,11 @@ class _Search:
         assert tuned.delay_price is not None
         return (*PRICES, tuned.delay_price)
 
-    def _by_kind(self, plans: list[Choice]) -> list[Choice]:
+    def _by_kind(self, choices: list[Choice]) -> list[Choice]:
         """Of each kind the best within the limits, then the fastest if that is another."""
         made = []
         for kind in KINDS:
-            of_kind = [choice for choice in plans if choice.kind == kind]
+            of_kind = [choice for choice in choices if choice.kind == kind]
             within = [choice for choice in of_kind if self._within(choice)]
             if within:
                 made.append(_least(within, _need))

@@ -45,7 +45,7 @@ class Variant:
             `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
         split: so many times the micro-batches of a global batch, of the same documents, where they stay whole, with a
             smaller default of `S_max` where as large ones do not fit; of "dynamic_cp": of the packer.
-        placed: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
+        ordered: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
     """
 
     title: str
@@ -57,7 +57,7 @@ class Variant:
     packer: Mapping[str, Any] = field(default_factory=dict)
     fitted: bool = False
     split: int = 1
-    placed: bool = False
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.packing not in get_args(Packing):
@@ -145,14 +145,14 @@ VARIANTS: dict[str, Variant] = {
     "wlb_dynamic_cp": Variant(title="WLB + Dynamic-CP", packing="dynamic_cp", packer=_ADAPTIVE),
     "refined": Variant(title="WLB, refined", **_WLB, fitted=True, packer={"method": "refined"}),
     "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
-    "placement": Variant(title="placement", placed=True),
-    "wlb_placement": Variant(title="WLB, placed", **_WLB, placed=True),
+    "placement": Variant(title="placement", ordered=True),
+    "wlb_placement": Variant(title="WLB, placed", **_WLB, ordered=True),
 }
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
 all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
 as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
 data-parallel ranks by cost. The last four show what refining full micro-batches gives, what dealing alone gives, and
-placing micro-batches for the schedule."""
+ordering micro-batches for the schedule."""
 
 DEFAULT = tuple(name for name in VARIANTS if name not in ("refined", "as_they_come", "placement", "wlb_placement"))
 """What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""

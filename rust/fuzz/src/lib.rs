@@ -33,7 +33,7 @@ pub fn pack(data: &[u8]) {
 fn try_pack(u: &mut Unstructured) -> Result<()> {
     let cost = cost_model(u)?;
     let n = u.int_in_range(1..=40)?;
-    let window = u.int_in_range(1..=3)?;
+    let global_batches = u.int_in_range(1..=3)?;
     let longest = longest(u)?;
     let room = u.int_in_range(0..=4)?;
     let tokens = u.int_in_range(1..=longest)?;
@@ -48,7 +48,7 @@ fn try_pack(u: &mut Unstructured) -> Result<()> {
         3 => share.saturating_add(share / 10).max(largest),
         _ => i32::MAX,
     };
-    check::pack_every_way(&lengths, n, window, max_tokens, &cost);
+    check::pack_every_way(&lengths, n, global_batches, max_tokens, &cost);
     Ok(())
 }
 

@@ -91,7 +91,7 @@ pub enum Error {
     /// A schedule does not take this number of stages or micro-batches.
     #[error("{argument} = {value}: schedule={schedule:?} {requirement}")]
     #[allow(missing_docs)]
-    Layout { argument: &'static str, value: i64, schedule: &'static str, requirement: &'static str },
+    Schedule { argument: &'static str, value: i64, schedule: &'static str, requirement: &'static str },
 
     /// An order of ops that no pipeline can run.
     #[error("orders[{rank}][{position}]: {problem}")]
@@ -150,7 +150,7 @@ impl Error {
             | Self::Choice { argument, .. }
             | Self::Combination { argument, .. }
             | Self::Indivisible { argument, .. }
-            | Self::Layout { argument, .. }
+            | Self::Schedule { argument, .. }
             | Self::InfiniteCost { argument, .. } => argument,
             Self::LeftOver { .. } => "lengths",
             Self::Order { .. } => "orders",

@@ -38,7 +38,7 @@ struct Interrupted;
 /// let lengths = Lengths::new("lengths", &[1000; 1_000_000])?;
 /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
-/// let options = PackOptions { num_micro_batches: 8, max_tokens: i32::MAX, method, window: 1, leftover };
+/// let options = PackOptions { num_micro_batches: 8, max_tokens: i32::MAX, method, global_batches: 1, leftover };
 /// let stopped = interruptible(|| true, || pack(&lengths, &options, &cost));
 /// assert_eq!(stopped.unwrap_err(), Error::Interrupted);
 /// # Ok::<(), Error>(())

@@ -20,7 +20,7 @@
 //! let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
 //! let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 //! let (method, leftover) = (Method::VarLength, Leftover::Error);
-//! let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover };
+//! let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, global_batches: 1, leftover };
 //! let packing = pack(&lengths, &options, &cost)?;
 //! assert_eq!(packing.tokens, [900, 1100]);
 //! # Ok::<(), wlb_core::Error>(())

@@ -85,7 +85,7 @@ fn packings() {
             num_micro_batches,
             max_tokens,
             method: method.parse().unwrap(),
-            window,
+            global_batches: window,
             leftover: Leftover::Return,
         };
         plan.check(&pack(&checked(&lengths), &options, &cost.model()).unwrap());

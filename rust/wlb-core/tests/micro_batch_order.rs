@@ -53,7 +53,7 @@ proptest! {
             num_micro_batches: count,
             max_tokens: i32::MAX,
             method: Method::VarLength,
-            window: 1,
+            global_batches: 1,
             leftover: Leftover::Return,
         };
         let packing = pack(&checked(&lengths), &options, &llama_7b()).unwrap();

@@ -97,7 +97,7 @@ proptest! {
         let pushed = Packer::new(config.clone()).unwrap().push(&checked(&lengths), None).unwrap();
         let PackerConfig { num_micro_batches, max_tokens, cost_model, method, .. } = config;
         let method = if method == StreamMethod::Refined { Method::Refined } else { Method::VarLength };
-        let options = PackOptions { num_micro_batches, max_tokens, method, window: 1, leftover: Leftover::Return };
+        let options = PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
         prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
     }
 

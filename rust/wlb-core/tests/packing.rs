@@ -16,8 +16,13 @@ const METHODS: [Method; 5] =
     [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast, Method::Refined];
 
 fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Packing {
-    let options =
-        PackOptions { num_micro_batches, max_tokens, method: Method::VarLength, window: 1, leftover: Leftover::Return };
+    let options = PackOptions {
+        num_micro_batches,
+        max_tokens,
+        method: Method::VarLength,
+        global_batches: 1,
+        leftover: Leftover::Return,
+    };
     pack(&checked(lengths), &options, cost).unwrap()
 }
 
@@ -28,20 +33,20 @@ proptest! {
     /// of `var_length_fast`, and the same plan from its own assignment.
     #[test]
     fn plans_are_the_oracles(
-        lengths in lengths(600, 130_000), n in num_micro_batches(), window in 1_usize..4, memory in memory(1000),
+        lengths in lengths(600, 130_000), n in num_micro_batches(), g in 1_usize..4, memory in memory(1000),
         cost in cost_model(),
     ) {
         let longest = lengths.iter().copied().max().unwrap_or(1);
-        check::pack_every_way(&lengths, n, window, memory.max_tokens(&lengths, n, longest), &cost);
+        check::pack_every_way(&lengths, n, g, memory.max_tokens(&lengths, n, longest), &cost);
     }
 
     /// The same where documents may be longer than a micro-batch, or as long as int32 counts.
     #[test]
     fn plans_are_the_oracles_for_documents_of_any_length(
-        lengths in lengths(60, i32::MAX), n in num_micro_batches(), window in 1_usize..4, memory in memory(i32::MAX),
+        lengths in lengths(60, i32::MAX), n in num_micro_batches(), g in 1_usize..4, memory in memory(i32::MAX),
         cost in cost_model(),
     ) {
-        check::pack_every_way(&lengths, n, window, memory.max_tokens(&lengths, n, 1), &cost);
+        check::pack_every_way(&lengths, n, g, memory.max_tokens(&lengths, n, 1), &cost);
     }
 
     /// Micro-batches of equal tokens, full or nearly so: where `refined` has work to do.
@@ -74,7 +79,7 @@ proptest! {
             num_micro_batches,
             max_tokens,
             method: METHODS[method],
-            window: 1,
+            global_batches: 1,
             leftover: Leftover::Return,
         };
         let lengths = checked(&lengths);
@@ -110,7 +115,7 @@ proptest! {
                 num_micro_batches: n,
                 max_tokens,
                 method: METHODS[method],
-                window: 1,
+                global_batches: 1,
                 leftover: Leftover::Return,
             };
             pack(&checked(&lengths), &options, &cost).unwrap()
@@ -134,7 +139,7 @@ proptest! {
             num_micro_batches: n,
             max_tokens,
             method: METHODS[method],
-            window: 1,
+            global_batches: 1,
             leftover: Leftover::Return,
         };
         let packing = pack(&checked(&lengths), &options, &cost).unwrap();
@@ -199,7 +204,7 @@ proptest! {
                 num_micro_batches: 3,
                 max_tokens: 1000,
                 method,
-                window: 1,
+                global_batches: 1,
                 leftover: Leftover::Return,
             };
             let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
@@ -272,7 +277,7 @@ fn sizes_out_of_range_are_named() {
         num_micro_batches: 2,
         max_tokens: 10,
         method: Method::FixedLength,
-        window: 1,
+        global_batches: 1,
         leftover: Leftover::Return,
     };
     let argument = |options: PackOptions| pack(&checked(&[1]), &options, &cost).unwrap_err().argument();
@@ -281,7 +286,7 @@ fn sizes_out_of_range_are_named() {
     assert_eq!(argument(PackOptions { num_micro_batches: usize::MAX, ..good.clone() }), "num_micro_batches");
     assert_eq!(argument(PackOptions { max_tokens: 0, ..good.clone() }), "max_tokens");
     assert_eq!(argument(PackOptions { max_tokens: -1, ..good.clone() }), "max_tokens");
-    assert_eq!(argument(PackOptions { window: 0, ..good.clone() }), "window");
-    assert_eq!(argument(PackOptions { window: usize::MAX, ..good.clone() }), "window");
-    assert_eq!(argument(PackOptions { method: Method::VarLength, window: 2, ..good }), "window");
+    assert_eq!(argument(PackOptions { global_batches: 0, ..good.clone() }), "window");
+    assert_eq!(argument(PackOptions { global_batches: usize::MAX, ..good.clone() }), "window");
+    assert_eq!(argument(PackOptions { method: Method::VarLength, global_batches: 2, ..good }), "window");
 }

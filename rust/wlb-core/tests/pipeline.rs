@@ -396,11 +396,11 @@ fn bad_orders_are_refused() {
 #[test]
 fn bad_layouts_and_times_are_refused() {
     let error = |schedule, p, v, m| layout(schedule, p, v, m).orders().unwrap_err();
-    let is_layout = |error, name| matches!(error, Error::Layout { argument, .. } if argument == name);
+    let is_of_schedule = |error, name| matches!(error, Error::Schedule { argument, .. } if argument == name);
     let is_range = |error, name| matches!(error, Error::OutOfRange { argument, .. } if argument == name);
-    assert!(is_layout(error(Schedule::GPipe, 4, 2, 8), "num_virtual_stages"));
-    assert!(is_layout(error(Schedule::ZbV, 4, 1, 8), "num_virtual_stages"));
-    assert!(is_layout(error(Schedule::Interleaved, 4, 2, 9), "num_micro_batches"));
+    assert!(is_of_schedule(error(Schedule::GPipe, 4, 2, 8), "num_virtual_stages"));
+    assert!(is_of_schedule(error(Schedule::ZbV, 4, 1, 8), "num_virtual_stages"));
+    assert!(is_of_schedule(error(Schedule::Interleaved, 4, 2, 9), "num_micro_batches"));
     assert!(is_range(error(Schedule::Interleaved, 0, 2, 8), "num_stages"));
     assert!(is_range(error(Schedule::Interleaved, 4, 0, 8), "num_virtual_stages"));
     assert!(is_range(error(Schedule::Interleaved, 4, 2, 0), "num_micro_batches"));

@@ -115,7 +115,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::OutOfRange { value, .. }
         | Error::DuplicateId { value, .. }
         | Error::Indivisible { value, .. }
-        | Error::Layout { value, .. }
+        | Error::Schedule { value, .. }
         | Error::InfiniteCost { value, .. }
         | Error::LeftOver { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),

@@ -81,7 +81,7 @@ fn pack(
         num_micro_batches: num_micro_batches.unwrap_or(1),
         max_tokens,
         method: choice(method)?,
-        window,
+        global_batches: window,
         leftover: choice(leftover)?,
     };
     let micro_batches = options.num_micro_batches.saturating_mul(window);
@@ -112,7 +112,7 @@ properties! {
     /// Most tokens that a micro-batch was allowed.
     max_tokens: i32 = |packing| packing.0.max_tokens;
     /// Global batches that were packed together: step ``i`` trains the ``i``-th ``M / window`` micro-batches.
-    window: usize = |packing| packing.0.window;
+    window: usize = |packing| packing.0.global_batches;
     /// Tokens of all micro-batches.
     num_tokens: i64 = |packing| packing.0.num_tokens();
     /// The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal.
@@ -187,15 +187,16 @@ impl Packing {
         py: Python<'py>,
         #[pyo3(from_py_with = arguments::dp_size)] dp_size: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (window, per_step) = (self.0.window, self.0.num_micro_batches() / self.0.window);
+        let global_batches = self.0.global_batches;
+        let per_step = self.0.num_micro_batches() / global_batches;
         let ranks = usize::try_from(dp_size).map_err(|_| {
             raise(wlb_core::Error::Indivisible { argument: "dp_size", value: dp_size, total: per_step })
         })?;
         let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(ranks))?.map_err(raise)?;
         let dealt = PyArray1::from_vec(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
-        Ok(match window {
+        Ok(match global_batches {
             1 => dealt.reshape([ranks, per_step / ranks])?.into_any(),
-            _ => dealt.reshape([window, ranks, per_step / ranks])?.into_any(),
+            _ => dealt.reshape([global_batches, ranks, per_step / ranks])?.into_any(),
         })
     }
 

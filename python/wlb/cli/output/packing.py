@@ -12,7 +12,7 @@ from wlb.cli.output.report import Column, Headline, Paragraphs, Picture, Report,
 from wlb.cli.packing import CP_SIZES, STRATEGIES
 from wlb.cli.words import listed
 from wlb.simulation.methods import Setup
-from wlb.simulation.trained import Plan
+from wlb.simulation.trained import PackedRun
 
 _HEADLINES = (
     ("mean imbalance", "imbalance_mean", ".2f"),
@@ -46,7 +46,7 @@ def packing_report(
     command: str,
     stream: Stream,
     setup: Setup,
-    plans: Sequence[Plan],
+    plans: Sequence[PackedRun],
     balance: Sequence[Mapping[str, Any]],
     *,
     settings: Mapping[str, Any],
@@ -94,7 +94,7 @@ def packing_report(
     )
 
 
-def _cp_table(balance: Sequence[Mapping[str, Any]], plan: Plan) -> Table:
+def _cp_table(balance: Sequence[Mapping[str, Any]], plan: PackedRun) -> Table:
     """A row per CP size, mean and worst of each strategy."""
     cells: dict[int, dict[str, float]] = {size: {} for size in CP_SIZES}
     for of in balance:

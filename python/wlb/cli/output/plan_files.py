@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.cli.inputs.stream import Stream
-from wlb.simulation.trained import Plan
+from wlb.simulation.trained import PackedRun
 
 
-def plan_files(plan: Plan, stream: Stream, *, dealt: bool) -> dict[str, Callable[[Path], None]]:
+def plan_files(plan: PackedRun, stream: Stream, *, dealt: bool) -> dict[str, Callable[[Path], None]]:
     """What writes each file, by its name.
 
     Args:
@@ -33,7 +33,7 @@ def plan_files(plan: Plan, stream: Stream, *, dealt: bool) -> dict[str, Callable
     return files
 
 
-def write_npz(path: Path, plan: Plan, stream: Stream, dealt: bool) -> None:
+def write_npz(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
     """Flat arrays, a row per piece of a document in training order.
 
     step, micro_batch, document_id, start, length: int64[pieces]; a piece is tokens start to start + length of
@@ -60,7 +60,7 @@ def write_npz(path: Path, plan: Plan, stream: Stream, dealt: bool) -> None:
         np.savez_compressed(file, **arrays)
 
 
-def write_jsonl(path: Path, plan: Plan, stream: Stream, dealt: bool) -> None:
+def write_jsonl(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
     """A line per global batch: its micro-batches as lists of [document id, start, length], and their figures.
 
     `digest` is the packing's; the steps of one fixed-length window share it.
@@ -106,12 +106,12 @@ def _at_once(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
-def _of_source(plan: Plan, stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _of_source(plan: PackedRun, stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """int64[pieces] each: a piece's document in the source, and its first token there."""
     return stream.ids[plan.document], stream.starts[plan.document] + plan.start
 
 
-def _offsets(plan: Plan) -> NDArray[np.int64]:
+def _offsets(plan: PackedRun) -> NDArray[np.int64]:
     steps, n = plan.costs.shape
     counts = np.bincount(plan.step * n + plan.micro_batch, minlength=steps * n)
     return np.concatenate([[0], counts.cumsum()])

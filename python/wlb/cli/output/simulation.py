@@ -86,7 +86,7 @@ def simulation_report(
     details, traces = _steps({"baseline": before, shown: after} if after is not before else {"baseline": before})
     headlines = {
         "tokens/s": [f"{outcome.tokens_per_second:,.0f}" for outcome in (before, after)],
-        "seconds of a mean step": [f"{o.seconds[: o.plan.streamed].mean():.3g}" for o in (before, after)],
+        "seconds of a mean step": [f"{o.seconds[: o.run.streamed].mean():.3g}" for o in (before, after)],
         "of the time idle": [f"{o.idle @ o.seconds / o.total_seconds:.0%}" for o in (before, after)],
         "imbalance of CP ranks": [f"{outcome.cp_imbalance:.2f}" for outcome in (before, after)],
     }
@@ -145,7 +145,7 @@ def _steps(outcomes: Mapping[str, Outcome]) -> tuple[list[Block], dict[str, Any]
     ):
         details.append(Heading(heading))
         for name, outcome in outcomes.items():
-            ranked = np.argsort(outcome.idle[: outcome.plan.streamed], kind="stable")
+            ranked = np.argsort(outcome.idle[: outcome.run.streamed], kind="stable")
             step = int(ranked[min(int(place * ranked.size), ranked.size - 1)])
             figure = draw_step(outcome, step, which)
             details.append(Paragraphs([_TOO_DEEP], small=True) if figure is None else Picture(figure))

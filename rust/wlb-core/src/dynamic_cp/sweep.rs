@@ -39,7 +39,7 @@ const MAX_OPS: usize = 1 << 16;
 /// # Errors
 /// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
 /// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
-/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Layout`] when an interleaved
+/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Schedule`] when an interleaved
 /// pipeline does not take that number of micro-batches; [`Error::InfiniteCost`].
 ///
 /// # Complexity

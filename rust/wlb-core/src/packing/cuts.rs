@@ -64,7 +64,7 @@ impl Cuts {
         Packing {
             method: Some(method),
             max_tokens,
-            window: 1,
+            global_batches: 1,
             pieces: placed.into_iter().map(|(_, piece)| piece).collect(),
             offsets,
             assignment,

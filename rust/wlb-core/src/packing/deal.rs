@@ -16,7 +16,7 @@ impl Packing {
     /// * `dp_size` - data-parallel ranks.
     ///
     /// # Returns
-    /// Concatenated, `dp_size` rows of micro-batch indices for each step of the window.
+    /// Concatenated, `dp_size` rows of micro-batch indices for each step.
     ///
     /// # Errors
     /// [`Error::Indivisible`] when `dp_size` does not divide the number of micro-batches of a step: ranks with unequal
@@ -37,7 +37,7 @@ impl Packing {
     /// # Ok::<(), wlb_core::Error>(())
     /// ```
     pub fn deal(&self, dp_size: usize) -> Result<Vec<usize>> {
-        let total = self.num_micro_batches() / self.window;
+        let total = self.num_micro_batches() / self.global_batches;
         if dp_size == 0 || !total.is_multiple_of(dp_size) {
             return Err(Error::Indivisible { argument: "dp_size", value: saturating_i64(dp_size), total });
         }

@@ -1,6 +1,6 @@
 //! Which documents go together in a micro-batch.
 //!
-//! [`pack`] takes one global batch (or a window of them) and gives a [`Packing`], [`pack_whole`] one that leaves
+//! [`pack`] takes one global batch (or several together) and gives a [`Packing`], [`pack_whole`] one that leaves
 //! nothing over; a [`stream::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`]
 //! a step; [`tune`] finds on a sample of lengths what such a packer should hold back.
 

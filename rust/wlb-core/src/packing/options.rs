@@ -42,8 +42,8 @@ pub struct PackOptions {
     pub max_tokens: i32,
     /// How.
     pub method: Method,
-    /// Global batches that are packed together; other than 1 only with [`Method::FixedLength`].
-    pub window: usize,
+    /// Global batches that are packed together; the `window` of Python; other than 1 only with [`Method::FixedLength`].
+    pub global_batches: usize,
     /// What happens if documents do not fit.
     pub leftover: Leftover,
 }

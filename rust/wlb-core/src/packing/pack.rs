@@ -1,4 +1,4 @@
-//! Packs one global batch, or a window of them, with the method that the options name.
+//! Packs one global batch, or several together, with the method that the options name.
 //!
 //! Methods leave over what does not fit. Whether that is an error, and what the error advises, is decided here.
 
@@ -14,7 +14,7 @@ use super::plan::Packing;
 /// Packs one global batch.
 ///
 /// # Arguments
-/// * `lengths` - documents in arrival order; their ids are their indices. With a `window` of `g` they are the
+/// * `lengths` - documents in arrival order; their ids are their indices. With `g` `global_batches` they are the
 ///   documents of `g` global batches, and step `i` trains micro-batches `i * num_micro_batches ..`.
 ///
 /// # Returns
@@ -22,7 +22,7 @@ use super::plan::Packing;
 ///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, [`Error::TooLong`] for a document over `max_tokens` (methods that keep
-/// documents whole), [`Error::Combination`] for a window that the method does not have,
+/// documents whole), [`Error::Combination`] for several global batches where the method takes one,
 /// [`Error::InfiniteCost`]; [`Error::LeftOver`] if not everything fits, under [`Leftover::Error`].
 ///
 /// # Complexity
@@ -36,7 +36,7 @@ use super::plan::Packing;
 /// let lengths = Lengths::new("lengths", &[900, 100, 500, 400, 100])?;
 /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
-/// let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, window: 1, leftover };
+/// let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, global_batches: 1, leftover };
 /// let packing = pack(&lengths, &options, &cost)?;
 /// // The longest document has a micro-batch of its own: it is that much work.
 /// assert_eq!(packing.assignment, [0, 1, 1, 1, 1]);
@@ -44,20 +44,20 @@ use super::plan::Packing;
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
 pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) -> Result<Packing> {
-    let PackOptions { max_tokens, method, window, .. } = *options;
+    let PackOptions { max_tokens, method, global_batches, .. } = *options;
     check_micro_batches(options.num_micro_batches)?;
     check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
-    if window != 1 && method != Method::FixedLength {
+    if global_batches != 1 && method != Method::FixedLength {
         let requirement = "a window other than 1 needs method=\"fixed_length\"";
         return Err(Error::Combination { argument: "window", requirement });
     }
-    check_range("window", saturating_i64(window), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
+    check_range("window", saturating_i64(global_batches), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
     cost_model.check_finite(lengths)?;
-    let num_micro_batches = options.num_micro_batches * window;
+    let num_micro_batches = options.num_micro_batches * global_batches;
     let packing = match method {
         Method::Original => original::pack(lengths, num_micro_batches, max_tokens, cost_model),
         Method::FixedLength => {
-            Packing { window, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) }
+            Packing { global_batches, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) }
         }
         Method::VarLength => {
             check_fit(lengths, max_tokens)?;
@@ -87,8 +87,8 @@ fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackO
     let micro_batches = packing.num_micro_batches();
     let most = enough_tokens(lengths, micro_batches as u64, options.method);
     let remedy = match most {
-        // A window needs a number of micro-batches.
-        _ if options.window != 1 => format!("max_tokens={most} holds them all"),
+        // Several global batches need a number of micro-batches.
+        _ if options.global_batches != 1 => format!("max_tokens={most} holds them all"),
         ..=MAX_TOKENS => format!("max_tokens={most} or num_micro_batches=None holds them all"),
         _ => "num_micro_batches=None takes as many as hold them all".to_owned(),
     };

@@ -15,7 +15,7 @@ use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 ///
 /// # Arguments
 /// * `multiple_of` - the number of micro-batches is a multiple of it: that of the data-parallel ranks.
-/// * `options` - its `num_micro_batches` and `leftover` count for nothing; its `window` must be 1.
+/// * `options` - its `num_micro_batches` and `leftover` count for nothing; its `global_batches` must be 1.
 ///
 /// # Returns
 /// What [`pack`] gives for that number; it leaves documents over with `multiple_of` fewer, or they are more tokens than
@@ -35,7 +35,7 @@ use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 /// let lengths = Lengths::new("lengths", &[700, 600, 300, 200, 100])?;
 /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
-/// let options = PackOptions { num_micro_batches: 1, max_tokens: 1000, method, window: 1, leftover };
+/// let options = PackOptions { num_micro_batches: 1, max_tokens: 1000, method, global_batches: 1, leftover };
 /// // Two micro-batches hold the 1,900 tokens: one for each of two data-parallel ranks, and four ranks have four.
 /// assert_eq!(pack_whole(&lengths, 2, &options, &cost)?.num_micro_batches(), 2);
 /// assert_eq!(pack_whole(&lengths, 4, &options, &cost)?.num_micro_batches(), 4);
@@ -49,7 +49,7 @@ pub fn pack_whole(
 ) -> Result<Packing> {
     check_range("multiple_of", saturating_i64(multiple_of), 1, MAX_MICRO_BATCHES as i64)?;
     check_range("max_tokens", i64::from(options.max_tokens), 1, MAX_TOKENS)?;
-    if options.window != 1 {
+    if options.global_batches != 1 {
         let requirement = "a window other than 1 needs num_micro_batches";
         return Err(Error::Combination { argument: "window", requirement });
     }

@@ -93,7 +93,7 @@ impl Placement {
         Packing {
             method,
             max_tokens,
-            window: 1,
+            global_batches: 1,
             pieces,
             offsets,
             assignment: self.assignment,

@@ -18,7 +18,8 @@ pub struct Packing {
     /// Most tokens that a micro-batch was allowed.
     pub max_tokens: i32,
     /// Global batches that were packed together: step `i` trains the `i`-th of as many equal runs of micro-batches.
-    pub window: usize,
+    #[serde(rename = "window")]
+    pub global_batches: usize,
     /// All placed pieces, micro-batch by micro-batch; inside one, in arrival order.
     pub pieces: Vec<Piece>,
     /// Micro-batch `j` is `pieces[offsets[j]..offsets[j + 1]]`.
@@ -134,8 +135,8 @@ impl Packing {
             && packing.offsets.first() == Some(&0)
             && packing.offsets.last() == Some(&packing.pieces.len())
             && packing.offsets.is_sorted()
-            && packing.window > 0
-            && micro_batches.is_multiple_of(packing.window)
+            && packing.global_batches > 0
+            && micro_batches.is_multiple_of(packing.global_batches)
             && packing.pieces.iter().chain(&packing.leftover).all(is_part)
             && (0..micro_batches).all(counted)
             && packing.assignment.iter().all(exists);

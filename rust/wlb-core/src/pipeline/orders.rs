@@ -17,7 +17,7 @@ impl PipelineOptions {
     /// stage a rank) and `zb_h2`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for sizes, [`Error::Layout`] where the schedule does not take them.
+    /// [`Error::OutOfRange`] for sizes, [`Error::Schedule`] where the schedule does not take them.
     ///
     /// # Complexity
     /// O(ops), that is O(p v m).
@@ -51,7 +51,7 @@ impl PipelineOptions {
         let most = most(self.total_stages()).min(MAX_MICRO_BATCHES as i64);
         check_range("num_micro_batches", num_micro_batches as i64, 1, most)?;
         let refuse = |argument, value: usize, requirement| {
-            Err(Error::Layout { argument, value: value as i64, schedule: schedule.as_str(), requirement })
+            Err(Error::Schedule { argument, value: value as i64, schedule: schedule.as_str(), requirement })
         };
         if schedule.interleaves() {
             if !num_micro_batches.is_multiple_of(self.rounds()) {

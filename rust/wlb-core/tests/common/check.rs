@@ -102,15 +102,15 @@ pub(crate) fn certificate_holds(packing: &Packing, cost: &CostModel) {
 pub(crate) fn pack_every_way(
     lengths: &[i32],
     num_micro_batches: usize,
-    window: usize,
+    global_batches: usize,
     max_tokens: i32,
     cost: &CostModel,
 ) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
-    let run = |method, window| {
+    let run = |method, global_batches| {
         let packing = pack(
             &checked,
-            &PackOptions { num_micro_batches, max_tokens, method, window, leftover: Leftover::Return },
+            &PackOptions { num_micro_batches, max_tokens, method, global_batches, leftover: Leftover::Return },
             cost,
         )?;
         packing_is_legal(&packing, cost);
@@ -118,9 +118,12 @@ pub(crate) fn pack_every_way(
         assert_eq!((packing.method, packing.max_tokens), (Some(method), max_tokens));
         Ok::<_, Error>(packing)
     };
-    let total = num_micro_batches * window;
+    let total = num_micro_batches * global_batches;
     same_plan(&run(Method::Original, 1).unwrap(), &naive::original(lengths, num_micro_batches, max_tokens, cost));
-    same_plan(&run(Method::FixedLength, window).unwrap(), &naive::fixed_length(lengths, total, max_tokens, cost));
+    same_plan(
+        &run(Method::FixedLength, global_batches).unwrap(),
+        &naive::fixed_length(lengths, total, max_tokens, cost),
+    );
 
     if let Some(index) = lengths.iter().position(|&d| d > max_tokens) {
         for method in [Method::VarLength, Method::VarLengthFast, Method::Refined] {

@@ -53,7 +53,7 @@ pub(crate) fn planned(
             assert!((least..=most).all(|m| !in_equal_rounds(m, options)));
             None
         }
-        Err(Error::Layout { argument: "num_micro_batches", .. }) => {
+        Err(Error::Schedule { argument: "num_micro_batches", .. }) => {
             assert!(options.num_virtual_stages > 1 && options.num_micro_batches.is_some());
             None
         }

@@ -27,13 +27,13 @@ from wlb.cli.output.figures.style import (
 )
 from wlb.cli.packing import CP_SIZES, STRATEGIES
 from wlb.simulation.methods import Setup
-from wlb.simulation.trained import Plan
+from wlb.simulation.trained import PackedRun
 
 _SHOWN_STEPS = 40
 
 
 def draw_comparison(
-    stream: Stream, setup: Setup, plans: Sequence[Plan], balance: Sequence[Mapping[str, Any]]
+    stream: Stream, setup: Setup, plans: Sequence[PackedRun], balance: Sequence[Mapping[str, Any]]
 ) -> Figure:
     """Four panels: the documents, the balance of the first and last plan, the delay, context parallelism."""
     documents = stream.documents
@@ -80,7 +80,7 @@ def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) 
     share.legend(loc="upper left")
 
 
-def _balance(axes: Sequence[Axes], plans: Sequence[Plan]) -> None:
+def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
     """A dot per micro-batch; the heaviest of its step stands out."""
     streamed = min(plan.streamed for plan in plans)
     first = max(0, min(streamed // 4, streamed - _SHOWN_STEPS))  # the queues fill in the first steps
@@ -103,7 +103,7 @@ def _balance(axes: Sequence[Axes], plans: Sequence[Plan]) -> None:
     axes[0].set_title("Every step waits for its heaviest micro-batch")
 
 
-def _delay(ax: Axes, plans: Sequence[Plan]) -> None:
+def _delay(ax: Axes, plans: Sequence[PackedRun]) -> None:
     """Share of tokens that are trained k or more iterations after they arrived."""
     blues, sands = iter((*BLUES, ADAPTIVE)), iter(SANDS)
     widths = iter((3.6, 2.4, 1.2, 2.4))  # equal curves show one inside the other

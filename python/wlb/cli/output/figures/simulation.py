@@ -72,7 +72,7 @@ def _idle(ax: Axes, simulation: wlb.Simulation, shown: str) -> None:
     if simulation.outcomes[shown] is not simulation.baseline:
         drawn.append((simulation.outcomes[shown], WLB))
     for outcome, colour in drawn:
-        idle = 100 * np.sort(outcome.idle[: outcome.plan.streamed])
+        idle = 100 * np.sort(outcome.idle[: outcome.run.streamed])
         share = 100 * np.arange(1, idle.size + 1) / idle.size
         ax.step([idle[0], *idle], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
     ax.set(xlabel="GPUs wait for other stages or replicas (%)", ylabel="steps at most so idle (%)", ylim=(0, 122))
