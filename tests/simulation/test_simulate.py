@@ -507,7 +507,7 @@ def test_plans_are_graded_by_attention_that_they_were_not_made_for(name: str) ->
     assert [at.attention_rate for at in outcome.swept] == list(ATTENTION_RATES)
     for at in outcome.swept:
         other = outcome.at_attention_rate(at.attention_rate)
-        assert other.plan is outcome.plan
+        assert other.run is outcome.run
         assert other.total_seconds == pytest.approx(at.total_seconds, rel=1e-12)
         attention = outcome.total_seconds * (outcome.attribution["compute"].sum() / outcome.seconds.sum())
         assert (other.total_seconds - outcome.total_seconds) * (at.attention_rate - 1) <= 0 < attention
@@ -518,7 +518,7 @@ def test_plans_are_graded_by_attention_that_they_were_not_made_for(name: str) ->
     summary = outcome.summary()
     costs = outcome.imbalance * outcome.balance.mean
     assert summary["lost_time"] == pytest.approx(costs.sum() / outcome.balance.mean.sum(), rel=1e-12)
-    work = outcome.work[: outcome.plan.streamed]
+    work = outcome.work[: outcome.run.streamed]
     assert summary["step_work_cv"] == pytest.approx(work.std() / work.mean(), rel=1e-12)
     assert summary["step_work_heaviest"] == pytest.approx(work.max() / work.mean(), rel=1e-12)
 
