@@ -5,7 +5,7 @@
     python benches/attention.py --kernel varlen --strategies per_document hybrid --hybrid-threshold 16384
 
 For every micro-batch and strategy each rank's work runs alone: forward and backward of its queries over all keys that
-its plan names, as `all_gather` does it (index_select of keys, varlen calls, sums of gradients), without the
+its route names, as `all_gather` does it (index_select of keys, varlen calls, sums of gradients), without the
 communication. The layer takes as long as its slowest rank. First the kernel is compared with float64 on a small
 micro-batch. Writes benches/records/attention-<gpu>.json, with all samples. Without a GPU it runs on tiny sizes, only to
 show that it runs, and writes a record only where told to.
@@ -41,19 +41,19 @@ STRATEGIES = ["per_sequence", "per_document", "hybrid"]
 class GatheredKeys:
     """The keys of all ranks, as if the gather were over; their gradients stay where they are."""
 
-    plan: GatherRoute
+    route: GatherRoute
     k: Tensor
     v: Tensor
 
     def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
-        attend(k, v, self.plan.local)
-        attend(self.k, self.v, self.plan.remote)
+        attend(k, v, self.route.local)
+        attend(self.k, self.v, self.route.remote)
 
     def backward(
         self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        dk, dv = attend(k, v, self.plan.local)
-        attend(self.k, self.v, self.plan.remote)
+        dk, dv = attend(k, v, self.route.local)
+        attend(self.k, self.v, self.route.remote)
         return dk, dv
 
 
@@ -84,14 +84,14 @@ class Layer:
         everyone = [
             routes.gather_route(shard, r, window=None, biased=False, device=self.device) for r in range(len(shard))
         ]
-        plan = everyone[rank]
-        gathered = torch.zeros(plan.cp_size * plan.rows, dtype=torch.int64, device=self.device)
+        route = everyone[rank]
+        gathered = torch.zeros(route.cp_size * route.rows, dtype=torch.int64, device=self.device)
         for r, other in enumerate(everyone):
             sent = self.tokens(shard, r)
             sent = sent if other.sent is None else sent[other.sent]
-            gathered[r * plan.rows : r * plan.rows + len(sent)] = sent
+            gathered[r * route.rows : r * route.rows + len(sent)] = sent
         q, k, v, d_out = (x[self.tokens(shard, rank)] for x in tensors)
-        exchange = GatheredKeys(plan, tensors[1][gathered], tensors[2][gathered])
+        exchange = GatheredKeys(route, tensors[1][gathered], tensors[2][gathered])
         kernel = self.choose(q)
         samples = []
         for _ in range(self.repeats + 1):
@@ -114,13 +114,13 @@ class Layer:
     def parity(self) -> dict[str, float]:
         """Largest deviation of output and gradients from the reference kernel in float64, over the largest value."""
         shard = wlb.shard([700, 1, 130, 5, 260], cp_size=1)
-        plan = routes.gather_route(shard, 0, window=None, biased=False, device=self.device)
+        route = routes.gather_route(shard, 0, window=None, biased=False, device=self.device)
         found = []
         for dtype in (torch.bfloat16, torch.float64):
             *leaves, d_out = (x.to(dtype) for x in self.tensors(shard.num_tokens))
             q, k, v = (x.requires_grad_() for x in leaves)
             kernel = self.choose(q) if dtype == torch.bfloat16 else kernels.ReferenceKernel(self.head_dim**-0.5)
-            out = attention(q, k, v, GatheredKeys(plan, k[:0], v[:0]), kernel)
+            out = attention(q, k, v, GatheredKeys(route, k[:0], v[:0]), kernel)
             out.backward(d_out)
             found.append([out.detach(), q.grad, k.grad, v.grad])
         pairs = zip(("out", "dq", "dk", "dv"), *found, strict=True)

@@ -236,9 +236,9 @@ def test_layers_share_a_plan() -> None:
     assert routes.gather_route(shard, 1, **options) is not routes.gather_route(shard, 0, **options)
 
 
-def index_tensors(plan: Any) -> list[Tensor]:
+def index_tensors(route: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    routes._map_tensors(plan, found.append)
+    routes._map_tensors(route, found.append)
     return found
 
 
@@ -246,8 +246,8 @@ def index_tensors(plan: Any) -> list[Tensor]:
 def test_index_arrays_of_a_plan_are_one_buffer(degree: int) -> None:
     shard = wlb.shard(MIXED, cp_size=4)
     options: dict[str, Any] = {"window": 5, "biased": False, "device": torch.device("cpu")}
-    for plan in (routes.gather_route(shard, 2, **options), routes.ring_route(shard, 2, degree=degree, **options)):
-        tensors = index_tensors(plan)
+    for route in (routes.gather_route(shard, 2, **options), routes.ring_route(shard, 2, degree=degree, **options)):
+        tensors = index_tensors(route)
         assert len(tensors) >= 3
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
         assert {tensor.dtype for tensor in tensors} == {torch.int32}
@@ -261,20 +261,20 @@ def test_planning_holds_little_more_than_the_plan(kind: str) -> None:
     tracemalloc.start()
     try:
         if kind == "gather":
-            plan: Any = routes.gather_route(shard, 3, **options)
+            route: Any = routes.gather_route(shard, 3, **options)
         else:
-            plan = routes.ring_route(shard, 3, degree=1 if kind == "ring" else 2, **options)
+            route = routes.ring_route(shard, 3, degree=1 if kind == "ring" else 2, **options)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    held = sum(tensor.numel() * tensor.element_size() for tensor in index_tensors(plan))
+    held = sum(tensor.numel() * tensor.element_size() for tensor in index_tensors(route))
     of_this_rank = shard.num_tokens // 8 * 8
     assert peak < 2.5 * held + 4 * of_this_rank
 
 
 PREPARED: list[dict[str, Any]] = [
     *({"transport": transport} for transport in ("all_gather", "ring", "ulysses")),
-    {"transport": "usp", "ulysses_size": 2, "window": 7},  # without: the plan of ulysses
+    {"transport": "usp", "ulysses_size": 2, "window": 7},  # without: the route of ulysses
     {"transport": "ring", "window": 5},
     {"window": 5, "alibi": True},
 ]

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _not_compiled(function: F) -> F:
     """`torch.compiler.disable`, which would leave callers without the types."""
-    reason = "plans are made of shards, and kept for all layers"
+    reason = "routes are made of shards, and kept for all layers"
     return cast(F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
@@ -133,7 +133,7 @@ def prepare_attention(
     """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
 
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
-    other ranks. `context_parallel_attention` with the same options then finds the plan, if few others came between:
+    other ranks. `context_parallel_attention` with the same options then finds the route, if few others came between:
     the last 128 are kept. It costs milliseconds of CPU time, in segments times ranks and in tokens of this rank; index
     arrays go to `device` in one copy, on its current stream there, which must be the one that attention runs on.
 
@@ -143,7 +143,7 @@ def prepare_attention(
         device: Where the queries will be.
         transport: As attention will be called.
         ulysses_size: As attention will be called.
-        window: As attention will be called. Layers with different windows have plans of their own: one call for each.
+        window: As attention will be called. Layers with different windows have routes of their own: one call for each.
         alibi: Whether attention will be called with `alibi_slopes`.
 
     Raises:

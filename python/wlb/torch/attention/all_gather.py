@@ -45,7 +45,7 @@ class GatherRoute:
         right: int,
         positions_matter: bool,
     ) -> GatherRoute:
-        """The plan of `rank`, where rank `i` holds `held[i]`, in packed order. Its tensors are on the host.
+        """The route of `rank`, where rank `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
         """
@@ -92,42 +92,42 @@ class AllGather:
     The backward gathers again instead of keeping other ranks' keys; its reduce-scatter is not overlapped.
     """
 
-    plan: GatherRoute
+    route: GatherRoute
     group: dist.ProcessGroup | None
 
     def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
         """See `KeyExchange`."""
         arrive = self._gather(k, v)
-        attend(k, v, self.plan.local)
+        attend(k, v, self.route.local)
         if arrive is not None:
-            attend(*arrive(), self.plan.remote)
+            attend(*arrive(), self.route.remote)
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`."""
         arrive = self._gather(k, v)
-        dk, dv = attend(k, v, self.plan.local)
+        dk, dv = attend(k, v, self.route.local)
         if arrive is None:
             return dk, dv
         keys, values = arrive()
         both = keys.new_empty((keys.shape[0], 2, *keys.shape[1:]), dtype=accumulator(keys.dtype))
-        attend(keys, values, self.plan.remote, (both[:, 0], both[:, 1]))
-        home = both.new_empty((self.plan.rows, *both.shape[1:]))
+        attend(keys, values, self.route.remote, (both[:, 0], both[:, 1]))
+        home = both.new_empty((self.route.rows, *both.shape[1:]))
         dist.reduce_scatter_tensor(home, both, group=self.group)
-        if self.plan.sent is None:
+        if self.route.sent is None:
             return dk.add_(home[:, 0]), dv.add_(home[:, 1])
-        home = home[: self.plan.sent.numel()]
-        return dk.index_add_(0, self.plan.sent, home[:, 0]), dv.index_add_(0, self.plan.sent, home[:, 1])
+        home = home[: self.route.sent.numel()]
+        return dk.index_add_(0, self.route.sent, home[:, 0]), dv.index_add_(0, self.route.sent, home[:, 1])
 
     def _gather(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]] | None:
         """Starts it; call the result to wait for keys and values, each `[cp_size * rows, kv_heads, head_dim]`."""
-        plan = self.plan
-        if plan.rows == 0:
+        route = self.route
+        if route.rows == 0:
             return None
-        send = k.new_empty((plan.rows, 2, *k.shape[1:]))  # rows of padding are never read
+        send = k.new_empty((route.rows, 2, *k.shape[1:]))  # rows of padding are never read
         for i, x in enumerate((k, v)):
-            chosen = x if plan.sent is None else x.index_select(0, plan.sent)
+            chosen = x if route.sent is None else x.index_select(0, route.sent)
             send[: chosen.shape[0], i] = chosen
-        everything = send.new_empty((plan.cp_size * plan.rows, *send.shape[1:]))
+        everything = send.new_empty((route.cp_size * route.rows, *send.shape[1:]))
         work = dist.all_gather_into_tensor(everything, send, group=self.group, async_op=True)
 
         def arrive() -> tuple[Tensor, Tensor]:

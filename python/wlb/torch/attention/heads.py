@@ -29,7 +29,7 @@ class HeadsRoute:
 
     @classmethod
     def make(cls, held: Sequence[Segments], place: int) -> HeadsRoute:
-        """The plan of the rank at `place` of the block in which rank `i` holds `held[i]`; tensors on the host."""
+        """The route of the rank at `place` of the block in which rank `i` holds `held[i]`; tensors on the host."""
         together = Segments.concatenate(held)
         order = together.packed_order()
         length = together.length[order]
@@ -45,7 +45,7 @@ class HeadsRoute:
 class HeadsExchange:
     """The all-to-all of one block; `block` are its ranks in `group`."""
 
-    plan: HeadsRoute
+    route: HeadsRoute
     block: range
     group: dist.ProcessGroup | None
 
@@ -54,14 +54,14 @@ class HeadsExchange:
         degree = len(self.block)
         tokens, heads, dim = x.shape
         send = x.view(tokens, degree, heads // degree, dim).transpose(0, 1).reshape(-1, heads // degree, dim)
-        counts = self.plan.counts
+        counts = self.route.counts
         received = self._all_to_all(send, [tokens] * degree, counts)
-        return received.index_select(0, self.plan.ascending)
+        return received.index_select(0, self.route.ascending)
 
     def join_heads(self, x: Tensor) -> Tensor:
         """The inverse of `split_heads`."""
-        degree, tokens = len(self.block), self.plan.counts[self.plan.place]
-        received = self._all_to_all(x.index_select(0, self.plan.by_rank), self.plan.counts, [tokens] * degree)
+        degree, tokens = len(self.block), self.route.counts[self.route.place]
+        received = self._all_to_all(x.index_select(0, self.route.by_rank), self.route.counts, [tokens] * degree)
         _, heads, dim = x.shape
         return received.view(degree, tokens, heads, dim).transpose(0, 1).reshape(tokens, degree * heads, dim)
 

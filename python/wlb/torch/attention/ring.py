@@ -37,7 +37,7 @@ class RingRoute:
         right: int,
         positions_matter: bool,
     ) -> RingRoute:
-        """The plan of `position`, where position `i` holds `held[i]`, in packed order. Its tensors are on the host.
+        """The route of `position`, where position `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
         """
@@ -59,17 +59,17 @@ class Ring:
     `peers` are the ranks of the positions in `group`. A position without keys sends nothing, and none waits for it.
     """
 
-    plan: RingRoute
+    route: RingRoute
     peers: Sequence[int]
     group: dist.ProcessGroup | None
 
     def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
         """See `KeyExchange`."""
         if len(self.peers) == 1:
-            attend(k, v, self.plan.steps[0])
+            attend(k, v, self.route.steps[0])
             return
         block = torch.stack((k, v))
-        for step, calls in enumerate(self.plan.steps):
+        for step, calls in enumerate(self.route.steps):
             arrive = self._pass_on(block, step) if step + 1 < len(self.peers) else None
             attend(block[0], block[1], calls)
             if arrive is not None:
@@ -78,10 +78,10 @@ class Ring:
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`. A gradient is sent on while the next block's is computed, and ends at its owner."""
         if len(self.peers) == 1:
-            return attend(k, v, self.plan.steps[0])
+            return attend(k, v, self.route.steps[0])
         block = torch.stack((k, v))
         gradient: Callable[[], Tensor] | None = None  # of the keys of this step, from the positions they were at before
-        for step, calls in enumerate(self.plan.steps):
+        for step, calls in enumerate(self.route.steps):
             arrive = self._pass_on(block, step) if step + 1 < len(self.peers) else None
             total = block.new_empty(block.shape, dtype=accumulator(block.dtype))
             attend(block[0], block[1], calls, (total[0], total[1]))
@@ -96,8 +96,8 @@ class Ring:
 
     def _pass_on(self, block: Tensor, step: int) -> Callable[[], Tensor]:
         """Sends the block of this step to the next position; call the result to wait for the block of the next step."""
-        size, position = len(self.peers), self.plan.position
-        following = self.plan.rows[(position - step - 1) % size]
+        size, position = len(self.peers), self.route.position
+        following = self.route.rows[(position - step - 1) % size]
         received = block.new_empty((2, following, *block.shape[2:]))
         operations = []
         if block.shape[1]:

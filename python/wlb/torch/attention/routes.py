@@ -20,7 +20,7 @@ from wlb.torch.attention.segments import UNLIMITED, Segments
 # are prepared beside it. Shards are compared by content; what a backward needs it holds itself.
 _KEPT = 128
 
-_Plan = TypeVar("_Plan")
+_Route = TypeVar("_Route")
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -28,8 +28,8 @@ def gather_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: boo
     """What `rank` does when keys are gathered. `biased`: scores have a bias by position."""
     left, right = _reach(shard, window)
     documents = Segments.of_documents(shard)
-    plan = GatherRoute.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
-    return on_device(plan, device)
+    route = GatherRoute.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
+    return on_device(route, device)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -48,21 +48,21 @@ def ring_route(
     return on_device((heads, ring), device)
 
 
-def on_device(plan: _Plan, device: torch.device) -> _Plan:
-    """The plan, made on the host, with its int32 tensors on `device`: views of one buffer, sent by one copy.
+def on_device(route: _Route, device: torch.device) -> _Route:
+    """The route, made on the host, with its int32 tensors on `device`: views of one buffer, sent by one copy.
 
     To a GPU the copy is from pinned memory, and the host does not wait for it: it is ordered with what the current
     stream runs before and after.
     """
     tensors: list[Tensor] = []
-    _map_tensors(plan, tensors.append)
+    _map_tensors(route, tensors.append)
     if not tensors:
-        return plan
+        return route
     sizes = [tensor.numel() for tensor in tensors]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     torch.cat(tensors, out=host)
     views = iter(torch.split(host.to(device, non_blocking=True), sizes))
-    moved: _Plan = _map_tensors(plan, lambda _: next(views))
+    moved: _Route = _map_tensors(route, lambda _: next(views))
     return moved
 
 

@@ -1,4 +1,4 @@
-"""Who attends to whom, as kernel calls: every transport's plan is made of these.
+"""Who attends to whom, as kernel calls: every transport's route is made of these.
 
 A *segment* is a contiguous run of one document in the tensors of one holder (a rank, a block of ranks, or the whole
 packed sequence). A query segment meets a key segment of the same document in a *span*: the queries that see some of
@@ -209,11 +209,11 @@ class Call:
     window: tuple[int, int]  # left, right of the bottom-right diagonal; -1: unlimited
     spans: Ints  # [spans, 4]: rows of the call: queries from, to; keys from, to
     shifts: Ints  # [spans]
-    fresh: bool  # no earlier call of the plan had any of these queries
+    fresh: bool  # no earlier call of the route had any of these queries
 
 
 class Calls:
-    """Turns spans into the calls of one plan, in the order in which they will run. Their tensors are on the host."""
+    """Turns spans into the calls of one route, in the order in which they will run. Their tensors are on the host."""
 
     def __init__(self, num_queries: int, *, positions_matter: bool) -> None:
         self._seen = np.zeros(num_queries, bool)
