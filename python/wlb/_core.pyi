@@ -26,8 +26,10 @@ _Result = TypeVar("_Result")
 __all__ = [
     "BUILD_PROFILE",
     "GENERATIONS",
+    "IMBALANCE_RESOLUTION",
     "LEFTOVER",
     "MAX_CP_SIZE",
+    "MAX_MEAN_DELAY",
     "MAX_MICRO_BATCHES",
     "MAX_STAGES",
     "MAX_TOKENS",
@@ -78,6 +80,8 @@ MAX_MICRO_BATCHES: int
 MAX_CP_SIZE: int
 MAX_WORLD_SIZE: int
 MAX_STAGES: int
+MAX_MEAN_DELAY: float
+IMBALANCE_RESOLUTION: float
 GENERATIONS: tuple[Generation, ...]
 LEFTOVER: tuple[Leftover, ...]
 METHODS: tuple[Method, ...]

@@ -1,6 +1,7 @@
 """Tuning: every reported point is what the packer really does, and no other is better."""
 
 import collections
+import inspect
 import itertools
 import pickle
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 import wlb
 from oracles import strategies
 from oracles.cost import AnalyticCost
+from wlb._core import MAX_MEAN_DELAY
 from wlb.simulation.reading import Reading
 
 POINT_FIELDS = [
@@ -24,6 +26,11 @@ POINT_FIELDS = [
     "delay_max",
     "memory_skew_mean",
 ]
+
+
+@pytest.mark.parametrize("tune", [wlb.tune_outlier_thresholds, wlb.tune_delay_price])
+def test_the_default_limit_of_the_delay_is_the_cores(tune: Any) -> None:
+    assert inspect.signature(tune).parameters["max_mean_delay"].default == MAX_MEAN_DELAY
 
 
 def measure(

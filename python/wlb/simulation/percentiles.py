@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-_RESOLUTION = 1000  # steps of the packer's histogram of imbalances in one unit
+from wlb._core import IMBALANCE_RESOLUTION
 
 
 def percentile(values: NDArray[np.float64], fraction: float) -> float:
@@ -32,5 +32,5 @@ def imbalance_percentile(imbalance: NDArray[np.float64], fraction: float) -> flo
         imbalance: float64[steps], the slowest micro-batch over the mean of its step.
         fraction: above 0, at most 1.
     """
-    rounded = math.ceil(percentile(imbalance, fraction) * _RESOLUTION) / _RESOLUTION
+    rounded = math.ceil(percentile(imbalance, fraction) * IMBALANCE_RESOLUTION) / IMBALANCE_RESOLUTION
     return max(1.0, min(rounded, float(np.max(imbalance))))

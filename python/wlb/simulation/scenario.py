@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Generation, Passes, Schedule
-from wlb._core import CostModel, KernelModel, Shard, WlbError, simulate_pipeline
+from wlb._core import MAX_MEAN_DELAY, CostModel, KernelModel, Shard, WlbError, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
 from wlb._results import PipelineTimeline
 from wlb.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
@@ -102,7 +102,7 @@ class Scenario:
     cost_model: CostModel | None = None
     outlier_thresholds: tuple[int, ...] | None = None
     num_queues: int = 2
-    max_mean_delay: float = 0.6
+    max_mean_delay: float = MAX_MEAN_DELAY
     max_delay: int | None = None
     cp_overlap: float = 0.0
     tp_overlap: float = 0.0

@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use wlb_core::cost::{Passes, Unit};
 use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
-use wlb_core::packing::stream::{OnBacklog, Oversize, Release, StreamMethod};
+use wlb_core::packing::stream::{IMBALANCE_RESOLUTION, OnBacklog, Oversize, Release, StreamMethod};
+use wlb_core::packing::tune::MAX_MEAN_DELAY;
 use wlb_core::packing::{Leftover, Method};
 use wlb_core::pipeline::Schedule;
 use wlb_core::sharding::kernel::Generation;
@@ -39,7 +40,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // A benchmark refuses a debug build.
     module.add("BUILD_PROFILE", if cfg!(debug_assertions) { "debug" } else { "release" })?;
-    limits_and_choices(module)?;
+    facts(module)?;
     error::register(module)?;
     results::register(module)?;
     profile::register(module)?;
@@ -53,13 +54,15 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     dynamic_cp::register(module)
 }
 
-/// What the core takes, for those that check before they ask it.
-fn limits_and_choices(module: &Bound<'_, PyModule>) -> PyResult<()> {
+/// What is decided in the core: for those that check before they ask it, offer the same choices, or count as it does.
+fn facts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_TOKENS", MAX_TOKENS)?;
     module.add("MAX_MICRO_BATCHES", MAX_MICRO_BATCHES)?;
     module.add("MAX_CP_SIZE", MAX_CP_SIZE)?;
     module.add("MAX_WORLD_SIZE", MAX_WORLD_SIZE)?;
     module.add("MAX_STAGES", MAX_STAGES)?;
+    module.add("MAX_MEAN_DELAY", MAX_MEAN_DELAY)?;
+    module.add("IMBALANCE_RESOLUTION", IMBALANCE_RESOLUTION)?;
     let choices = [
         ("GENERATIONS", Generation::NAMES),
         ("LEFTOVER", Leftover::NAMES),

@@ -9,6 +9,7 @@ from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from wlb._choices import Release
+from wlb._core import MAX_MEAN_DELAY
 from wlb.cli.errors import CliError
 from wlb.cli.inputs.model import Cost
 from wlb.cli.inputs.options import PANELS, Numbers, Options, options, scaled
@@ -76,7 +77,7 @@ class Delay(Options):
         max_delay: no document waits for more iterations than this; by default there is no limit.
     """
 
-    max_mean_delay: NonNegativeFloat = 0.6
+    max_mean_delay: NonNegativeFloat = MAX_MEAN_DELAY
     max_delay: NonNegativeInt | None = None
 
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::packing::plan::Packing;
 
 /// Steps of the imbalance histogram in one unit: percentiles are good to 0.001.
-const RESOLUTION: f64 = 1000.0;
+pub const IMBALANCE_RESOLUTION: f64 = 1000.0;
 
 /// Running sums and histograms: constant size however long the run, and part of a packer's state.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -78,7 +78,7 @@ impl Metrics {
         self.imbalance_sum += imbalance;
         self.imbalance_worst = self.imbalance_worst.max(imbalance);
         // A bin is named by its upper edge; the cast saturates.
-        *self.imbalance_histogram.entry((imbalance * RESOLUTION).ceil() as u32).or_default() += 1;
+        *self.imbalance_histogram.entry((imbalance * IMBALANCE_RESOLUTION).ceil() as u32).or_default() += 1;
         self.step_tokens_sum += tokens as f64;
         self.step_tokens_square_sum += tokens as f64 * tokens as f64;
         let skew = packing.memory_skew();
@@ -105,7 +105,7 @@ impl Metrics {
     /// The imbalance that `fraction` of the steps do not exceed, to 0.001.
     pub fn imbalance_percentile(&self, fraction: f64) -> f64 {
         let edge = percentile(&self.imbalance_histogram, fraction).unwrap_or(0);
-        (f64::from(edge) / RESOLUTION).min(self.imbalance_worst()).max(1.0)
+        (f64::from(edge) / IMBALANCE_RESOLUTION).min(self.imbalance_worst()).max(1.0)
     }
 
     /// Mean wait of a token, in iterations.

@@ -34,6 +34,6 @@ pub use admission::{Bounds, OnBacklog};
 pub use arrivals::Push;
 pub use config::{Oversize, PackerConfig, Release, StreamMethod};
 pub use cost_history::CostHistory;
-pub use metrics::Metrics;
+pub use metrics::{IMBALANCE_RESOLUTION, Metrics};
 pub use outlier_queue::{OutlierQueue, Waiting};
 pub use packer::Packer;

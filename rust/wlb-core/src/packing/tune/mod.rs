@@ -7,7 +7,7 @@ mod search;
 mod thresholds;
 mod tuned;
 
-pub use options::TuneOptions;
+pub use options::{MAX_MEAN_DELAY, TuneOptions};
 pub use price::tune_delay_price;
 pub use thresholds::tune_outlier_thresholds;
 pub use tuned::{Tuned, TunedPoint};

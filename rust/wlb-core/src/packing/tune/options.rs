@@ -2,6 +2,9 @@
 
 use crate::packing::stream::PackerConfig;
 
+/// Most mean token delay, in iterations, unless the user says otherwise.
+pub const MAX_MEAN_DELAY: f64 = 0.6;
+
 /// How to tune.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TuneOptions {
