@@ -17,6 +17,7 @@
 mod admission;
 mod arrivals;
 mod config;
+mod cost_change;
 mod cost_history;
 mod drain;
 mod fuller;
