@@ -95,7 +95,7 @@ fn options(lengths: &Lengths, num_micro_batches: usize, method: Method) -> PackO
     let share = lengths.total().div_euclid(num_micro_batches as i64) + 1;
     let longest = lengths.iter().copied().max().unwrap_or(1);
     let max_tokens = if method == Method::FixedLength { share as i32 } else { longest.max((share * 3 / 2) as i32) };
-    PackOptions { num_micro_batches, max_tokens, method, window: 1, leftover: Leftover::Return }
+    PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return }
 }
 
 fn bench_pack(bencher: Bencher, (documents, num_micro_batches): Size, method: Method) {
