@@ -26,7 +26,7 @@ test-long: $(VENV)/.wlb-test
 
 ## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick.
 test-trainers: $(TRAINERS)/.wlb
-	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py $(TRAINERS_FLAGS)
+	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py $(TRAINERS_FLAGS)
 
 ## Formatting, lints, floors and circles of imports, types, stubs.
 lint: $(VENV)/.wlb-test

@@ -106,6 +106,8 @@ def balanced(folder: Path, dp_size: int = 1, *, callbacks: Any = (), data: Any =
         data_collator=together,
         callbacks=list(callbacks),
     )
+    if dist.is_initialized():
+        assert trainer.args.world_size == dist.get_world_size()
     return balance(trainer, max_tokens=64)
 
 

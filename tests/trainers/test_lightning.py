@@ -78,6 +78,7 @@ def fit(folder: Path, *, stop: int = STEPS, resume: bool = False, callbacks: Any
     module = Module()
     checkpoint = str(folder / "step=7.ckpt") if resume else None
     trainer.fit(module, data(validation=documents()[::3]), ckpt_path=checkpoint, weights_only=False)
+    assert trainer.world_size == (dist.get_world_size() if dist.is_initialized() else 1)
     size = trainer.accumulate_grad_batches
     losses = torch.tensor(module.losses).reshape(-1, size).mean(1)
     if dist.is_initialized():

@@ -106,6 +106,7 @@ def trained(folder: Path, dp_size: int, stop: int = STEPS, *, stream: bool = Fal
 
 def train(rank: int, folder: Path, stop: int = STEPS, resume: bool = False, **options: Any) -> Any:
     trainer = balance(trained(folder, dist.get_world_size(), stop, **options), max_tokens=64)
+    assert trainer.args.world_size == dist.get_world_size()
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).numpy()
