@@ -436,13 +436,23 @@ def test_models_that_mix_documents_are_refused(tmp_path: Path) -> None:
     trainer: Any = Trainer(
         MambaForCausalLM(config), arguments(tmp_path), train_dataset=documents(), data_collator=together
     )
-    with pytest.raises(wlb.WlbError, match="mamba"):
-        balance(trainer, max_tokens=64)
     balance(trainer, max_tokens=64, oversize="truncate", cost_model=wlb.CostModel(attention=0.0, linear=1.0))
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     with pytest.raises(wlb.WlbError, match=r"see each other.*MambaMixer.*mix documents"):
         trainer.train()
     assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_costs_that_are_not_known_are_asked_for(tmp_path: Path) -> None:
+    class MadeUp(LlamaConfig):
+        model_type = "made_up"
+
+    data: Any = documents()
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data, data_collator=together)
+    trainer.model.config.__class__ = MadeUp
+    with pytest.raises(wlb.WlbError, match="made_up"):
+        balance(trainer, max_tokens=64)
+    balance(trainer, max_tokens=64, cost_model=wlb.CostModel(attention=1.0, linear=1.0))
 
 
 def averaged(rank: int, folder: Path) -> str:
