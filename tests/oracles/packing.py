@@ -149,15 +149,11 @@ def refined(lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int, 
 
 
 def refine(start: Plan, lengths: Sequence[int], *, cost: Cost) -> Plan:
-    """Plans by slope for up to three targets; then exchanges with the heaviest micro-batch.
-
-    For batches of some hundred documents: it does not count at how many micro-batches it looks.
-    """
+    """Plans by slope, for up to three targets; then exchanges with the heaviest micro-batch."""
     ceiling = max(start.costs)
     bound = max([sum_in_order(start.costs) / len(start.costs), *start.document_costs])
-
-    def is_within(plan: Plan, factor: float) -> bool:
-        return not plan.leftover and max(plan.costs) <= bound * factor
+    if not start.leftover and ceiling <= bound * 1.0001:
+        return start
 
     def rank(plan: Plan) -> tuple[int, float]:
         return len(plan.leftover), max(plan.costs)
@@ -165,7 +161,8 @@ def refine(start: Plan, lengths: Sequence[int], *, cost: Cost) -> Plan:
     best = start
     below, above, target = bound, max(bound, ceiling), bound
     for number in range(3):
-        if is_within(best, 1.001 if number else 1.0001):
+        # A better plan is enough; if it leaves something over, it is the second that is.
+        if best is not start and (not best.leftover or number == 2):
             break
         plan = _by_slope(lengths, start, target, cost)
         if plan is not None and max(plan.costs) <= target:
@@ -175,10 +172,8 @@ def refine(start: Plan, lengths: Sequence[int], *, cost: Cost) -> Plan:
         target = below + (above - below) * 0.5
         if plan is not None and max(plan.costs) <= ceiling:
             best = min(best, plan, key=rank)
-    if is_within(best, 1.0001):
-        return best
-    plan = _exchanged(lengths, best, bound, cost)
-    return min(best, plan, key=rank) if plan is not None and max(plan.costs) <= ceiling else best
+    plan = _exchanged(lengths, best, bound * 1.0005, cost)
+    return plan if max(plan.costs) < max(best.costs) else best
 
 
 def refine_pieces(
@@ -241,62 +236,77 @@ def _by_slope(lengths: Sequence[int], start: Plan, target: float, cost: Cost) ->
     return _plan(lengths, listed, batches, leftover, start.max_tokens, cost, length_fallbacks=start.length_fallbacks)
 
 
-def _exchanged(lengths: Sequence[int], start: Plan, bound: float, cost: Cost) -> Plan | None:
-    """The best exchange with the lightest partner that has one, again and again, up to 4096 third documents.
-
-    None if there is none.
-    """
+def _exchanged(lengths: Sequence[int], start: Plan, low_enough: float, cost: Cost) -> Plan:
+    """The best exchange with the lightest partner that has one, again and again, until all steps are taken."""
     nothing = Piece(len(lengths), 0, 0)
     batches = [sorted(pieces, key=lambda x: (-x.length, x.id)) for pieces in start.micro_batches]
     costs = list(start.costs)
-    tries = 0
+    changed = set()
+    steps = min(256, 96 + 40 * len(batches))
 
     def weigh(*pieces: Piece) -> float:
         one, other = (cost(piece.length) if piece.length > 0 else 0.0 for piece in pieces)
         return one + other
 
     def best_exchange(heavy: int, light: int, most: int) -> tuple[float, float, Pair, Pair] | None:
-        nonlocal tries
+        nonlocal steps
         has, offers = [*batches[heavy], nothing], [*batches[light], nothing]
         room = [start.max_tokens - sum(piece.length for piece in batches[j]) for j in (heavy, light)]
         best = None
+        least = costs[heavy]
+        if most == 1:
+            steps = max(0, steps - len(has) - len(offers))
         for i, first in enumerate(has[:-1]):
             for second in has[i + 1 :] if most == 2 else [nothing]:
-                if tries >= 4096:
+                given, before = weigh(first, second), least
+                if most == 2 and steps == 0:
                     return best
+                steps -= most - 1
                 for k, third in enumerate(offers) if most == 2 else [(-1, nothing)]:
-                    tries += 1
+                    if most == 2 and costs[heavy] - (given - weigh(third, nothing)) >= before:
+                        continue
+                    if most == 2 and steps == 0:
+                        return best
+                    steps -= most - 1
+                    fourths = offers[k + 1 :] or [nothing]
+                    if most == 2 and costs[light] + (given - weigh(third, fourths[0])) >= least:
+                        break
                     found = None
-                    for fourth in offers[k + 1 :] or [nothing]:
+                    for fourth in fourths:
                         arriving = first.length + second.length - third.length - fourth.length
-                        moved = weigh(first, second) - weigh(third, fourth)
+                        moved = given - weigh(third, fourth)
                         after = costs[heavy] - moved, costs[light] + moved
                         # Of equals the last that leaves the heavy one the heavier.
                         if -room[0] <= arriving <= room[1] and (
                             found is None or max(after) < max(found[:2]) or after[0] == max(found[:2]) > after[1]
                         ):
                             found = *after, (first, second), (third, fourth)
-                    if found is not None and max(found[:2]) < (max(best[:2]) if best else costs[heavy]):
-                        best = found
+                    if found is not None and max(found[:2]) < least:
+                        best, least = found, max(found[:2])
         return best
 
-    while max(costs) > bound * 1.0001:
+    while max(costs) > low_enough:
         heavy = costs.index(max(costs))
         partners = sorted((j for j in range(len(costs)) if costs[j] < costs[heavy]), key=lambda j: costs[j])
-        exchanges = ((light, best_exchange(heavy, light, most)) for most in (1, 2) for light in partners)
-        light, found = next(((light, found) for light, found in exchanges if found is not None), (heavy, None))
+        light, found = heavy, None
+        for most, light in product((1, 2), partners):
+            found = best_exchange(heavy, light, most)
+            if found is not None or steps == 0:
+                break
         if found is None:
             break
         costs[heavy], costs[light], given, taken = found
+        changed |= {heavy, light}
         for pieces, source, target in [(given, heavy, light), (taken, light, heavy)]:
             moving = [piece for piece in pieces if piece is not nothing]
             batches[source] = [piece for piece in batches[source] if piece not in moving]
             batches[target] = sorted([*batches[target], *moving], key=lambda x: (-x.length, x.id))
     listed = [sorted(pieces) for pieces in batches]
-    if listed == start.micro_batches:
-        return None
-    fallbacks = start.length_fallbacks
-    return _plan(lengths, listed, batches, start.leftover, start.max_tokens, cost, length_fallbacks=fallbacks)
+    plan = _plan(
+        lengths, listed, batches, start.leftover, start.max_tokens, cost, length_fallbacks=start.length_fallbacks
+    )
+    # Costs of the others stay as they were summed.
+    return replace(plan, costs=[plan.costs[j] if j in changed else start.costs[j] for j in range(len(costs))])
 
 
 def algorithm_1(

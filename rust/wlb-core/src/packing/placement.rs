@@ -54,6 +54,10 @@ impl Placement {
         self.longest = self.longest.max(length);
     }
 
+    pub(super) fn max_cost(&self) -> f64 {
+        self.costs.iter().copied().fold(0.0, f64::max)
+    }
+
     /// Lists the pieces of each micro-batch in document order: a counting sort.
     pub(super) fn into_packing(
         self,

@@ -175,27 +175,20 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
     refine(var_length(lengths, num_micro_batches, max_tokens, cost), lengths, max_tokens, cost)
 }
 
-/// Plans by slope for up to three targets; then exchanges with the heaviest micro-batch. Pieces are `whole`. For batches of some
-/// hundred documents: it does not count at how many micro-batches it looks.
+/// Plans by slope, for up to three targets; then exchanges with the heaviest micro-batch. Pieces are `whole`.
 fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Plan {
-    let num_micro_batches = start.costs.len();
     let placed = start.micro_batches.iter().flatten().map(|piece| cost.micro_batch() + cost.cost(piece.length));
-    let bound = placed.fold(start.costs.iter().sum::<f64>() / num_micro_batches as f64, f64::max);
+    let bound = placed.fold(start.costs.iter().sum::<f64>() / start.costs.len() as f64, f64::max);
     let max = |plan: &Plan| plan.costs.iter().copied().fold(0.0, f64::max);
-    let within = |plan: &Plan, factor: f64| plan.leftover.is_empty() && max(plan) <= bound * factor;
+    if start.leftover.is_empty() && max(&start) <= bound * 1.0001 {
+        return start;
+    }
     let mut best = start.clone();
-    let consider = |plan: Plan, best: &mut Plan| {
-        let fewer = plan.leftover.len() < best.leftover.len();
-        let lower = plan.leftover.len() == best.leftover.len() && max(&plan) < max(best);
-        if max(&plan) <= max(&start) && (fewer || lower) {
-            *best = plan;
-        }
-    };
     let (mut below, mut above) = (bound, bound.max(max(&start)));
     let mut target = bound;
     for number in 0..3 {
-        // Only the first target is tried for what is close; none for what is next to optimal.
-        if within(&best, if number == 0 { 1.0001 } else { 1.001 }) {
+        // A better plan is enough; if it leaves something over, it is the second that is.
+        if best != start && (best.leftover.is_empty() || number == 2) {
             break;
         }
         let plan = by_slope(lengths, &start, max_tokens, target, cost);
@@ -205,14 +198,11 @@ fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Pl
             below = target;
         }
         target = below + (above - below) * 0.5;
-        plan.into_iter().for_each(|plan| consider(plan, &mut best));
+        let rank = |plan: &Plan| (plan.leftover.len(), max(plan));
+        best = plan.filter(|plan| max(plan) <= max(&start) && rank(plan) < rank(&best)).unwrap_or(best);
     }
-    if within(&best, 1.0001) {
-        return best;
-    }
-    let plan = exchanged(lengths, &best, max_tokens, bound, cost);
-    plan.into_iter().for_each(|plan| consider(plan, &mut best));
-    best
+    let plan = exchanged(lengths, &best, max_tokens, bound * 1.0005, cost);
+    if max(&plan) < max(&best) { plan } else { best }
 }
 
 /// Longest first, to the most cost lacking per token of room, where the cost stays within the target; else to the least
@@ -244,59 +234,54 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
     Some(plan)
 }
 
-/// Exchanges until there is none, the maximum is close to the bound, or 4096 last documents were searched for. No plan
-/// without one.
-fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, bound: f64, cost: &CostModel) -> Option<Plan> {
-    let (n, mut tokens, mut costs) = (start.costs.len(), start.tokens.clone(), start.costs.clone());
-    let mut assignment = start.assignment.clone();
+/// Exchanges until there is none, the maximum is low enough, or all steps are taken.
+fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, low_enough: f64, cost: &CostModel) -> Plan {
+    let n = start.costs.len();
+    let mut plan = start.clone();
     let order = longest_first(lengths);
-    let mut searches = 0;
+    // Longest first; after the last document, none.
+    let inside = |plan: &Plan, j: usize| -> Vec<Option<usize>> {
+        let inside = order.iter().copied().filter(|&index| plan.assignment[index] == j as i32);
+        inside.map(Some).chain([None]).collect()
+    };
+    let mut changed = vec![false; n];
+    let mut steps = 256.min(96 + 40 * n);
     loop {
-        let heaviest = first_least(costs.iter().map(|&cost| -cost).enumerate()).unwrap_or(0);
-        if costs[heaviest] <= bound * 1.0001 {
+        let heaviest = first_least(plan.costs.iter().map(|&cost| -cost).enumerate()).unwrap_or(0);
+        let mut partners: Vec<usize> = (0..n).filter(|&j| plan.costs[j] < plan.costs[heaviest]).collect();
+        partners.sort_by(|&a, &b| plan.costs[a].total_cmp(&plan.costs[b]));
+        if plan.costs[heaviest] <= low_enough {
             break;
         }
-        let mut partners: Vec<usize> = (0..n).filter(|&j| costs[j] < costs[heaviest]).collect();
-        partners.sort_by(|&a, &b| costs[a].total_cmp(&costs[b]));
         let both = [1, 2].iter().flat_map(|&most| partners.iter().map(move |&partner| (most, partner)));
-        let found = both
-            .map(|(most, partner)| {
-                // Longest first; after the last document, none.
-                let inside = |j: usize| -> Vec<Option<usize>> {
-                    let inside = order.iter().copied().filter(|&index| assignment[index] == j as i32);
-                    inside.map(Some).chain([None]).collect()
-                };
-                let side = |j: usize| (inside(j), i64::from(max_tokens) - tokens[j], costs[j]);
-                (partner, best_exchange(lengths, side(heaviest), side(partner), most, &mut searches, cost))
-            })
-            .find_map(|(partner, found)| Some((partner, found?)));
+        let mut found = None;
+        for (most, partner) in both {
+            let side = |j: usize| (inside(&plan, j), i64::from(max_tokens) - plan.tokens[j], plan.costs[j]);
+            let exchange = best_exchange(lengths, side(heaviest), side(partner), most, &mut steps, cost);
+            found = exchange.map(|exchange| (partner, exchange));
+            if found.is_some() || steps == 0 {
+                break;
+            }
+        }
         let Some((partner, ([given, taken], moved))) = found else { break };
         for (documents, from, to) in [(given, heaviest, partner), (taken, partner, heaviest)] {
             for index in documents.into_iter().flatten() {
-                assignment[index] = to as i32;
-                tokens[from] -= i64::from(lengths[index]);
-                tokens[to] += i64::from(lengths[index]);
+                plan.assignment[index] = to as i32;
+                plan.tokens[from] -= i64::from(lengths[index]);
+                plan.tokens[to] += i64::from(lengths[index]);
             }
         }
-        costs[heaviest] -= moved;
-        costs[partner] += moved;
+        plan.costs[heaviest] -= moved;
+        plan.costs[partner] += moved;
+        (changed[heaviest], changed[partner]) = (true, true);
     }
-    if assignment == start.assignment {
-        return None;
+    for j in (0..n).filter(|&j| changed[j]) {
+        let documents: Vec<usize> = inside(&plan, j).into_iter().flatten().collect();
+        plan.costs[j] = documents.iter().fold(cost.micro_batch(), |sum, &index| sum + cost.cost(lengths[index]));
+        plan.micro_batches[j] = documents.into_iter().map(|index| whole(index, lengths[index])).collect();
+        plan.micro_batches[j].sort_by_key(|piece| piece.id);
     }
-    let mut plan = Plan {
-        leftover: start.leftover.clone(),
-        length_fallbacks: start.length_fallbacks,
-        ..Plan::empty(lengths.len(), n, cost)
-    };
-    for index in order {
-        if let Ok(j) = usize::try_from(assignment[index]) {
-            plan.put(j, whole(index, lengths[index]), cost.cost(lengths[index]));
-        }
-    }
-    plan.assignment = assignment;
-    plan.micro_batches.iter_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.id));
-    Some(plan)
+    plan
 }
 
 /// Two documents, or one, or none.
@@ -304,27 +289,49 @@ type Two = [Option<usize>; 2];
 
 /// Every exchange, one by one: the one with the least maximum (what is given and taken, and by how much the heavy one's
 /// cost falls).
+///
+/// A step is a document of either (or none) where one is given, else what is given, and each third with it. Thirds that leave
+/// the heavy one too heavy whatever the fourth, and those that make the light one too heavy whatever the fourth, are no step,
+/// but for the first of the latter.
 fn best_exchange(
     lengths: &[i32],
     (has, room, heavy): (Vec<Option<usize>>, i64, f64),
     (offers, partner_room, light): (Vec<Option<usize>>, i64, f64),
     most: usize,
-    searches: &mut usize,
+    steps: &mut usize,
     cost: &CostModel,
 ) -> Option<([Two; 2], f64)> {
     let tokens = |two: Two| two.into_iter().flatten().map(|index| i64::from(lengths[index])).sum::<i64>();
     let cost_of = |one: Option<usize>| one.map_or(0.0, |index| cost.cost(lengths[index]));
     let cost_of_two = |two: Two| cost_of(two[0]) + cost_of(two[1]);
+    let moved = |given: Two, taken: Two| cost_of_two(given) - cost_of_two(taken);
     let mut best = None;
     let mut least = heavy;
+    if most == 1 {
+        *steps = steps.saturating_sub(has.len() + offers.len());
+    }
     for (i, &first) in has.iter().enumerate().filter(|(_, first)| first.is_some()) {
         for &second in has.iter().skip(i + 1).filter(|second| most == 2 || second.is_none()) {
-            if *searches >= 4096 {
+            let given = [first, second];
+            if most == 2 && *steps == 0 {
                 return best;
             }
+            *steps -= usize::from(most == 2);
+            let before = least;
             for (k, &third) in offers.iter().enumerate().filter(|(_, third)| most == 2 || third.is_none()) {
-                *searches += 1;
-                let given = [first, second];
+                if most == 2 {
+                    if heavy - moved(given, [third, None]) >= before {
+                        continue;
+                    }
+                    if *steps == 0 {
+                        return best;
+                    }
+                    *steps -= 1;
+                    let longest_fourth = offers.get(k + 1).copied().flatten();
+                    if light + moved(given, [third, longest_fourth]) >= least {
+                        break;
+                    }
+                }
                 let mut best_of_these = None;
                 let mut least_of_these = f64::INFINITY;
                 for (l, &fourth) in offers.iter().enumerate() {
@@ -334,7 +341,7 @@ fn best_exchange(
                     if !is_another || arriving > partner_room || -arriving > room {
                         continue;
                     }
-                    let moved = cost_of_two(given) - cost_of_two(taken);
+                    let moved = moved(given, taken);
                     let (heavy, light) = (heavy - moved, light + moved);
                     // Of equals the last that leaves the heavy one the heavier.
                     if heavy.max(light) < least_of_these || (heavy > light && heavy == least_of_these) {

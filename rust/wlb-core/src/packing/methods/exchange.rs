@@ -5,173 +5,271 @@ use crate::packing::placement::Placement;
 
 use super::documents::Documents;
 
-/// Most binary searches for the last document of an exchange: a few hundred microseconds.
-const SEARCHES: usize = 4096;
+/// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of tiny batches.
+///
+/// A step is some ten nanoseconds, and all of them are about as long as Algorithm 1 takes for some hundred documents. More of
+/// them change the maximum by a hundredth of a percent on average.
+const STEPS: usize = 96;
+const STEPS_EACH: usize = 40;
+const STEPS_MOST: usize = 256;
 
 /// Lowers the maximum cost, as far as exchanges between the heaviest micro-batch and one other do.
 ///
 /// The heaviest gives one document for at most one, or, where no partner has such an exchange, up to two for up to two.
 /// Partners are tried from the lightest on: the first that has an exchange after which both cost less than the heaviest
 /// did gets its best one. So the costs, sorted from the heaviest on, only descend, and this ends: where no exchange is
-/// left, where the maximum is `low_enough`, or after [`SEARCHES`].
-///
-/// `None` if there is no such exchange.
+/// left, where the maximum is `low_enough`, or where the steps are used up.
 ///
 /// # Complexity
-/// O(n), at most [`SEARCHES`] binary searches in the documents of a micro-batch (and one document's more), O(N) an
-/// exchange.
-pub(super) fn exchange(documents: &Documents, start: &Placement, low_enough: f64) -> Option<Placement> {
-    let mut contents = Contents::new(documents, start);
-    let mut searches = 0;
-    let mut improved = false;
+/// O(n + N log N), O(N) an exchange, and a bounded number of steps.
+pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64) -> Placement {
+    if start.max_cost() <= low_enough {
+        return start;
+    }
+    let mut contents = Contents::new(documents, &start);
+    let mut changed = Vec::new();
     while let heaviest = contents.by_cost.heaviest()
         && contents.costs[heaviest] > low_enough
-        && let Some((partner, exchange)) = contents.find(heaviest, &mut searches)
+        && let Some((partner, exchange)) = contents.find(heaviest)
     {
         contents.apply(heaviest, partner, &exchange);
-        improved = true;
+        changed.extend([heaviest, partner]);
     }
-    improved.then(|| contents.into_placement(start))
+    if changed.is_empty() { start } else { contents.into_placement(start, changed) }
 }
 
-/// A document by its place among all, longest first. The last rank is no document: 0 tokens that cost nothing.
-type Rank = u32;
-
-/// What goes from the heaviest micro-batch to its partner, what comes back, and what both cost then.
+/// What goes from the heaviest micro-batch to its partner, what comes back, by their places there, and what both cost then.
 struct Exchange {
-    given: [Rank; 2],
-    taken: [Rank; 2],
+    given: [usize; 2],
+    taken: [usize; 2],
     costs: [f64; 2],
 }
 
+/// A document of a micro-batch: by its rank, longest first.
+#[derive(Clone, Copy)]
+struct Item {
+    length: i64,
+    cost: f64,
+    rank: u32,
+}
+
+/// No document: 0 tokens that cost nothing.
+const NONE: Item = Item { length: 0, cost: 0.0, rank: u32::MAX };
+
 /// What is in each micro-batch, in the order that searches need.
 struct Contents<'a> {
-    documents: &'a Documents<'a>,
-    /// Tokens and cost by rank.
-    length: Vec<i64>,
-    cost: Vec<f64>,
-    /// Of each micro-batch, ascending; the last is no document.
-    ranks: Vec<Vec<Rank>>,
+    documents: &'a Documents,
+    /// Of each micro-batch, longest first; the last is [`NONE`].
+    items: Vec<Vec<Item>>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
     by_cost: Ladder,
+    /// How many more steps searches may take.
+    steps: usize,
 }
 
-impl<'a> Contents<'a> {
-    fn new(documents: &'a Documents<'a>, start: &Placement) -> Self {
-        let order = || documents.longest_first.iter().map(|&index| index as usize);
-        let mut ranks = vec![Vec::new(); start.tokens.len()];
-        for (rank, index) in order().enumerate() {
-            if let Ok(j) = usize::try_from(start.assignment[index]) {
-                ranks[j].push(rank as Rank);
-            }
-        }
-        ranks.iter_mut().for_each(|ranks| ranks.push(documents.longest_first.len() as Rank));
-        Self {
-            documents,
-            length: order().map(|index| i64::from(documents.lengths[index])).chain([0]).collect(),
-            cost: order().map(|index| documents.costs[index]).chain([0.0]).collect(),
-            ranks,
-            tokens: start.tokens.clone(),
-            costs: start.costs.clone(),
-            by_cost: Ladder::new(start.costs.iter().copied()),
+/// A search for the best exchange between the heaviest micro-batch and a partner.
+struct Search<'a> {
+    has: &'a [Item],
+    offers: &'a [Item],
+    /// Cost of both.
+    costs: [f64; 2],
+    /// Tokens that both have left.
+    room: [i64; 2],
+    /// What the heavier costs after the best so far.
+    least: f64,
+    best: Option<Exchange>,
+}
+
+impl Search<'_> {
+    /// What both cost when so much is given and so much taken.
+    fn after(&self, given: f64, taken: f64) -> [f64; 2] {
+        let moved = given - taken;
+        [self.costs[0] - moved, self.costs[1] + moved]
+    }
+
+    #[inline]
+    fn consider(&mut self, given: [usize; 2], taken: [usize; 2], costs: [f64; 2]) {
+        let max = costs[0].max(costs[1]);
+        if max < self.least {
+            self.least = max;
+            self.best = Some(Exchange { given, taken, costs });
         }
     }
 
-    /// The lightest partner that has an exchange, and its best one.
-    fn find(&self, heaviest: usize, searches: &mut usize) -> Option<(usize, Exchange)> {
-        for at_most_two in [false, true] {
-            let lighter = self.by_cost.ascending().take_while(|&j| self.costs[j] < self.costs[heaviest]);
-            for partner in lighter {
-                if let Some(exchange) = self.best_with(heaviest, partner, at_most_two, searches) {
-                    return Some((partner, exchange));
-                }
+    /// One for at most one. The shorter the one, the shorter the other that lengths allow, and that makes both cost the same.
+    fn one_for_one(&mut self, left: &mut usize) {
+        let (has, offers) = (self.has, self.offers);
+        *left = left.saturating_sub(has.len() + offers.len());
+        let (given_none, taken_none) = (has.len() - 1, offers.len() - 1);
+        let (mut from, mut to, mut turn) = (0, 0, 0);
+        for (i, given) in has[..given_none].iter().enumerate() {
+            let (most, fewest) = (given.length + self.room[0], given.length - self.room[1]);
+            from += offers[from..].iter().take_while(|taken| taken.length > most).count();
+            to += offers[to..].iter().take_while(|taken| taken.length >= fewest).count();
+            let is_before = |taken: &&Item| {
+                let [heavy, light] = self.after(given.cost, taken.cost);
+                heavy > light
+            };
+            turn += offers[turn..].iter().take_while(is_before).count();
+            let at = turn.clamp(from, to);
+            for k in at.saturating_sub(1).max(from)..(at + 1).min(to) {
+                self.consider([i, given_none], [taken_none, k], self.after(given.cost, offers[k].cost));
             }
         }
-        None
     }
 
-    /// The exchange after which the heavier of the two costs least, the first of several.
-    ///
-    /// Three of the up to four documents are tried one by one; the last, once the others are chosen, is found by
-    /// search: lengths say which have room on both sides, and the longer it is, the more the heavy one costs and the
-    /// less its partner.
-    fn best_with(&self, heavy: usize, light: usize, at_most_two: bool, searches: &mut usize) -> Option<Exchange> {
-        let room = |j: usize| self.documents.max_tokens - self.tokens[j];
-        let (has, offers) = (&self.ranks[heavy], &self.ranks[light]);
-        let (has_none, offers_none) = (has.len() - 1, offers.len() - 1);
-        let mut best = None;
-        let mut least = self.costs[heavy];
-        for (i, &first) in has[..has_none].iter().enumerate() {
-            for &second in &has[if at_most_two { i + 1 } else { has_none }..] {
-                if *searches >= SEARCHES {
-                    return best;
+    /// Up to two for up to two. The shorter the third, the longer the fourth.
+    fn two_for_two(&mut self, left: &mut usize) {
+        let (has, offers) = (self.has, self.offers);
+        let (given_none, none) = (has.len() - 1, offers.len() - 1);
+        for i in 0..given_none {
+            let mut first = 0;
+            for j in i + 1..has.len() {
+                let (tokens, cost) = (has[i].length + has[j].length, has[i].cost + has[j].cost);
+                let (mut from, mut to, mut turn) = (offers.len(), offers.len(), offers.len());
+                if *left == 0 {
+                    return;
                 }
-                let given = [first, second];
-                let (tokens, cost) = (self.sum(&self.length, given), self.sum(&self.cost, given));
-                for k in if at_most_two { 0 } else { offers_none }..offers.len() {
-                    *searches += 1;
+                *left -= 1;
+                // With longer ones the heavy one stays too heavy.
+                first += offers[first..].partition_point(|third| self.after(cost, third.cost)[0] >= self.least);
+                for k in first..offers.len() {
+                    if *left == 0 {
+                        return;
+                    }
+                    *left -= 1;
                     let third = offers[k];
-                    let offered = &offers[if at_most_two { (k + 1).min(offers_none) } else { 0 }..];
-                    let length = |rank: Rank| self.length[rank as usize];
-                    // How many tokens may come back at most, and at least: `from <= to`, since no room is negative.
-                    let lacking = tokens - length(third);
-                    let from = offered.partition_point(|&rank| length(rank) > lacking + room(heavy));
-                    let to = offered.partition_point(|&rank| length(rank) >= lacking - room(light));
-                    let after = |rank: Rank| {
-                        let moved = cost - self.sum(&self.cost, [third, rank]);
-                        [self.costs[heavy] - moved, self.costs[light] + moved]
-                    };
-                    let legal = &offered[from..to];
-                    let turn = legal.partition_point(|&rank| after(rank)[0] > after(rank)[1]);
-                    for &fourth in legal.iter().take(turn + 1).skip(turn.saturating_sub(1)) {
-                        let costs = after(fourth);
-                        let max = costs[0].max(costs[1]);
-                        if max < least {
-                            least = max;
-                            best = Some(Exchange { given, taken: [third, fourth], costs });
-                        }
+                    let next = (k + 1).min(none);
+                    if self.after(cost, third.cost + offers[next].cost)[1] >= self.least {
+                        // With shorter ones the light one gets too heavy.
+                        break;
+                    }
+                    let lacking = tokens - third.length;
+                    let (most, fewest) = (lacking + self.room[0], lacking - self.room[1]);
+                    from = next.max(boundary(&offers[..from], |fourth| fourth.length > most));
+                    to = next.max(boundary(&offers[..to], |fourth| fourth.length >= fewest));
+                    if from >= to {
+                        continue;
+                    }
+                    turn = boundary(&offers[..turn], |fourth| {
+                        let [heavy, light] = self.after(cost, third.cost + fourth.cost);
+                        heavy > light
+                    });
+                    let at = turn.clamp(from, to);
+                    for l in at.saturating_sub(1).max(from)..(at + 1).min(to) {
+                        self.consider([i, j], [k, l], self.after(cost, third.cost + offers[l].cost));
                     }
                 }
             }
         }
-        best
+    }
+}
+
+/// [`slice::partition_point`] where it is near the end.
+#[inline]
+fn boundary(items: &[Item], is_before: impl Fn(&Item) -> bool) -> usize {
+    let (mut end, mut step) = (items.len(), 1);
+    while end > 0 && !is_before(&items[end - 1]) {
+        end = end.saturating_sub(step);
+        step *= 2;
+    }
+    if step <= 2 {
+        return end;
+    }
+    end + items[end..(end + step / 2).min(items.len())].partition_point(is_before)
+}
+
+impl<'a> Contents<'a> {
+    fn new(documents: &'a Documents, start: &Placement) -> Self {
+        let usual = documents.longest_first.len() / start.tokens.len() + 4;
+        let mut items: Vec<Vec<Item>> = start.tokens.iter().map(|_| Vec::with_capacity(usual)).collect();
+        for (rank, document) in documents.longest_first.iter().enumerate() {
+            if let Ok(j) = usize::try_from(start.assignment[document.index as usize]) {
+                items[j].push(Item { length: i64::from(document.length), cost: document.cost, rank: rank as u32 });
+            }
+        }
+        items.iter_mut().for_each(|items| items.push(NONE));
+        Self {
+            documents,
+            items,
+            tokens: start.tokens.clone(),
+            costs: start.costs.clone(),
+            by_cost: Ladder::new(start.costs.iter().copied()),
+            steps: STEPS_MOST.min(STEPS + STEPS_EACH * start.tokens.len()),
+        }
     }
 
-    fn sum<T: Copy + std::ops::Add<Output = T>>(&self, of: &[T], ranks: [Rank; 2]) -> T {
-        of[ranks[0] as usize] + of[ranks[1] as usize]
+    /// The lightest partner that has an exchange, and its best one.
+    fn find(&mut self, heaviest: usize) -> Option<(usize, Exchange)> {
+        let mut left = self.steps;
+        let mut found = None;
+        'search: for at_most_two in [false, true] {
+            let lighter = self.by_cost.ascending().take_while(|&j| self.costs[j] < self.costs[heaviest]);
+            for partner in lighter {
+                let both = [heaviest, partner];
+                let mut search = Search {
+                    has: &self.items[heaviest],
+                    offers: &self.items[partner],
+                    costs: both.map(|j| self.costs[j]),
+                    room: both.map(|j| self.documents.max_tokens - self.tokens[j]),
+                    least: self.costs[heaviest],
+                    best: None,
+                };
+                if at_most_two {
+                    search.two_for_two(&mut left);
+                } else {
+                    search.one_for_one(&mut left);
+                }
+                found = search.best.map(|exchange| (partner, exchange));
+                if found.is_some() || left == 0 {
+                    break 'search;
+                }
+            }
+        }
+        self.steps = left;
+        found
     }
 
     fn apply(&mut self, heavy: usize, light: usize, exchange: &Exchange) {
-        self.hand_over(exchange.given, heavy, light);
-        self.hand_over(exchange.taken, light, heavy);
+        let given = self.take_out(heavy, exchange.given);
+        let taken = self.take_out(light, exchange.taken);
+        self.put_in(light, given);
+        self.put_in(heavy, taken);
         for (j, cost) in [heavy, light].into_iter().zip(exchange.costs) {
             self.costs[j] = cost;
             self.by_cost.set(j, cost);
         }
     }
 
-    fn hand_over(&mut self, ranks: [Rank; 2], from: usize, to: usize) {
-        let none = (self.length.len() - 1) as Rank;
-        for rank in ranks.into_iter().filter(|&rank| rank != none) {
-            self.ranks[from].retain(|&other| other != rank);
-            let at = self.ranks[to].partition_point(|&other| other < rank);
-            self.ranks[to].insert(at, rank);
-            self.tokens[from] -= self.length[rank as usize];
-            self.tokens[to] += self.length[rank as usize];
+    fn take_out(&mut self, j: usize, places: [usize; 2]) -> [Item; 2] {
+        let items = places.map(|place| self.items[j][place]);
+        let gone = items.map(|item| item.rank);
+        self.items[j].retain(|item| item.rank == NONE.rank || !gone.contains(&item.rank));
+        items.iter().for_each(|item| self.tokens[j] -= item.length);
+        items
+    }
+
+    fn put_in(&mut self, j: usize, items: [Item; 2]) {
+        for item in items.into_iter().filter(|item| item.rank != NONE.rank) {
+            let at = self.items[j].partition_point(|other| other.rank < item.rank);
+            self.items[j].insert(at, item);
+            self.tokens[j] += item.length;
         }
     }
 
-    fn into_placement(self, start: &Placement) -> Placement {
-        let mut placement = start.emptied();
-        placement.leftover.clone_from(&start.leftover);
-        placement.length_fallbacks = start.length_fallbacks;
-        for (j, ranks) in self.ranks.iter().enumerate() {
-            for &rank in &ranks[..ranks.len() - 1] {
-                let index = self.documents.longest_first[rank as usize] as usize;
-                placement.put(index, j, self.documents.lengths[index], self.documents.costs[index]);
+    /// `start` with what was exchanged, unless rounding lifts the maximum: costs are summed anew.
+    fn into_placement(self, start: Placement, changed: Vec<usize>) -> Placement {
+        let mut placement = start.clone();
+        for j in changed {
+            let items = &self.items[j][..self.items[j].len() - 1];
+            placement.tokens[j] = items.iter().map(|item| item.length).sum();
+            placement.costs[j] = items.iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
+            for item in items {
+                let document = self.documents.longest_first[item.rank as usize];
+                placement.assignment[document.index as usize] = j as i32;
             }
         }
-        placement
+        if placement.max_cost() < start.max_cost() { placement } else { start }
     }
 }

@@ -6,5 +6,6 @@ mod exchange;
 pub(super) mod fixed_length;
 pub(super) mod original;
 pub(super) mod refined;
+mod steepest;
 pub(super) mod var_length;
 pub(super) mod var_length_fast;

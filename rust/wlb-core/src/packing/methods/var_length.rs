@@ -20,22 +20,12 @@ pub(in crate::packing) fn pack(
     max_tokens: i32,
     cost_model: &CostModel,
 ) -> Packing {
-    let (placement, _) = place(lengths, num_micro_batches, max_tokens, cost_model);
-    placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| Piece::whole(index, lengths[index]))
-}
-
-/// Where [`pack`] puts documents, and what each of them costs.
-pub(in crate::packing) fn place(
-    lengths: &[i32],
-    num_micro_batches: usize,
-    max_tokens: i32,
-    cost_model: &CostModel,
-) -> (Placement, Vec<f64>) {
     let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
     let mut bins = Bins::resume(empty, max_tokens);
     let costs = cost_model.costs(lengths);
     for (length, index) in longest_first(lengths) {
         bins.place(index, length, costs[index]);
     }
-    (bins.placement, costs)
+    bins.placement
+        .into_packing(Some(Method::VarLength), max_tokens, cost_model, |index| Piece::whole(index, lengths[index]))
 }
