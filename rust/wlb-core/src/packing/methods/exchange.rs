@@ -1,5 +1,7 @@
 //! Documents exchanged between two micro-batches, so that the heaviest becomes lighter.
 
+use std::ops::Range;
+
 use crate::ladder::Ladder;
 use crate::packing::placement::Placement;
 
@@ -113,8 +115,9 @@ impl Search<'_> {
             };
             turn += offers[turn..].iter().take_while(is_before).count();
             let at = turn.clamp(from, to);
-            for k in at.saturating_sub(1).max(from)..(at + 1).min(to) {
-                self.consider([i, given_none], [taken_none, k], self.after(given.cost, offers[k].cost));
+            for k in around(at, from, to) {
+                let taken = offers[k].cost;
+                self.consider([i, given_none], [taken_none, k], self.after(given.cost, taken));
             }
         }
     }
@@ -157,13 +160,18 @@ impl Search<'_> {
                         heavy > light
                     });
                     let at = turn.clamp(from, to);
-                    for l in at.saturating_sub(1).max(from)..(at + 1).min(to) {
+                    for l in around(at, from, to) {
                         self.consider([i, j], [k, l], self.after(cost, third.cost + offers[l].cost));
                     }
                 }
             }
         }
     }
+}
+
+/// The places on both sides of `at`, within `from..to`.
+fn around(at: usize, from: usize, to: usize) -> Range<usize> {
+    at.saturating_sub(1).max(from)..(at + 1).min(to)
 }
 
 /// [`slice::partition_point`] where it is near the end.
