@@ -201,7 +201,9 @@ class Packing:
         *,
         num_micro_batches: int,
         max_tokens: int,
-        cost_model: CostModel,
+        cost_model: CostModel | None = None,
+        costs: ArrayLike | None = None,
+        limits: ArrayLike | None = None,
     ) -> Packing: ...
     @property
     def method(self) -> str: ...
@@ -219,6 +221,10 @@ class Packing:
     def tokens(self) -> NDArray[np.int64]: ...
     @property
     def costs(self) -> NDArray[np.float64]: ...
+    @property
+    def column_costs(self) -> NDArray[np.float64]: ...
+    @property
+    def step_cost(self) -> float: ...
     @property
     def leftover(self) -> NDArray[np.int64]: ...
     @property
@@ -246,7 +252,9 @@ def pack(
     *,
     num_micro_batches: int | None,
     max_tokens: int,
-    cost_model: CostModel,
+    cost_model: CostModel | None = None,
+    costs: ArrayLike | None = None,
+    limits: ArrayLike | None = None,
     method: Method = "var_length",
     window: int = 1,
     multiple_of: int = 1,

@@ -45,6 +45,16 @@ pub enum Error {
     #[allow(missing_docs)]
     Entry { argument: &'static str, index: usize, value: f64, requirement: &'static str },
 
+    /// One entry of a table does not fit; without a column, of a sequence.
+    #[error("{argument}[{row}{}] = {value}: {requirement}", .column.map_or(String::new(), |column| format!(", {column}")))]
+    #[allow(missing_docs)]
+    Cell { argument: &'static str, row: usize, column: Option<usize>, value: f64, requirement: &'static str },
+
+    /// A whole column of a table does not fit.
+    #[error("{argument}[:, {column}]: {requirement}")]
+    #[allow(missing_docs)]
+    Column { argument: &'static str, column: usize, requirement: &'static str },
+
     /// Two sequences that belong together have different lengths.
     #[error("{argument} has {found} entries, but {other} has {expected}")]
     #[allow(missing_docs)]
@@ -145,6 +155,8 @@ impl Error {
             | Self::OutOfRange { argument, .. }
             | Self::Number { argument, .. }
             | Self::Entry { argument, .. }
+            | Self::Cell { argument, .. }
+            | Self::Column { argument, .. }
             | Self::Mismatch { argument, .. }
             | Self::DuplicateId { argument, .. }
             | Self::Choice { argument, .. }
@@ -170,6 +182,7 @@ impl Error {
             | Self::DuplicateId { index, .. }
             | Self::LeftOver { index, .. }
             | Self::InfiniteCost { index, .. } => Some(*index),
+            Self::Cell { row, .. } => Some(*row),
             Self::Order { rank, .. } => Some(*rank),
             _ => None,
         }

@@ -47,6 +47,19 @@ impl Ladder {
         self.rungs[self.end() as usize].heavier as usize
     }
 
+    /// [`Ladder::lightest`], where weights have only grown since they were set: those met on the way are set first.
+    #[inline]
+    pub(crate) fn lightest_by(&mut self, weight: impl Fn(usize) -> f64) -> usize {
+        loop {
+            let lightest = self.lightest();
+            let grown = weight(lightest);
+            if self.rungs[lightest].weight == grown {
+                return lightest;
+            }
+            self.set(lightest, grown);
+        }
+    }
+
     /// Index of the greatest weight, the lowest index of several.
     pub(crate) fn heaviest(&self) -> usize {
         let end = self.end();

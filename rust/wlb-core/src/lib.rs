@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cost;
+mod costliest_first;
 pub mod dynamic_cp;
 pub mod error;
 mod interrupt;

@@ -10,6 +10,9 @@ pub const MAX_TOKENS: i64 = i32::MAX as i64;
 /// Micro-batches of one global batch, or of the global batches that are packed together.
 pub const MAX_MICRO_BATCHES: usize = 1 << 20;
 
+/// Columns of costs that documents are given: resources with a barrier of their own.
+pub const MAX_COLUMNS: usize = 64;
+
 /// Cuts that a push or a split makes, and so pieces more than documents.
 pub const MAX_CUTS: i64 = 1 << 23;
 

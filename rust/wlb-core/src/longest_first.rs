@@ -25,7 +25,9 @@ where
     check();
     // Each of them is then placed, or something like it.
     let (mut meter, long) = (Meter::default(), keys.len() >= STEPS);
-    sort(keys).into_iter().map(move |key| {
+    // Lengths are positive int32: the complement's unused high bits are all ones.
+    let longest = keys.iter().map(|key| !((key >> 32) as u32)).max().unwrap_or(0);
+    sort(keys, 32 - longest.leading_zeros()).into_iter().map(move |key| {
         if long {
             meter.spend(1);
         }
@@ -33,16 +35,15 @@ where
     })
 }
 
-fn sort(mut keys: Vec<u64>) -> Vec<u64> {
+/// Ascending keys, if those that have the same `bits` above the lowest 32 come in order of these.
+pub(crate) fn sort(mut keys: Vec<u64>, bits: u32) -> Vec<u64> {
     if keys.len() < SMALL {
         keys.sort_unstable();
         return keys;
     }
-    // Lengths are positive int32: the complement's unused high bits are all ones.
-    let longest = keys.iter().map(|key| !((key >> 32) as u32)).max().unwrap_or(0);
     let mut scratch = vec![0; keys.len()];
     let mut shift = 32;
-    while shift < 32 + (32 - longest.leading_zeros()) {
+    while shift < 32 + bits {
         let digit = |key: u64| (key >> shift) as usize % DIGITS;
         let mut cursors = [0_u32; DIGITS];
         for part in parts(&keys) {

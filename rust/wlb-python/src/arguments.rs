@@ -7,8 +7,12 @@ use wlb_core::Lengths;
 use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_WORLD_SIZE};
 
 use crate::convert::{
-    count, floats, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths, real, size,
+    count, floats, floats_by_row, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths, real,
+    size,
 };
+
+/// Numbers row by row, and how many rows and columns there are.
+pub(crate) type Table = (Vec<f64>, usize, usize);
 
 /// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too.
 macro_rules! arguments {
@@ -27,6 +31,7 @@ arguments! {
     attention_efficiency: f64 = real();
     attention_seconds: Vec<f64> = floats();
     chunks: Vec<(i32, f64)> = rates_by_size();
+    costs: Table = floats_by_row();
     cp_overlap: f64 = real();
     cp_seconds_per_exchange: f64 = real();
     cp_seconds_per_token: f64 = real();
@@ -43,6 +48,7 @@ arguments! {
     ids: Vec<i64> = integers();
     key_lengths: Lengths = read_lengths();
     lengths: Lengths = read_lengths();
+    limits: Vec<f64> = floats();
     linear: f64 = real();
     linear_seconds: Vec<f64> = floats();
     max_cp_size: usize = count(MAX_WORLD_SIZE);
@@ -80,6 +86,8 @@ arguments! {
 pub(crate) mod optional {
     use pyo3::prelude::*;
 
+    use super::Table;
+
     macro_rules! optional {
         ($($name:ident: $type:ty;)+) => {
             $(
@@ -91,10 +99,12 @@ pub(crate) mod optional {
     }
 
     optional! {
+        costs: Table;
         delay_price: f64;
         head_dim: i64;
         hybrid_threshold: i64;
         ids: Vec<i64>;
+        limits: Vec<f64>;
         max_cp_size: usize;
         max_delay: u64;
         max_document_tokens: i32;

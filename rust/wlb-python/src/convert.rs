@@ -54,6 +54,14 @@ pub(crate) fn floats_of_shape(
     object: &Bound<'_, PyAny>,
     dimensions: RangeInclusive<usize>,
 ) -> PyResult<(Vec<f64>, Vec<usize>)> {
+    if let Ok(array) = object.cast_exact::<PyArrayDyn<f64>>()
+        && dimensions.contains(&array.ndim())
+        && array.is_c_contiguous()
+        // SAFETY: read once, here, with the GIL. That the memory is aligned and contiguous is checked.
+        && let Ok(values) = unsafe { array.as_slice() }
+    {
+        return Ok((values.to_vec(), array.shape().to_vec()));
+    }
     let array = as_array(argument, object, dimensions)?;
     if !"iuf".contains(kind(&array)?) {
         return Err(refuse(argument, None, Some(object), format!("must be real numbers, not {}", array.dtype())));
@@ -62,6 +70,12 @@ pub(crate) fn floats_of_shape(
     let converted =
         array.call_method1("astype", ("float64", "C")).map_err(|error| unreadable(argument, object, error))?;
     Ok((converted.cast::<PyArrayDyn<f64>>()?.to_vec()?, array.shape().to_vec()))
+}
+
+/// Any float64 values of one dimension or two, with so many rows and columns. Copied.
+pub(crate) fn floats_by_row(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<(Vec<f64>, usize, usize)> {
+    let (values, shape) = floats_of_shape(argument, object, 1..=2)?;
+    Ok((values, shape[0], shape.get(1).copied().unwrap_or(1)))
 }
 
 /// One whole number; a bool is none.

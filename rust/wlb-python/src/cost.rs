@@ -5,9 +5,10 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 use wlb_core::Lengths;
 use wlb_core::cost::fit::{FitOptions, FittedTerm};
-use wlb_core::cost::{CostModel as Model, FlopsOptions, Mask, Rates, Unit};
+use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Rates, Unit};
+use wlb_core::packing::Pricing;
 
-use crate::arguments;
+use crate::arguments::{self, Table};
 use crate::convert::{choice, integer, read_lengths, sizes};
 use crate::error::{raise, refuse};
 use crate::plain::{Array, Tuple, hashed_by, pickled_as_json, properties};
@@ -18,6 +19,36 @@ use crate::run::run;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<CostModel>()?;
     module.add_function(wrap_pyfunction!(pairs, module)?)
+}
+
+/// Costs of so many documents, one by one, if they are given.
+pub(crate) fn document_costs(
+    costs: Option<Table>,
+    limits: Option<&[f64]>,
+    documents: usize,
+) -> PyResult<Option<DocumentCosts>> {
+    let Some((values, found, columns)) = costs else { return Ok(None) };
+    if found != documents {
+        let (argument, other) = ("costs", "lengths");
+        return Err(raise(wlb_core::Error::Mismatch { argument, found, other, expected: documents }));
+    }
+    DocumentCosts::new(values, documents, columns, limits.unwrap_or_default()).map(Some).map_err(raise)
+}
+
+/// What documents cost: by a model, or each as given, and by one of the two.
+pub(crate) fn pricing<'a>(
+    cost_model: Option<&'a CostModel>,
+    given: Option<&'a DocumentCosts>,
+    limits: Option<&[f64]>,
+) -> PyResult<Pricing<'a>> {
+    let wrong = |argument, problem: &str| Err(refuse(argument, None, None, problem));
+    match (cost_model, given) {
+        (Some(_), None) if limits.is_some() => wrong("limits", "are of columns of costs: pass costs"),
+        (Some(model), None) => Ok(Pricing::Model(&model.0)),
+        (None, Some(given)) => Ok(Pricing::Given(given)),
+        (Some(_), Some(_)) => wrong("costs", "take the place of cost_model: pass one of the two"),
+        (None, None) => wrong("cost_model", "is missing: pass it, or costs of the documents"),
+    }
 }
 
 pub(crate) fn mask(causal: bool) -> Mask {

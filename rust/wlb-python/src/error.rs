@@ -41,6 +41,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// The exception for a core error.
 pub(crate) fn raise(error: Error) -> PyErr {
+    if let Error::Cell { argument, row, column, value, requirement } = error {
+        let place: Vec<usize> = [row].into_iter().chain(column).collect();
+        return refuse_entry(argument, &place, value, requirement);
+    }
     let message = error.to_string();
     Python::attach(|py| {
         let exception = match error {
@@ -127,7 +131,9 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
             value.into_pyobject(py).map(|value| value.into_any().unbind())
         }
         Error::Choice { value, .. } => value.into_pyobject(py).map(|value| value.into_any().unbind()),
-        Error::Combination { .. }
+        Error::Cell { .. }
+        | Error::Column { .. }
+        | Error::Combination { .. }
         | Error::Interrupted
         | Error::Order { .. }
         | Error::Profile { .. }

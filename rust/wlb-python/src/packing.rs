@@ -11,9 +11,9 @@ use wlb_core::packing::{self as core, Method, Piece};
 
 use crate::arguments;
 use crate::convert::choice;
-use crate::cost::CostModel;
+use crate::cost::{CostModel, document_costs, pricing};
 use crate::error::raise;
-use crate::plain::{Array, Pickle, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
+use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
 use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -31,7 +31,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch that is
 ///         trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave documents over.
 ///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
-///     cost_model: what documents cost.
+///     cost_model: what documents cost, by their lengths; or ``costs``.
+///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource with a
+///         barrier of its own (vision encoder, language model). A step takes the sum over columns of the heaviest
+///         micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length", "refined" and
+///         "original", which shares a cost among pieces by their tokens.
+///     limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit is
+///         memory, and takes no time.
 ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
 ///         "var_length_fast" (the same for heavy documents, the light tail poured in arrival order; costs at most 1.001 of the
 ///         lower bound where var_length does), "refined" (no worse than var_length, and next to optimal where ``max_tokens``
@@ -49,7 +55,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// Raises:
 ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents whole),
-///         an unknown method, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``. Documents do not
+///         an unknown method, a cost that is negative or not finite, a column of zeros or none without a limit, both or none of
+///         ``cost_model`` and ``costs``, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``. Documents do not
 ///         fit: the message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut
 ///         documents the least one).
 ///
@@ -58,8 +65,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on. Ctrl-C ends it within half a second.
 #[pyfunction]
 #[pyo3(signature = (
-    lengths, *, num_micro_batches, max_tokens, cost_model, method = "var_length", window = 1, multiple_of = 1,
-    leftover = "error",
+    lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None, method = "var_length",
+    window = 1, multiple_of = 1, leftover = "error",
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn pack(
@@ -67,7 +74,9 @@ fn pack(
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
     #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    cost_model: &CostModel,
+    cost_model: Option<&CostModel>,
+    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
     method: &str,
     #[pyo3(from_py_with = arguments::window)] window: usize,
     #[pyo3(from_py_with = arguments::multiple_of)] multiple_of: usize,
@@ -84,10 +93,12 @@ fn pack(
         global_batches: window,
         leftover: choice(leftover)?,
     };
+    let given = document_costs(costs, limits.as_deref(), lengths.len())?;
+    let pricing = pricing(cost_model, given.as_ref(), limits.as_deref())?;
     let micro_batches = options.num_micro_batches.saturating_mul(window);
     run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
-        None => core::pack_whole(&lengths, multiple_of, &options, &cost_model.0),
-        Some(_) => core::pack(&lengths, &options, &cost_model.0),
+        None => core::pack_whole(&lengths, multiple_of, &options, pricing),
+        Some(_) => core::pack(&lengths, &options, pricing),
     })?
     .map(Packing::from)
     .map_err(raise)
@@ -124,8 +135,16 @@ properties! {
     assignment: Array<&[i32]> = |packing| Array(&packing.0.assignment);
     /// int64[M]: tokens of each micro-batch.
     tokens: Array<&[i64]> = |packing| Array(&packing.0.tokens);
-    /// float64[M]: cost of each micro-batch, in the cost model's unit.
+    /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take time.
     costs: Array<&[f64]> = |packing| Array(&packing.0.costs);
+    /// float64[M, r]: cost of each micro-batch in each column of the documents' costs; with a cost model there is one.
+    column_costs: Table<f64> = |packing| {
+        let costs = packing.0.columns.as_ref().map_or(&packing.0.costs, |columns| &columns.costs);
+        let micro_batches = packing.0.num_micro_batches();
+        Table(costs.clone(), [micro_batches, costs.len() / micro_batches])
+    };
+    /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in each.
+    step_cost: f64 = |packing| packing.0.step_cost();
     /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
     /// ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
     leftover: Array<Vec<i64>> = |packing| Array(ids(&packing.0.leftover));
@@ -133,9 +152,10 @@ properties! {
     leftover_starts: Array<Vec<i32>> = |packing| Array(starts(&packing.0.leftover));
     /// int32[l]: tokens of each left-over piece.
     leftover_lengths: Array<Vec<i32>> = |packing| Array(piece_lengths(&packing.0.leftover));
-    /// ``max cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is placed.
+    /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is placed.
     imbalance: f64 = |packing| packing.0.imbalance();
-    /// No packing of the placed documents has a smaller maximum cost: ``max(total cost / M, largest document)``.
+    /// No packing of the placed documents has a smaller ``step_cost``: ``max(total cost / M, largest document)``, summed
+    /// over columns.
     lower_bound: f64 = |packing| packing.0.lower_bound();
     /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
     /// is the cost of the last document put into the heaviest micro-batch.
@@ -149,20 +169,26 @@ impl Packing {
     /// Args:
     ///     lengths: int[n], tokens.
     ///     assignment: int[n], micro-batch of each document; -1 leaves it over.
-    ///     num_micro_batches, max_tokens, cost_model: as in :func:`pack`.
+    ///     num_micro_batches, max_tokens, cost_model, costs, limits: as in :func:`pack`.
     ///
     /// Raises:
     ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
     #[staticmethod]
-    #[pyo3(signature = (lengths, assignment, *, num_micro_batches, max_tokens, cost_model))]
+    #[pyo3(signature = (
+        lengths, assignment, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None,
+    ))]
     fn from_assignment(
         #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
         #[pyo3(from_py_with = arguments::assignment)] assignment: Vec<i64>,
         #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
         #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-        cost_model: &CostModel,
+        cost_model: Option<&CostModel>,
+        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+        #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
     ) -> PyResult<Self> {
-        core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, &cost_model.0)
+        let given = document_costs(costs, limits.as_deref(), lengths.len())?;
+        let pricing = pricing(cost_model, given.as_ref(), limits.as_deref())?;
+        core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, pricing)
             .map(Self::from)
             .map_err(raise)
     }

@@ -4,6 +4,7 @@
 //! documents, micro-batches. The first and the tokens' may be measured tables instead of rates.
 
 mod curve;
+mod document_costs;
 pub mod fit;
 mod flops;
 mod mask;
@@ -11,6 +12,7 @@ mod model;
 mod rates;
 
 pub(crate) use curve::Curve;
+pub use document_costs::DocumentCosts;
 pub use flops::{FlopsOptions, Passes};
 pub use mask::{LocalMask, Mask};
 pub use model::CostModel;

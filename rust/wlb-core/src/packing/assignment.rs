@@ -1,14 +1,15 @@
 //! A packing that somebody else made, scored like ours.
 
-use crate::cost::CostModel;
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
 use crate::limits::MAX_TOKENS;
 
+use super::methods::columns::Priced;
 use super::options::check_micro_batches;
 use super::piece::Piece;
 use super::placement::Placement;
 use super::plan::Packing;
+use super::pricing::Pricing;
 
 impl Packing {
     /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
@@ -33,36 +34,60 @@ impl Packing {
     /// assert_eq!((packing.tokens.as_slice(), packing.imbalance()), (&[30, 30][..], 1.0));
     /// # Ok::<(), wlb_core::Error>(())
     /// ```
-    pub fn from_assignment(
+    pub fn from_assignment<'a>(
         lengths: &Lengths,
         assignment: &[i64],
         num_micro_batches: usize,
         max_tokens: i32,
-        cost_model: &CostModel,
+        costs: impl Into<Pricing<'a>>,
     ) -> Result<Self> {
+        let costs = costs.into();
         check_micro_batches(num_micro_batches)?;
         check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
-        cost_model.check_finite(lengths)?;
+        costs.check(lengths)?;
         if assignment.len() != lengths.len() {
             let (found, expected) = (assignment.len(), lengths.len());
             return Err(Error::Mismatch { argument: "assignment", found, other: "lengths", expected });
         }
-        let mut placement = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
-        for (index, (&length, &micro_batch)) in lengths.iter().zip(assignment).enumerate() {
-            match usize::try_from(micro_batch) {
-                Ok(j) if j < num_micro_batches => placement.put(index, j, length, cost_model.cost(length)),
-                Err(_) if micro_batch == -1 => placement.leftover.push(index),
-                _ => {
-                    let requirement = "must be a micro-batch, or -1 for a document left over";
-                    let (argument, value) = ("assignment", micro_batch as f64);
-                    return Err(Error::Entry { argument, index, value, requirement });
-                }
-            }
+        let requirement = "must be a micro-batch, or -1 for a document left over";
+        let wrong = |&micro_batch: &i64| !(-1..num_micro_batches as i64).contains(&micro_batch);
+        if let Some(index) = assignment.iter().position(wrong) {
+            let (argument, value) = ("assignment", assignment[index] as f64);
+            return Err(Error::Entry { argument, index, value, requirement });
         }
-        if placement.tokens.iter().any(|&tokens| tokens > i64::from(max_tokens)) {
+        let placed = assignment.iter().map(|&micro_batch| usize::try_from(micro_batch).ok()).enumerate();
+        let piece = |index: usize| Piece::whole(index, lengths[index]);
+        let packing = match costs {
+            Pricing::Model(cost_model) => {
+                let mut placement = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
+                for (index, micro_batch) in placed {
+                    match micro_batch {
+                        Some(j) => placement.put(index, j, lengths[index], cost_model.cost(lengths[index])),
+                        None => placement.leftover.push(index),
+                    }
+                }
+                placement.into_packing(None, max_tokens, cost_model, piece)
+            }
+            Pricing::Given(costs) => {
+                let priced = Priced { lengths, costs, num_micro_batches, max_tokens, empty_cost: 0.0 };
+                let mut found = priced.nothing();
+                for (index, micro_batch) in placed {
+                    match micro_batch {
+                        Some(j) => priced.put(&mut found, index, j),
+                        None => found.placement.leftover.push(index),
+                    }
+                }
+                if !priced.keeps_limits(&found.loads) {
+                    let requirement = "puts more than the limit of a column into one micro-batch";
+                    return Err(Error::Combination { argument: "assignment", requirement });
+                }
+                priced.packing(found, None, piece)
+            }
+        };
+        if packing.tokens.iter().any(|&tokens| tokens > i64::from(max_tokens)) {
             let requirement = "puts more than max_tokens tokens into one micro-batch";
             return Err(Error::Combination { argument: "assignment", requirement });
         }
-        Ok(placement.into_packing(None, max_tokens, cost_model, |index| Piece::whole(index, lengths[index])))
+        Ok(packing)
     }
 }

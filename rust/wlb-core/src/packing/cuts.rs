@@ -1,11 +1,12 @@
 //! Where pieces of cut documents are put while a packing is made.
 
-use crate::cost::CostModel;
 use crate::interrupt::Meter;
 
+use super::columns::Columns;
 use super::options::Method;
 use super::piece::Piece;
 use super::plan::Packing;
+use super::pricing::Pricing;
 
 /// Where pieces of cut documents were put: what the packing methods that cut documents fill in.
 pub(super) struct Cuts {
@@ -37,17 +38,33 @@ impl Cuts {
         method: Method,
         max_tokens: i32,
         lengths: &[i32],
-        cost_model: &CostModel,
+        pricing: Pricing<'_>,
     ) -> Packing {
-        let empty_cost = cost_model.micro_batch();
+        let empty_cost = match pricing {
+            Pricing::Model(model) => model.micro_batch(),
+            Pricing::Given(_) => 0.0,
+        };
         let mut costs = vec![empty_cost; self.tokens.len()];
+        let mut columns = match pricing {
+            Pricing::Given(given) if given.columns() > 1 => Some(Columns::none(given.limits(), self.tokens.len())),
+            _ => None,
+        };
         let mut largest_cost = 0.0_f64;
         let mut assignment = vec![-1; lengths.len()];
         let mut counts = vec![0_usize; self.tokens.len()];
         let mut meter = Meter::default();
         for &(micro_batch, piece) in &self.placed {
             meter.spend(1);
-            let cost = cost_model.cost(piece.length);
+            let cost = match pricing {
+                Pricing::Model(model) => model.cost(piece.length),
+                // A part of a document has the part of its cost that it has of its tokens.
+                Pricing::Given(given) => {
+                    let share = f64::from(piece.length) / f64::from(lengths[piece.id as usize]);
+                    let row = given.row(piece.id as usize).iter().map(|cost| cost * share);
+                    columns.iter_mut().for_each(|columns| columns.put(micro_batch, row.clone()));
+                    row.zip(given.limits()).filter(|(_, limit)| limit.is_none()).map(|(cost, _)| cost).sum()
+                }
+            };
             costs[micro_batch] += cost;
             largest_cost = largest_cost.max(cost);
             counts[micro_batch] += 1;
@@ -73,6 +90,7 @@ impl Cuts {
             leftover: self.leftover,
             length_fallbacks: 0,
             largest_cost: empty_cost + largest_cost,
+            columns,
         }
     }
 }

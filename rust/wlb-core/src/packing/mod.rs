@@ -5,6 +5,7 @@
 //! a step; [`tune`] finds on a sample of lengths what such a packer should hold back.
 
 mod assignment;
+mod columns;
 mod cuts;
 mod deal;
 mod global_batches;
@@ -15,10 +16,12 @@ mod pack_whole;
 mod piece;
 mod placement;
 mod plan;
+mod pricing;
 mod split;
 pub mod stream;
 pub mod tune;
 
+pub use columns::Columns;
 pub(crate) use deal::deal;
 pub use global_batches::batch_offsets;
 pub use options::{Leftover, Method, PackOptions};
@@ -26,4 +29,5 @@ pub use pack::pack;
 pub use pack_whole::pack_whole;
 pub use piece::Piece;
 pub use plan::Packing;
+pub use pricing::Pricing;
 pub use split::split_documents;

@@ -2,20 +2,25 @@
 //!
 //! Methods leave over what does not fit. Whether that is an error, and what the error advises, is decided here.
 
-use crate::cost::CostModel;
+use crate::cost::DocumentCosts;
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::lengths::Lengths;
 use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 
+use super::methods::columns::Priced;
 use super::methods::{fixed_length, original, refined, var_length, var_length_fast};
 use super::options::{Leftover, Method, PackOptions, check_micro_batches};
+use super::piece::Piece;
 use super::plan::Packing;
+use super::pricing::Pricing;
 
 /// Packs one global batch.
 ///
 /// # Arguments
 /// * `lengths` - documents in arrival order; their ids are their indices. With `g` `global_batches` they are the
 ///   documents of `g` global batches, and step `i` trains micro-batches `i * num_micro_batches ..`.
+/// * `costs` - what the documents cost: a [`CostModel`](crate::CostModel), or
+///   [`DocumentCosts`](crate::cost::DocumentCosts) one by one.
 ///
 /// # Returns
 /// The micro-batches of all steps, and under [`Leftover::Return`] what is left over.
@@ -43,7 +48,8 @@ use super::plan::Packing;
 /// assert!(packing.max_cost() == packing.lower_bound());
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
-pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) -> Result<Packing> {
+pub fn pack<'a>(lengths: &Lengths, options: &PackOptions, costs: impl Into<Pricing<'a>>) -> Result<Packing> {
+    let costs = costs.into();
     let PackOptions { max_tokens, method, global_batches, .. } = *options;
     check_micro_batches(options.num_micro_batches)?;
     check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
@@ -52,28 +58,58 @@ pub fn pack(lengths: &Lengths, options: &PackOptions, cost_model: &CostModel) ->
         return Err(Error::Combination { argument: "window", requirement });
     }
     check_range("window", saturating_i64(global_batches), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
-    cost_model.check_finite(lengths)?;
+    costs.check(lengths)?;
     let num_micro_batches = options.num_micro_batches * global_batches;
+    let keeps_whole = !matches!(method, Method::Original | Method::FixedLength);
+    if keeps_whole {
+        check_fit(lengths, max_tokens)?;
+    }
+    let cost_model = match costs {
+        Pricing::Model(cost_model) => cost_model,
+        Pricing::Given(given) => {
+            let packing = pack_given(lengths, num_micro_batches, max_tokens, method, given)?;
+            return finish(packing, lengths, options, !given.limits().iter().all(Option::is_none));
+        }
+    };
     let packing = match method {
-        Method::Original => original::pack(lengths, num_micro_batches, max_tokens, cost_model),
+        Method::Original => original::pack(lengths, num_micro_batches, max_tokens, costs),
         Method::FixedLength => {
             Packing { global_batches, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) }
         }
-        Method::VarLength => {
-            check_fit(lengths, max_tokens)?;
-            var_length::pack(lengths, num_micro_batches, max_tokens, cost_model)
-        }
-        Method::VarLengthFast => {
-            check_fit(lengths, max_tokens)?;
-            var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model)
-        }
-        Method::Refined => {
-            check_fit(lengths, max_tokens)?;
-            refined::pack(lengths, num_micro_batches, max_tokens, cost_model)
+        Method::VarLength => var_length::pack(lengths, num_micro_batches, max_tokens, cost_model),
+        Method::VarLengthFast => var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model),
+        Method::Refined => refined::pack(lengths, num_micro_batches, max_tokens, cost_model),
+    };
+    finish(packing, lengths, options, false)
+}
+
+/// Documents whose costs are given, and nothing else about them than their tokens.
+fn pack_given(
+    lengths: &Lengths,
+    num_micro_batches: usize,
+    max_tokens: i32,
+    method: Method,
+    costs: &DocumentCosts,
+) -> Result<Packing> {
+    let priced = Priced { lengths, costs, num_micro_batches, max_tokens, empty_cost: 0.0 };
+    let placed = match method {
+        Method::Original => return Ok(original::pack(lengths, num_micro_batches, max_tokens, costs.into())),
+        Method::VarLength => priced.place(),
+        Method::Refined => priced.refine(),
+        Method::FixedLength | Method::VarLengthFast => {
+            let requirement =
+                "goes by lengths alone: documents whose costs are given need \"var_length\" or \"refined\"";
+            return Err(Error::Combination { argument: "method", requirement });
         }
     };
+    Ok(priced.packing(placed, Some(method), |index| Piece::whole(index, lengths[index])))
+}
+
+fn finish(packing: Packing, lengths: &Lengths, options: &PackOptions, limited: bool) -> Result<Packing> {
     match first_left_over(&packing) {
-        Some(first) if options.leftover == Leftover::Error => Err(left_over(first, &packing, lengths, options)),
+        Some(first) if options.leftover == Leftover::Error => {
+            Err(left_over(first, &packing, lengths, options, limited))
+        }
         _ => Ok(packing),
     }
 }
@@ -83,10 +119,11 @@ fn first_left_over(packing: &Packing) -> Option<usize> {
     packing.leftover.iter().map(|piece| piece.id as usize).min()
 }
 
-fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackOptions) -> Error {
+fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackOptions, limited: bool) -> Error {
     let micro_batches = packing.num_micro_batches();
     let most = enough_tokens(lengths, micro_batches as u64, options.method);
     let remedy = match most {
+        _ if limited => "num_micro_batches=None takes as many as hold them all, also within limits".to_owned(),
         // Several global batches need a number of micro-batches.
         _ if options.global_batches != 1 => format!("max_tokens={most} holds them all"),
         ..=MAX_TOKENS => format!("max_tokens={most} or num_micro_batches=None holds them all"),

@@ -6,7 +6,7 @@
 use super::options::{Leftover, Method, PackOptions};
 use super::pack::pack;
 use super::plan::Packing;
-use crate::cost::CostModel;
+use super::pricing::Pricing;
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::lengths::Lengths;
 use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
@@ -41,12 +41,13 @@ use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 /// assert_eq!(pack_whole(&lengths, 4, &options, &cost)?.num_micro_batches(), 4);
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
-pub fn pack_whole(
+pub fn pack_whole<'a>(
     lengths: &Lengths,
     multiple_of: usize,
     options: &PackOptions,
-    cost_model: &CostModel,
+    costs: impl Into<Pricing<'a>>,
 ) -> Result<Packing> {
+    let costs = costs.into();
     check_range("multiple_of", saturating_i64(multiple_of), 1, MAX_MICRO_BATCHES as i64)?;
     check_range("max_tokens", i64::from(options.max_tokens), 1, MAX_TOKENS)?;
     if options.global_batches != 1 {
@@ -57,7 +58,7 @@ pub fn pack_whole(
         // Too many are refused by `pack`.
         let num_micro_batches = multiples.saturating_mul(multiple_of);
         let leftover = Leftover::Return;
-        pack(lengths, &PackOptions { num_micro_batches, leftover, ..options.clone() }, cost_model)
+        pack(lengths, &PackOptions { num_micro_batches, leftover, ..options.clone() }, costs)
     };
     let held = options.max_tokens as u64 * multiple_of as u64;
     let mut least = (lengths.total() as u64).div_ceil(held).max(1) as usize;
@@ -65,6 +66,14 @@ pub fn pack_whole(
         // No two of these fit together, and they are not cut.
         let apart = lengths.iter().filter(|&&length| length > options.max_tokens / 2).count();
         least = least.max(apart.div_ceil(multiple_of));
+    }
+
+    if let Pricing::Given(given) = costs {
+        let needed =
+            given.limits().iter().enumerate().filter_map(|(column, limit)| Some(given.sums()[column] / (*limit)?));
+        // A rounded sum may be too much.
+        let micro_batches = needed.fold(0.0, f64::max) * (1.0 - 1e-9);
+        least = least.max((micro_batches / multiple_of as f64).ceil() as usize);
     }
 
     // `too_few` multiples leave something over. Steps double, so that a bound far too low costs few attempts.

@@ -58,12 +58,25 @@ impl Placement {
         self.costs.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Lists the pieces of each micro-batch in document order: a counting sort.
+    /// The packing of documents that cost what the model says.
     pub(super) fn into_packing(
         self,
         method: Option<Method>,
         max_tokens: i32,
         cost_model: &CostModel,
+        piece: impl Fn(usize) -> Piece,
+    ) -> Packing {
+        // Cost never decreases with length.
+        let largest_cost = self.empty_cost + if self.longest > 0 { cost_model.cost(self.longest) } else { 0.0 };
+        self.into_packing_of(method, max_tokens, largest_cost, piece)
+    }
+
+    /// Lists the pieces of each micro-batch in document order: a counting sort.
+    pub(super) fn into_packing_of(
+        self,
+        method: Option<Method>,
+        max_tokens: i32,
+        largest_cost: f64,
         piece: impl Fn(usize) -> Piece,
     ) -> Packing {
         let num_micro_batches = self.tokens.len();
@@ -105,8 +118,8 @@ impl Placement {
             costs: self.costs,
             leftover: self.leftover.into_iter().map(piece).collect(),
             length_fallbacks: self.length_fallbacks,
-            // Cost never decreases with length.
-            largest_cost: self.empty_cost + if self.longest > 0 { cost_model.cost(self.longest) } else { 0.0 },
+            largest_cost,
+            columns: None,
         }
     }
 }

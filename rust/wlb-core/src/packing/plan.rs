@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, from_json};
 
+use super::columns::Columns;
 use super::options::Method;
 use super::piece::Piece;
 
@@ -34,8 +35,11 @@ pub struct Packing {
     pub leftover: Vec<Piece>,
     /// Documents that were placed by token count, because they did not fit where the cost was least.
     pub length_fallbacks: usize,
-    /// Cost of a micro-batch with nothing but the heaviest placed piece.
+    /// Cost of a micro-batch with nothing but the heaviest placed piece; with several columns, the sum of each's.
     pub largest_cost: f64,
+    /// Costs in each column, where documents have several. `costs` are then those of all columns that take time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Columns>,
 }
 
 impl Packing {
@@ -69,18 +73,26 @@ impl Packing {
         self.costs.iter().copied().fold(0.0, f64::max)
     }
 
-    /// `max cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
+    /// Time of a step: the heaviest micro-batch; with several columns, the sum over them of the heaviest in each.
+    pub fn step_cost(&self) -> f64 {
+        self.columns.as_ref().map_or_else(|| self.max_cost(), Columns::step_cost)
+    }
+
+    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
     pub fn imbalance(&self) -> f64 {
         if self.pieces.is_empty() {
             return 1.0;
         }
         let total = self.total_cost();
         // A mean that was rounded up may lie above the largest.
-        if total > 0.0 { (self.max_cost() * self.num_micro_batches() as f64 / total).max(1.0) } else { 1.0 }
+        if total > 0.0 { (self.step_cost() * self.num_micro_batches() as f64 / total).max(1.0) } else { 1.0 }
     }
 
-    /// No packing of the placed pieces into as many micro-batches has a smaller maximum cost.
+    /// No packing of the placed pieces into as many micro-batches has a smaller [`Packing::step_cost`].
     pub fn lower_bound(&self) -> f64 {
+        if let Some(columns) = &self.columns {
+            return columns.lower_bound();
+        }
         let mean = self.total_cost() / self.num_micro_batches() as f64;
         mean.max(self.largest_cost).min(self.max_cost())
     }
@@ -139,6 +151,7 @@ impl Packing {
             && micro_batches.is_multiple_of(packing.global_batches)
             && packing.pieces.iter().chain(&packing.leftover).all(is_part)
             && (0..micro_batches).all(counted)
+            && packing.columns.as_ref().is_none_or(|columns| columns.fit(micro_batches))
             && packing.assignment.iter().all(exists);
         let problem = "its arrays do not belong together".to_owned();
         if fits { Ok(packing) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }

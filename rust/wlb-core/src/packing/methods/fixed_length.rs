@@ -47,5 +47,5 @@ pub(in crate::packing) fn pack(
             cuts.leave_over(piece);
         }
     }
-    cuts.into_packing(Method::FixedLength, max_tokens, lengths, cost_model)
+    cuts.into_packing(Method::FixedLength, max_tokens, lengths, cost_model.into())
 }

@@ -1,6 +1,8 @@
 //! The ways to pack one global batch: one file each.
 
 pub(super) mod bins;
+pub(super) mod columns;
+mod columns_exchange;
 mod documents;
 mod exchange;
 pub(super) mod fixed_length;

@@ -1,12 +1,12 @@
 //! The usual packing, and the baseline: concatenate, cut.
 
-use crate::cost::CostModel;
 use crate::interrupt::Meter;
 
 use crate::packing::cuts::Cuts;
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;
 use crate::packing::plan::Packing;
+use crate::packing::pricing::Pricing;
 
 /// Concatenates the documents in arrival order and cuts every `max_tokens` tokens (Plain-4D).
 ///
@@ -18,7 +18,7 @@ pub(in crate::packing) fn pack(
     lengths: &[i32],
     num_micro_batches: usize,
     max_tokens: i32,
-    cost_model: &CostModel,
+    costs: Pricing<'_>,
 ) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let mut meter = Meter::default();
@@ -39,5 +39,5 @@ pub(in crate::packing) fn pack(
             cuts.leave_over(piece);
         }
     }
-    cuts.into_packing(Method::Original, max_tokens, lengths, cost_model)
+    cuts.into_packing(Method::Original, max_tokens, lengths, costs)
 }

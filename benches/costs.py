@@ -1,0 +1,155 @@
+"""Documents that bring their own costs: how level the step is, how long the plan takes, and how far the optimum is.
+
+    python benches/costs.py   # prints the tables, writes benches/records/costs.json
+
+Level: two resources, 512 documents, 16 micro-batches, no document above 5 % of a mean micro-batch, in several mixtures.
+Time: 8,700 documents, 64 micro-batches, beside the same batch packed by length, burst by burst in turn. Optimum: small
+batches solved by HiGHS (extra `exact`); without it these rows are left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from common import CONTEXT, COST, Row, machine, options, parse, rounded, samples, synthetic, tables, write_record
+from numpy.typing import NDArray
+from rich.table import Table
+
+import wlb
+
+Costs = NDArray[np.float64]
+SEEDS = 20
+MIXTURES: dict[str, Callable[[np.random.Generator, int], Costs]] = {
+    "independent, uniform": lambda rng, n: rng.uniform(0, 1, (n, 2)),
+    "independent, log-normal": lambda rng, n: rng.lognormal(0, 1, (n, 2)),
+    "images in 70 %": lambda rng, n: np.stack(
+        [np.where(rng.random(n) < 0.7, rng.uniform(0.2, 1, n), 0), rng.uniform(0.1, 1, n)], axis=1
+    ),
+    "nearly proportional": lambda rng, n: rng.uniform(0.2, 1, (n, 1)) * rng.uniform(0.9, 1.1, (n, 2)),
+    "one or the other": lambda rng, n: (lambda share: np.stack([share, 1 - share], axis=1))(rng.uniform(0, 1, n)),
+}
+
+
+def capped(costs: Costs, micro_batches: int) -> Costs:
+    """No document above 5 % of a mean micro-batch, in any column."""
+    for _ in range(50):
+        costs = np.minimum(costs, 0.05 * costs.sum(axis=0) / micro_batches)
+    return costs
+
+
+def level() -> list[Row]:
+    """The step over its lower bound, mean and worst over seeds."""
+    rows: list[Row] = []
+    shape: dict[str, Any] = {"num_micro_batches": 16, "max_tokens": 10**6}
+    lengths = np.full(512, 100)
+    for mixture, draw in MIXTURES.items():
+        for columns in (1, 2):
+            for method in ("var_length", "refined"):
+                over = []
+                for seed in range(SEEDS):
+                    costs = capped(draw(np.random.default_rng(seed), 512), 16)[:, :columns]
+                    packing = wlb.pack(lengths, costs=costs, method=method, **shape)
+                    over.append(packing.step_cost / packing.lower_bound)
+                rows.append(
+                    {
+                        "mixture": mixture,
+                        "columns": columns,
+                        "method": method,
+                        "mean": statistics.mean(over),
+                        "worst": max(over),
+                    }
+                )
+    return rows
+
+
+def speed() -> list[Row]:
+    """Microseconds of a plan, one and two columns beside lengths."""
+    lengths = synthetic(8700)
+    rng = np.random.default_rng(0)
+    one = COST.cost(lengths)
+    two = np.stack([np.where(rng.random(8700) < 0.3, rng.lognormal(0, 1, 8700) * one.mean(), 0), one], axis=1)
+    shape: dict[str, Any] = {"num_micro_batches": 64, "max_tokens": max(int(lengths.sum() / 64 * 1.5), CONTEXT)}
+    works: dict[str, Callable[[], object]] = {
+        "by length": lambda: wlb.pack(lengths, cost_model=COST, **shape),
+        "costs, one column": lambda: wlb.pack(lengths, costs=one, **shape),
+        "costs, two columns": lambda: wlb.pack(lengths, costs=two, **shape),
+    }
+    measured: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(20):
+        for name, work in works.items():
+            measured[name] += samples(work, 0.03)
+    least = min(measured["by length"])
+    return [{"what": name, "us": min(times), "ratio": min(times) / least} for name, times in measured.items()]
+
+
+def optimal_step(costs: Costs, micro_batches: int) -> float:
+    """The shortest step, by HiGHS: the sum over columns of a bound on every micro-batch, as small as can be."""
+    import highspy
+
+    model = highspy.Highs()  # type: ignore[no-untyped-call]
+    model.setOptionValue("output_flag", False)
+    model.setOptionValue("threads", 1)
+    model.setOptionValue("mip_rel_gap", 1e-6)
+    model.setOptionValue("time_limit", 60.0)
+    unit = costs.sum() / micro_batches
+    heaviest = [model.addVariable(lb=0.0, obj=1.0) for _ in range(costs.shape[1])]
+    documents = range(len(costs))
+    # Micro-batches are alike: the k-th document uses one of the first k + 1.
+    inside = [{i: model.addBinary() for i in documents if j <= i} for j in range(micro_batches)]
+    for i in documents:
+        places = [bins[i] for bins in inside if i in bins]
+        model.addConstr(sum(places[1:], start=places[0] * 1.0) == 1)
+    for bins in inside:
+        (first, x), *others = bins.items()
+        for column, most in enumerate(heaviest):
+            scaled = costs[:, column] / unit
+            model.addConstr(sum((y * float(scaled[i]) for i, y in others), start=x * float(scaled[first])) <= most)
+    model.run()
+    return float(model.getInfo().mip_dual_bound) * unit
+
+
+def optimum() -> list[Row]:
+    """Small batches over what the solver proved to be the least."""
+    rows = []
+    for documents, micro_batches in ((12, 3), (16, 4)):
+        over: dict[str, list[float]] = {"var_length": [], "refined": []}
+        for seed in range(10):
+            costs = np.random.default_rng(seed).lognormal(0, 1, (documents, 2))
+            least = optimal_step(costs, micro_batches)
+            for method, found in over.items():
+                shape: dict[str, Any] = {"num_micro_batches": micro_batches, "max_tokens": 10**6, "method": method}
+                found.append(wlb.pack(np.full(documents, 100), costs=costs, **shape).step_cost / least)
+        for method, found in over.items():
+            mean, worst = statistics.mean(found), max(found)
+            rows.append(
+                {"documents": documents, "micro_batches": micro_batches, "method": method, "mean": mean, "worst": worst}
+            )
+    return rows
+
+
+def show(title: str, rows: list[Row]) -> None:
+    """A table of rows with the same keys."""
+    table = Table(*rows[0], title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
+    tables(110).print(table)
+
+
+def main() -> None:
+    """Prints what was measured and writes the record."""
+    arguments = parse(options(__doc__, record="costs.json"))
+    record: Row = {"machine": machine(), "level": level(), "speed": speed()}
+    if find_spec("highspy"):
+        record["optimum"] = optimum()
+    for title in ("level", "speed", "optimum"):
+        if title in record:
+            show(title, record[title])
+    write_record(arguments.record, rounded(record), indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+//! Costs of micro-batches in several columns: one for each resource with a barrier of its own.
+
+use serde::{Deserialize, Serialize};
+
+/// What the micro-batches of a packing have in each column of the documents' costs.
+///
+/// A column with a limit is memory. The others take time: a step takes the sum of what their heaviest micro-batches do.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Columns {
+    /// The limit of each column, if it has one.
+    pub limits: Vec<Option<f64>>,
+    /// Of each micro-batch, row by row.
+    pub costs: Vec<f64>,
+    /// Of each column, the most that a micro-batch with a single one of the documents has.
+    pub largest: Vec<f64>,
+}
+
+impl Columns {
+    /// Micro-batches without documents.
+    pub(super) fn none(limits: &[Option<f64>], micro_batches: usize) -> Self {
+        let columns = limits.len();
+        Self { limits: limits.to_vec(), costs: vec![0.0; columns * micro_batches], largest: vec![0.0; columns] }
+    }
+
+    /// Puts a document, or a part of one, into a micro-batch.
+    pub(super) fn put(&mut self, micro_batch: usize, row: impl Iterator<Item = f64>) {
+        let at = micro_batch * self.len();
+        for ((sum, most), cost) in self.costs[at..].iter_mut().zip(&mut self.largest).zip(row) {
+            *sum += cost;
+            *most = most.max(cost);
+        }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.limits.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.limits.is_empty()
+    }
+
+    /// The columns that take time.
+    pub fn timed(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.len()).filter(|&column| self.limits[column].is_none())
+    }
+
+    /// Costs of a column, micro-batch by micro-batch.
+    pub fn column(&self, column: usize) -> impl Iterator<Item = f64> + '_ {
+        self.costs.iter().skip(column).step_by(self.len()).copied()
+    }
+
+    /// The most that a micro-batch has.
+    pub fn max(&self, column: usize) -> f64 {
+        self.column(column).fold(0.0, f64::max)
+    }
+
+    /// Time of a step: the sum over columns of the heaviest micro-batch in that column.
+    pub fn step_cost(&self) -> f64 {
+        self.timed().map(|column| self.max(column)).sum()
+    }
+
+    /// No packing of the same documents into as many micro-batches has a step of less.
+    pub fn lower_bound(&self) -> f64 {
+        let micro_batches = (self.costs.len() / self.len()) as f64;
+        let bound = |column: usize| {
+            let mean = self.column(column).sum::<f64>() / micro_batches;
+            mean.max(self.largest[column]).min(self.max(column))
+        };
+        self.timed().map(bound).sum()
+    }
+
+    /// Whether these are the columns of so many micro-batches.
+    pub(super) fn fit(&self, micro_batches: usize) -> bool {
+        !self.is_empty() && self.largest.len() == self.len() && self.costs.len() == self.len() * micro_batches
+    }
+}

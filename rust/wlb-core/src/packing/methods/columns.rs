@@ -1,0 +1,239 @@
+//! Algorithm 1 for documents whose costs are given, in one column or several.
+//!
+//! A step takes the sum over columns of the heaviest micro-batch in that column. A document is *led* by the column in
+//! which it is the greatest part of a mean micro-batch. Documents go by that part, greatest first, each to the micro-batch
+//! with the least cost in the leading column: it is there that it does the most harm. Many documents led by each column
+//! level them all. With one column that is Algorithm 1, by cost instead of by length.
+
+use crate::cost::DocumentCosts;
+use crate::costliest_first::costliest_first;
+use crate::ladder::Ladder;
+use crate::packing::columns::Columns;
+use crate::packing::options::Method;
+use crate::packing::piece::Piece;
+use crate::packing::placement::Placement;
+use crate::packing::plan::Packing;
+
+use super::bins::Bins;
+
+/// Documents with costs, and the micro-batches that they go to.
+pub(in crate::packing) struct Priced<'a> {
+    pub(in crate::packing) lengths: &'a [i32],
+    pub(in crate::packing) costs: &'a DocumentCosts,
+    pub(in crate::packing) num_micro_batches: usize,
+    pub(in crate::packing) max_tokens: i32,
+    /// Cost of a micro-batch without documents; in the first column that takes time.
+    pub(in crate::packing) empty_cost: f64,
+}
+
+/// Documents put into micro-batches, and what these have in each column.
+#[derive(Clone)]
+pub(in crate::packing) struct Placed {
+    /// Costs are those of all columns that take time, together.
+    pub(in crate::packing) placement: Placement,
+    /// Row by row.
+    pub(in crate::packing) loads: Vec<f64>,
+}
+
+impl Priced<'_> {
+    /// Algorithm 1. Where documents are left over, the same from the document on that takes most of what is limited
+    /// (tokens, memory): whichever leaves fewer over, then the shorter step.
+    ///
+    /// # Complexity
+    /// O(n) for the sort, and a few steps for each document and column; O(n N) at worst, and where memory is limited.
+    pub(in crate::packing) fn place(&self) -> Placed {
+        let scale = self.scale();
+        let placed = if self.costs.columns() == 1 {
+            self.place_in_order(costliest_first(self.costs.values()), &scale)
+        } else {
+            let parts: Vec<f64> = (0..self.lengths.len()).map(|index| self.leading(index, &scale).1).collect();
+            self.place_in_order(costliest_first(&parts), &scale)
+        };
+        if placed.placement.leftover.is_empty() {
+            return placed;
+        }
+        let bulks: Vec<f64> = (0..self.lengths.len()).map(|index| self.bulk(index)).collect();
+        let other = self.place_in_order(costliest_first(&bulks), &scale);
+        let rank = |placed: &Placed| (placed.placement.leftover.len(), self.step_cost(&placed.loads));
+        if rank(&other) < rank(&placed) { other } else { placed }
+    }
+
+    /// Each document, in the order given, to the micro-batch with the least cost in its leading column. If it does not
+    /// fit there: where the tokens are fewest, or, where memory is limited, to the first in order of that cost that has
+    /// room. Else it is left over.
+    pub(in crate::packing) fn place_in_order(&self, order: impl Iterator<Item = usize>, scale: &[f64]) -> Placed {
+        let columns = self.costs.columns();
+        if columns == 1 {
+            let mut bins = Bins::resume(self.nothing().placement, self.max_tokens);
+            order.for_each(|index| bins.place(index, self.lengths[index], self.costs.values()[index]));
+            return Placed { loads: bins.placement.costs.clone(), placement: bins.placement };
+        }
+        let mut placed = self.nothing();
+        // A document changes all columns of a micro-batch, and where it stands in the others is looked up only when it
+        // comes first there.
+        let mut by_load: Vec<Ladder> =
+            (0..columns).map(|column| Ladder::new(by_column(&placed.loads, columns, column))).collect();
+        let mut by_tokens: Option<Ladder> = None;
+        for index in order {
+            let (leading, _) = self.leading(index, scale);
+            let lightest = by_load[leading].lightest_by(|j| placed.loads[j * columns + leading]);
+            let mut found = Some(lightest);
+            if !self.has_room(&placed, lightest, index) {
+                found = if self.costs.is_limited() {
+                    let mut by_load: Vec<(f64, usize)> = by_column(&placed.loads, columns, leading).zip(0..).collect();
+                    by_load.sort_by(|a, b| a.0.total_cmp(&b.0));
+                    by_load.into_iter().map(|(_, j)| j).find(|&j| self.has_room(&placed, j, index))
+                } else {
+                    let tokens = &placed.placement.tokens;
+                    let fewest = by_tokens.get_or_insert_with(|| Ladder::new(tokens.iter().map(|&t| t as f64)));
+                    Some(fewest.lightest()).filter(|&j| self.has_room(&placed, j, index))
+                };
+                placed.placement.length_fallbacks += usize::from(found.is_some());
+            }
+            let Some(j) = found else {
+                placed.placement.leftover.push(index);
+                continue;
+            };
+            self.put(&mut placed, index, j);
+            by_load[leading].set(j, placed.loads[j * columns + leading]);
+            if let Some(by_tokens) = &mut by_tokens {
+                by_tokens.set(j, placed.placement.tokens[j] as f64);
+            }
+        }
+        placed
+    }
+
+    /// Micro-batches without documents.
+    pub(in crate::packing) fn nothing(&self) -> Placed {
+        let placement = Placement::new(self.lengths.len(), self.num_micro_batches, self.empty_cost);
+        let columns = self.costs.columns();
+        let first = self.timed().next().unwrap_or(0);
+        let load = |at: usize| if at % columns == first { self.empty_cost } else { 0.0 };
+        Placed { placement, loads: (0..self.num_micro_batches * columns).map(load).collect() }
+    }
+
+    #[inline]
+    pub(in crate::packing) fn put(&self, placed: &mut Placed, index: usize, micro_batch: usize) {
+        let row = self.costs.row(index);
+        placed.placement.put(index, micro_batch, self.lengths[index], self.time(row));
+        for (load, cost) in placed.loads[micro_batch * row.len()..].iter_mut().zip(row) {
+            *load += cost;
+        }
+    }
+
+    /// What a document takes in all columns together, one after the other.
+    #[inline]
+    pub(in crate::packing) fn time(&self, row: &[f64]) -> f64 {
+        if !self.costs.is_limited() {
+            return row.iter().sum();
+        }
+        row.iter().zip(self.costs.limits()).filter(|(_, limit)| limit.is_none()).map(|(cost, _)| cost).sum()
+    }
+
+    #[inline]
+    fn has_room(&self, placed: &Placed, micro_batch: usize, index: usize) -> bool {
+        let tokens = placed.placement.tokens[micro_batch] + i64::from(self.lengths[index]);
+        tokens <= i64::from(self.max_tokens)
+            && (!self.costs.is_limited() || self.has_memory(&placed.loads, micro_batch, self.costs.row(index)))
+    }
+
+    #[inline]
+    fn has_memory(&self, loads: &[f64], micro_batch: usize, row: &[f64]) -> bool {
+        let loads = &loads[micro_batch * row.len()..][..row.len()];
+        let limits = self.costs.limits().iter().zip(loads.iter().zip(row));
+        limits
+            .filter_map(|(limit, sum)| Some((limit.as_ref()?, sum)))
+            .all(|(limit, (load, cost))| load + cost <= *limit)
+    }
+
+    /// Whether no micro-batch has more memory than its limit.
+    pub(in crate::packing) fn keeps_limits(&self, loads: &[f64]) -> bool {
+        let mut limits = self.costs.limits().iter().cycle();
+        loads.iter().all(|load| limits.next().copied().flatten().is_none_or(|limit| *load <= limit))
+    }
+
+    /// Columns that take time.
+    fn timed(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.costs.columns()).filter(|&column| self.costs.limits()[column].is_none())
+    }
+
+    /// What makes of a cost a part of its column: one over the column's sum, 0 for nothing but zeros. Minus infinity for
+    /// memory.
+    /// With one column there is nothing to compare: 1, which keeps every bit.
+    pub(in crate::packing) fn scale(&self) -> Vec<f64> {
+        let columns = self.costs.columns();
+        if columns == 1 {
+            return vec![1.0];
+        }
+        let limits = self.costs.limits().iter();
+        let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {
+            Some(_) => f64::NEG_INFINITY,
+            None if sum == 0.0 => 0.0,
+            None => 1.0 / sum,
+        });
+        scale.collect()
+    }
+
+    /// The column in which a document is the greatest part, the first of several, and that part.
+    #[inline]
+    pub(in crate::packing) fn leading(&self, index: usize, scale: &[f64]) -> (usize, f64) {
+        // Memory leads nothing: its scale is none.
+        let mut leading = (usize::MAX, -1.0);
+        for (column, (cost, scale)) in self.costs.row(index).iter().zip(scale).enumerate() {
+            let part = cost * scale;
+            leading = if part > leading.1 { (column, part) } else { leading };
+        }
+        leading
+    }
+
+    /// The greatest part that a document takes of what a micro-batch may have.
+    fn bulk(&self, index: usize) -> f64 {
+        let tokens = f64::from(self.lengths[index]) / f64::from(self.max_tokens);
+        let memory = self.costs.row(index).iter().zip(self.costs.limits());
+        memory.fold(tokens, |most, (cost, limit)| limit.map_or(most, |limit| most.max(cost / limit)))
+    }
+
+    /// Time of a step: the sum over columns of the heaviest micro-batch.
+    pub(in crate::packing) fn step_cost(&self, loads: &[f64]) -> f64 {
+        let columns = self.costs.columns();
+        self.timed().map(|column| by_column(loads, columns, column).fold(0.0, f64::max)).sum()
+    }
+
+    /// The packing of what was placed.
+    pub(in crate::packing) fn packing(
+        &self,
+        placed: Placed,
+        method: Option<Method>,
+        piece: impl Fn(usize) -> Piece,
+    ) -> Packing {
+        let Placed { placement, loads } = placed;
+        let columns = self.costs.columns();
+        let mut largest = if placement.leftover.is_empty() {
+            self.costs.largest().to_vec()
+        } else {
+            let mut largest = vec![0.0; columns];
+            for (row, _) in rows(self.costs).zip(&placement.assignment).filter(|&(_, &micro_batch)| micro_batch >= 0) {
+                largest.iter_mut().zip(row).for_each(|(most, cost)| *most = f64::max(*most, *cost));
+            }
+            largest
+        };
+        largest[self.timed().next().unwrap_or(0)] += self.empty_cost;
+        let largest_cost = self.time(&largest);
+        let columns = (columns > 1).then(|| Columns { limits: self.costs.limits().to_vec(), costs: loads, largest });
+        let packing = placement.into_packing_of(method, self.max_tokens, largest_cost, piece);
+        Packing { columns, ..packing }
+    }
+}
+
+/// Of a column, micro-batch by micro-batch.
+pub(in crate::packing) fn by_column(
+    loads: &[f64],
+    columns: usize,
+    column: usize,
+) -> impl ExactSizeIterator<Item = f64> {
+    loads.iter().skip(column).step_by(columns).copied()
+}
+
+fn rows(costs: &DocumentCosts) -> impl Iterator<Item = &[f64]> {
+    costs.values().chunks_exact(costs.columns())
+}

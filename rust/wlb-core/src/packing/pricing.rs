@@ -1,0 +1,39 @@
+//! Where the costs of a batch's documents come from.
+
+use crate::cost::{CostModel, DocumentCosts};
+use crate::error::{Error, Result};
+
+/// What the documents of a batch cost.
+#[derive(Clone, Copy, Debug)]
+pub enum Pricing<'a> {
+    /// By their lengths.
+    Model(&'a CostModel),
+    /// Each as the user says.
+    Given(&'a DocumentCosts),
+}
+
+impl<'a> From<&'a CostModel> for Pricing<'a> {
+    fn from(model: &'a CostModel) -> Self {
+        Self::Model(model)
+    }
+}
+
+impl<'a> From<&'a DocumentCosts> for Pricing<'a> {
+    fn from(costs: &'a DocumentCosts) -> Self {
+        Self::Given(costs)
+    }
+}
+
+impl Pricing<'_> {
+    /// Checks that these documents have costs, whose sums are finite.
+    pub(super) fn check(&self, lengths: &[i32]) -> Result<()> {
+        match self {
+            Self::Model(model) => model.check_finite(lengths),
+            Self::Given(costs) if costs.documents() == lengths.len() => costs.check_columns(),
+            Self::Given(costs) => {
+                let (found, expected) = (costs.documents(), lengths.len());
+                Err(Error::Mismatch { argument: "costs", found, other: "lengths", expected })
+            }
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! Documents whose costs are given: plans against the oracle, and what holds for all of them.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use common::check::{close, each_token_once};
+use common::columns::{Batch, Plan};
+use common::strategies::{Memory, checked, config, lengths, llama_7b, memory, num_micro_batches};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use wlb_core::cost::DocumentCosts;
+use wlb_core::{Error, Leftover, Method, PackOptions, Packing, pack, pack_whole};
+
+/// One cost: none, a tie, anything.
+fn cost() -> impl Strategy<Value = f64> {
+    prop_oneof![2 => Just(0.0), 2 => (1_u8..5).prop_map(f64::from), 6 => 1e-6..100.0, 1 => 1e-6..1e6]
+}
+
+/// Up to `most` documents with up to four columns, some of which are memory that is scarce.
+fn batch(most: usize) -> impl Strategy<Value = Batch> {
+    (lengths(most, 5000), 1_usize..5, num_micro_batches(), memory(5000)).prop_flat_map(
+        |(lengths, columns, n, memory)| {
+            let rows = vec(vec(cost(), columns), lengths.len());
+            let limits = vec(prop_oneof![3 => Just(None), 1 => (1.0..4.0).prop_map(Some)], columns - 1);
+            (rows, limits).prop_map(move |(mut costs, room)| {
+                let mut limits = vec![f64::INFINITY; columns];
+                for (k, room) in room.into_iter().enumerate() {
+                    let sum: f64 = costs.iter().map(|row| row[k + 1]).sum();
+                    let most = costs.iter().map(|row| row[k + 1]).fold(0.0, f64::max);
+                    if let Some(room) = room.filter(|_| sum > 0.0) {
+                        limits[k + 1] = f64::max(room * sum / n as f64, most);
+                    }
+                }
+                // A column of nothing but zeros is refused.
+                for k in 0..columns {
+                    if !costs.is_empty() && costs.iter().all(|row| row[k] == 0.0) {
+                        costs[0][k] = if limits[k].is_finite() { limits[k].min(1.0) } else { 1.0 };
+                    }
+                }
+                let longest = lengths.iter().copied().max().unwrap_or(1);
+                let max_tokens = memory.max_tokens(&lengths, n, longest);
+                Batch { lengths: lengths.clone(), costs, limits, micro_batches: n, max_tokens }
+            })
+        },
+    )
+}
+
+fn given(batch: &Batch) -> DocumentCosts {
+    let limits: &[f64] = if batch.limits.iter().all(|limit| limit.is_infinite()) { &[] } else { &batch.limits };
+    DocumentCosts::new(batch.costs.concat(), batch.lengths.len(), batch.limits.len(), limits).unwrap()
+}
+
+fn options(batch: &Batch, method: Method) -> PackOptions {
+    let (num_micro_batches, max_tokens, leftover) = (batch.micro_batches, batch.max_tokens, Leftover::Return);
+    PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover }
+}
+
+fn packed(batch: &Batch, method: Method) -> Packing {
+    pack(&checked(&batch.lengths), &options(batch, method), &given(batch)).unwrap()
+}
+
+/// Costs of micro-batches in each column.
+fn loads(packing: &Packing) -> Vec<Vec<f64>> {
+    match &packing.columns {
+        Some(columns) => columns.costs.chunks(columns.len()).map(<[f64]>::to_vec).collect(),
+        None => packing.costs.iter().map(|&cost| vec![cost]).collect(),
+    }
+}
+
+fn is_the_oracles(packing: &Packing, plan: &Plan) {
+    let assignment: Vec<Option<usize>> = packing.assignment.iter().map(|&j| usize::try_from(j).ok()).collect();
+    assert_eq!(assignment, plan.assignment);
+    assert_eq!(packing.leftover.iter().map(|piece| piece.id as usize).collect::<Vec<_>>(), plan.leftover);
+    assert_eq!(packing.length_fallbacks, plan.fallbacks);
+    assert_eq!(loads(packing), plan.loads, "to the last bit");
+}
+
+fn is_legal(packing: &Packing, batch: &Batch) {
+    each_token_once(packing, &batch.lengths);
+    for (j, load) in loads(packing).iter().enumerate() {
+        assert!(packing.tokens[j] <= i64::from(batch.max_tokens));
+        assert!(load.iter().zip(&batch.limits).all(|(load, limit)| load <= limit), "micro-batch {j}: {load:?}");
+        assert!(close(packing.costs[j], batch.timed().iter().map(|&k| load[k]).sum()));
+    }
+    assert!(close(packing.step_cost(), batch.step(&loads(packing))));
+    assert!(packing.lower_bound() <= packing.step_cost() * (1.0 + 1e-12));
+    assert!(packing.imbalance() >= 1.0);
+    assert_eq!(Packing::from_json(&packing.to_json()).unwrap(), *packing);
+    let assignment: Vec<i64> = packing.assignment.iter().map(|&j| i64::from(j)).collect();
+    let (n, most) = (batch.micro_batches, batch.max_tokens);
+    let again = Packing::from_assignment(&checked(&batch.lengths), &assignment, n, most, &given(batch)).unwrap();
+    assert!(close(again.step_cost(), packing.step_cost()) && close(again.lower_bound(), packing.lower_bound()));
+}
+
+proptest! {
+    #![proptest_config(config(400))]
+
+    #[test]
+    fn plans_are_the_oracles(batch in batch(60)) {
+        let plan = batch.var_length();
+        let packing = packed(&batch, Method::VarLength);
+        is_the_oracles(&packing, &plan);
+        is_legal(&packing, &batch);
+        let timed = batch.timed();
+        let bound: f64 = timed.iter().map(|&k| batch.bounds(&plan)[k]).sum();
+        prop_assert!(close(packing.lower_bound(), bound.min(packing.step_cost())));
+    }
+
+    #[test]
+    fn exchanges_are_the_oracles_and_pay(batch in batch(40)) {
+        let start = packed(&batch, Method::VarLength);
+        let refined = packed(&batch, Method::Refined);
+        is_legal(&refined, &batch);
+        prop_assert!(refined.step_cost() <= start.step_cost());
+        prop_assert!(refined.leftover.len() <= start.leftover.len());
+        if batch.limits.len() > 1 {
+            is_the_oracles(&refined, &batch.exchanged(&batch.var_length()));
+        }
+    }
+
+    /// The sum of the bounds is one on every packing there is.
+    #[test]
+    fn tiny_plans_are_between_the_bound_and_the_optimum(
+        lengths in vec(1..100_i32, 1..7), rows in vec(vec(1e-3..10.0, 2), 7), n in 1_usize..4, room in 0..100_i32,
+    ) {
+        let longest = *lengths.iter().max().unwrap();
+        let costs = rows[..lengths.len()].to_vec();
+        let max_tokens = Memory::Share(10 * room).max_tokens(&lengths, n, longest);
+        let limits = vec![f64::INFINITY; 2];
+        let batch = Batch { lengths, costs, limits, micro_batches: n, max_tokens };
+        let packing = packed(&batch, Method::Refined);
+        if let Some(optimum) = batch.optimum().filter(|_| packing.leftover.is_empty()) {
+            prop_assert!(packing.step_cost() >= optimum * (1.0 - 1e-12));
+            prop_assert!(packing.lower_bound() <= optimum * (1.0 + 1e-12));
+        }
+    }
+
+    /// One column that follows the length is the cost model that it came from.
+    #[test]
+    fn one_column_is_a_cost_model(lengths in lengths(200, 100_000), n in num_micro_batches(), memory in memory(100_000)) {
+        let cost = llama_7b();
+        let values = cost.costs(&lengths);
+        let given = DocumentCosts::new(values, lengths.len(), 1, &[]).unwrap();
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        let max_tokens = memory.max_tokens(&lengths, n, longest);
+        for method in [Method::VarLength, Method::Refined, Method::Original] {
+            let options = PackOptions { num_micro_batches: n, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
+            let by_model = pack(&checked(&lengths), &options, &cost).unwrap();
+            let by_costs = pack(&checked(&lengths), &options, &given).unwrap();
+            if method == Method::Original {
+                prop_assert_eq!(by_costs.digest(), by_model.digest());
+            } else {
+                prop_assert_eq!(by_costs, by_model);
+            }
+        }
+    }
+
+    /// In which unit a column is given makes no difference to where documents go.
+    #[test]
+    fn units_of_columns_do_not_matter(batch in batch(60), exponents in vec(-20..20_i32, 4)) {
+        let mut scaled = batch.clone();
+        for (k, exponent) in exponents[..batch.limits.len()].iter().enumerate() {
+            let factor = f64::powi(2.0, *exponent);
+            scaled.limits[k] *= factor;
+            scaled.costs.iter_mut().for_each(|row| row[k] *= factor);
+        }
+        let (first, second) = (packed(&batch, Method::VarLength), packed(&scaled, Method::VarLength));
+        // Whichever of two orders leaves as many over, the shorter step decides, and that is a sum over columns.
+        if first.leftover.is_empty() {
+            prop_assert_eq!(first.assignment, second.assignment);
+        }
+    }
+
+    #[test]
+    fn whole_batches_find_room_in_memory_too(batch in batch(40), multiple_of in 1_usize..4) {
+        let options = options(&batch, Method::VarLength);
+        let packing = pack_whole(&checked(&batch.lengths), multiple_of, &options, &given(&batch)).unwrap();
+        prop_assert!(packing.leftover.is_empty() && packing.num_micro_batches().is_multiple_of(multiple_of));
+        is_legal(&packing, &Batch { micro_batches: packing.num_micro_batches(), ..batch });
+    }
+
+    /// One bad entry anywhere is named by its row and column.
+    #[test]
+    fn a_bad_cost_is_named(
+        batch in batch(20), at in any::<prop::sample::Index>(),
+        bad in prop_oneof![Just(f64::NAN), Just(f64::INFINITY), Just(-1.0)],
+    ) {
+        prop_assume!(!batch.lengths.is_empty());
+        let columns = batch.limits.len();
+        let mut values = batch.costs.concat();
+        let at = at.index(values.len());
+        values[at] = bad;
+        let error = DocumentCosts::new(values, batch.lengths.len(), columns, &[]).unwrap_err();
+        let place = (columns > 1).then_some(at % columns);
+        let Error::Cell { argument: "costs", row, column, .. } = error else { panic!("{error}") };
+        prop_assert_eq!((row, column), (at / columns, place));
+    }
+}
+
+/// The rows of the issue: no document above 5 % of a mean micro-batch.
+#[test]
+fn many_small_documents_of_two_resources_are_level() {
+    let mut state = 1_u64;
+    let mut random = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 11) as f64 / (1_u64 << 53) as f64
+    };
+    let rows: Vec<f64> = (0..512)
+        .flat_map(|_| {
+            let image = random() < 0.3;
+            [if image { 0.2 + random() } else { 0.0 }, 0.1 + random()]
+        })
+        .collect();
+    let mut mean = [0.0; 2];
+    rows.chunks(2).for_each(|row| (0..2).for_each(|k| mean[k] += row[k] / 16.0));
+    let rows: Vec<f64> = rows.iter().enumerate().map(|(at, cost)| cost.min(0.05 * mean[at % 2])).collect();
+    let costs = DocumentCosts::new(rows, 512, 2, &[]).unwrap();
+    let lengths = checked(&[100; 512]);
+    let mut options = PackOptions {
+        num_micro_batches: 16,
+        max_tokens: 10_000,
+        method: Method::VarLength,
+        global_batches: 1,
+        leftover: Leftover::Error,
+    };
+    let over = |packing: &Packing| packing.step_cost() / packing.lower_bound();
+    let greedy = pack(&lengths, &options, &costs).unwrap();
+    options.method = Method::Refined;
+    let refined = pack(&lengths, &options, &costs).unwrap();
+    assert!(over(&greedy) < 1.02, "{}", over(&greedy));
+    assert!(over(&refined) < 1.005, "{}", over(&refined));
+}
+
+#[test]
+fn what_makes_no_sense_is_named() {
+    let new = |values: &[f64], documents, columns, limits: &[f64]| {
+        DocumentCosts::new(values.to_vec(), documents, columns, limits).unwrap_err().to_string()
+    };
+    assert_eq!(new(&[1.0; 4], 3, 2, &[]), "costs has 2 entries, but lengths has 3");
+    assert_eq!(new(&[1.0, -2.0], 2, 1, &[]), "costs[1] = -2: must be a finite number, 0 or above");
+    assert_eq!(new(&[1.0, 1.0], 1, 2, &[f64::NAN, 1.0]), "limits[0] = NaN: must be above 0, infinite for none");
+    assert!(new(&[1.0, 1.0], 1, 2, &[1.0, 2.0]).starts_with("limits: leave no column that takes time"));
+    assert!(new(&[1.0, 3.0], 1, 2, &[f64::INFINITY, 2.0]).starts_with("costs[0, 1] = 3: exceeds the limit"));
+    let zeros = DocumentCosts::new(vec![1.0, 0.0, 2.0, 0.0], 2, 2, &[]).unwrap();
+    let options = PackOptions {
+        num_micro_batches: 1,
+        max_tokens: 100,
+        method: Method::VarLength,
+        global_batches: 1,
+        leftover: Leftover::Error,
+    };
+    let lengths = checked(&[5, 6]);
+    let error = pack(&lengths, &options, &zeros).unwrap_err();
+    assert_eq!(error.to_string(), "costs[:, 1]: is 0 for every document: leave this column out");
+    let good = DocumentCosts::new(vec![1.0, 2.0], 2, 1, &[]).unwrap();
+    let method = |method| pack(&lengths, &PackOptions { method, ..options.clone() }, &good).unwrap_err().argument();
+    assert_eq!([method(Method::FixedLength), method(Method::VarLengthFast)], ["method"; 2]);
+}

@@ -1,0 +1,103 @@
+"""Documents whose costs are given: the time of a step, and what is refused. Plans are held to the core's oracle."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wlb
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], "np.ndarray[Any, np.dtype[np.float64]]"]:
+    lengths = draw(st.lists(st.integers(1, 100), min_size=1, max_size=40))
+    columns = draw(st.integers(1, 3))
+    cost = st.floats(1e-3, 1e3)
+    costs = draw(
+        st.lists(st.lists(cost, min_size=columns, max_size=columns), min_size=len(lengths), max_size=len(lengths))
+    )
+    return lengths, np.array(costs)
+
+
+@given(batches(), st.integers(1, 6), st.sampled_from(["var_length", "refined", "original"]))
+def test_a_step_takes_the_sum_over_columns_of_the_heaviest(batch: Any, n: int, method: Any) -> None:
+    lengths, costs = batch
+    packing = wlb.pack(lengths, num_micro_batches=n, max_tokens=4000, costs=costs, method=method)
+    per_micro_batch = np.zeros((n, costs.shape[1]))
+    for j, micro_batch in enumerate(packing):
+        for document, length in zip(micro_batch.document_ids, micro_batch.lengths, strict=True):
+            per_micro_batch[j] += costs[document] * length / lengths[document]
+    np.testing.assert_allclose(packing.column_costs, per_micro_batch, rtol=1e-12)
+    np.testing.assert_allclose(packing.costs, per_micro_batch.sum(axis=1), rtol=1e-12)
+    np.testing.assert_allclose(packing.step_cost, per_micro_batch.max(axis=0).sum(), rtol=1e-12)
+    expected = per_micro_batch.max(axis=0).sum() * n / per_micro_batch.sum()
+    np.testing.assert_allclose(packing.imbalance, expected, rtol=1e-12)
+    if method != "original":
+        bound = np.maximum(per_micro_batch.mean(axis=0), costs.max(axis=0)).sum()
+        np.testing.assert_allclose(packing.lower_bound, bound, rtol=1e-12)
+    assert pickle.loads(pickle.dumps(packing)) == packing
+
+
+def test_one_column_is_the_cost_model_it_came_from() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100_000, 300)
+    cost = wlb.CostModel(attention=1.0, linear=5000.0)
+    options: dict[str, Any] = {"num_micro_batches": 8, "max_tokens": int(lengths.sum() / 7)}
+    for method in ("var_length", "refined"):
+        by_model = wlb.pack(lengths, cost_model=cost, method=method, **options)
+        for costs in (cost.cost(lengths), cost.cost(lengths)[:, None]):
+            assert wlb.pack(lengths, costs=costs, method=method, **options) == by_model
+
+
+def test_memory_is_a_column_with_a_limit() -> None:
+    """Four images of 3 GB each: at most two in a micro-batch of 6 GB, whatever the time says."""
+    costs = np.array([[1.0, 3.0]] * 4 + [[10.0, 0.0]] * 2)
+    options: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 1000, "costs": costs}
+    packing = wlb.pack([10] * 6, limits=[np.inf, 6.0], **options)
+    assert packing.column_costs[:, 1].tolist() == [6.0, 6.0]
+    assert packing.step_cost == 12.0
+    assert packing.costs.tolist() == [12.0, 12.0]
+    with pytest.raises(wlb.WlbError, match="num_micro_batches=None"):
+        wlb.pack([10] * 6, limits=[np.inf, 5.0], **options)
+    options["num_micro_batches"] = None
+    assert len(wlb.pack([10] * 6, limits=[np.inf, 5.0], **options)) == 4
+
+
+GOOD = np.ones((3, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "index", "message"),
+    [
+        ({"costs": [1.0, -1.0, 1.0]}, "costs", 1, r"costs\[1\] = -1"),
+        ({"costs": np.where(np.arange(6).reshape(3, 2) == 5, np.nan, 1.0)}, "costs", (2, 1), r"costs\[2, 1\] = NaN"),
+        ({"costs": [1.0, np.inf, 1.0]}, "costs", 1, "finite"),
+        ({"costs": [1.0, 1.0]}, "costs", None, "costs has 2 entries, but lengths has 3"),
+        ({"costs": np.ones((3, 2, 1))}, "costs", None, "dimension"),
+        ({"costs": np.ones((3, 0))}, "columns of costs", None, "from 1 to"),
+        ({"costs": ["a", "b", "c"]}, "costs", None, "real numbers"),
+        ({"costs": [0.0, 0.0, 0.0]}, "costs", None, "is 0 for every document"),
+        ({"costs": np.array([[1.0, 0.0]] * 3)}, "costs", None, r"costs\[:, 1\]"),
+        ({"costs": GOOD, "limits": [1.0]}, "limits", None, "2"),
+        ({"costs": GOOD, "limits": [1.0, 1.0]}, "limits", None, "takes time"),
+        ({"costs": GOOD, "limits": [np.inf, -1.0]}, "limits", 1, "above 0"),
+        ({"costs": GOOD, "limits": [np.inf, 0.5]}, "costs", (0, 1), "exceeds the limit"),
+        ({"costs": GOOD, "method": "fixed_length"}, "method", None, "lengths alone"),
+        ({"costs": GOOD, "cost_model": wlb.CostModel(attention=1.0, linear=1.0)}, "costs", None, "one of the two"),
+        ({"cost_model": wlb.CostModel(attention=1.0, linear=1.0), "limits": [1.0]}, "limits", None, "pass costs"),
+        ({}, "cost_model", None, "missing"),
+    ],
+)
+def test_bad_costs_are_named(arguments: dict[str, Any], argument: str, index: Any, message: str) -> None:
+    with pytest.raises(wlb.WlbError, match=message) as caught:
+        wlb.pack([5, 6, 7], num_micro_batches=2, max_tokens=100, **arguments)
+    assert (caught.value.argument, caught.value.index) == (argument, index)
+
+
+def test_an_assignment_made_elsewhere_is_scored_alike() -> None:
+    costs = np.array([[1.0, 5.0], [2.0, 0.0], [3.0, 1.0]])
+    packing = wlb.Packing.from_assignment([1, 1, 1], [0, 1, 0], num_micro_batches=2, max_tokens=10, costs=costs)
+    assert packing.column_costs.tolist() == [[4.0, 6.0], [2.0, 0.0]]
+    assert (packing.step_cost, packing.lower_bound) == (10.0, 3.0 + 5.0)
