@@ -56,6 +56,8 @@ impl Ladder {
             if self.rungs[lightest].weight == grown {
                 return lightest;
             }
+            // From the front on: it has not grown by much more than the others.
+            self.finger = self.rungs[lightest].heavier;
             self.set(lightest, grown);
         }
     }

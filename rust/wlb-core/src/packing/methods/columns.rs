@@ -42,18 +42,15 @@ impl Priced<'_> {
     /// # Complexity
     /// O(n) for the sort, and a few steps for each document and column; O(n N) at worst, and where memory is limited.
     pub(in crate::packing) fn place(&self) -> Placed {
-        let scale = self.scale();
-        let placed = if self.costs.columns() == 1 {
-            self.place_in_order(costliest_first(self.costs.values()), &scale)
-        } else {
-            let parts: Vec<f64> = (0..self.lengths.len()).map(|index| self.leading(index, &scale).1).collect();
-            self.place_in_order(costliest_first(&parts), &scale)
-        };
+        // Of one column, the costs are the parts.
+        let (leading, parts) = if self.costs.columns() == 1 { (Vec::new(), Vec::new()) } else { self.leading() };
+        let parts = if self.costs.columns() == 1 { self.costs.values() } else { &parts };
+        let placed = self.place_in_order(costliest_first(parts), &leading);
         if placed.placement.leftover.is_empty() {
             return placed;
         }
         let bulks: Vec<f64> = (0..self.lengths.len()).map(|index| self.bulk(index)).collect();
-        let other = self.place_in_order(costliest_first(&bulks), &scale);
+        let other = self.place_in_order(costliest_first(&bulks), &leading);
         let rank = |placed: &Placed| (placed.placement.leftover.len(), self.step_cost(&placed.loads));
         if rank(&other) < rank(&placed) { other } else { placed }
     }
@@ -61,7 +58,7 @@ impl Priced<'_> {
     /// Each document, in the order given, to the micro-batch with the least cost in its leading column. If it does not
     /// fit there: where the tokens are fewest, or, where memory is limited, to the first in order of that cost that has
     /// room. Else it is left over.
-    pub(in crate::packing) fn place_in_order(&self, order: impl Iterator<Item = usize>, scale: &[f64]) -> Placed {
+    pub(in crate::packing) fn place_in_order(&self, order: impl Iterator<Item = usize>, leading: &[u8]) -> Placed {
         let columns = self.costs.columns();
         if columns == 1 {
             let mut bins = Bins::resume(self.nothing().placement, self.max_tokens);
@@ -75,7 +72,7 @@ impl Priced<'_> {
             (0..columns).map(|column| Ladder::new(by_column(&placed.loads, columns, column))).collect();
         let mut by_tokens: Option<Ladder> = None;
         for index in order {
-            let (leading, _) = self.leading(index, scale);
+            let leading = usize::from(leading[index]);
             let lightest = by_load[leading].lightest_by(|j| placed.loads[j * columns + leading]);
             let mut found = Some(lightest);
             if !self.has_room(&placed, lightest, index) {
@@ -159,12 +156,7 @@ impl Priced<'_> {
 
     /// What makes of a cost a part of its column: one over the column's sum, 0 for nothing but zeros. Minus infinity for
     /// memory.
-    /// With one column there is nothing to compare: 1, which keeps every bit.
-    pub(in crate::packing) fn scale(&self) -> Vec<f64> {
-        let columns = self.costs.columns();
-        if columns == 1 {
-            return vec![1.0];
-        }
+    fn scale(&self) -> Vec<f64> {
         let limits = self.costs.limits().iter();
         let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {
             Some(_) => f64::NEG_INFINITY,
@@ -174,16 +166,19 @@ impl Priced<'_> {
         scale.collect()
     }
 
-    /// The column in which a document is the greatest part, the first of several, and that part.
-    #[inline]
-    pub(in crate::packing) fn leading(&self, index: usize, scale: &[f64]) -> (usize, f64) {
-        // Memory leads nothing: its scale is none.
-        let mut leading = (usize::MAX, -1.0);
-        for (column, (cost, scale)) in self.costs.row(index).iter().zip(scale).enumerate() {
-            let part = cost * scale;
-            leading = if part > leading.1 { (column, part) } else { leading };
-        }
-        leading
+    /// Of each document, the column in which it is the greatest part, the first of several, and that part.
+    fn leading(&self) -> (Vec<u8>, Vec<f64>) {
+        let scale = self.scale();
+        let greatest = |row: &[f64]| {
+            // Memory leads nothing: its scale is none.
+            let mut greatest = (0, -1.0);
+            for (column, (cost, scale)) in row.iter().zip(&scale).enumerate() {
+                let part = cost * scale;
+                greatest = if part > greatest.1 { (column as u8, part) } else { greatest };
+            }
+            greatest
+        };
+        rows(self.costs).map(greatest).unzip()
     }
 
     /// The greatest part that a document takes of what a micro-batch may have.
