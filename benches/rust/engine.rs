@@ -181,7 +181,8 @@ fn micro_batch(strategy: Strategy, remainder: Remainder) -> (Lengths, ShardOptio
     let longest = (0..64).max_by_key(|&index| scaled[index]).unwrap_or(0);
     scaled[longest] += TOKENS - scaled.iter().sum::<i64>();
     let hybrid_threshold = (strategy == Strategy::Hybrid).then_some(4096);
-    let options = ShardOptions { cp_size: 8, strategy, mask: Mask::Causal, remainder, hybrid_threshold };
+    let options =
+        ShardOptions { cp_size: 8, strategy, mask: Mask::Causal, remainder, hybrid_threshold, max_imbalance: 1.01 };
     (Lengths::new("lengths", &scaled).unwrap(), options)
 }
 
@@ -200,7 +201,8 @@ fn choose_and_shard_30_documents(bencher: Bencher, way: &str) {
     let model = KernelModel::analytic(Generation::H100, 32, 32, 128, Mask::Causal).unwrap();
     let kernel = (way != "per_document").then_some(&model);
     let (mask, remainder) = (Mask::Causal, Remainder::Chunk);
-    let options = ShardOptions { cp_size: 8, strategy: way.parse().unwrap(), mask, remainder, hybrid_threshold: None };
+    let strategy = way.parse().unwrap();
+    let options = ShardOptions { cp_size: 8, strategy, mask, remainder, hybrid_threshold: None, max_imbalance: 1.01 };
     bencher.bench(|| shard(black_box(&lengths), &options.resolve(&lengths, kernel).unwrap()));
 }
 
