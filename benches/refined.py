@@ -154,7 +154,7 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
 
 
 def scaling(console: Console) -> None:
-    """Time of `refined` over that of `var_length`, by size: at most 3, but for some batches of under 100 documents."""
+    """Time of `refined` over that of `var_length`, by size: at most 3, but for some of under 1,000 documents."""
     columns = ("documents", "micro-batches", "max_tokens / mean", "var_length, ms", "refined, ms", "ratio")
     table = Table(*columns, title="refined over var_length")
     for documents, micro_batches in SIZES:
