@@ -186,6 +186,7 @@ impl Shard {
     }
 
     #[staticmethod]
+    #[allow(clippy::too_many_arguments, reason = "what a pickle holds")]
     fn _of(
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
