@@ -75,7 +75,7 @@ from wlb.torch.timing import StepTimer
 from wlb.torch.tracker import CostTracker
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
-Transport = Literal["all_gather", "ring", "ulysses", "usp"]
+Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
 Method = Literal["wlb", "original", "fixed"]
 Plan = Literal["static", "dynamic_cp"]
 Strategy = Literal["per_document", "per_sequence", "hybrid"]

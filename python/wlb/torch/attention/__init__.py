@@ -13,6 +13,7 @@ import wlb
 from wlb.torch.attention import arguments, kernels, routes
 from wlb.torch.attention.all_gather import AllGather
 from wlb.torch.attention.arguments import Transport, max_cp_size
+from wlb.torch.attention.fetch import Fetch
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.ring import Ring
@@ -52,6 +53,8 @@ def context_parallel_attention(
 
     - `all_gather`: gathers the keys that some rank needs from another, one varlen call; memory for the keys of the
       micro-batch while it runs. Best when keys have few heads, or documents are mostly local.
+    - `fetch`: all-to-all of just the keys that each rank needs; otherwise as `all_gather`. Best for shards whose
+      `keys_moved` are far below a full gather: `wlb.shard`'s default.
     - `ring`: keys pass around by send and receive while the others are computed. Memory does not grow with the group.
     - `ulysses`: all-to-all from tokens to heads; work is then equal whatever the shard. The group's size must
       divide the query heads, and divide the key heads or be a multiple of them.
@@ -59,8 +62,8 @@ def context_parallel_attention(
       rank = ring position * ulysses_size + ulysses rank.
 
     The window is exact on every transport with every kernel. ALiBi is exact on every transport with the kernel
-    `reference`; flash-attn 2 has it on `ulysses`, on `all_gather` with a causal shard, and on one rank; the others have
-    none.
+    `reference`; flash-attn 2 has it on `ulysses`, on `all_gather` and `fetch` with a causal shard, and on one rank; the
+    others have none.
 
     All arguments are checked before anything is sent. What differs only between ranks (their shards, say) cannot be
     seen without communication: compare plans with `check_agreement`. The backward communicates as the forward
@@ -102,13 +105,16 @@ def context_parallel_attention(
     if alibi_slopes is not None:
         share = q.shape[1] // degree
         alibi_slopes = alibi_slopes[rank % degree * share :][:share]
-    aligned = size == degree or (transport == "all_gather" and shard.causal)
+    aligned = size == degree or (transport in ("all_gather", "fetch") and shard.causal)
     chosen = kernels.choose(kernel, q, scale=scale, alibi_slopes=alibi_slopes, alibi_aligned=aligned)
 
     biased = alibi_slopes is not None
     if transport == "all_gather":
         gather = AllGather(routes.gather_route(shard, rank, window=window, biased=biased, device=q.device), group)
         return attention(q, k, v, gather, chosen)
+    if transport == "fetch":
+        fetch = Fetch(routes.fetch_route(shard, rank, window=window, biased=biased, device=q.device), group)
+        return attention(q, k, v, fetch, chosen)
     heads_route, ring_route = routes.ring_route(
         shard, rank, degree=degree, window=window, biased=biased, device=q.device
     )
@@ -157,5 +163,7 @@ def prepare_attention(
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     if transport == "all_gather":
         routes.gather_route(shard, rank, window=window, biased=alibi, device=device)
+    elif transport == "fetch":
+        routes.fetch_route(shard, rank, window=window, biased=alibi, device=device)
     else:
         routes.ring_route(shard, rank, degree=degree, window=window, biased=alibi, device=device)

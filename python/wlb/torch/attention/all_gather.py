@@ -17,11 +17,41 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.torch.attention.kernels import accumulator
 from wlb.torch.attention.merge import AttendBackward
-from wlb.torch.attention.segments import Call, Calls, Ints, Places, Segments, meet, ranges
+from wlb.torch.attention.segments import Call, Calls, Ints, Places, Segments, Spans, meet, ranges
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which keys every rank's queries see, and which of these it holds; in tokens of the packed sequence."""
+
+    own: list[Places]  # of each rank: where its tokens lie in its tensors
+    spans: list[Spans]  # of each rank
+    here: list[NDArray[np.bool_]]  # of each rank: which of these spans have all their keys there
+    remote: list[Spans]  # of each rank: the others
+
+    @classmethod
+    def of(cls, held: Sequence[Segments], documents: Segments, *, left: int, right: int) -> Needs:
+        """Of ranks that hold `held`, where a query sees `left` tokens before and `right` tokens after itself."""
+        own = [Places(documents.row[s.document] + s.start, s.row, s.length) for s in held]
+        spans = [meet(s, documents, left, right) for s in held]
+        here = [places.contain(s.k_row, s.k_length) for places, s in zip(own, spans, strict=True)]
+        remote = [s[~at_home] for s, at_home in zip(spans, here, strict=True)]
+        return cls(own, spans, here, remote)
+
+    def local(self, rank: int) -> Spans:
+        """What a rank computes from its own keys."""
+        return self.spans[rank][self.here[rank]]
+
+    def keys(self, *ranks: int) -> tuple[Ints, Ints]:
+        """Ranges of the keys that some of these ranks need for the rest: first tokens, lengths."""
+        return union(
+            *(np.concatenate([getattr(self.remote[i], name) for i in ranks]) for name in ("k_row", "k_length"))
+        )
 
 
 @dataclass(frozen=True)
@@ -49,12 +79,9 @@ class GatherRoute:
 
         A query sees `left` tokens before and `right` tokens after itself.
         """
-        own = [Places(documents.row[s.document] + s.start, s.row, s.length) for s in held]
-        spans = [meet(s, documents, left, right) for s in held]
-        here = [places.contain(s.k_row, s.k_length) for places, s in zip(own, spans, strict=True)]
-        remote = [s[~at_home] for s, at_home in zip(spans, here, strict=True)]
-        needed = union(*(np.concatenate([getattr(s, name) for s in remote]) for name in ("k_row", "k_length")))
-        sent = [places.of(*needed) for places in own]
+        needs = Needs.of(held, documents, left=left, right=right)
+        needed = needs.keys(*range(len(held)))
+        sent = [places.of(*needed) for places in needs.own]
 
         counts = [int(places.length.sum()) for places in sent]
         rows = max(counts)
@@ -67,8 +94,8 @@ class GatherRoute:
         whole = counts[rank] == num_keys == rows
         calls = Calls(num_keys, positions_matter=positions_matter)
         return cls(
-            local=calls.add(spans[rank][here[rank]], num_keys=num_keys, places=own[rank]),
-            remote=calls.add(remote[rank], num_keys=len(held) * rows, places=gathered),
+            local=calls.add(needs.local(rank), num_keys=num_keys, places=needs.own[rank]),
+            remote=calls.add(needs.remote[rank], num_keys=len(held) * rows, places=gathered),
             sent=None if whole else torch.from_numpy(ranges(sent[rank].row, sent[rank].length, np.int32)),
             rows=rows,
             cp_size=len(held),

@@ -12,7 +12,7 @@ from torch import Tensor
 import wlb
 from wlb._errors import check_integer, error
 
-Transport = Literal["all_gather", "ring", "ulysses", "usp"]
+Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
 
 
 def check_shard(shard: wlb.Shard) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import wlb
 from wlb.torch.attention.all_gather import GatherRoute
+from wlb.torch.attention.fetch import FetchRoute
 from wlb.torch.attention.heads import HeadsRoute
 from wlb.torch.attention.ring import RingRoute
 from wlb.torch.attention.segments import UNLIMITED, Segments
@@ -30,6 +31,15 @@ def gather_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: boo
     documents = Segments.of_documents(shard)
     route = GatherRoute.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
     return on_device(route, device)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def fetch_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> FetchRoute:
+    """What `rank` does when every rank fetches the keys that it needs. `biased`: scores have a bias by position."""
+    left, right = _reach(shard, window)
+    documents = Segments.of_documents(shard)
+    plan = FetchRoute.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
+    return on_device(plan, device)
 
 
 @functools.lru_cache(maxsize=_KEPT)
