@@ -29,6 +29,7 @@ from wlb.torch.attention.segments import Call
 
 HEAD_DIM = 8
 STRATEGIES: dict[str, dict[str, Any]] = {
+    "auto": {"strategy": "auto"},
     "per_sequence": {"strategy": "per_sequence"},
     "per_document": {"strategy": "per_document"},
     "per_document by token": {"strategy": "per_document", "remainder": "token"},
@@ -176,7 +177,7 @@ def test_long_documents(cp_size: int) -> None:
         cp_size,
         [
             Case(lengths, strategy, transport, "MQA")
-            for strategy, transport in zip(STRATEGIES, TRANSPORTS, strict=False)
+            for strategy, transport in zip(STRATEGIES, TRANSPORTS, strict=True)
         ],
     )
 
