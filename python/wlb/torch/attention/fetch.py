@@ -97,7 +97,7 @@ class Fetch:
         home = both.new_empty((plan.sent.numel(), *both.shape[1:]))
         dist.all_to_all_single(home, both, plan.sent_rows, plan.fetched_rows, group=self.group)
         # Destination by destination: a row goes to each once at most, so that sums have one order on any device.
-        for rows, part in zip(plan.sent.split(plan.sent_rows), home.split(plan.sent_rows), strict=True):
+        for rows, part in zip(torch.split(plan.sent, plan.sent_rows), torch.split(home, plan.sent_rows), strict=True):
             if rows.numel():
                 dk.index_add_(0, rows, part[:, 0])
                 dv.index_add_(0, rows, part[:, 1])
