@@ -44,7 +44,7 @@ class FetchRoute:
         right: int,
         positions_matter: bool,
     ) -> FetchRoute:
-        """The plan of `rank`, where rank `i` holds `held[i]`, in packed order. Its tensors are on the host.
+        """The route of `rank`, where rank `i` holds `held[i]`, in packed order. Its tensors are on the host.
 
         A query sees `left` tokens before and `right` tokens after itself.
         """
@@ -74,30 +74,32 @@ class Fetch:
     The backward fetches again instead of keeping other ranks' keys; the way back is not overlapped.
     """
 
-    plan: FetchRoute
+    route: FetchRoute
     group: dist.ProcessGroup | None
 
     def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
         """See `KeyExchange`."""
         arrive = self._fetch(k, v)
-        attend(k, v, self.plan.local)
+        attend(k, v, self.route.local)
         if arrive is not None:
-            attend(*arrive(), self.plan.remote)
+            attend(*arrive(), self.route.remote)
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`."""
-        plan = self.plan
+        route = self.route
         arrive = self._fetch(k, v)
-        dk, dv = attend(k, v, plan.local)
+        dk, dv = attend(k, v, route.local)
         if arrive is None:
             return dk, dv
         keys, values = arrive()
         both = keys.new_empty((keys.shape[0], 2, *keys.shape[1:]), dtype=accumulator(keys.dtype))
-        attend(keys, values, plan.remote, (both[:, 0], both[:, 1]))
-        home = both.new_empty((plan.sent.numel(), *both.shape[1:]))
-        dist.all_to_all_single(home, both, plan.sent_rows, plan.fetched_rows, group=self.group)
+        attend(keys, values, route.remote, (both[:, 0], both[:, 1]))
+        home = both.new_empty((route.sent.numel(), *both.shape[1:]))
+        dist.all_to_all_single(home, both, route.sent_rows, route.fetched_rows, group=self.group)
         # Destination by destination: a row goes to each once at most, so that sums have one order on any device.
-        for rows, part in zip(torch.split(plan.sent, plan.sent_rows), torch.split(home, plan.sent_rows), strict=True):
+        for rows, part in zip(
+            torch.split(route.sent, route.sent_rows), torch.split(home, route.sent_rows), strict=True
+        ):
             if rows.numel():
                 dk.index_add_(0, rows, part[:, 0])
                 dv.index_add_(0, rows, part[:, 1])
@@ -105,14 +107,16 @@ class Fetch:
 
     def _fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]] | None:
         """Starts it; call the result to wait for keys and values, each `[fetched rows, kv_heads, head_dim]`."""
-        plan = self.plan
-        if not plan.moves:
+        route = self.route
+        if not route.moves:
             return None
-        send = k.new_empty((plan.sent.numel(), 2, *k.shape[1:]))
+        send = k.new_empty((route.sent.numel(), 2, *k.shape[1:]))
         for i, x in enumerate((k, v)):
-            send[:, i] = x.index_select(0, plan.sent)
-        fetched = send.new_empty((sum(plan.fetched_rows), *send.shape[1:]))
-        work = dist.all_to_all_single(fetched, send, plan.fetched_rows, plan.sent_rows, group=self.group, async_op=True)
+            send[:, i] = x.index_select(0, route.sent)
+        fetched = send.new_empty((sum(route.fetched_rows), *send.shape[1:]))
+        work = dist.all_to_all_single(
+            fetched, send, route.fetched_rows, route.sent_rows, group=self.group, async_op=True
+        )
 
         def arrive() -> tuple[Tensor, Tensor]:
             assert work is not None
