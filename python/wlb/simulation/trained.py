@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from wlb._choices import Release
 from wlb._core import CostModel
-from wlb.simulation.balance import ATTENTION_RATES, Balance
+from wlb.simulation.balance import ATTENTION_RATES, Balance, band
 from wlb.simulation.methods import Step, document_ids
 from wlb.simulation.percentiles import imbalance_percentile
 from wlb.simulation.stream import GlobalBatches, PieceBatches
@@ -104,6 +104,14 @@ class PackedRun(Trained):
         attention = np.bincount(slot, weights=of_pieces, minlength=self.costs.size).reshape(self.costs.shape)
         graded = (np.maximum(self.costs + (1 / rate - 1) * attention, 0.0) for rate in rates)
         return [Balance.of(costs).first(self.streamed) for costs in graded]
+
+    def bands(self, cost_model: CostModel) -> dict[str, list[float]]:
+        """The least and the most of balance at the rates of :meth:`graded`, as plain JSON values."""
+        graded = self.graded(cost_model)
+        return {
+            "imbalance_band": list(band([float(balance.imbalance.mean()) for balance in graded])),
+            "lost_time_band": list(band([balance.lost_time for balance in graded])),
+        }
 
     def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
         """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""

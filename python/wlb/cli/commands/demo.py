@@ -78,8 +78,14 @@ def demo(
             setup,
             plans,
             cp_balance(plan, bars),
-            settings=settings(batches, cost, reading, delay) | {"max_tokens": setup.max_tokens, "tuned_batches": tuned},
-            remark=f"Thresholds and the price of delay ({price:g}) are tuned on the first {tuned:,} global batches, for"
-            f" a mean delay of at most {counted(delay.max_mean_delay, 'iteration')}, and then tried on all of them.",
+            settings=settings(batches, cost, reading, delay)
+            | {
+                "attention_efficiency": cost.efficiency(),
+                "max_tokens": setup.max_tokens,
+                "tuned_batches": tuned,
+            },
+            remark=f"{cost.in_words()} Thresholds and the price of delay ({price:g}) are tuned on the first {tuned:,}"
+            f" global batches, for a mean delay of at most {counted(delay.max_mean_delay, 'iteration')}, and then tried"
+            " on all of them.",
         )
     output.write(report, command_line)

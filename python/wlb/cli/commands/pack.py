@@ -97,6 +97,7 @@ def pack(
             cp_balance(plan, bars),
             settings={"method": method}
             | settings(batches, cost, reading, held)
+            | {"attention_efficiency": cost.efficiency()}
             | {"max_tokens": setup.max_tokens, "delay_price": price, "queues": len(plan.thresholds)},
             remark=remark,
             files=plan_files(plan, stream, dealt=batches.dp_size is not None),

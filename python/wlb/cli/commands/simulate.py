@@ -62,6 +62,7 @@ def simulate(
             stream,
             shown=max(names[1:] or names, key=simulation.speedup),
             settings=settings(cluster, reading)
+            | {"attention_efficiency": cluster.efficiency()}
             | {
                 "model": scenario.model.name,
                 "schedule": scenario.pipeline_schedule,

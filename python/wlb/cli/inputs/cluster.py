@@ -15,7 +15,7 @@ from wlb.cli.errors import CliError
 from wlb.cli.inputs.model import Cost, model_config
 from wlb.cli.inputs.options import NotAnOption, Numbers, Options, options, plain, scaled
 from wlb.cli.inputs.packing import Limits
-from wlb.cluster.hardware import GIB, presets
+from wlb.cluster.hardware import GIB
 
 # Names take the place of these two.
 _MODEL, _HARDWARE = wlb.ModelConfig.preset("llama2-7b"), wlb.Hardware.preset("h100")
@@ -66,7 +66,6 @@ class Cluster(Cost, Limits, wlb.Scenario):
     """
 
     layout: Layout = Layout()
-    gpu: Annotated[str, Parameter(help=f"Kind of GPU: {', '.join(presets())}.")] = "h100"
     gpu_count: int | None = None
     profile: str | None = None
     gemm_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=1))] = None
@@ -92,11 +91,9 @@ class Cluster(Cost, Limits, wlb.Scenario):
         if self.gpu_count not in (None, layout.world_size):
             sizes = " x ".join(f"{name.upper()} {getattr(layout, name)}" for name in ("dp", "pp", "cp", "tp"))
             raise CliError(f"--gpus {self.gpu_count}: {sizes} = {layout.world_size}")
-        if self.gpu not in presets():
-            raise CliError(f"--gpu {self.gpu}: must be one of {', '.join(presets())}")
         if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():
             raise CliError(f"--kernel-profile {self.profile}: no such file")
-        hardware = wlb.Hardware.preset(self.gpu)
+        hardware = self.preset()
         return plain(
             self,
             wlb.Scenario,
@@ -104,7 +101,7 @@ class Cluster(Cost, Limits, wlb.Scenario):
             layout=layout,
             hardware=dataclasses.replace(
                 hardware,
-                attention_efficiency=self.attention_efficiency,
+                attention_efficiency=self.efficiency(),
                 gemm_efficiency=self.gemm_efficiency or hardware.gemm_efficiency,
             ),
             max_tokens=self.token_limit(),

@@ -11,6 +11,7 @@ from cyclopts import Parameter, validators
 import wlb
 from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.options import Options, options
+from wlb.cluster.hardware import presets as gpus
 from wlb.cluster.models import presets
 
 ModelName = Annotated[
@@ -34,12 +35,34 @@ class Cost(Options):
 
     Args:
         cost_file: costs that `wlb fit` wrote, instead of those of a model.
-        attention_efficiency: FLOP/s of attention kernels relative to matrix multiplications.
+        attention_efficiency: FLOP/s of attention kernels relative to matrix multiplications; by default what is assumed
+            of the GPU.
     """
 
     model_name: ModelName = "llama2-7b"
     cost_file: Path | None = None
-    attention_efficiency: Annotated[float, Parameter(validator=validators.Number(gte=0.01))] = 0.55
+    gpu: Annotated[str, Parameter(help=f"Kind of GPU: {', '.join(gpus())}.")] = "h100"
+    attention_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01))] = None
+
+    def preset(self) -> wlb.Hardware:
+        """The GPU by its name."""
+        if self.gpu not in gpus():
+            raise CliError(f"--gpu {self.gpu}: must be one of {', '.join(gpus())}")
+        return wlb.Hardware.preset(self.gpu)
+
+    def efficiency(self) -> float:
+        """Of attention: given, or assumed of the GPU."""
+        return self.preset().attention_efficiency if self.attention_efficiency is None else self.attention_efficiency
+
+    def in_words(self) -> str:
+        """What the costs rest on, in a sentence."""
+        if self.cost_file is not None:
+            return f"Costs are those of {self.cost_file}."
+        source = f"assumed of a {self.gpu}" if self.attention_efficiency is None else "as given"
+        return (
+            f"Costs are the FLOPs of {self.model_name}, attention's at {self.efficiency():g} of the rate of matrix"
+            f" multiplications ({source})."
+        )
 
     def told(self) -> wlb.CostModel | None:
         """The costs in the file that the options name, if they do."""
@@ -53,7 +76,7 @@ class Cost(Options):
     def of_documents(self) -> wlb.CostModel:
         """The cost model; unit: seconds where it was fitted, else GEMM-equivalent FLOPs."""
         if (told := self.told()) is not None:
-            for name in sorted(self.given & {"model_name", "attention_efficiency"}):
+            for name in sorted(self.given & {"model_name", "gpu", "attention_efficiency"}):
                 raise CliError(f"--{option(name)}: --cost-model says what documents cost; leave this out")
             return told
-        return model_config(self.model_name).cost_model(attention_efficiency=self.attention_efficiency)
+        return model_config(self.model_name).cost_model(attention_efficiency=self.efficiency())

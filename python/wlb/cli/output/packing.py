@@ -8,9 +8,11 @@ from typing import Any
 
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
+from wlb.cli.output.graded import LOST, LOST_NOTE, RATES, ends
 from wlb.cli.output.report import Column, Headline, Paragraphs, Picture, Report, Table
 from wlb.cli.packing import CP_SIZES, STRATEGIES
 from wlb.cli.words import listed
+from wlb.simulation import ATTENTION_RATES
 from wlb.simulation.methods import Setup
 from wlb.simulation.trained import PackedRun
 
@@ -30,15 +32,21 @@ _COLUMNS = (
     Column("memory", "skew", "memory_skew", ".2f"),
     Column("planning", "µs/step", "planning_microseconds", ",.0f"),
 )
+_GRADED = (
+    Column("imbalance", "mean", "imbalance_mean", ".3f"),
+    Column("imbalance", "band", "imbalance_ends", "s"),
+    *LOST,
+)
 _NOTES = (
     "g: global batches in the window of the fixed-length greedy.",
     "imbalance: work of the heaviest micro-batch, which everyone waits for, over the mean of its step (1 is"
     " perfect); over the steps before the flush at the end.",
-    "delay: iterations from the arrival of a token's global batch to its training, over all tokens, flush"
+    "delay: iterations from the reading of a token to its training, over all tokens, flush"
     " included. A window of g batches cannot start before its last one has arrived: 0 to 2(g-1) iterations."
     " Reading g-1 batches ahead would hide g-1 of them; documents then train up to g-1 iterations before or"
     " after their turn.",
     "memory skew: most tokens of a micro-batch over the mean, mean over steps. planning: median per step.",
+    LOST_NOTE,
 )
 
 
@@ -71,6 +79,7 @@ def packing_report(
     before, after = plans[0].summary(), shown.summary()
     documents = describe_documents(stream, setup.context)
     thresholds = {f"thresholds: {p.name}": listed(p.thresholds, ", ") for p in plans if p.thresholds}
+    graded = [plan.summary() | plan.bands(setup.cost_model) for plan in plans]
     return Report(
         command=command,
         subject=shown.name,
@@ -80,13 +89,20 @@ def packing_report(
         blocks=(
             Picture(draw_comparison(stream, setup, plans, balance), f"{command}.png"),
             Table.of("Balance and delay", "method", _COLUMNS, [(p.name, p.summary(), p.waits) for p in plans]),
+            Table.of(
+                f"The same plans, {RATES}",
+                "method",
+                _GRADED,
+                [(p.name, ends(of), p.waits) for p, of in zip(plans, graded, strict=True)],
+            ),
             Paragraphs(_NOTES, small=True),
             _cp_table(balance, shown),
         ),
         numbers={
             "settings": settings,
             "documents": documents,
-            "methods": [plan.summary() for plan in plans],
+            "attention_rates": list(ATTENTION_RATES),
+            "methods": graded,
             "context_parallel": {"method": shown.name, "balance": balance},
         },
         facts={"Settings": {**settings, **thresholds}, "Documents": documents},

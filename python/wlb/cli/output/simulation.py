@@ -13,6 +13,7 @@ import wlb
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
 from wlb.cli.output.explanation import explanation
+from wlb.cli.output.graded import LOST, LOST_NOTE, RATES, ends
 from wlb.cli.output.report import Block, Column, Heading, Headline, Paragraphs, Picture, Report, Table
 from wlb.cli.words import listed
 from wlb.cluster.hardware import GIB
@@ -30,8 +31,8 @@ _NOTES = (
     "imbalance: MB: predicted time of the heaviest micro-batch over the mean of its step, mean over steps; CP:"
     " attention of the slowest context-parallel rank over the mean rank. Dynamic-CP makes the first and last"
     " micro-batch light, which shortens the pipeline's bubble.",
-    "delay: iterations from the arrival of a token's global batch to its training. GiB: the fullest GPU, in its fullest"
-    " step.",
+    "delay: iterations from the reading of a token to its training. GiB: the fullest GPU, in its fullest step.",
+    LOST_NOTE,
 )
 
 _TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
@@ -47,6 +48,13 @@ _COLUMNS = (
     Column("delay", "mean", "delay_mean", ".2f"),
     Column("delay", "max", "delay_max"),
     Column("GPU", "GiB", "peak_gib", ".1f"),
+)
+_GRADED = (
+    Column("speed", "x", "speedup", ".3f"),
+    Column("speed", "band", "speedup_ends", "s"),
+    Column("imbalance", "MB", "micro_batch_imbalance_mean", ".3f"),
+    Column("imbalance", "band", "micro_batch_imbalance_ends", "s"),
+    *LOST,
 )
 _PARTS = (
     Column("", "compute", "compute", ".1%"),
@@ -123,12 +131,14 @@ def _tables(simulation: wlb.Simulation, strong: str) -> list[Table]:
     numbers, shares = [], []
     for name, outcome in simulation.outcomes.items():
         of = outcome.summary()
-        of |= {"speedup": simulation.speedup(name), "peak_gib": of["peak_bytes"] / GIB}
-        numbers.append((outcome.title, of, name == strong))
+        of |= {"speedup": simulation.speedup(name), "speedup_band": simulation.speedup_band(name)}
+        of |= {"peak_gib": of["peak_bytes"] / GIB}
+        numbers.append((outcome.title, ends(of), name == strong))
         shares.append((outcome.title, of["attribution"], name == strong))
     parts = [part for part in _PARTS if any(of[part.key] >= 0.0005 for _, of, _ in shares)]
     return [
         Table.of("Predicted speed, balance and delay", "method", _COLUMNS, numbers),
+        Table.of(f"The same plans, {RATES}", "method", _GRADED, numbers),
         Table.of("What a GPU's time goes to", "method", parts, shares),
     ]
 
@@ -215,6 +225,9 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)"
         if scenario.linear is None
         else f"measured: {scenario.profile}",
+        "packer's costs": "given"
+        if scenario.cost_model is not None
+        else f"FLOPs, attention at {hardware.attention_efficiency:g} of the linear part's rate (assumed)",
         "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
         f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
         "hidden communication": f"CP {scenario.cp_overlap:.0%}, TP {scenario.tp_overlap:.0%},"

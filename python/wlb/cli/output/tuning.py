@@ -10,6 +10,7 @@ import wlb
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.configuration import configuration, packer_micro_batches
 from wlb.cli.output.documents import describe_documents, document_sentences
+from wlb.cli.output.graded import LOST_NOTE, ends
 from wlb.cli.output.report import Code, Column, Heading, Paragraphs, Picture, Report, Table
 from wlb.cli.output.simulation import assumptions, describe, kernel_sentence, simulation_report
 from wlb.cli.words import counted, thresholds, waits
@@ -20,6 +21,7 @@ from wlb.simulation.methods import Setup
 _NOTES = (
     "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
     " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
+    LOST_NOTE,
     "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
     " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
     "Chosen among plans that keep documents whole, one setting after the other, not in all combinations. Methods that"
@@ -42,9 +44,11 @@ _FRONT = (
 )
 _CHOICES = (
     Column("speed", "x", "speedup", ".3f"),
+    Column("speed", "band", "speedup_ends", "s"),
     Column("step", "n", "micro_batches_mean", ".3g"),
     Column("imbalance", "MB", "micro_batch_imbalance_mean", ".3f"),
     Column("imbalance", "CP", "cp_imbalance", ".3f"),
+    Column("lost", "time", "lost_time", ".3f"),
     Column("delay", "mean", "delay_mean", ".2f"),
     Column("delay", "max", "delay_max"),
     Column("memory", "tokens", "largest_micro_batch"),
@@ -153,7 +157,7 @@ def _tables(tuning: Tuning) -> list[Table]:
         rows = []
         for choice in choices:
             of = choice.summary(tuning.baseline)
-            rows.append((name(choice), {**of, "peak_gib": of["peak_bytes"] / GIB}, chosen(choice)))
+            rows.append((name(choice), ends({**of, "peak_gib": of["peak_bytes"] / GIB}), chosen(choice)))
         return Table.of(title, setting, _CHOICES, rows)
 
     return [
