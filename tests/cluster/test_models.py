@@ -259,3 +259,13 @@ def test_bad_files(tmp_path: Path) -> None:
         wlb.ModelConfig.preset("gpt-9")
     assert caught.value.value == "gpt-9"
     assert len(presets()) == 10
+
+
+def test_costs_on_a_gpu_are_seconds_at_its_assumed_rates() -> None:
+    gpu, model = wlb.Hardware.preset("h100"), wlb.ModelConfig.preset("llama2-7b")
+    cost = gpu.cost_model(model)
+    linear = model.cost_model().linear_cost([1000])[0] / gpu.flops_per_second
+    attention = model.cost_model(attention_efficiency=1.0).attention_cost([1000])[0]
+    assert cost.linear_cost([1000])[0] == pytest.approx(linear, rel=1e-12)
+    rate = gpu.flops_per_second * gpu.attention_efficiency
+    assert cost.attention_cost([1000])[0] == pytest.approx(attention / rate, rel=1e-12)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from wlb._core import CostModel
 from wlb._errors import check_integer, check_positive, error
+from wlb.cluster.models import ModelConfig
 
 GIB = 2**30
 
@@ -111,6 +113,14 @@ class Hardware:
     def flops_per_second(self) -> float:
         """FLOP/s that the linear part of a layer reaches."""
         return self.peak_flops * self.gemm_efficiency
+
+    def cost_model(self, model: ModelConfig) -> CostModel:
+        """What documents cost on one of these GPUs, in seconds: the model's FLOPs at the rates that are assumed here.
+
+        A start for a packer, for which only the ratio of attention to the rest counts. Measured costs are better:
+        :meth:`wlb.CostModel.from_profile`.
+        """
+        return model.cost_model(attention_efficiency=self.attention_efficiency, flops_per_second=self.flops_per_second)
 
 
 def presets() -> list[str]:
