@@ -6,8 +6,8 @@ use crate::limits::MAX_COLUMNS;
 /// What each document costs: a row for every document, a column for every resource with a barrier of its own.
 ///
 /// A step takes the sum over its columns of the heaviest micro-batch in that column: the vision encoder of all
-/// micro-batches first, then the language model, for example. A column with a limit is memory instead: no micro-batch has
-/// more of it, and it takes no time.
+/// micro-batches first, then the language model, for example. A column with a limit is memory instead: no micro-batch
+/// has more of it, and it takes no time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DocumentCosts {
     columns: usize,
@@ -32,7 +32,8 @@ impl DocumentCosts {
     ///
     /// # Errors
     /// [`Error::Mismatch`] for another number of rows or limits, [`Error::OutOfRange`] for the number of columns,
-    /// [`Error::Cell`] for a cost that is negative, not finite, or above its column's limit, [`Error::Entry`] for a limit.
+    /// [`Error::Cell`] for a cost that is negative, not finite, or above its column's limit, [`Error::Entry`] for a
+    /// limit.
     ///
     /// # Complexity
     /// O(values).
@@ -78,7 +79,8 @@ impl DocumentCosts {
         Ok(Self { columns, values, limits, limited, sums, largest })
     }
 
-    /// Checks that every column tells documents apart: one of nothing but zeros is a mistake where all documents are here.
+    /// Checks that every column tells documents apart: one of nothing but zeros is a mistake where all documents are
+    /// here.
     ///
     /// # Errors
     /// [`Error::Column`] naming one that does not.

@@ -11,8 +11,8 @@ use super::curve::{Curve, check_rate};
 use super::mask::{LocalMask, Mask};
 use super::rates::{Rates, Unit, check_local};
 
-/// Cost of documents: `W(d) = W_a(d) + W_l(d) + document`, where attention `W_a` grows with the pairs and `W_l` with the
-/// tokens; and a constant for every micro-batch.
+/// Cost of documents: `W(d) = W_a(d) + W_l(d) + document`, where attention `W_a` grows with the pairs and `W_l` with
+/// the tokens; and a constant for every micro-batch.
 ///
 /// Never decreasing with the length, in which everything but the constants is 0 at 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -21,8 +21,8 @@ pub struct CostModel {
     attention: Curve,
     linear: Curve,
     mask: Mask,
-    // What follows is left out where it says nothing, so that a model without it has the JSON and the fingerprint that it
-    // had before there was a choice.
+    // What follows is left out where it says nothing, so that a model without it has the JSON and the fingerprint that
+    // it had before there was a choice.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     windows: Vec<(i32, f64)>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

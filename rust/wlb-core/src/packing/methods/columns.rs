@@ -1,9 +1,9 @@
 //! Algorithm 1 for documents whose costs are given, in one column or several.
 //!
 //! A step takes the sum over columns of the heaviest micro-batch in that column. A document is *led* by the column in
-//! which it is the greatest part of a mean micro-batch. Documents go by that part, greatest first, each to the micro-batch
-//! with the least cost in the leading column: it is there that it does the most harm. Many documents led by each column
-//! level them all. With one column that is Algorithm 1, by cost instead of by length.
+//! which it is the greatest part of a mean micro-batch. Documents go by that part, greatest first, each to the
+//! micro-batch with the least cost in the leading column: it is there that it does the most harm. Many documents led by
+//! each column level them all. With one column that is Algorithm 1, by cost instead of by length.
 
 use crate::cost::DocumentCosts;
 use crate::costliest_first::costliest_first;
@@ -154,8 +154,8 @@ impl Priced<'_> {
         (0..self.costs.columns()).filter(|&column| self.costs.limits()[column].is_none())
     }
 
-    /// What makes of a cost a part of its column: one over the column's sum, 0 for nothing but zeros. Minus infinity for
-    /// memory.
+    /// What makes of a cost a part of its column: one over the column's sum, 0 for nothing but zeros. Minus infinity
+    /// for memory.
     fn scale(&self) -> Vec<f64> {
         let limits = self.costs.limits().iter();
         let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {

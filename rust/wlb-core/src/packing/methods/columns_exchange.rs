@@ -29,9 +29,9 @@ impl Priced<'_> {
     /// A plan no worse than `start`: the same documents are placed, and the step is not longer.
     ///
     /// The heaviest micro-batch of a column gives one document for at most one to one of its lightest partners in that
-    /// column: of all these exchanges, the one after which the step is shortest, the first of several. Columns are tried
-    /// from the one on that lacks most to its own bound. This ends where no column has an exchange that makes the step
-    /// shorter, where the step is next to the bound, or after [`LOOKS`].
+    /// column: of all these exchanges, the one after which the step is shortest, the first of several. Columns are
+    /// tried from the one on that lacks most to its own bound. This ends where no column has an exchange that makes the
+    /// step shorter, where the step is next to the bound, or after [`LOOKS`].
     ///
     /// # Complexity
     /// O(n + N columns) an exchange, and [`LOOKS`] in all.
