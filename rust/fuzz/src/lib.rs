@@ -4,6 +4,8 @@
 //! A byte string that is too short for an input is an input all the same: `arbitrary` fills up with zeros.
 
 // The oracles and guarantees of the tests, not a copy of them.
+#[path = "../../wlb-core/tests/common/auto.rs"]
+mod auto;
 #[path = "../../wlb-core/tests/common/check.rs"]
 mod check;
 #[path = "../../wlb-core/tests/common/forge.rs"]
