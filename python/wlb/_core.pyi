@@ -123,6 +123,10 @@ class CostModel:
         unit: Unit | None = None,
     ) -> CostModel: ...
     @staticmethod
+    def range(models: Sequence[CostModel]) -> CostModel: ...
+    @property
+    def models(self) -> tuple[CostModel, ...]: ...
+    @staticmethod
     def from_flops(
         *,
         hidden_size: int,
@@ -201,7 +205,7 @@ class Packing:
         *,
         num_micro_batches: int,
         max_tokens: int,
-        cost_model: CostModel | None = None,
+        cost_model: CostModel | Sequence[CostModel] | None = None,
         costs: ArrayLike | None = None,
         limits: ArrayLike | None = None,
     ) -> Packing: ...
@@ -234,6 +238,8 @@ class Packing:
     @property
     def imbalance(self) -> float: ...
     @property
+    def imbalances(self) -> NDArray[np.float64]: ...
+    @property
     def lower_bound(self) -> float: ...
     @property
     def length_fallbacks(self) -> int: ...
@@ -252,7 +258,7 @@ def pack(
     *,
     num_micro_batches: int | None,
     max_tokens: int,
-    cost_model: CostModel | None = None,
+    cost_model: CostModel | Sequence[CostModel] | None = None,
     costs: ArrayLike | None = None,
     limits: ArrayLike | None = None,
     method: Method = "var_length",
@@ -268,7 +274,7 @@ class Packer:
         *,
         num_micro_batches: int,
         max_tokens: int,
-        cost_model: CostModel,
+        cost_model: CostModel | Sequence[CostModel],
         outlier_thresholds: Sequence[int] = (),
         release: Release = "fifo",
         delay_price: float | None = None,
@@ -332,7 +338,7 @@ class Packer:
     def method(self) -> StreamMethod: ...
     @property
     def cost_model(self) -> CostModel: ...
-    def set_cost_model(self, cost_model: CostModel) -> None: ...
+    def set_cost_model(self, cost_model: CostModel | Sequence[CostModel]) -> None: ...
     @property
     def fingerprint(self) -> str: ...
     def metrics(self) -> PackerMetrics: ...
@@ -346,7 +352,7 @@ def tune_outlier_thresholds(
     *,
     num_micro_batches: int,
     max_tokens: int,
-    cost_model: CostModel,
+    cost_model: CostModel | Sequence[CostModel],
     num_queues: int = 2,
     max_mean_delay: float = 0.6,
     max_delay: int | None = None,
@@ -359,7 +365,7 @@ def tune_delay_price(
     *,
     num_micro_batches: int,
     max_tokens: int,
-    cost_model: CostModel,
+    cost_model: CostModel | Sequence[CostModel],
     max_mean_delay: float = 0.6,
     max_delay: int | None = None,
     max_document_tokens: int | None = None,

@@ -49,7 +49,7 @@ class PackerMetrics:
         steps: Push steps that emitted a document.
         documents: Documents (or pieces of split ones) emitted.
         tokens: Tokens emitted.
-        imbalance_mean: Mean of ``max cost * N / total cost`` over steps.
+        imbalance_mean: Mean of ``max cost * N / total cost`` over steps; of a range of cost models, that of the worst.
         imbalance_p95: 95th percentile of the imbalance, to 0.001.
         imbalance_p99: 99th percentile of the imbalance, to 0.001.
         imbalance_worst: Imbalance of the worst step.
@@ -84,6 +84,15 @@ class PackerMetrics:
     length_fallbacks: int
     carried_over: int
     _delays: tuple[tuple[int, int], ...]  # (iterations, tokens that waited so many), ascending
+    _imbalances: tuple[float, ...]  # mean under each model of a range
+
+    @property
+    def imbalance_mean_by_model(self) -> NDArray[np.float64]:
+        """float64[models]: the mean imbalance under each cost model of a range, over the steps since it was set.
+
+        Empty under a single cost model, and before the first step.
+        """
+        return np.array(self._imbalances, np.float64)
 
     @property
     def delay_histogram(self) -> NDArray[np.int64]:

@@ -1,8 +1,9 @@
 //! `wlb.CostModel` and `wlb.pairs`.
 
 use numpy::PyArray1;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
+use pyo3::types::{IntoPyDict, PyDict, PySequence};
 use wlb_core::Lengths;
 use wlb_core::cost::fit::{FitOptions, FittedTerm};
 use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Rates, Unit};
@@ -37,14 +38,14 @@ pub(crate) fn document_costs(
 
 /// What documents cost: by a model, or each as given, and by one of the two.
 pub(crate) fn pricing<'a>(
-    cost_model: Option<&'a CostModel>,
+    cost_model: Option<&'a Model>,
     given: Option<&'a DocumentCosts>,
     limits: Option<&[f64]>,
 ) -> PyResult<Pricing<'a>> {
     let wrong = |argument, problem: &str| Err(refuse(argument, None, None, problem));
     match (cost_model, given) {
         (Some(_), None) if limits.is_some() => wrong("limits", "are of columns of costs: pass costs"),
-        (Some(model), None) => Ok(Pricing::Model(&model.0)),
+        (Some(model), None) => Ok(Pricing::Model(model)),
         (None, Some(given)) => Ok(Pricing::Given(given)),
         (Some(_), Some(_)) => wrong("costs", "take the place of cost_model: pass one of the two"),
         (None, None) => wrong("cost_model", "is missing: pass it, or costs of the documents"),
@@ -83,6 +84,26 @@ pub(crate) fn mask(causal: bool) -> Mask {
 #[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
 
+/// What documents cost, as an argument: a cost model, or a sequence of them of which any may be the true one.
+pub(crate) fn read_costs(cost_model: &Bound<'_, PyAny>) -> PyResult<Model> {
+    let single = |object: &Bound<'_, PyAny>| object.cast::<CostModel>().ok().map(|model| model.get().0.clone());
+    let wrong = |object: &Bound<'_, PyAny>| {
+        let kind = object.get_type().qualname().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+        PyTypeError::new_err(format!("'{kind}' object is no CostModel, nor a sequence of them"))
+    };
+    if let Some(model) = single(cost_model) {
+        return Ok(model);
+    }
+    let sequence = cost_model.cast::<PySequence>().map_err(|_| wrong(cost_model))?;
+    let one = |item: PyResult<Bound<'_, PyAny>>| item.and_then(|item| single(&item).ok_or_else(|| wrong(&item)));
+    Model::range(sequence.try_iter()?.map(one).collect::<PyResult<_>>()?).map_err(raise)
+}
+
+/// The same where `costs` may take its place.
+pub(crate) fn read_costs_if_any(cost_model: &Bound<'_, PyAny>) -> PyResult<Option<Model>> {
+    if cost_model.is_none() { Ok(None) } else { read_costs(cost_model).map(Some) }
+}
+
 hashed_by!(CostModel: |cost| cost.0.to_json());
 pickled_as_json!(CostModel(Model));
 
@@ -92,6 +113,8 @@ properties! {
     unit: Option<&'static str> = |model| model.0.unit().map(Unit::as_str);
     /// Whether pairs are counted under a causal mask.
     causal: bool = |cost| cost.0.mask() == Mask::Causal;
+    /// The models of a range in the order given, as a tuple; of a single model, itself.
+    models: Tuple<CostModel> = |cost| Tuple(cost.0.models().iter().cloned().map(Self).collect());
 }
 
 #[pymethods]
@@ -115,6 +138,23 @@ impl CostModel {
         let unit = unit.map(choice).transpose()?;
         let rates = Rates { attention, linear, mask: mask(causal), windows, chunks, document, micro_batch, unit };
         Model::from_rates(&rates).map(Self).map_err(raise)
+    }
+
+    /// A cost model that is not certain: any of these may be the true one.
+    ///
+    /// Wherever wlb takes a ``cost_model``, ``[low, high]`` is the same. Packings then have the least worst imbalance over
+    /// all of them: :attr:`Packing.imbalance` is that of the worst, :attr:`Packing.imbalances` has each. Models that differ
+    /// in their rates alone cover all rates between theirs. Where a single cost is asked for (:meth:`cost`, what a release
+    /// rule holds back) it is that of the model under which long documents weigh the most.
+    ///
+    /// Args:
+    ///     models: two or more of one mask and one unit.
+    ///
+    /// Raises:
+    ///     WlbError: fewer than two, a range among them, or models with different masks or units.
+    #[staticmethod]
+    fn range(models: &Bound<'_, PySequence>) -> PyResult<Self> {
+        read_costs(models).map(Self)
     }
 
     /// Cost from the FLOPs of a decoder-only transformer.

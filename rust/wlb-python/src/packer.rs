@@ -8,12 +8,12 @@ use std::time::Duration;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use wlb_core::Lengths;
 use wlb_core::packing::stream::{OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StreamMethod};
+use wlb_core::{CostModel as Model, Lengths};
 
 use crate::arguments;
 use crate::convert::choice;
-use crate::cost::CostModel;
+use crate::cost::{CostModel, read_costs};
 use crate::error::{BacklogWarning, StateError, raise};
 use crate::packing::Packing;
 use crate::plain::{Pickle, Tuple, properties};
@@ -35,7 +35,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Args:
 ///     num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
 ///     max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
-///     cost_model: what documents cost.
+///     cost_model: what documents cost; of ``[low, high]``, or more, any may be the true one (:meth:`CostModel.range`).
 ///     outlier_thresholds: tokens, ascending; () holds nothing back. :func:`tune_outlier_thresholds` finds good ones.
 ///     release: which waiting documents join a batch; "fifo" is the paper's rule, above. "adaptive" knows no thresholds: it holds the
 ///         longest documents back, new or waiting, as many as balance is worth at ``delay_price``, and light ones while
@@ -243,7 +243,7 @@ impl Packer {
     fn new(
         #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
         #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-        cost_model: &CostModel,
+        #[pyo3(from_py_with = read_costs)] cost_model: Model,
         #[pyo3(from_py_with = arguments::optional::outlier_thresholds)] outlier_thresholds: Option<Vec<i32>>,
         release: &str,
         #[pyo3(from_py_with = arguments::optional::delay_price)] delay_price: Option<f64>,
@@ -394,8 +394,8 @@ impl Packer {
     ///
     /// Raises:
     ///     WlbError: sums of such costs could overflow. The packer is unchanged.
-    fn set_cost_model(&self, py: Python<'_>, cost_model: &CostModel) -> PyResult<()> {
-        let cost_model = cost_model.0.clone();
+    #[pyo3(text_signature = "($self, cost_model)")]
+    fn set_cost_model(&self, py: Python<'_>, #[pyo3(from_py_with = read_costs)] cost_model: Model) -> PyResult<()> {
         self.change(py, 0, |core| core.set_cost_model(cost_model))?.map_err(raise)
     }
 
@@ -421,6 +421,7 @@ impl Packer {
             length_fallbacks: metrics.length_fallbacks,
             carried_over: metrics.carried_over,
             _delays: Tuple(metrics.delays().collect()),
+            _imbalances: Tuple(metrics.imbalance_mean_by_model()),
         })
     }
 
@@ -485,7 +486,7 @@ pub(crate) fn config(
     release: Release,
     num_micro_batches: usize,
     max_tokens: i32,
-    cost_model: &CostModel,
+    cost_model: Model,
     max_delay: Option<u64>,
     max_document_tokens: Option<i32>,
     method: &str,
@@ -500,7 +501,7 @@ pub(crate) fn config(
         delay_price: None,
         method: choice(method)?,
         max_delay: max_delay.or(release.default_max_delay()),
-        cost_model: cost_model.0.clone(),
+        cost_model,
     })
 }
 

@@ -6,12 +6,12 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
-use wlb_core::Lengths;
 use wlb_core::packing::{self as core, Method, Piece};
+use wlb_core::{CostModel, Lengths};
 
 use crate::arguments;
 use crate::convert::choice;
-use crate::cost::{CostModel, document_costs, pricing};
+use crate::cost::{document_costs, pricing, read_costs_if_any};
 use crate::error::raise;
 use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
 use crate::run::run;
@@ -31,7 +31,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch that is
 ///         trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave documents over.
 ///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
-///     cost_model: what documents cost, by their lengths; or ``costs``.
+///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
+///         (:meth:`CostModel.range`). Or ``costs``.
 ///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource with a
 ///         barrier of its own (vision encoder, language model). A step takes the sum over columns of the heaviest
 ///         micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length", "refined" and
@@ -74,7 +75,7 @@ fn pack(
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
     #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    cost_model: Option<&CostModel>,
+    #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
     #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
     #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
     method: &str,
@@ -94,7 +95,7 @@ fn pack(
         leftover: choice(leftover)?,
     };
     let given = document_costs(costs, limits.as_deref(), lengths.len())?;
-    let pricing = pricing(cost_model, given.as_ref(), limits.as_deref())?;
+    let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
     let micro_batches = options.num_micro_batches.saturating_mul(window);
     run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
         None => core::pack_whole(&lengths, multiple_of, &options, pricing),
@@ -135,7 +136,8 @@ properties! {
     assignment: Array<&[i32]> = |packing| Array(&packing.0.assignment);
     /// int64[M]: tokens of each micro-batch.
     tokens: Array<&[i64]> = |packing| Array(&packing.0.tokens);
-    /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take time.
+    /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take
+    /// time; of a range of cost models under the one where the packing is least even.
     costs: Array<&[f64]> = |packing| Array(&packing.0.costs);
     /// float64[M, r]: cost of each micro-batch in each column of the documents' costs; with a cost model there is one.
     column_costs: Table<f64> = |packing| {
@@ -153,9 +155,12 @@ properties! {
     /// int32[l]: tokens of each left-over piece.
     leftover_lengths: Array<Vec<i32>> = |packing| Array(piece_lengths(&packing.0.leftover));
     /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is placed.
+    /// Of a range of cost models it is that of the worst.
     imbalance: f64 = |packing| packing.0.imbalance();
+    /// float64[models]: :attr:`imbalance` under each cost model of a range, in its order; of a single one, that.
+    imbalances: Array<Vec<f64>> = |packing| Array(packing.0.imbalances());
     /// No packing of the placed documents has a smaller ``step_cost``: ``max(total cost / M, largest document)``, summed
-    /// over columns.
+    /// over columns; of a range of cost models, none has a smaller ``imbalance``, times the mean cost.
     lower_bound: f64 = |packing| packing.0.lower_bound();
     /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
     /// is the cost of the last document put into the heaviest micro-batch.
@@ -182,12 +187,12 @@ impl Packing {
         #[pyo3(from_py_with = arguments::assignment)] assignment: Vec<i64>,
         #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
         #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-        cost_model: Option<&CostModel>,
+        #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
         #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
         #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
     ) -> PyResult<Self> {
         let given = document_costs(costs, limits.as_deref(), lengths.len())?;
-        let pricing = pricing(cost_model, given.as_ref(), limits.as_deref())?;
+        let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
         core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, pricing)
             .map(Self::from)
             .map_err(raise)

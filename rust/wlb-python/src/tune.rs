@@ -1,12 +1,12 @@
 //! `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
 
 use pyo3::prelude::*;
-use wlb_core::Lengths;
 use wlb_core::packing::stream::{PackerConfig, Release};
 use wlb_core::packing::tune::{self, TuneOptions, Tuned, TunedPoint};
+use wlb_core::{CostModel, Lengths};
 
 use crate::arguments;
-use crate::cost::CostModel;
+use crate::cost::read_costs;
 use crate::error::raise;
 use crate::packer::config;
 use crate::plain::Tuple;
@@ -50,7 +50,7 @@ fn tune_outlier_thresholds<'py>(
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
     #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    cost_model: &CostModel,
+    #[pyo3(from_py_with = read_costs)] cost_model: CostModel,
     #[pyo3(from_py_with = arguments::num_queues)] num_queues: usize,
     #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
     #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
@@ -95,7 +95,7 @@ fn tune_delay_price<'py>(
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
     #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    cost_model: &CostModel,
+    #[pyo3(from_py_with = read_costs)] cost_model: CostModel,
     #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
     #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
     #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,

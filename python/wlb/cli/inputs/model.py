@@ -76,7 +76,7 @@ class Cost(Options):
     def of_documents(self) -> wlb.CostModel:
         """The cost model; unit: seconds where it was fitted, else GEMM-equivalent FLOPs."""
         if (told := self.told()) is not None:
-            for name in sorted(self.given & {"model_name", "gpu", "attention_efficiency"}):
+            for name in sorted(self.given & {"model_name", "attention_efficiency"}):
                 raise CliError(f"--{option(name)}: --cost-model says what documents cost; leave this out")
             return told
         return model_config(self.model_name).cost_model(attention_efficiency=self.efficiency())

@@ -9,6 +9,7 @@ pub mod fit;
 mod flops;
 mod mask;
 mod model;
+mod range;
 mod rates;
 
 pub(crate) use curve::Curve;

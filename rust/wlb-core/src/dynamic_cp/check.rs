@@ -44,6 +44,10 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &
     check_seconds("p2p_seconds", options.p2p_seconds)?;
     check_seconds("cost_model.micro_batch", cost_model.micro_batch())?;
     check_unit(options, cost_model)?;
+    if cost_model.is_range() {
+        let requirement = "is a range: Dynamic-CP plans by one cost model";
+        return Err(Error::Combination { argument: "cost_model", requirement });
+    }
     let largest = options.max_cp_size.unwrap_or(world_size);
     size("max_cp_size", largest, world_size)?;
     let largest_group = 1 << largest.ilog2();

@@ -88,6 +88,9 @@ impl Packing {
             let requirement = "puts more than max_tokens tokens into one micro-batch";
             return Err(Error::Combination { argument: "assignment", requirement });
         }
-        Ok(packing)
+        Ok(match costs {
+            Pricing::Model(cost_model) => packing.scored(cost_model),
+            Pricing::Given(_) => packing,
+        })
     }
 }

@@ -91,6 +91,7 @@ impl Cuts {
             length_fallbacks: 0,
             largest_cost: empty_cost + largest_cost,
             columns,
+            by_model: Vec::new(),
         }
     }
 }

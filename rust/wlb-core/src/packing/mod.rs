@@ -28,6 +28,6 @@ pub use options::{Leftover, Method, PackOptions};
 pub use pack::pack;
 pub use pack_whole::pack_whole;
 pub use piece::Piece;
-pub use plan::Packing;
+pub use plan::{ModelCosts, Packing};
 pub use pricing::Pricing;
 pub use split::split_documents;

@@ -80,7 +80,7 @@ pub fn pack<'a>(lengths: &Lengths, options: &PackOptions, costs: impl Into<Prici
         Method::VarLengthFast => var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model),
         Method::Refined => refined::pack(lengths, num_micro_batches, max_tokens, cost_model),
     };
-    finish(packing, lengths, options, false)
+    finish(packing.scored(cost_model), lengths, options, false)
 }
 
 /// Documents whose costs are given, and nothing else about them than their tokens.

@@ -120,6 +120,7 @@ impl Placement {
             length_fallbacks: self.length_fallbacks,
             largest_cost,
             columns: None,
+            by_model: Vec::new(),
         }
     }
 }

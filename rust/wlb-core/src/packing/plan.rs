@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cost::CostModel;
 use crate::error::{Error, Result, from_json};
 
 use super::columns::Columns;
@@ -29,7 +30,8 @@ pub struct Packing {
     pub assignment: Vec<i32>,
     /// Tokens of each micro-batch.
     pub tokens: Vec<i64>,
-    /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there.
+    /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there. Of
+    /// a range of cost models under the one where the packing is least even.
     pub costs: Vec<f64>,
     /// What was not placed, in the order in which it was tried.
     pub leftover: Vec<Piece>,
@@ -40,6 +42,41 @@ pub struct Packing {
     /// Costs in each column, where documents have several. `costs` are then those of all columns that take time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Columns>,
+    /// What the micro-batches cost under each model of a range; empty under a single cost model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub by_model: Vec<ModelCosts>,
+}
+
+/// What the micro-batches of a packing cost under one model of a range.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelCosts {
+    /// Of each micro-batch.
+    pub costs: Vec<f64>,
+    /// Cost of a micro-batch with nothing but the heaviest placed piece.
+    pub largest_cost: f64,
+}
+
+impl ModelCosts {
+    fn of(packing: &Packing, model: &CostModel) -> Self {
+        let cost = |piece: &Piece| model.cost(piece.length);
+        let of_micro_batch = |j: usize| model.micro_batch() + packing.micro_batch(j).iter().map(cost).sum::<f64>();
+        Self {
+            costs: (0..packing.num_micro_batches()).map(of_micro_batch).collect(),
+            largest_cost: model.micro_batch() + packing.pieces.iter().map(cost).fold(0.0, f64::max),
+        }
+    }
+
+    /// The heaviest micro-batch over the mean.
+    fn imbalance(&self) -> f64 {
+        self.over_mean(self.costs.iter().copied().fold(0.0, f64::max))
+    }
+
+    fn over_mean(&self, cost: f64) -> f64 {
+        let total: f64 = self.costs.iter().sum();
+        // A mean that was rounded up may lie above the largest.
+        if total > 0.0 { (cost * self.costs.len() as f64 / total).max(1.0) } else { 1.0 }
+    }
 }
 
 impl Packing {
@@ -78,7 +115,23 @@ impl Packing {
         self.columns.as_ref().map_or_else(|| self.max_cost(), Columns::step_cost)
     }
 
-    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
+    /// Scored under every model of a range, if it is one; its costs are then those where the imbalance is worst, the
+    /// first of equals.
+    pub(super) fn scored(mut self, cost_model: &CostModel) -> Self {
+        if !cost_model.is_range() {
+            return self;
+        }
+        self.by_model = cost_model.models().iter().map(|model| ModelCosts::of(&self, model)).collect();
+        let worse = |worst: &ModelCosts, model: &ModelCosts| model.imbalance() > worst.imbalance();
+        let worst = self.by_model.iter().reduce(|worst, model| if worse(worst, model) { model } else { worst });
+        if let Some(ModelCosts { costs, largest_cost }) = worst.cloned() {
+            (self.costs, self.largest_cost) = (costs, largest_cost);
+        }
+        self
+    }
+
+    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed. Of a
+    /// range of cost models it is that of the worst.
     pub fn imbalance(&self) -> f64 {
         if self.pieces.is_empty() {
             return 1.0;
@@ -88,13 +141,24 @@ impl Packing {
         if total > 0.0 { (self.step_cost() * self.num_micro_batches() as f64 / total).max(1.0) } else { 1.0 }
     }
 
-    /// No packing of the placed pieces into as many micro-batches has a smaller [`Packing::step_cost`].
+    /// The imbalance under each model of a range, in its order; under a single cost model the one there is.
+    pub fn imbalances(&self) -> Vec<f64> {
+        if self.by_model.is_empty() {
+            return vec![self.imbalance()];
+        }
+        let of = |model: &ModelCosts| if self.pieces.is_empty() { 1.0 } else { model.imbalance() };
+        self.by_model.iter().map(of).collect()
+    }
+
+    /// No packing of the placed pieces into as many micro-batches has a smaller [`Packing::step_cost`]. Of a range
+    /// of cost models: none has a smaller imbalance, times the mean cost.
     pub fn lower_bound(&self) -> f64 {
         if let Some(columns) = &self.columns {
             return columns.lower_bound();
         }
         let mean = self.total_cost() / self.num_micro_batches() as f64;
-        mean.max(self.largest_cost).min(self.max_cost())
+        let bounds = self.by_model.iter().map(|model| mean * model.over_mean(model.largest_cost));
+        bounds.fold(mean.max(self.largest_cost), f64::max).min(self.max_cost())
     }
 
     /// Memory skew: most tokens of a micro-batch over their mean. 1 if nothing is placed.
@@ -143,6 +207,7 @@ impl Packing {
         let exists = |&j: &i32| j == -1 || usize::try_from(j).is_ok_and(|j| j < micro_batches);
         let fits = micro_batches > 0
             && packing.costs.len() == micro_batches
+            && packing.by_model.iter().all(|model| model.costs.len() == micro_batches)
             && packing.offsets.len() == micro_batches + 1
             && packing.offsets.first() == Some(&0)
             && packing.offsets.last() == Some(&packing.pieces.len())

@@ -6,6 +6,7 @@ mod columns_exchange;
 mod documents;
 mod exchange;
 pub(super) mod fixed_length;
+pub(super) mod minimax;
 pub(super) mod original;
 pub(super) mod refined;
 mod steepest;

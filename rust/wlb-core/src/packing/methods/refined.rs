@@ -9,6 +9,7 @@ use crate::packing::plan::Packing;
 use super::bins::Bins;
 use super::documents::Documents;
 use super::exchange::exchange;
+use super::minimax::even_out;
 use super::steepest::steepest;
 
 /// A plan is left as it is once its maximum is this close to the lower bound.
@@ -34,8 +35,13 @@ pub(in crate::packing) fn pack(
     for document in &documents.longest_first {
         bins.place(document.index as usize, document.length, document.cost);
     }
-    improve(bins.placement, || documents)
-        .into_packing(Some(Method::Refined), max_tokens, cost_model, |index| Piece::whole(index, lengths[index]))
+    let placement = improve(bins.placement, || documents);
+    even_out(placement, lengths, cost_model, max_tokens).into_packing(
+        Some(Method::Refined),
+        max_tokens,
+        cost_model,
+        |index| Piece::whole(index, lengths[index]),
+    )
 }
 
 /// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was left over

@@ -10,6 +10,7 @@ use crate::packing::placement::Placement;
 use crate::packing::plan::Packing;
 
 use super::bins::Bins;
+use super::minimax::even_out;
 use super::var_length;
 
 /// A document is light up to this many times the mean cost. At most a quarter of any batch is heavier.
@@ -38,6 +39,7 @@ pub(in crate::packing) fn pack(
 ) -> Packing {
     match pour(lengths, num_micro_batches, max_tokens, cost_model) {
         Some(placement) => {
+            let placement = even_out(placement, lengths, cost_model, max_tokens);
             let piece = |index| Piece::whole(index, lengths[index]);
             placement.into_packing(Some(Method::VarLengthFast), max_tokens, cost_model, piece)
         }

@@ -132,8 +132,8 @@ impl PackerConfig {
         }
         self.cost_model.check()?;
         // Then no sum of costs can overflow, however long documents wait.
-        let most = self.cost_model.cost(self.max_document_tokens) + self.cost_model.micro_batch();
-        let value = most * MAX_ITERATION as f64;
+        let most = |model: &CostModel| model.cost(self.max_document_tokens) + model.micro_batch();
+        let value = self.cost_model.models().iter().map(most).fold(0.0, f64::max) * MAX_ITERATION as f64;
         if !value.is_finite() {
             let requirement = "the longest document's cost is so high that sums of costs would overflow";
             return Err(Error::Number { argument: "cost_model", value, requirement });

@@ -49,6 +49,7 @@ impl Packer {
         let first = self.first_config().cost_model;
         self.cost_history = Some(CostHistory { first, changes: changes + 1, since: self.iteration, digest });
         self.config = config;
+        self.metrics.forget_models();
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 use crate::interrupt::check;
 use crate::longest_first::longest_first_of;
+use crate::packing::methods::minimax::even_out;
 use crate::packing::methods::refined::refine;
 use crate::packing::options::Method;
 use crate::packing::plan::Packing;
@@ -73,14 +74,18 @@ impl Packer {
         }
 
         check();
-        let (method, placement) = match config.method {
+        let lengths = || pieces.iter().map(|waiting| waiting.piece.length).collect::<Vec<i32>>();
+        let (method, mut placement) = match config.method {
             StreamMethod::VarLength => (Method::VarLength, placement),
             StreamMethod::Refined => {
-                let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
+                let lengths = lengths();
                 let costs = config.cost_model.costs(&lengths);
                 (Method::Refined, refine(placement, &lengths, &costs, config.max_tokens))
             }
         };
+        if config.cost_model.is_range() {
+            placement = even_out(placement, &lengths(), &config.cost_model, config.max_tokens);
+        }
 
         self.carried = placement.leftover.iter().map(|&index| pieces[index]).collect();
         let assignment = &placement.assignment;
@@ -94,7 +99,9 @@ impl Packer {
             let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
-        let packing = placement.into_packing(Some(method), config.max_tokens, &config.cost_model, piece);
+        let packing = placement
+            .into_packing(Some(method), config.max_tokens, &config.cost_model, piece)
+            .scored(&config.cost_model);
         self.iteration += 1;
         let backlog = self.pending_tokens();
         self.metrics.record(&packing, occasion == Occasion::Drain, delays.into_iter(), backlog);

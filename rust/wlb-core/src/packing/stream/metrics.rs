@@ -38,6 +38,15 @@ pub struct Metrics {
     backlog_sum: f64,
     #[serde(default)]
     pushes: u64,
+    /// Under a range of cost models: sums of the imbalance under each, over so many steps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    imbalance_sums_by_model: Vec<f64>,
+    #[serde(default, skip_serializing_if = "is_none")]
+    steps_by_model: u64,
+}
+
+fn is_none(count: &u64) -> bool {
+    *count == 0
 }
 
 impl Metrics {
@@ -79,6 +88,12 @@ impl Metrics {
         self.imbalance_worst = self.imbalance_worst.max(imbalance);
         // A bin is named by its upper edge; the cast saturates.
         *self.imbalance_histogram.entry((imbalance * IMBALANCE_RESOLUTION).ceil() as u32).or_default() += 1;
+        if !packing.by_model.is_empty() {
+            let imbalances = packing.imbalances();
+            self.imbalance_sums_by_model.resize(imbalances.len(), 0.0);
+            self.imbalance_sums_by_model.iter_mut().zip(imbalances).for_each(|(sum, imbalance)| *sum += imbalance);
+            self.steps_by_model += 1;
+        }
         self.step_tokens_sum += tokens as f64;
         self.step_tokens_square_sum += tokens as f64 * tokens as f64;
         let skew = packing.memory_skew();
@@ -95,6 +110,18 @@ impl Metrics {
     /// Mean imbalance over steps; 1 before the first.
     pub fn imbalance_mean(&self) -> f64 {
         if self.steps == 0 { 1.0 } else { self.imbalance_sum / self.steps as f64 }
+    }
+
+    /// Mean imbalance under each cost model of the range, over the steps since it was set; empty under a single one, or
+    /// before the first step.
+    pub fn imbalance_mean_by_model(&self) -> Vec<f64> {
+        self.imbalance_sums_by_model.iter().map(|sum| sum / self.steps_by_model as f64).collect()
+    }
+
+    /// What was counted under each model is of models that are no more.
+    pub(super) fn forget_models(&mut self) {
+        self.imbalance_sums_by_model.clear();
+        self.steps_by_model = 0;
     }
 
     /// Worst imbalance of any step; 1 before the first.
@@ -165,8 +192,12 @@ impl Metrics {
             self.memory_skew_worst,
             self.backlog_sum,
         ];
-        if !sums.iter().all(|sum| sum.is_finite() && *sum >= 0.0) {
+        if !sums.iter().chain(&self.imbalance_sums_by_model).all(|sum| sum.is_finite() && *sum >= 0.0) {
             Some("sums must be finite numbers, 0 or above")
+        } else if self.steps_by_model > self.steps
+            || self.imbalance_sums_by_model.is_empty() != (self.steps_by_model == 0)
+        {
+            Some("steps_by_model does not count steps")
         } else if total(&self.imbalance_histogram) != Some(self.steps) {
             Some("imbalance_histogram does not count the steps")
         } else if total(&self.delay_tokens) != Some(self.tokens) {

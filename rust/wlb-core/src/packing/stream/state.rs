@@ -102,6 +102,7 @@ impl Packer {
             config.check()?;
         } else {
             saved.cost_history = None;
+            saved.metrics.forget_models();
         }
         saved.config = config;
         *self = saved;
