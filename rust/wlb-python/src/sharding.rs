@@ -36,9 +36,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         pairs (where nothing does, as evenly as it can): few keys to fetch, long segments. "per_document" cuts every
 ///         document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2 * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer,
 ///         longer segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document
-///         and keeps shorter ones whole on one rank. "adaptive" is whichever of these three ``kernel_model`` predicts to be fastest:
-///         the least latency of the slowest rank, forward and backward; of equals the one named first here, "per_sequence" before
-///         all. The result's ``strategy`` and ``hybrid_threshold`` tell which.
+///         and keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be fastest:
+///         the least latency of the slowest rank, forward and backward; of equals "per_sequence" before "per_document",
+///         "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
 ///     causal: mask; decides pairs and key ranges, not who gets which token.
 ///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk" lengthens
 ///         chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).

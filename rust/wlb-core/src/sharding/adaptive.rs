@@ -13,9 +13,9 @@ use crate::longest_first::longest_first;
 
 use super::builder::Ranks;
 use super::kernel::{Clock, KernelModel};
-use super::options::Strategy;
+use super::options::{ShardOptions, Strategy};
 use super::plan::Segment;
-use super::{hybrid, per_document, per_sequence};
+use super::{auto, hybrid, per_document, per_sequence};
 
 /// What was chosen.
 pub(super) struct Choice {
@@ -24,7 +24,9 @@ pub(super) struct Choice {
 }
 
 /// Chooses between all strategies, or between the thresholds of the hybrid alone.
-pub(super) fn choose(lengths: &Lengths, cp_size: usize, model: &KernelModel, any_strategy: bool) -> Choice {
+pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelModel) -> Choice {
+    let ShardOptions { cp_size, mask, max_imbalance, .. } = *options;
+    let any_strategy = options.strategy == Strategy::Adaptive;
     let mut stopwatch = Stopwatch::new(lengths, cp_size, model);
     let order: Vec<(i32, usize)> = longest_first(lengths).collect();
     let whole: Vec<i64> = order.iter().map(|&(length, _)| stopwatch.clock.ticks(length, length)).collect();
@@ -63,6 +65,13 @@ pub(super) fn choose(lengths: &Lengths, cp_size: usize, model: &KernelModel, any
         if ticks <= least {
             least = ticks;
             best.strategy = Strategy::PerSequence;
+        }
+        stopwatch.reset();
+        auto::cut(&mut stopwatch, lengths, mask, max_imbalance);
+        let ticks = stopwatch.slowest();
+        if ticks < least {
+            least = ticks;
+            best.strategy = Strategy::Auto;
         }
     }
 

@@ -11,7 +11,7 @@ use crate::cost::Mask;
 use crate::interrupt::Meter;
 use crate::longest_first::longest_first;
 
-use super::builder::{Builder, Ranks};
+use super::builder::Ranks;
 use super::{hybrid, per_document};
 
 /// From one share that is tried to the next.
@@ -21,15 +21,14 @@ const ATTEMPTS: usize = 32;
 
 /// Lays every document on as few ranks as leave none with more than `max_imbalance` times the mean pairs. Where no
 /// share does that, the evenest way that was tried is taken; every document on all ranks is among them.
-pub(super) fn cut(builder: &mut Builder, lengths: &[i32], mask: Mask, max_imbalance: f64) {
+pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32], mask: Mask, max_imbalance: f64) {
     let documents: Vec<_> = longest_first(lengths).collect();
-    let mut layer = Layer::new(&documents, builder.cp_size(), mask);
+    let mut layer = Layer::new(&documents, ranks.cp_size(), mask);
     match layer.largest_share(lengths, max_imbalance) {
         Some(share) => {
-            layer.lay(builder, share, u64::MAX);
-            builder.sort();
+            layer.lay(ranks, share, u64::MAX);
         }
-        None => per_document::cut(builder, lengths),
+        None => per_document::cut(ranks, lengths),
     }
 }
 

@@ -18,7 +18,7 @@ named_choices! {
         PerDocument = "per_document",
         /// Long documents per document, short ones whole.
         Hybrid = "hybrid",
-        /// Whichever of the last three a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
+        /// Whichever of these a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
         /// is never of this one.
         Adaptive = "adaptive",
     }

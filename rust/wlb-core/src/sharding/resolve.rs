@@ -12,7 +12,7 @@ impl ShardOptions {
     /// slowest rank is predicted to finish first in a training step, [`Strategy::Hybrid`] without a threshold gets the
     /// best one.
     ///
-    /// Of equally fast ones the simpler is taken: per sequence, per document, hybrid with the highest threshold.
+    /// Of equally fast ones the simpler is taken: per sequence, per document, auto, hybrid with the highest threshold.
     /// Candidates for the threshold are "none is long" and all distinct lengths, longest first; of more than 64, those
     /// numbered from 64 on are searched in steps of 2, from 128 on of 3 and so on.
     ///
@@ -65,7 +65,7 @@ impl ShardOptions {
         if self.hybrid_threshold.is_some() {
             return wrong("hybrid_threshold", "has no meaning with strategy=\"adaptive\", which chooses it");
         }
-        let choice = adaptive::choose(lengths, self.cp_size, kernel, self.strategy == Strategy::Adaptive);
+        let choice = adaptive::choose(lengths, self, kernel);
         Ok(Self { strategy: choice.strategy, hybrid_threshold: choice.hybrid_threshold, ..self.clone() })
     }
 }

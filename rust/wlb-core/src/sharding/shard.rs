@@ -58,7 +58,10 @@ pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
     }
     let mut builder = Builder::new(lengths, cp_size);
     match (strategy, remainder) {
-        (Strategy::Auto, _) => auto::cut(&mut builder, lengths, mask, max_imbalance),
+        (Strategy::Auto, _) => {
+            auto::cut(&mut builder, lengths, mask, max_imbalance);
+            builder.sort();
+        }
         (Strategy::PerSequence, _) => per_sequence::cut(&mut builder, lengths),
         (Strategy::PerDocument, Remainder::Chunk) => per_document::cut(&mut builder, lengths),
         (Strategy::PerDocument, Remainder::Token) => per_document::cut_dealing_tokens(&mut builder, lengths),

@@ -105,7 +105,8 @@ fn all_choices(lengths: &Lengths, cp_size: usize, model: &KernelModel, strategy:
         thresholds.iter().enumerate().filter(|&(number, _)| is_searched(number)).map(|(_, &threshold)| threshold);
     let hybrid = searched.map(|threshold| (Strategy::Hybrid, Some(threshold)));
     let ways: Vec<_> = if strategy == Strategy::Adaptive {
-        [(Strategy::PerSequence, None), (Strategy::PerDocument, None)].into_iter().chain(hybrid).collect()
+        let others = [Strategy::PerSequence, Strategy::PerDocument, Strategy::Auto];
+        others.map(|strategy| (strategy, None)).into_iter().chain(hybrid).collect()
     } else {
         [(Strategy::Hybrid, Some(shortest))].into_iter().chain(hybrid).collect()
     };
