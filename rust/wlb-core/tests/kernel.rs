@@ -213,7 +213,9 @@ fn every_strategy_is_chosen_somewhere() {
     assert_eq!(choice(&[]), (Cut::PerSequence, None));
     assert_eq!(choice(&[65_536, 65_536]), (Cut::PerDocument, None));
     let mixed: Vec<i32> = [60_000].into_iter().chain([500; 64]).collect();
-    assert_eq!(choice(&mixed), (Cut::Hybrid, Some(60_000)));
+    assert_eq!(choice(&mixed), (Cut::Auto, None));
+    let few: Vec<i32> = [10_000].into_iter().chain([3000; 8]).collect();
+    assert_eq!(choice(&few), (Cut::Hybrid, Some(10_000)), "one short document each, and the long one for all");
 }
 
 /// The published rates that the H100 default claims to follow, within the 5 % that it claims.
