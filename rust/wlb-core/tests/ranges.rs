@@ -23,7 +23,7 @@ fn models() -> impl Strategy<Value = Vec<CostModel>> {
 }
 
 fn options(num_micro_batches: usize, max_tokens: i32, method: Method) -> PackOptions {
-    PackOptions { num_micro_batches, max_tokens, method, window: 1, leftover: Leftover::Return }
+    PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return }
 }
 
 /// By model and micro-batch, from the plan alone.

@@ -122,7 +122,8 @@ impl Packing {
             return self;
         }
         self.by_model = cost_model.models().iter().map(|model| ModelCosts::of(&self, model)).collect();
-        let worse = |worst: &ModelCosts, model: &ModelCosts| model.imbalance() > worst.imbalance();
+        let worse =
+            |worst: &ModelCosts, model: &ModelCosts| !self.pieces.is_empty() && model.imbalance() > worst.imbalance();
         let worst = self.by_model.iter().reduce(|worst, model| if worse(worst, model) { model } else { worst });
         if let Some(ModelCosts { costs, largest_cost }) = worst.cloned() {
             (self.costs, self.largest_cost) = (costs, largest_cost);
