@@ -84,6 +84,7 @@ GOOD = np.ones((3, 2))
         ({"costs": GOOD, "limits": [1.0, 1.0]}, "limits", None, "takes time"),
         ({"costs": GOOD, "limits": [np.inf, -1.0]}, "limits", 1, "above 0"),
         ({"costs": GOOD, "limits": [np.inf, 0.5]}, "costs", (0, 1), "exceeds the limit"),
+        ({"costs": GOOD, "limits": [np.inf, 3.0], "method": "original"}, "limits", None, "original"),
         ({"costs": GOOD, "method": "fixed_length"}, "method", None, "lengths alone"),
         ({"costs": GOOD, "cost_model": wlb.CostModel(attention=1.0, linear=1.0)}, "costs", None, "one of the two"),
         ({"cost_model": wlb.CostModel(attention=1.0, linear=1.0), "limits": [1.0]}, "limits", None, "pass costs"),

@@ -93,12 +93,16 @@ fn pack_given(
 ) -> Result<Packing> {
     let priced = Priced { lengths, costs, num_micro_batches, max_tokens, empty_cost: 0.0 };
     let placed = match method {
+        Method::Original if costs.limits().iter().any(Option::is_some) => {
+            let requirement = "method=\"original\" cuts where max_tokens is full, and would exceed them";
+            return Err(Error::Combination { argument: "limits", requirement });
+        }
         Method::Original => return Ok(original::pack(lengths, num_micro_batches, max_tokens, costs.into())),
         Method::VarLength => priced.place(),
         Method::Refined => priced.refine(),
         Method::FixedLength | Method::VarLengthFast => {
             let requirement =
-                "goes by lengths alone: documents whose costs are given need \"var_length\" or \"refined\"";
+                "goes by lengths alone: given costs need \"var_length\", \"refined\" or \"original\"";
             return Err(Error::Combination { argument: "method", requirement });
         }
     };
