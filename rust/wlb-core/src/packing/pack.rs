@@ -101,8 +101,7 @@ fn pack_given(
         Method::VarLength => priced.place(),
         Method::Refined => priced.refine(),
         Method::FixedLength | Method::VarLengthFast => {
-            let requirement =
-                "goes by lengths alone: given costs need \"var_length\", \"refined\" or \"original\"";
+            let requirement = "goes by lengths alone: given costs need \"var_length\", \"refined\" or \"original\"";
             return Err(Error::Combination { argument: "method", requirement });
         }
     };
