@@ -119,3 +119,13 @@ def test_a_log_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
         assert message in capsys.readouterr().err
     assert wlb_command("fit", str(tmp_path / "none.jsonl")) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_the_log_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = log(tmp_path)
+    before = path.read_bytes()
+    (tmp_path / "link.json").symlink_to(path)
+    for output in (path, tmp_path / "link.json"):
+        assert wlb_command("fit", str(path), "--output", str(output)) == 2
+        assert "--output" in capsys.readouterr().err
+        assert path.read_bytes() == before

@@ -39,6 +39,9 @@ def fit(
         full: attention is bidirectional, not causal.
         cost_model: file to write; by default LOG with the ending .cost.json.
     """
+    file = cost_model or log.with_suffix(".cost.json")
+    if file.resolve() == log.resolve():
+        raise CliError(f"--output {file}: is the log itself, and would be lost")
     timings = read_timings(log)
     try:
         fitted = wlb.CostModel.fit(
@@ -48,7 +51,6 @@ def fit(
         if error.argument in ("windows", "chunks"):
             raise
         raise CliError(f"{log}: {error}") from None
-    file = cost_model or log.with_suffix(".cost.json")
     file.write_text(fitted.cost_model.to_json() + "\n")
     numbers = {
         "rates": fitted.rates,
