@@ -20,7 +20,7 @@ _WHOLE_IMAGE = Mask("bidirectional")
 
 
 def _layer(keys: Keys, mask: Mask, *, gated: bool, bias: bool, norm_bias: bool) -> Layer:
-    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads", "num_heads")
+    hidden, heads = keys.integer("hidden_size"), keys.positive("num_attention_heads", "num_heads")
     head_dim = keys.integer("head_dim", default=hidden // heads)
     attention = Attention(
         num_heads=heads, num_kv_heads=heads, head_dim=head_dim, mask=mask, qkv_bias=bias, output_bias=bias
@@ -31,7 +31,7 @@ def _layer(keys: Keys, mask: Mask, *, gated: bool, bias: bool, norm_bias: bool) 
 
 
 def _patch_values(keys: Keys) -> int:
-    side = keys.integer("patch_size")
+    side = keys.positive("patch_size")
     frames = keys.integer("temporal_patch_size", default=1)
     return keys.integer("in_channels", "in_chans", "num_channels", default=3) * frames * side * side
 
@@ -39,7 +39,7 @@ def _patch_values(keys: Keys) -> int:
 def _qwen2_5(config: Keys, keys: Keys, text: int) -> ImageEncoder:
     """Windows in most layers; a gated feed-forward block; RMSNorm."""
     hidden, merge = keys.integer("hidden_size"), keys.integer("spatial_merge_size", default=2) ** 2
-    side = keys.integer("window_size", default=112) // keys.integer("patch_size")
+    side = keys.integer("window_size", default=112) // keys.positive("patch_size")
     everywhere = {*keys.integers("fullatt_block_indexes", (7, 15, 23, 31))}
     layers = []
     for index in range(keys.integer("depth")):
@@ -63,7 +63,7 @@ def _merger(inner: int, output: int) -> tuple[Matrix, ...]:
 def _qwen2(config: Keys, keys: Keys, text: int) -> ImageEncoder:
     """The whole image everywhere; LayerNorm; `hidden_size` is the language model's."""
     hidden, merge = keys.integer("embed_dim"), keys.integer("spatial_merge_size", default=2) ** 2
-    heads = keys.integer("num_heads")
+    heads = keys.positive("num_heads")
     attention = Attention(
         num_heads=heads,
         num_kv_heads=heads,
@@ -101,7 +101,7 @@ def _qwen3(config: Keys, keys: Keys, text: int) -> ImageEncoder:
 
 def _vit(keys: Keys) -> tuple[int, int, Layer]:
     """Width, patches of an image, and a layer of CLIP and SigLIP."""
-    side = keys.integer("image_size") // keys.integer("patch_size")
+    side = keys.integer("image_size") // keys.positive("patch_size")
     layer = _layer(keys, _WHOLE_IMAGE, gated=False, bias=True, norm_bias=True)
     return keys.integer("hidden_size"), side * side, layer
 

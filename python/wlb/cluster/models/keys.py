@@ -113,6 +113,18 @@ class Keys:
         """A whole number."""
         return self.read(int, *names) if default is None else self.read(int, *names, default=default)
 
+    def positive(self, *names: str, default: int | None = None) -> int:
+        """A whole number that something is divided by, or a size that is not optional.
+
+        Raises:
+            Refused: it is below 1.
+        """
+        number = self.integer(*names, default=default)
+        if number < 1:
+            key = next((name for name in names if name in self), names[-1])
+            raise Refused(f"has {key} = {number}: must be at least 1", number)
+        return number
+
     def flag(self, *names: str, default: bool = False) -> bool:
         """True or false."""
         return self.read(bool, *names, default=default)
@@ -146,6 +158,8 @@ class Keys:
     def window(self) -> int:
         """Keys of a sliding window that is in use and smaller than the context; 0: there is none."""
         window = self.integer("sliding_window", default=0)
+        if window < 0:
+            raise Refused(f"has sliding_window = {window}: must not be negative", window)
         context = self.integer("max_position_embeddings", default=0)
         # Qwen writes a window and does not use it; a window no smaller than the context hides nothing.
         return window if self.flag("use_sliding_window", default=True) and (not context or window < context) else 0

@@ -38,7 +38,7 @@ class Heads:
 
     def block(self, keys: Keys, kind: str) -> Attention:
         """Of one layer."""
-        hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+        hidden, heads = keys.integer("hidden_size"), keys.positive("num_attention_heads")
         head_dim = keys.integer("head_dim", "attention_head_dim", default=0)
         if not head_dim:
             head_dim, rest = divmod(hidden, heads)
@@ -72,7 +72,7 @@ def _mask(keys: Keys, kind: str) -> Mask:
         window = keys.window()
         return Mask("window", window) if window else Mask()
     if kind == CHUNKED:
-        chunk = keys.integer("attention_chunk_size")
+        chunk = keys.positive("attention_chunk_size")
         context = keys.integer("max_position_embeddings", default=0)
         return Mask("chunk", chunk) if not context or chunk < context else Mask()
     raise Refused(f"has layer_types {kind!r}: what that costs is not known to wlb", kind)
@@ -171,7 +171,7 @@ def _every(period: int, key: str = "sliding_window_pattern", rest: str = SLIDING
     def kinds(keys: Keys, count: int) -> list[str]:
         if "layer_types" in keys:
             return keys.per_layer(["layer_types"], count, lambda index: FULL)
-        each = keys.integer(key, default=period)
+        each = keys.positive(key, default=period)
         return [rest if (index + 1) % each else FULL for index in range(count)]
 
     return kinds
@@ -195,7 +195,7 @@ def _smollm3_kinds(keys: Keys, count: int) -> list[str]:
     """Layers without rotation have the window, where it is used."""
     used = keys.flag("use_sliding_window")
     if used and "layer_types" not in keys:
-        every = keys.integer("no_rope_layer_interval", default=4)
+        every = keys.positive("no_rope_layer_interval", default=4)
         rotated = keys.integers("no_rope_layers", [int((index + 1) % every != 0) for index in range(count)])
         return [FULL if rotates else SLIDING for rotates in rotated]
     return keys.per_layer(["layer_types"], count, lambda index: FULL)
@@ -219,7 +219,7 @@ def _deepseek(keys: Keys) -> Text:
 
 def _latent(keys: Keys, indexer: Indexer | None = None) -> LatentAttention:
     return LatentAttention(
-        num_heads=keys.integer("num_attention_heads"),
+        num_heads=keys.positive("num_attention_heads"),
         kv_rank=keys.integer("kv_lora_rank"),
         key_dim=keys.integer("qk_nope_head_dim"),
         rope_dim=keys.integer("qk_rope_head_dim"),
@@ -303,11 +303,11 @@ def _minimax(keys: Keys) -> Text:
 def _llama4(keys: Keys) -> Text:
     """Chunked attention in layers that rotate, full attention in the others; experts in some layers, one shared."""
     count = _count(keys)
-    interval = keys.integer("no_rope_layer_interval", default=4)
+    interval = keys.positive("no_rope_layer_interval", default=4)
     # An empty list stands for the rule.
     rotated = keys.integers("no_rope_layers", ()) or [int((index + 1) % interval != 0) for index in range(count)]
     kinds = keys.per_layer(["layer_types"], count, lambda index: CHUNKED if rotated[index] else FULL)
-    step = keys.integer("interleave_moe_layer_step", default=1)
+    step = keys.positive("interleave_moe_layer_step", default=1)
     sparse = {*keys.integers("moe_layers", range(step - 1, count, step))}
     width = keys.integer("intermediate_size")
     keys.pass_over("use_qk_norm")  # it has no weights
@@ -332,7 +332,7 @@ def _glm4_moe(keys: Keys) -> Text:
 
 def _mamba2_block(keys: Keys, *, bias: bool = False, norm: bool = True, inner: int = 0) -> Mamba2:
     """Of Bamba, Granite and Falcon, which use the same keys."""
-    heads = keys.integer("mamba_n_heads")
+    heads = keys.positive("mamba_n_heads")
     inner = inner or keys.integer("mamba_expand", default=2) * keys.integer("hidden_size")
     return Mamba2(
         num_heads=heads,
@@ -441,9 +441,9 @@ def _jamba(keys: Keys) -> Text:
         norms=True,
     )
     count = _count(keys)
-    every, first = keys.integer("attn_layer_period", default=8), keys.integer("attn_layer_offset", default=4)
+    every, first = keys.positive("attn_layer_period", default=8), keys.integer("attn_layer_offset", default=4)
     experts_every, first_experts = (
-        keys.integer("expert_layer_period", default=2),
+        keys.positive("expert_layer_period", default=2),
         keys.integer("expert_layer_offset", default=1),
     )
     keys.pass_over("layers_block_type")  # follows from these
