@@ -162,6 +162,19 @@ def test_another_accumulation_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, accumulate_grad_batches=3)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit_train_batches": 10}, "limit_train_batches = 10: would end an epoch inside of a global batch"),
+        ({"overfit_batches": 2}, "limit_train_batches = 2: would end an epoch inside of a global batch"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs = 1: would begin"),
+    ],
+)
+def test_what_would_lose_documents_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(wlb.WlbError, match=message):
+        fit(tmp_path, stop=2, **options)
+
+
 def test_costs_have_to_be_said() -> None:
     with pytest.raises(wlb.WlbError, match="give one of them"):
         BalancedDataModule(documents(), max_tokens=64, tokens_per_batch=100)

@@ -70,7 +70,8 @@ class BalancedDataModule(LightningDataModule):
             by; by default `batch.as_hf()` and `num_items_in_batch`.
 
     Raises:
-        wlb.WlbError: an argument makes no sense. In `fit`: `accumulate_grad_batches` was given, and is another.
+        wlb.WlbError: an argument makes no sense. In `fit`: `accumulate_grad_batches` was given, and is another;
+            `limit_train_batches` cuts a global batch; dataloaders are reloaded.
     """
 
     def __init__(
@@ -123,12 +124,13 @@ class BalancedDataModule(LightningDataModule):
         """Sets the Trainer's `accumulate_grad_batches`.
 
         Raises:
-            wlb.WlbError: it is another already.
+            wlb.WlbError: it is another already, or the Trainer would leave documents out.
         """
         trainer: Any = self.trainer
         if stage != "fit" or trainer is None:
             return
         needed = self._micro_batches(trainer.world_size) // trainer.world_size
+        _check_epochs(trainer, needed)
         if trainer.lightning_module.automatic_optimization:
             if trainer.accumulate_grad_batches not in (1, needed):
                 found = trainer.accumulate_grad_batches
@@ -233,6 +235,19 @@ class _Validation:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
             yield self._row(batch, self._num_items)
+
+
+def _check_epochs(trainer: Any, needed: int) -> None:
+    """Refuses what cuts global batches, or reads documents again."""
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int) and limit % needed and not trainer.fast_dev_run:
+        message = f"= {limit}: would end an epoch inside of a global batch, whose other documents would be lost; "
+        message += f"make it a multiple of {needed}, the micro-batches of a rank"
+        raise error("limit_train_batches", message, value=limit)
+    every = trainer.reload_dataloaders_every_n_epochs
+    if every:
+        message = f"= {every}: would begin the data anew, without what waits; leave it out"
+        raise error("reload_dataloaders_every_n_epochs", message, value=every)
 
 
 def _lengths(documents: Documents) -> Any:
