@@ -93,6 +93,29 @@ def test_a_loop_with_hooks_only(checkpointed: bool) -> None:
     assert timer.read()[0].seconds.size == 0
 
 
+def test_a_part_that_fails_is_no_time() -> None:
+    timer = wt.StepTimer("cpu")
+    with pytest.raises(MemoryError), timer.micro_batch(0):  # noqa: PT012
+        time.sleep(0.05)
+        raise MemoryError
+    timer.end_step()
+    with timer.micro_batch(0):
+        pass
+    timer.end_step()
+    failed, whole = (step.seconds.tolist() for step in timer.read())
+    assert np.isnan(failed).all()
+    assert whole[0] < 0.05
+
+
+def test_a_step_is_not_ended_twice() -> None:
+    timer, model = wt.StepTimer(), Model()
+    remove = timer.attach(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(wlb.WlbError, match="ended by the optimizer already"):
+        timer.end_step(lengths=[[3]])
+    remove()
+    timer.end_step(lengths=[[3]])
+
+
 def test_a_forward_that_fails_leaves_nothing_open() -> None:
     timer, model = wt.StepTimer(), Model()
     timer.attach(model)

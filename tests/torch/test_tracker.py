@@ -156,9 +156,9 @@ def test_a_packer_of_ones_own_is_switched_at_the_boundary() -> None:
         update = tracker.step(step)
         assert (update is None) == (number % 10 != 9)
     first, *rest = tracker.updates
-    assert first.switched_from is not None
+    assert first.switched_from == first.step == 10
     assert first.fit is not None
-    assert "change from step" in first.report()
+    assert "change from step 10 on" in first.report()
     assert "tokens" in first.report()
     assert first.imbalance - first.attainable > 0.01
     assert all(update.switched_from is None for update in rest)

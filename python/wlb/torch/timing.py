@@ -71,9 +71,13 @@ class StepTimer:
         self._ended: deque[tuple[int, tuple[NDArray[np.int64], ...], dict[int, list[Span]]]] = deque()
         self._forwards = 0  # of a model with hooks, in this step
         self._steps = 0
+        self._optimizers: list[_Hooks] = []  # that end steps by themselves
 
     def micro_batch(self, index: int) -> AbstractContextManager[None]:
-        """What runs inside belongs to micro-batch `index` of this step; more than once, and inside each other not."""
+        """What runs inside belongs to micro-batch `index` of this step; more than once, and inside each other not.
+
+        A part that raises is not counted.
+        """
         return self._part(self._spans.setdefault(index, []))
 
     def attach_stages(self, stages: Iterable[Any]) -> None:
@@ -89,15 +93,22 @@ class StepTimer:
 
         Args:
             model: The outermost module, as the loop calls it.
-            optimizer: Ends the step by its own `step`, for loops that one cannot add a line to.
+            optimizer: Ends the step by its own `step`, for loops that one cannot add a line to. Not with a
+                `CostTracker`, which ends steps itself.
 
         Returns:
             A function that takes the hooks off again.
         """
         hooks = _Hooks(self, model)
         if optimizer is not None:
-            hooks.handles.append(optimizer.register_step_post_hook(lambda *_: self.end_step()))
-        return hooks.remove
+            hooks.handles.append(optimizer.register_step_post_hook(lambda *_: self._end_step(None, None)))
+            self._optimizers.append(hooks)
+
+        def remove() -> None:
+            hooks.remove()
+            self._optimizers = [other for other in self._optimizers if other is not hooks]
+
+        return remove
 
     def next_forward(self) -> int:
         """The micro-batch that begins now, where they are only counted."""
@@ -112,8 +123,14 @@ class StepTimer:
             lengths: Instead of it, int [documents] for each micro-batch, where a log is to be written.
 
         Raises:
-            WlbError: A micro-batch was timed that the step does not have.
+            WlbError: A micro-batch was timed that the step does not have, or an attached optimizer has ended it.
         """
+        if self._optimizers:
+            message = "is ended by the optimizer already: attach the model without it"
+            raise error("step", message, value=self._steps)
+        self._end_step(step, lengths)
+
+    def _end_step(self, step: Any, lengths: Sequence[ArrayLike] | None) -> None:
         number = self._steps
         if step is not None:
             number = int(step.number)
@@ -171,8 +188,9 @@ class _ClockPart:
     def __enter__(self) -> None:
         self._started = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
-        self._parts.append(time.perf_counter() - self._started)
+    def __exit__(self, failure: object, *_: object) -> None:
+        if failure is None:
+            self._parts.append(time.perf_counter() - self._started)
 
 
 class _EventPart:
@@ -185,7 +203,9 @@ class _EventPart:
         self._started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._started.record()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: object, *_: object) -> None:
+        if failure is not None:
+            return
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended.record()
         self._parts.append((self._started, ended))

@@ -202,7 +202,7 @@ class CostTracker:
     def _look(self) -> CostUpdate:
         switches = self._switches
         if switches is None:
-            return self._looked(0)
+            return self._looked(self._steps)
         with switches.held() as begun:
             return self._looked(begun)
 
