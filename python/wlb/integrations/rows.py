@@ -107,7 +107,8 @@ def row(feature: Any, index: int, collator: Collator) -> dict[str, NDArray[Any]]
     batch = collator([dict(feature) if isinstance(feature, Mapping) else feature])
     found = {name: _flat(value) for name, value in batch.items()}
     if "input_ids" not in found:
-        raise error("data_collator", f"gives no 'input_ids', but {', '.join(map(repr, batch))}", value=list(batch))
+        given = ", ".join(map(repr, batch)) or "nothing"
+        raise error("data_collator", f"gives no 'input_ids', but {given}", index=index, value=list(batch))
     tokens = found.pop("input_ids")
     mask = found.get("attention_mask")
     real = slice(None) if mask is None or mask.size != tokens.size else mask.astype(bool)
