@@ -96,7 +96,12 @@ def check_step(ranks: list[dict[str, Any]]) -> list[int]:
             assert (found["first"], found["size"]) == (group.first_rank, group.cp_size)
             assert found["rank"] == rank - group.first_rank
             assert group.lengths.tolist() == LENGTHS[found["ids"]].tolist()
-            expected = collate([DATA[id] for id in found["ids"]], cp_rank=found["rank"], cp_size=found["size"])
+            expected = collate(
+                [DATA[id] for id in found["ids"]],
+                cp_rank=found["rank"],
+                cp_size=found["size"],
+                strategy="per_document",
+            )
             for name, value in found["tensors"].items():
                 np.testing.assert_array_equal(value, getattr(expected, name).numpy())
             assert found["cu_seqlens"] == expected.cu_seqlens.tolist()

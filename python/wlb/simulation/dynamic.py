@@ -183,7 +183,7 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
     of_ranks = np.zeros((2, int(sizes.sum()), scenario.layer_shares.size))
     for first, size, lengths in zip(firsts.tolist(), sizes.tolist(), run.group_lengths(), strict=True):
         if lengths.size:
-            cut = shard(lengths, cp_size=size)
+            cut = shard(lengths, cp_size=size, strategy="per_document")
             of_ranks[0, first : first + size] = scenario.rank_seconds(cut, passes="forward")
             of_ranks[1, first : first + size] = scenario.rank_seconds(cut, passes="backward")
     return Attention(
