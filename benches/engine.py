@@ -80,7 +80,7 @@ def speed(progress: Progress) -> list[dict[str, Any]]:
         "shard per_document, 64 documents, 128K tokens, CP 8",
         "5 us",
         packed,
-        lambda: wlb.shard(packed, cp_size=8),
+        lambda: wlb.shard(packed, cp_size=8, strategy="per_document"),
     )
     row(
         "shard per_sequence, the same",
@@ -88,7 +88,7 @@ def speed(progress: Progress) -> list[dict[str, Any]]:
         packed,
         lambda: wlb.shard(packed, cp_size=8, strategy="per_sequence"),
     )
-    shard = wlb.shard(packed, cp_size=8)
+    shard = wlb.shard(packed, cp_size=8, strategy="per_document")
 
     def arrays() -> None:
         rank = shard.rank(3)

@@ -129,7 +129,7 @@ class _Cluster:
         Returns:
             float64[parts, stages, 3] seconds on every stage, and float64[parts] of sending a stage's output.
         """
-        shards = [shard(lengths, cp_size=cp_size) for lengths, cp_size in parts]
+        shards = [shard(lengths, cp_size=cp_size, strategy="per_document") for lengths, cp_size in parts]
         forward, backward = (
             np.array([self.kernel.rank_seconds(cut, passes=passes).max() for cut in shards])
             for passes in ("forward", "backward")
