@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import accelerate
+import numpy as np
 import processes
 import pytest
 import torch
@@ -328,3 +329,12 @@ def test_the_table_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["found", "expected", "apart", "allowed"]
     assert len(table) == 5
+
+
+def test_a_timer_counts_no_micro_batch_of_it() -> None:
+    """What is run to verify belongs to no step, whose times it would otherwise spoil."""
+    model, step, timer = llama(), first_step(), wt.StepTimer("cpu")
+    timer.attach(model)
+    wt.verify(model, step)
+    timer.end_step(step)
+    assert np.isnan(timer.read()[0].seconds).all()

@@ -22,6 +22,7 @@ from wlb._errors import error
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
+from wlb.torch.timing import untimed
 from wlb.torch.training import hf_logits, logits_of, meeting_place, takes_input_ids, train_step
 
 Train = Callable[[Step[PackedBatch]], Any]
@@ -141,7 +142,7 @@ def verify(
     train = train or (lambda of: train_step(model, of, group=group, accelerator=accelerator))
     proof = _Prover(model, train, alone or _alone, together)
     checks = [_documents(step, together)]
-    with _still(model):
+    with _still(model), untimed():
         checks.append(proof.apart(small))
         checks += proof.loss_and_gradient(small)
         if evaluate is not None:

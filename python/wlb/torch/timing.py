@@ -6,8 +6,9 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +23,18 @@ from wlb._errors import error
 
 Span: TypeAlias = float | tuple[Any, Any]
 """Seconds by the clock, or the events of a device around them."""
+
+_off_duty: ContextVar[bool] = ContextVar("off_duty", default=False)
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Calls of a model in here are no micro-batches of a step: hooks of a `StepTimer` leave them alone."""
+    before = _off_duty.set(True)
+    try:
+        yield
+    finally:
+        _off_duty.reset(before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +249,7 @@ class _Hooks:
 
     def _before(self, *_: Any) -> None:
         # A call inside a backward pass is a recomputed one, whose time is in that pass already.
-        if torch.is_grad_enabled() and not torch._C._current_graph_task_id() + 1:
+        if torch.is_grad_enabled() and not torch._C._current_graph_task_id() + 1 and not _off_duty.get():
             index = self._timer.next_forward()
             part = self._timer.micro_batch(index)
             part.__enter__()
