@@ -64,6 +64,10 @@ class Kept:
 class Block(ABC):
     """A part of a layer: from rows of width `hidden` to rows of width `hidden`."""
 
+    def __post_init__(self) -> None:
+        """Every field is a size; a kind with optional ones checks for itself."""
+        self._check()
+
     @abstractmethod
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
         """Every matrix of the block."""

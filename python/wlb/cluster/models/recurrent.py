@@ -31,9 +31,6 @@ class GatedDeltaNet(Block):
     value_dim: int
     conv_kernel: int
 
-    def __post_init__(self) -> None:
-        self._check()
-
     @property
     def value_width(self) -> int:
         """Of all value heads."""
@@ -96,9 +93,6 @@ class KimiDeltaAttention(Block):
     head_dim: int
     conv_kernel: int
 
-    def __post_init__(self) -> None:
-        self._check()
-
     @property
     def value_width(self) -> int:
         """Of all heads."""
@@ -154,9 +148,6 @@ class LightningAttention(Block):
 
     num_heads: int
     head_dim: int
-
-    def __post_init__(self) -> None:
-        self._check()
 
     @property
     def value_width(self) -> int:
@@ -217,9 +208,6 @@ class Mamba1(Block):
     conv_bias: bool = True
     norms: bool = False
 
-    def __post_init__(self) -> None:
-        self._check()
-
     @property
     def state(self) -> int:
         """Numbers that it carries from token to token."""
@@ -279,9 +267,6 @@ class Mamba2(Block):
     bias: bool = False
     conv_bias: bool = True
     norm: bool = True
-
-    def __post_init__(self) -> None:
-        self._check()
 
     @property
     def inner(self) -> int:
