@@ -17,41 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.torch.attention.kernels import accumulator
 from wlb.torch.attention.merge import AttendBackward
-from wlb.torch.attention.segments import Call, Calls, Ints, Places, Segments, Spans, meet, ranges
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Which keys every rank's queries see, and which of these it holds; in tokens of the packed sequence."""
-
-    own: list[Places]  # of each rank: where its tokens lie in its tensors
-    spans: list[Spans]  # of each rank
-    here: list[NDArray[np.bool_]]  # of each rank: which of these spans have all their keys there
-    remote: list[Spans]  # of each rank: the others
-
-    @classmethod
-    def of(cls, held: Sequence[Segments], documents: Segments, *, left: int, right: int) -> Needs:
-        """Of ranks that hold `held`, where a query sees `left` tokens before and `right` tokens after itself."""
-        own = [Places(documents.row[s.document] + s.start, s.row, s.length) for s in held]
-        spans = [meet(s, documents, left, right) for s in held]
-        here = [places.contain(s.k_row, s.k_length) for places, s in zip(own, spans, strict=True)]
-        remote = [s[~at_home] for s, at_home in zip(spans, here, strict=True)]
-        return cls(own, spans, here, remote)
-
-    def local(self, rank: int) -> Spans:
-        """What a rank computes from its own keys."""
-        return self.spans[rank][self.here[rank]]
-
-    def keys(self, *ranks: int) -> tuple[Ints, Ints]:
-        """Ranges of the keys that some of these ranks need for the rest: first tokens, lengths."""
-        return union(
-            *(np.concatenate([getattr(self.remote[i], name) for i in ranks]) for name in ("k_row", "k_length"))
-        )
+from wlb.torch.attention.needs import Needs, one_after_another
+from wlb.torch.attention.segments import Call, Calls, Segments, ranges
 
 
 @dataclass(frozen=True)
@@ -85,10 +56,7 @@ class GatherRoute:
 
         counts = [int(places.length.sum()) for places in sent]
         rows = max(counts)
-        token, length = (np.concatenate([getattr(places, name) for places in sent]) for name in ("token", "length"))
-        padding = np.repeat(np.arange(len(sent)) * rows - np.cumsum(counts) + counts, [p.token.size for p in sent])
-        order = np.argsort(token)
-        gathered = Places(token[order], (np.cumsum(length) - length + padding)[order], length[order])
+        gathered = one_after_another(sent, first_rows=np.arange(len(sent)) * rows)
 
         num_keys = held[rank].num_tokens
         whole = counts[rank] == num_keys == rows
@@ -100,16 +68,6 @@ class GatherRoute:
             rows=rows,
             cp_size=len(held),
         )
-
-
-def union(start: Ints, length: Ints) -> tuple[Ints, Ints]:
-    """The ranges that cover the same numbers without meeting, ascending: their starts and lengths."""
-    order = np.argsort(start)
-    start, end = start[order], np.maximum.accumulate((start + length)[order])
-    apart = start[1:] > end[:-1]
-    edge = np.ones(min(1, start.size), bool)
-    first = start[np.append(edge, apart)]
-    return first, end[np.append(apart, edge)] - first
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.all_gather import Needs
 from wlb.torch.attention.kernels import accumulator
 from wlb.torch.attention.merge import AttendBackward
-from wlb.torch.attention.segments import Call, Calls, Places, Segments, ranges
+from wlb.torch.attention.needs import Needs, one_after_another
+from wlb.torch.attention.segments import Call, Calls, Segments, ranges
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,15 @@ class FetchRoute:
         needed = [needs.keys(i) for i in range(len(held))]
         sent = [needs.own[rank].of(*keys) for keys in needed]
         fetched = [own.of(*needed[rank]) for own in needs.own]
-        token, length = (np.concatenate([getattr(places, name) for places in fetched]) for name in ("token", "length"))
-        order = np.argsort(token)
-        buffer = Places(token[order], (np.cumsum(length) - length)[order], length[order])
+        counts = np.array([places.length.sum() for places in fetched], np.int64)
+        buffer = one_after_another(fetched, first_rows=np.cumsum(counts) - counts)
         calls = Calls(held[rank].num_tokens, positions_matter=positions_matter)
-        fetched_rows = [int(places.length.sum()) for places in fetched]
         return cls(
             local=calls.add(needs.local(rank), num_keys=held[rank].num_tokens, places=needs.own[rank]),
-            remote=calls.add(needs.remote[rank], num_keys=sum(fetched_rows), places=buffer),
+            remote=calls.add(needs.remote[rank], num_keys=int(counts.sum()), places=buffer),
             sent=torch.from_numpy(np.concatenate([ranges(places.row, places.length, np.int32) for places in sent])),
             sent_rows=[int(places.length.sum()) for places in sent],
-            fetched_rows=fetched_rows,
+            fetched_rows=counts.tolist(),
             moves=any(spans.q_row.size for spans in needs.remote),
         )
 
