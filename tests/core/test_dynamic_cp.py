@@ -110,6 +110,40 @@ def test_a_long_document_gets_more_ranks() -> None:
     assert plan.seconds < 1.05 * plan.lower_bound
 
 
+def test_documents_bring_their_own_costs() -> None:
+    """A cheap long document shares its ranks, a costly short one gets many; memory goes by tokens."""
+    costs = np.ones(12)
+    costs[1] = 100.0
+    plan = wlb.plan_dynamic_cp(LENGTHS, costs=costs, **{**MACHINE, "num_stages": 1})
+    assert violations(plan, LENGTHS) == []
+    assert plan.balanced_seconds == pytest.approx(costs.sum() / 8)
+    sizes = {int(i): group.cp_size for batch in plan for group in batch for i in group.document_ids}
+    assert sizes[1] == 8
+    assert plan.seconds == pytest.approx(sum(batch.seconds for batch in plan))
+    assert plan == wlb.plan_dynamic_cp(LENGTHS, costs=costs[:, None], **{**MACHINE, "num_stages": 1})
+    same = wlb.plan_dynamic_cp(LENGTHS, costs=COST.cost(LENGTHS), **MACHINE)
+    assert same.digest() == wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE).digest()
+
+
+def test_costs_and_a_cost_model_are_one_or_the_other() -> None:
+    exchange = {"cp_seconds_per_token": 1.0}
+    for options, argument in (
+        ({}, "cost_model"),
+        ({"costs": np.ones(12), "cost_model": COST}, "costs"),
+        ({"costs": np.ones((12, 2))}, "costs"),
+        ({"costs": np.ones(11)}, "costs"),
+        ({"costs": np.zeros(12)}, "costs"),
+        ({"costs": np.full(12, -1.0)}, "costs"),
+        ({"costs": np.ones(12), **exchange}, "attention_costs"),
+        ({"cost_model": COST, "attention_costs": np.ones(12)}, "attention_costs"),
+        ({"costs": np.ones(12), "attention_costs": np.full(12, 1.5)}, "attention_costs"),
+        ({"costs": np.ones(12), "attention_costs": np.ones(11)}, "attention_costs"),
+    ):
+        with pytest.raises(wlb.WlbError) as caught:
+            wlb.plan_dynamic_cp(LENGTHS, **MACHINE, **options)
+        assert caught.value.argument == argument, options
+
+
 def test_an_interleaved_pipeline_takes_whole_rounds() -> None:
     lengths = np.arange(1, 300)
     plan = wlb.plan_dynamic_cp(lengths, cost_model=COST, num_virtual_stages=2, **MACHINE)

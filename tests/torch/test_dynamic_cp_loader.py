@@ -462,3 +462,46 @@ def test_the_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch)
     ahead: Any = DataLoader(documents, batch_sampler=sampler, collate_fn=list, num_workers=1)
     list(StepLoader(ahead, prepare=prepare))
     assert seen == [3, 3]
+
+
+def read_by_costs(rank: int) -> list[wlb.DynamicCpPlan]:
+    """Documents whose lengths do not tell what they cost; who read one does not change the plan."""
+    batches = [[Document(np.arange(4 + number), id=number) for number in range(rank, 12, 2)]]
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=2, num_stages=1, max_tokens_per_rank=48)
+    loader = DynamicCpLoader(
+        batches,
+        plan=functools.partial(plan, cp_seconds_per_token=0.25),
+        costs=lambda document: 100.0 - 8 * document.id,
+        attention_costs=lambda document: 4.0,
+        group=dist.group.WORLD,
+    )
+    plans = [step.plan for step in loader]
+    loader.close()
+    return plans
+
+
+def test_a_plan_takes_what_documents_cost() -> None:
+    ((first,), (second,)) = processes.run(2, read_by_costs)
+    numbers = np.arange(12)
+    expected = wlb.plan_dynamic_cp(
+        4 + numbers,
+        costs=100.0 - 8 * numbers,
+        attention_costs=np.full(12, 4.0),
+        world_size=2,
+        num_stages=1,
+        max_tokens_per_rank=48,
+        cp_seconds_per_token=0.25,
+    )
+    assert first == second == expected
+    by_tokens = wlb.plan_dynamic_cp(4 + numbers, cost_model=COST, world_size=2, num_stages=1, max_tokens_per_rank=48)
+    assert by_tokens.digest() != expected.digest()
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf"), None, "3", True])
+def test_a_cost_that_is_none_is_named(cost: Any) -> None:
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=1, num_stages=1, max_tokens_per_rank=48)
+    loader = DynamicCpLoader([[Document([1, 2], id=7)]], plan=plan, costs=lambda document: cost)
+    with pytest.raises(wlb.WlbError, match=r"costs.*document 7"):
+        next(loader)
+    with pytest.raises(wlb.WlbError, match="costs is not a function"):
+        DynamicCpLoader([], plan=plan, costs=[1.0])  # type: ignore[arg-type]

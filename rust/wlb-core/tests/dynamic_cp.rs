@@ -7,7 +7,8 @@ use common::dynamic_cp::{in_equal_rounds, in_one_round, is_held, is_legal, optim
 use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
-use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::cost::DocumentCosts;
+use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {
@@ -108,6 +109,50 @@ proptest! {
     }
 }
 
+/// Costs of their own for some documents, whatever their lengths, and the part of each that is attention.
+fn given(documents: usize) -> impl Strategy<Value = (Vec<f64>, Vec<f64>)> {
+    let cost = prop_oneof![1 => Just(0.0), 2 => 1.0..1e3, 1 => 1e3..1e6];
+    let document = (cost, prop_oneof![Just(0.0), Just(1.0), 0.0..1.0]);
+    proptest::collection::vec(document, documents)
+        .prop_filter("a column of zeros is refused", |costs| costs.is_empty() || costs.iter().any(|cost| cost.0 > 0.0))
+        .prop_map(|costs| costs.into_iter().map(|(cost, part)| (cost, cost * part)).unzip())
+}
+
+fn column(costs: &[f64]) -> DocumentCosts {
+    DocumentCosts::new(costs.to_vec(), costs.len(), 1, &[]).unwrap()
+}
+
+proptest! {
+    #![proptest_config(config(300))]
+
+    /// Documents whose costs their lengths do not tell: legal as ever, memory by tokens, bounds that bound.
+    #[test]
+    fn plans_of_given_costs_are_legal(
+        (lengths, options, (costs, attention)) in (1_i32..4000).prop_flat_map(|longest| {
+            (lengths(60, longest), options(longest))
+        }).prop_flat_map(|(lengths, options)| {
+            let costs = given(lengths.len());
+            (Just(lengths), Just(options), costs)
+        }),
+    ) {
+        let stages = options.num_stages * options.num_virtual_stages;
+        let small = lengths.len() < 20 && options.world_size <= 16 && stages <= 6;
+        let costs = column(&costs);
+        planned(&lengths, &options, Costs::Given { costs: &costs, attention: Some(&attention) }, small);
+    }
+
+    /// Where the costs are those of a model without constants, so is the plan.
+    #[test]
+    fn costs_of_a_model_give_its_plan(lengths in lengths(100, 20_000), world_size in 1_usize..33, stages in 1_usize..5) {
+        let model = CostModel::analytic(0.5, 3000.0, Mask::Causal).unwrap();
+        let costs = column(&lengths.iter().map(|&length| model.cost(length)).collect::<Vec<_>>());
+        let options = plain(world_size, stages, 20_000);
+        let by_model = planned(&lengths, &options, &model, false).unwrap();
+        let given = planned(&lengths, &options, &costs, false).unwrap();
+        prop_assert_eq!(by_model.digest(), given.digest());
+    }
+}
+
 proptest! {
     #![proptest_config(config(100))]
 
@@ -152,6 +197,36 @@ proptest! {
             prop_assert!(plan.lower_bound <= best * (1.0 + 1e-9), "{} is above the optimum {best}", plan.lower_bound);
             prop_assert!(plan.seconds >= best * (1.0 - 1e-9));
             // Three documents cannot be balanced by a heuristic made for thousands; it must not be absurd.
+            prop_assert!(plan.seconds <= best * 3.0, "{} is far above the optimum {best}", plan.seconds);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(config(60))]
+
+    /// Against all plans there are, where a short document may cost more than a long one.
+    #[test]
+    fn tiny_plans_of_given_costs_are_close_to_the_optimum(
+        documents in proptest::collection::vec((1_i32..40, 0.0..100.0, 0.0..1.0), 1..4),
+        shape in select(vec![(2_usize, 1_usize, 2_usize), (2, 2, 2), (3, 1, 1), (4, 1, 1), (3, 2, 1), (1, 3, 4)]),
+        max_tokens in 20_i32..60, free in any::<bool>(),
+    ) {
+        let (world_size, num_stages, m) = shape;
+        let mut options = DynamicCpOptions { num_micro_batches: Some(m), ..plain(world_size, num_stages, max_tokens) };
+        if !free {
+            options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
+            options.micro_batch_seconds = 3.0;
+        }
+        let lengths: Vec<i32> = documents.iter().map(|document| document.0).collect();
+        let costs = column(&documents.iter().map(|document| document.1 + 1.0).collect::<Vec<_>>());
+        let attention: Vec<f64> = documents.iter().map(|document| document.1 * document.2).collect();
+        let costs = Costs::Given { costs: &costs, attention: Some(&attention) };
+        let best = optimum(&lengths, &options, costs, m);
+        if let Some(plan) = planned(&lengths, &options, costs, true) {
+            let best = best.unwrap();
+            prop_assert!(plan.lower_bound <= best * (1.0 + 1e-9), "{} is above the optimum {best}", plan.lower_bound);
+            prop_assert!(plan.seconds >= best * (1.0 - 1e-9));
             prop_assert!(plan.seconds <= best * 3.0, "{} is far above the optimum {best}", plan.seconds);
         }
     }
@@ -296,6 +371,36 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::Combination { argument: "num_micro_batches", .. }), "{error}");
     let error = plan_dynamic_cp(&of(&[5]), Some(&[1, 2]), &plain(1, 1, 10), &llama_7b()).unwrap_err();
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
+}
+
+#[test]
+fn errors_name_the_wrong_cost() {
+    let lengths = of(&[50, 60]);
+    let plan = |costs: &[f64], columns: usize, attention: Option<&[f64]>, communication: Communication| {
+        let costs = DocumentCosts::new(costs.to_vec(), costs.len() / columns, columns, &[]).unwrap();
+        let options = DynamicCpOptions { communication, ..plain(12, 4, 100) };
+        plan_dynamic_cp(&lengths, None, &options, Costs::Given { costs: &costs, attention })
+    };
+    let free = Communication::default();
+    let hidden = Communication { seconds_per_token: 1.0, overlap: 0.5, ..free };
+    let error = plan(&[1.0; 4], 2, None, free).unwrap_err();
+    assert!(matches!(error, Error::Combination { argument: "costs", .. }), "{error}");
+    let error = plan(&[1.0; 3], 1, None, free).unwrap_err();
+    assert!(matches!(error, Error::Mismatch { argument: "costs", found: 3, expected: 2, .. }), "{error}");
+    let error = plan(&[0.0; 2], 1, None, free).unwrap_err();
+    assert!(matches!(error, Error::Column { argument: "costs", column: 0, .. }), "{error}");
+    let error = plan(&[1e300; 2], 1, None, free).unwrap_err();
+    assert!(matches!(error, Error::Cell { argument: "costs", row: 0, .. }), "{error}");
+    let error = plan(&[1.0; 2], 1, None, hidden).unwrap_err();
+    assert!(matches!(error, Error::Combination { argument: "attention_costs", .. }), "{error}");
+    let error = plan(&[1.0; 2], 1, Some(&[1.0]), hidden).unwrap_err();
+    assert!(matches!(error, Error::Mismatch { argument: "attention_costs", found: 1, .. }), "{error}");
+    for wrong in [1.5, -0.5, f64::NAN] {
+        let error = plan(&[1.0; 2], 1, Some(&[1.0, wrong]), hidden).unwrap_err();
+        assert!(matches!(error, Error::Entry { argument: "attention_costs", index: 1, .. }), "{error}");
+    }
+    assert!(plan(&[1.0; 2], 1, None, Communication { overlap: 0.0, ..hidden }).is_ok());
+    assert!(plan(&[1.0; 2], 1, Some(&[1.0, 0.0]), hidden).is_ok());
 }
 
 /// Where every micro-batch costs something, fewer than there are stages can be faster.

@@ -28,6 +28,7 @@ macro_rules! arguments {
 arguments! {
     assignment: Vec<i64> = integers();
     attention: f64 = real();
+    attention_costs: Vec<f64> = floats();
     attention_efficiency: f64 = real();
     attention_seconds: Vec<f64> = floats();
     chunks: Vec<(i32, f64)> = rates_by_size();
@@ -99,6 +100,7 @@ pub(crate) mod optional {
     }
 
     optional! {
+        attention_costs: Vec<f64>;
         costs: Table;
         delay_price: f64;
         head_dim: i64;

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyRange};
 use wlb_core::Lengths;
-use wlb_core::dynamic_cp::{self as core, Communication, DynamicCpOptions};
+use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions};
+use wlb_core::packing::Pricing;
 
 use crate::arguments;
 use crate::convert::size;
-use crate::cost::CostModel;
-use crate::error::raise;
+use crate::cost::{CostModel, document_costs, pricing};
+use crate::error::{raise, refuse};
 use crate::packing::{cu_seqlens, item};
 use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
 use crate::run::run;
@@ -40,7 +41,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     num_stages: pipeline stages, PP.
 ///     max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound. An interleaved pipeline also has no more under way than in
 ///         rounds of ``num_stages`` such micro-batches, unless ``num_micro_batches`` is given.
-///     cost_model: what documents cost on one rank, in seconds for the whole model.
+///     cost_model: what documents cost on one rank, in seconds for the whole model. Or ``costs``.
+///     costs: float64[n], what each document costs on one rank, in seconds for the whole model, in the place of ``cost_model``: for
+///         documents whose work their length does not tell. The ranks of a group share all of it; memory goes by tokens as ever.
+///     attention_costs: float64[n], the part of each of ``costs`` that is attention, behind which the exchange hides: wanted beside
+///         ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
 ///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
@@ -59,7 +64,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     DynamicCpPlan. The same input gives the same plan, byte for byte, on every rank and machine.
 ///
 /// Raises:
-///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents.
+///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents;
+///         several columns of costs, whose barriers a group's ranks would have to share alike.
 ///
 /// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where exchange costs), and
 /// O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that is no power of two, up to
@@ -67,7 +73,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// 1,024 documents on.
 #[pyfunction]
 #[pyo3(signature = (
-    lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model, num_virtual_stages = 1, max_cp_size = None,
+    lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs = None,
+    num_virtual_stages = 1, max_cp_size = None,
     num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
     cp_seconds_per_exchange = 0.0, cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
 ))]
@@ -78,7 +85,9 @@ fn plan_dynamic_cp(
     #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
     #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
     #[pyo3(from_py_with = arguments::max_tokens_per_rank)] max_tokens_per_rank: i32,
-    cost_model: &CostModel,
+    cost_model: Option<&CostModel>,
+    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    #[pyo3(from_py_with = arguments::optional::attention_costs)] attention_costs: Option<Vec<f64>>,
     #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
     #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
@@ -108,9 +117,16 @@ fn plan_dynamic_cp(
         p2p_seconds,
         micro_batch_seconds,
     };
-    let plan = run(py, lengths.len().max(world_size), || {
-        core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, &cost_model.0)
-    })?;
+    let given = document_costs(costs, None, lengths.len())?;
+    let costs = match pricing(cost_model.map(|model| &model.0), given.as_ref(), None)? {
+        Pricing::Model(_) if attention_costs.is_some() => {
+            return Err(refuse("attention_costs", None, None, "are a part of costs: pass both"));
+        }
+        Pricing::Model(model) => Costs::Model(model),
+        Pricing::Given(costs) => Costs::Given { costs, attention: attention_costs.as_deref() },
+    };
+    let plan =
+        run(py, lengths.len().max(world_size), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs))?;
     Ok(DynamicCpPlan(Arc::new(plan.map_err(raise)?)))
 }
 

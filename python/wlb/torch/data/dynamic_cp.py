@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ VERSION: Final = 2
 _END = object()
 
 T = TypeVar("T")
+
+Costs = Callable[[Document], float]
+"""Of a document as its rank reads it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +119,10 @@ class DynamicCpLoader(Generic[T]):
         batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
         plan: Makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
             the group's size for a world. The same on every rank.
+        costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell:
+            `lambda document: costs[document.id]`, say. Called once for each document of a step, in the thread of the
+            rank that reads it. `plan` is then called with `costs=`, float64 [documents], and has no cost model.
+        attention_costs: The part of that which is attention; `plan` is called with `attention_costs=`, too.
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
             or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
@@ -131,7 +139,9 @@ class DynamicCpLoader(Generic[T]):
         self,
         batches: Iterable[Any],
         *,
-        plan: Callable[[NDArray[np.int64]], wlb.DynamicCpPlan],
+        plan: Callable[..., wlb.DynamicCpPlan],
+        costs: Costs | None = None,
+        attention_costs: Costs | None = None,
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[PackedBatch], T] | None = None,
         timeout: timedelta | None = None,
@@ -139,6 +149,14 @@ class DynamicCpLoader(Generic[T]):
         self._peers = Peers(group, timeout=timeout, description="dynamic_cp")
         self._batches: Any = batches
         self._plan = plan
+        self._costs: dict[str, Costs] = {}
+        for name, of_document in (("costs", costs), ("attention_costs", attention_costs)):
+            if of_document is not None and not callable(of_document):
+                raise error(
+                    name, "is not a function of a document: lambda document: ...[document.id]", value=of_document
+                )
+            if of_document is not None:
+                self._costs[name] = of_document
         self._prepare = prepare
         self._stateful = all(hasattr(batches, f"{verb}state_dict") for verb in ("", "load_"))
         self._iterator: Iterator[Any] | None = None
@@ -309,9 +327,11 @@ class DynamicCpLoader(Generic[T]):
         """This rank's documents, and what is known of all ranks'."""
         documents: list[Document] = []
         names: list[int] = []
+        costs: dict[str, NDArray[np.float64]] = {}
         failure: BaseException | None = None
         try:
             documents, names = self._read_share()
+            costs = {name: _costs_of(documents, name, of) for name, of in self._costs.items()}
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         # All fit: `_checked` looked.
@@ -321,11 +341,14 @@ class DynamicCpLoader(Generic[T]):
             "failure": failure_text(failure),
             "agreement": self._number,
             "rows": rows.reshape(-1, 5),
+            "costs": costs,
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
         self._peers.agree(parts, failure, argument="batches", what="step")
-        return documents, _Table.of([part["rows"] for part in parts], ended=all(part["ended"] for part in parts))
+        columns = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
+        rows = [part["rows"] for part in parts]
+        return documents, _Table.of(rows, columns, ended=all(part["ended"] for part in parts))
 
     def _planned(self, table: _Table) -> tuple[wlb.DynamicCpPlan, float]:
         """The plan, once all ranks have it."""
@@ -333,7 +356,7 @@ class DynamicCpLoader(Generic[T]):
         failure: BaseException | None = None
         plan = None
         try:
-            plan = self._plan(table.lengths)
+            plan = self._plan(table.lengths, **table.costs)
             if plan.world_size != self._peers.size:
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
@@ -436,6 +459,22 @@ def _checked(document: Document | Any, index: int) -> Document:
     return replace(named, **numbers)
 
 
+def _costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArray[np.float64]:
+    """float64 [documents].
+
+    Raises:
+        wlb.WlbError: One is no number, negative, or not finite.
+    """
+    costs = np.empty(len(documents))
+    for index, document in enumerate(documents):
+        cost = of_document(document)
+        if isinstance(cost, bool) or not isinstance(cost, int | float | np.number) or not 0 <= cost < math.inf:
+            message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
+            raise error(name, message, index=index, value=cost)
+        costs[index] = cost
+    return costs
+
+
 @dataclass(frozen=True, eq=False)
 class _Position:
     """Where the loader stands after a step.
@@ -465,6 +504,7 @@ class _Table:
         labels: int64 [documents]: how many of its tokens predict what counts.
         ranks: int64 [documents]: who read it.
         positions: int64 [documents]: its place among what that rank read.
+        costs: By the planner's name for them, float64 [documents] each.
         ended: Whether all ranks have come to their end.
     """
 
@@ -475,11 +515,12 @@ class _Table:
     labels: NDArray[np.int64]
     ranks: NDArray[np.int64]
     positions: NDArray[np.int64]
+    costs: dict[str, NDArray[np.float64]]
     ended: bool
 
     @classmethod
-    def of(cls, parts: list[NDArray[np.int64]], *, ended: bool) -> _Table:
-        """From what each rank tells: length, id, start, labels, name; int64 [documents of the rank, 5]."""
+    def of(cls, parts: list[NDArray[np.int64]], costs: Mapping[str, NDArray[np.float64]], *, ended: bool) -> _Table:
+        """From what each rank tells: length, id, start, labels, name; int64 [documents of the rank, 5]. And costs."""
         counts = [len(part) for part in parts]
         lengths, ids, starts, labels, names = np.concatenate(parts).T
         ids = np.where(ids < 0, np.arange(ids.size), ids)
@@ -487,7 +528,8 @@ class _Table:
         ranks = np.repeat(np.arange(len(parts)), counts)
         positions = np.concatenate([np.arange(count) for count in counts])
         of_read = (lengths[order], starts[order], names[order], ids[order], labels[order])
-        return cls(*of_read, ranks[order], positions[order], ended)
+        of_order = {name: values[order] for name, values in costs.items()}
+        return cls(*of_read, ranks[order], positions[order], of_order, ended)
 
     @property
     def num_valid_tokens(self) -> int:

@@ -35,8 +35,10 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     let share = problem.total_work / problem.world_size as f64 / stages;
     let sum = share + least as f64 * constant;
     let mut bound = sum + to_the_last;
-    if let Some(longest) = problem.documents.first() {
-        let Least { fewer, whole, .. } = Least::of(problem, longest);
+    // Where documents bring their own costs, a long one of little work may need ranks that have to exchange a lot.
+    let slowest = if problem.is_by_length() { 1 } else { problem.documents.len() };
+    for document in &problem.documents[..slowest.min(problem.documents.len())] {
+        let Least { fewer, whole, .. } = Least::of(problem, document);
         bound = bound.max(fewer.min(whole) + whole_way);
     }
     if num_virtual_stages > 1 || num_stages == 1 {
@@ -53,7 +55,11 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
             around(together, longer / stages, shortest / stages, others, stages - 1.0, balance) + to_the_last
         };
         let shortest = Least::of(problem, document);
-        let longer = longer.replace(shortest).unwrap_or(shortest);
+        let before = longer.unwrap_or(shortest);
+        // By their lengths each is less than the one before it anyway.
+        let shortest = shortest.min(&before);
+        longer = Some(shortest);
+        let longer = before;
         // Either all of them have all ranks, or one of them, no shorter than this one, goes all the way on fewer.
         let whole = around(longer.whole, shortest.whole).min(shortest.fewer + whole_way);
         bound = bound.max(around(longer.mean, shortest.mean)).max(whole);
@@ -62,7 +68,7 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
 }
 
 /// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a
-/// longer document.
+/// longer document that costs no less.
 #[derive(Clone, Copy)]
 struct Least {
     /// The mean over all ranks: its group takes no less than for it alone, other ranks no less than nothing takes.
@@ -85,6 +91,11 @@ impl Least {
             *place = place.min(seconds);
         }
         least
+    }
+
+    /// What any of both takes at least.
+    fn min(&self, other: &Self) -> Self {
+        Self { mean: self.mean.min(other.mean), fewer: self.fewer.min(other.fewer), whole: self.whole.min(other.whole) }
     }
 }
 

@@ -1,16 +1,16 @@
 //! Everything that can be wrong with what a caller asks Dynamic-CP for.
 
-use crate::cost::{CostModel, Unit};
+use crate::cost::{CostModel, DocumentCosts, Unit};
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
 use crate::limits::{MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 
-use super::cost::check_seconds;
+use super::cost::{Costs, MAX_SECONDS, check_seconds};
 use super::counts::{limit, whole};
 use super::options::DynamicCpOptions;
 
 /// The size of the largest group, if nothing is wrong.
-pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &CostModel) -> Result<usize> {
+pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<usize> {
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let size = |argument, value: usize, most: usize| check_range(argument, value as i64, 1, most as i64);
     size("world_size", world_size, MAX_WORLD_SIZE)?;
@@ -42,16 +42,16 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &
     options.communication.check()?;
     check_seconds("micro_batch_seconds", options.micro_batch_seconds)?;
     check_seconds("p2p_seconds", options.p2p_seconds)?;
-    check_seconds("cost_model.micro_batch", cost_model.micro_batch())?;
-    check_unit(options, cost_model)?;
-    if cost_model.is_range() {
-        let requirement = "is a range: Dynamic-CP plans by one cost model";
-        return Err(Error::Combination { argument: "cost_model", requirement });
+    match costs {
+        Costs::Model(model) => check_model(options, model)?,
+        Costs::Given { costs, attention } => check_given(lengths, options, costs, attention)?,
     }
     let largest = options.max_cp_size.unwrap_or(world_size);
     size("max_cp_size", largest, world_size)?;
     let largest_group = 1 << largest.ilog2();
-    cost_model.check_finite(lengths)?;
+    if let Costs::Model(model) = costs {
+        model.check_finite(lengths)?;
+    }
     let limit = (largest_group as i64 * i64::from(max_tokens_per_rank)).min(MAX_TOKENS);
     match lengths.iter().position(|&length| i64::from(length) > limit) {
         None => Ok(largest_group),
@@ -64,6 +64,60 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, cost_model: &
             hint: "; split it first (split_documents), or raise max_tokens_per_rank or max_cp_size",
         }),
     }
+}
+
+fn check_model(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> {
+    check_seconds("cost_model.micro_batch", cost_model.micro_batch())?;
+    check_unit(options, cost_model)?;
+    if cost_model.is_range() {
+        let requirement = "is a range: Dynamic-CP plans by one cost model";
+        return Err(Error::Combination { argument: "cost_model", requirement });
+    }
+    Ok(())
+}
+
+fn check_given(
+    lengths: &Lengths,
+    options: &DynamicCpOptions,
+    costs: &DocumentCosts,
+    attention: Option<&[f64]>,
+) -> Result<()> {
+    let expected = lengths.len();
+    let mismatch = |argument, found| Err(Error::Mismatch { argument, found, other: "lengths", expected });
+    if costs.columns() > 1 {
+        let requirement = "has several columns: the ranks of a group share a document's work, and only one resource is \
+                           shared so; pass one column, the work of the model whose ranks are planned";
+        return Err(Error::Combination { argument: "costs", requirement });
+    }
+    if costs.is_limited() {
+        let requirement = "are of columns that take no time: Dynamic-CP has max_tokens_per_rank";
+        return Err(Error::Combination { argument: "limits", requirement });
+    }
+    if costs.documents() != expected {
+        return mismatch("costs", costs.documents());
+    }
+    costs.check_columns()?;
+    if costs.sums()[0] > MAX_SECONDS {
+        let requirement = "is one of costs whose sum is beyond 1e200";
+        let (argument, value) = ("costs", costs.values()[0]);
+        return Err(Error::Cell { argument, row: 0, column: None, value, requirement });
+    }
+    if let Some(attention) = attention {
+        if attention.len() != expected {
+            return mismatch("attention_costs", attention.len());
+        }
+        let within = |(part, whole): (&f64, &f64)| (0.0..=*whole).contains(part);
+        if let Some(index) = attention.iter().zip(costs.values()).position(|pair| !within(pair)) {
+            let requirement = "is a part of costs: must be from 0 to the document's entry there";
+            let value = attention[index];
+            return Err(Error::Entry { argument: "attention_costs", index, value, requirement });
+        }
+    } else if options.communication.hides() {
+        let requirement = "is missing: attention hides the exchange (cp_overlap), and how much of costs is attention \
+                           nobody knows; pass it, or cp_overlap=0";
+        return Err(Error::Combination { argument: "attention_costs", requirement });
+    }
+    Ok(())
 }
 
 /// Seconds can be added to costs only where these are seconds, or may be.

@@ -1,10 +1,10 @@
 //! What a group of documents costs on a group of ranks.
 
-use crate::cost::CostModel;
+use crate::cost::{CostModel, DocumentCosts};
 use crate::error::{Error, Result};
 
 /// Most seconds of an option: times all tokens, ranks and micro-batches that a plan may have, they are still finite.
-const MAX_SECONDS: f64 = 1e200;
+pub(super) const MAX_SECONDS: f64 = 1e200;
 
 /// Seconds that an option gives.
 pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
@@ -38,6 +38,70 @@ impl Communication {
         }
         Ok(())
     }
+
+    /// Whether it matters what part of the work is attention.
+    pub(super) fn hides(&self) -> bool {
+        self.overlap > 0.0 && (self.seconds_per_exchange > 0.0 || self.seconds_per_token > 0.0)
+    }
+}
+
+/// What documents cost on one rank, for the whole model.
+#[derive(Clone, Copy, Debug)]
+pub enum Costs<'a> {
+    /// By their lengths.
+    Model(&'a CostModel),
+    /// Each as the user says. The ranks of a group share all of it.
+    Given {
+        /// A single column.
+        costs: &'a DocumentCosts,
+        /// How much of each cost is attention, which hides exchange. Only needed where there is something to hide.
+        attention: Option<&'a [f64]>,
+    },
+}
+
+impl<'a> From<&'a CostModel> for Costs<'a> {
+    fn from(model: &'a CostModel) -> Self {
+        Self::Model(model)
+    }
+}
+
+impl<'a> From<&'a DocumentCosts> for Costs<'a> {
+    fn from(costs: &'a DocumentCosts) -> Self {
+        Self::Given { costs, attention: None }
+    }
+}
+
+impl Costs<'_> {
+    /// What every micro-batch takes in this model, whatever is in it.
+    pub(super) fn micro_batch(&self) -> f64 {
+        match self {
+            Self::Model(model) => model.micro_batch(),
+            Self::Given { .. } => 0.0,
+        }
+    }
+
+    /// What every document takes on each rank of its group, whatever its length.
+    pub(super) fn document(&self) -> f64 {
+        match self {
+            Self::Model(model) => model.document(),
+            Self::Given { .. } => 0.0,
+        }
+    }
+
+    /// The work of the document at that place among `lengths`.
+    pub(super) fn load(&self, index: usize, length: i32) -> Load {
+        let tokens = i64::from(length);
+        match self {
+            Self::Model(model) => {
+                let (attention, linear) = (model.attention_cost(length), model.linear_cost(length));
+                Load { attention, linear, constant: model.document(), tokens }
+            }
+            Self::Given { costs, attention } => {
+                let attention = attention.map_or(0.0, |attention| attention[index]);
+                Load { attention, linear: costs.values()[index] - attention, constant: 0.0, tokens }
+            }
+        }
+    }
 }
 
 /// The work of some documents together.
@@ -51,11 +115,6 @@ pub(super) struct Load {
 }
 
 impl Load {
-    pub(super) fn of(length: i32, cost_model: &CostModel) -> Self {
-        let (attention, linear) = (cost_model.attention_cost(length), cost_model.linear_cost(length));
-        Self { attention, linear, constant: cost_model.document(), tokens: i64::from(length) }
-    }
-
     /// Cost on one rank, where it is least in all.
     pub(super) fn work(&self) -> f64 {
         self.attention + self.linear + self.constant

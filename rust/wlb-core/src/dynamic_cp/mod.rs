@@ -30,7 +30,7 @@ mod simulate;
 mod solver;
 mod sweep;
 
-pub use cost::Communication;
+pub use cost::{Communication, Costs};
 pub use options::DynamicCpOptions;
 pub use plan::{DynamicCpPlan, Group};
 pub use sweep::plan_dynamic_cp;

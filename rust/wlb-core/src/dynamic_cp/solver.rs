@@ -2,16 +2,16 @@
 //!
 //! Three steps. A document that is too much for a block of `base` ranks opens a larger one of its own
 //! ([`Blocks::open`]). All others go, longest first, to the block with the least time beyond its target, or, where
-//! memory binds, to the one with the most room ([`Blocks::fill`]). Then every block is halved, and its halves again,
+//! memory binds, to the one with the most room ([`Blocks::fill`]). Where documents bring their own costs, that is
+//! costliest first; and longest first only if they do not fit so. Then every block is halved, and its halves again,
 //! while halves of equal work can be found in it ([`Halving`]): less to exchange, same time.
 
-use crate::cost::CostModel;
 use crate::interrupt::Meter;
 use crate::ladder::Ladder;
 use crate::limits::MAX_TOKENS;
 use crate::longest_first::longest_first;
 
-use super::cost::{GroupCost, Load};
+use super::cost::{Costs, GroupCost, Load};
 
 /// Halves may take this much longer than what their micro-batch takes anyway.
 const SLACK: f64 = 1.0 + 1.0 / 256.0;
@@ -25,8 +25,10 @@ pub(super) struct Document {
 
 /// What is the same for every number of micro-batches.
 pub(super) struct Problem {
-    /// Longest first.
+    /// Costliest first; of equal costs longest first, then as they came.
     pub(super) documents: Vec<Document>,
+    /// Their positions, longest first, where that is another order.
+    by_tokens: Option<Vec<u32>>,
     pub(super) total_work: f64,
     pub(super) cost: GroupCost,
     pub(super) world_size: usize,
@@ -83,18 +85,29 @@ impl Draft {
 impl Problem {
     pub(super) fn new(
         lengths: &[i32],
-        cost_model: &CostModel,
+        costs: Costs<'_>,
         cost: GroupCost,
         world_size: usize,
         largest_group: usize,
         max_tokens_per_rank: i32,
     ) -> Self {
-        let documents: Vec<Document> = longest_first(lengths)
-            .map(|(length, index)| Document { index: index as u32, load: Load::of(length, cost_model) })
+        let mut documents: Vec<Document> = longest_first(lengths)
+            .map(|(length, index)| Document { index: index as u32, load: costs.load(index, length) })
             .collect();
+        let by_tokens = matches!(costs, Costs::Given { .. }).then(|| {
+            documents.sort_by(|a, b| b.load.work().total_cmp(&a.load.work()));
+            let mut order: Vec<u32> = (0..documents.len() as u32).collect();
+            order.sort_by_key(|&place| std::cmp::Reverse(documents[place as usize].load.tokens));
+            order
+        });
         let total_work = documents.iter().map(|document| document.load.work()).sum();
         let max_tokens_per_rank = i64::from(max_tokens_per_rank);
-        Self { documents, total_work, cost, world_size, largest_group, max_tokens_per_rank }
+        Self { documents, by_tokens, total_work, cost, world_size, largest_group, max_tokens_per_rank }
+    }
+
+    /// Whether a document that costs more is longer, too.
+    pub(super) fn is_by_length(&self) -> bool {
+        self.by_tokens.is_none()
     }
 
     /// The heaviest document on the largest group, relative to all work spread evenly.
@@ -103,7 +116,7 @@ impl Problem {
         if work > 0.0 { work * self.world_size as f64 / (self.largest_group as f64 * self.total_work) } else { 0.0 }
     }
 
-    /// Seconds of documents on the largest group, longest first; of those that can be side by side, the longest.
+    /// Seconds of documents on the largest group, costliest first; of those that can be side by side, the costliest.
     pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
         let side_by_side = self.world_size / self.largest_group;
         self.documents.iter().step_by(side_by_side).map(|document| document.load.on(self.largest_group as f64))
@@ -153,10 +166,14 @@ impl Problem {
     /// that needs a larger block. Where `base` does not divide `r`, up to O(m log r) more for any, and O(m r / base)
     /// where memory binds.
     pub(super) fn solve(&self, targets: &[f64], base: usize) -> Option<Draft> {
-        let mut blocks = Blocks::new(self, targets.to_vec());
-        let opened = blocks.open(base);
-        blocks.fill(opened, base)?;
-        Some(blocks.into_draft())
+        let places = 0..self.documents.len() as u32;
+        let solved = |order: &mut dyn Iterator<Item = u32>| {
+            let mut blocks = Blocks::new(self, targets.to_vec());
+            blocks.open(base);
+            blocks.fill(order, base)?;
+            Some(blocks.into_draft())
+        };
+        solved(&mut places.into_iter()).or_else(|| solved(&mut self.by_tokens.as_ref()?.iter().copied()))
     }
 
     /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of
@@ -248,32 +265,28 @@ struct Blocks<'a> {
     problem: &'a Problem,
     targets: Vec<f64>,
     blocks: Vec<Block>,
-    /// Block of each document.
+    /// Block of each document, or [`NOWHERE`] yet.
     assignment: Vec<u32>,
 }
 
+const NOWHERE: u32 = u32::MAX;
+
 impl<'a> Blocks<'a> {
     fn new(problem: &'a Problem, targets: Vec<f64>) -> Self {
-        let assignment = Vec::with_capacity(problem.documents.len());
+        let assignment = vec![NOWHERE; problem.documents.len()];
         Self { problem, targets, blocks: Vec::new(), assignment }
     }
 
     /// Opens a block for every document that needs more than `base` ranks, for memory or for time, while micro-batches
-    /// have ranks left; cuts what is left of them into blocks of `base`. Returns how many documents were placed.
-    fn open(&mut self, base: usize) -> usize {
+    /// have ranks left; cuts what is left of them into blocks of `base`.
+    fn open(&mut self, base: usize) {
         let Self { problem, targets, .. } = self;
-        let full = targets.iter().copied().fold(0.0, f64::max);
         let mut used = vec![0_usize; targets.len()];
-        let mut size = problem.largest_group;
-        let mut opened = 0;
         let mut meter = Meter::default();
-        for document in &problem.documents {
-            // A shorter document never needs more ranks: blocks come in falling sizes, so each is aligned.
+        // Blocks come in falling sizes, so each is aligned.
+        for (place, size) in problem.large(base, targets.iter().copied().fold(0.0, f64::max)) {
             meter.spend(targets.len());
-            size = problem.wanted(&document.load, base, size, full);
-            if size <= base {
-                break;
-            }
+            let document = &problem.documents[place];
             let seconds = problem.cost.seconds(&document.load, size);
             let room = (0..targets.len()).filter(|&j| used[j] + size <= problem.world_size);
             // Where it exceeds the target least; of those, where most ranks are free.
@@ -281,11 +294,10 @@ impl<'a> Blocks<'a> {
             let Some(j) = room.min_by(|&a, &b| excess(a).total_cmp(&excess(b)).then(used[a].cmp(&used[b]))) else {
                 break;
             };
-            self.assignment.push(self.blocks.len() as u32);
+            self.assignment[place] = self.blocks.len() as u32;
             let (micro_batch, first_rank, cp_size) = (j as u32, used[j] as u32, size as u32);
             self.blocks.push(Block { micro_batch, first_rank, cp_size, load: document.load, seconds });
             used[j] += size;
-            opened += 1;
         }
         let constant = problem.cost.micro_batch_seconds;
         for (j, &used) in used.iter().enumerate() {
@@ -299,12 +311,11 @@ impl<'a> Blocks<'a> {
                 first += cp_size;
             }
         }
-        opened
     }
 
-    /// Places the other documents: each to the block that is furthest below its target; if it does not fit there, to
+    /// Places the other documents in that order: each to the block that is furthest below its target; if it does not fit there, to
     /// the one with the most room. `None` if it fits nowhere.
-    fn fill(&mut self, opened: usize, base: usize) -> Option<()> {
+    fn fill(&mut self, order: &mut dyn Iterator<Item = u32>, base: usize) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
         let mut by_time = Sizes::new(blocks, over);
@@ -313,7 +324,11 @@ impl<'a> Blocks<'a> {
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about
         // the same. 12, 24 or 48 ranks have no more blocks of a size than this.
         let many = if problem.cost.is_free() { 1 } else { targets.len() };
-        for document in &problem.documents[opened..] {
+        for place in order {
+            if assignment[place as usize] != NOWHERE {
+                continue;
+            }
+            let document = &problem.documents[place as usize];
             let with = |block: &Block| {
                 let load = block.load + document.load;
                 let cp_size = block.cp_size as usize;
@@ -343,7 +358,7 @@ impl<'a> Blocks<'a> {
             if let Some(by_room) = &mut by_room {
                 by_room.set(chosen, -problem.room(&after) as f64);
             }
-            assignment.push(chosen as u32);
+            assignment[place as usize] = chosen as u32;
         }
         Some(())
     }
@@ -356,7 +371,7 @@ impl<'a> Blocks<'a> {
             let limit = &mut limits[block.micro_batch as usize];
             *limit = limit.max(block.seconds);
         }
-        // Documents by block, longest first in each: a counting sort.
+        // Documents by block, costliest first in each: a counting sort.
         let mut cursors = vec![0_u32; blocks.len() + 1];
         for &block in &assignment {
             cursors[block as usize + 1] += 1;
@@ -392,6 +407,31 @@ impl<'a> Blocks<'a> {
 }
 
 impl Problem {
+    /// Documents that want more than `base` ranks, and how many, in falling numbers.
+    fn large(&self, base: usize, full: f64) -> Vec<(usize, usize)> {
+        let mut large = Vec::new();
+        let mut most = self.largest_group;
+        let mut meter = Meter::default();
+        for (place, document) in self.documents.iter().enumerate() {
+            meter.spend(1);
+            let size = self.wanted(&document.load, base, most, full);
+            if size > base {
+                large.push((place, size));
+            }
+            if self.is_by_length() {
+                // A shorter document never needs more ranks.
+                if size <= base {
+                    break;
+                }
+                most = size;
+            }
+        }
+        if !self.is_by_length() {
+            large.sort_by_key(|&(_, size)| std::cmp::Reverse(size));
+        }
+        large
+    }
+
     /// The smallest group from `base` to `most` ranks on which a document takes at most `full` seconds; if there is
     /// none, the one where it takes least.
     fn wanted(&self, load: &Load, base: usize, most: usize, full: f64) -> usize {
@@ -428,7 +468,7 @@ impl Halving<'_> {
         draft.groups.push(Group { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
     }
 
-    /// Longest first, each to the half with less work, memory permitting; the documents of the first half come to the
+    /// Costliest first, each to the half with less work, memory permitting; the documents of the first half come to the
     /// front. `None` if that takes longer than the block and the limit, and the documents are as before.
     fn halves(&mut self, block: &Block, documents: &mut [u32], limit: f64) -> Option<(usize, [Block; 2])> {
         if block.cp_size == 1 || documents.len() < 2 {

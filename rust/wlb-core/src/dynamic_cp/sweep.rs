@@ -1,14 +1,13 @@
 //! The plan of a step: numbers of micro-batches and sizes of blocks are tried, and what the simulation finds fastest is
 //! kept.
 
-use crate::cost::CostModel;
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::pipeline::{Buffers, Pipeline, Times};
 
 use super::bound;
 use super::check::check;
-use super::cost::GroupCost;
+use super::cost::{Costs, GroupCost};
 use super::counts::{Counts, candidates, limit, price};
 use super::options::DynamicCpOptions;
 use super::plan::{DynamicCpPlan, Group};
@@ -32,6 +31,7 @@ const MAX_OPS: usize = 1 << 16;
 ///
 /// # Arguments
 /// * `ids` - names of the documents in the plan; their indices if not given.
+/// * `costs` - what documents cost on one rank: a cost model, or one cost for each. Memory goes by tokens in both.
 ///
 /// # Returns
 /// The groups of every micro-batch, their documents, the predicted time of the step, and a time that no plan beats.
@@ -40,7 +40,8 @@ const MAX_OPS: usize = 1 << 16;
 /// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
 /// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
 /// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Schedule`] when an interleaved
-/// pipeline does not take that number of micro-batches; [`Error::InfiniteCost`].
+/// pipeline does not take that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`],
+/// [`Error::Column`] and [`Error::Entry`] for costs of documents.
 ///
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
@@ -73,26 +74,24 @@ const MAX_OPS: usize = 1 << 16;
 /// assert_eq!((sizes.as_slice(), plan.seconds), (&[2, 1, 1][..], 1000.0));
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
-pub fn plan_dynamic_cp(
+pub fn plan_dynamic_cp<'a>(
     lengths: &Lengths,
     ids: Option<&[i64]>,
     options: &DynamicCpOptions,
-    cost_model: &CostModel,
+    costs: impl Into<Costs<'a>>,
 ) -> Result<DynamicCpPlan> {
+    let costs = costs.into();
     if let Some(found) = ids.map(<[i64]>::len).filter(|&found| found != lengths.len()) {
         return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
     }
-    let largest_group = check(lengths, options, cost_model)?;
+    let largest_group = check(lengths, options, costs)?;
     // A constant of the cost model is one more that every micro-batch takes.
-    let micro_batch_seconds = options.micro_batch_seconds + cost_model.micro_batch();
+    let micro_batch_seconds = options.micro_batch_seconds + costs.micro_batch();
     let options = &DynamicCpOptions { micro_batch_seconds, ..options.clone() };
-    let cost = GroupCost {
-        communication: options.communication,
-        micro_batch_seconds,
-        document_seconds: cost_model.document(),
-    };
+    let cost =
+        GroupCost { communication: options.communication, micro_batch_seconds, document_seconds: costs.document() };
     let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
-    let problem = Problem::new(lengths, cost_model, cost, world_size, largest_group, max_tokens_per_rank);
+    let problem = Problem::new(lengths, costs, cost, world_size, largest_group, max_tokens_per_rank);
     let Counts { least, start, most } = Counts::new(lengths, options)?;
     let mut counts = candidates(options, least, start - 1);
     counts.extend(candidates(options, start, most));

@@ -5,28 +5,60 @@
 use std::collections::HashMap;
 
 use wlb_core::cost::Unit;
-use wlb_core::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Costs, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
-use wlb_core::{CostModel, Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
+use wlb_core::{Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
+
+/// What documents cost: of each its attention and the rest; what each takes on every rank; what a micro-batch takes.
+pub(crate) struct Works {
+    pub(crate) attention: Vec<f64>,
+    pub(crate) linear: Vec<f64>,
+    pub(crate) document: f64,
+    pub(crate) micro_batch: f64,
+}
+
+impl Works {
+    pub(crate) fn of(lengths: &[i32], costs: Costs<'_>) -> Self {
+        match costs {
+            Costs::Model(model) => Self {
+                attention: lengths.iter().map(|&length| model.attention_cost(length)).collect(),
+                linear: lengths.iter().map(|&length| model.linear_cost(length)).collect(),
+                document: model.document(),
+                micro_batch: model.micro_batch(),
+            },
+            Costs::Given { costs, attention } => {
+                let attention = attention.map_or_else(|| vec![0.0; lengths.len()], <[f64]>::to_vec);
+                let linear = costs.values().iter().zip(&attention).map(|(cost, attention)| cost - attention).collect();
+                Self { attention, linear, document: 0.0, micro_batch: 0.0 }
+            }
+        }
+    }
+
+    fn total(&self) -> f64 {
+        let linear: f64 = self.linear.iter().map(|linear| linear + self.document).sum();
+        linear + self.attention.iter().sum::<f64>()
+    }
+}
 
 /// Plans, asserts all that can be asserted, and returns the plan if there is one.
-pub(crate) fn planned(
+pub(crate) fn planned<'a>(
     lengths: &[i32],
     options: &DynamicCpOptions,
-    cost_model: &CostModel,
+    costs: impl Into<Costs<'a>>,
     small: bool,
 ) -> Option<DynamicCpPlan> {
+    let costs = costs.into();
     let values: Vec<i64> = lengths.iter().map(|&length| i64::from(length)).collect();
     let checked = Lengths::new("lengths", &values).unwrap();
     let largest_group = 1_i64 << options.max_cp_size.unwrap_or(options.world_size).ilog2();
     let limit = (largest_group * i64::from(options.max_tokens_per_rank)).min(i64::from(i32::MAX));
-    match plan_dynamic_cp(&checked, None, options, cost_model) {
+    match plan_dynamic_cp(&checked, None, options, costs) {
         Ok(plan) => {
             assert!(values.iter().all(|&length| length <= limit));
             is_legal(&plan, lengths, options);
-            takes_that_long(&plan, lengths, options, cost_model, small);
-            let again = plan_dynamic_cp(&checked, None, options, cost_model).unwrap();
+            takes_that_long(&plan, lengths, options, &Works::of(lengths, costs), small);
+            let again = plan_dynamic_cp(&checked, None, options, costs).unwrap();
             assert_eq!(plan, again);
             assert_eq!(plan.digest(), again.digest());
             assert_eq!(DynamicCpPlan::from_json(&plan.to_json()).unwrap(), plan);
@@ -58,7 +90,7 @@ pub(crate) fn planned(
             None
         }
         Err(Error::Combination { argument, requirement }) if requirement.starts_with("is in seconds") => {
-            assert_eq!(cost_model.unit(), Some(Unit::Flops));
+            assert!(matches!(costs, Costs::Model(model) if model.unit() == Some(Unit::Flops)));
             assert!(argument.ends_with("seconds") || argument.starts_with("cp_seconds"));
             None
         }
@@ -157,20 +189,14 @@ fn most_tokens_of_a_rank(lengths: &[i32], cp_size: usize) -> i64 {
 }
 
 /// The seconds of groups, of the step, and the bounds on them.
-fn takes_that_long(
-    plan: &DynamicCpPlan,
-    lengths: &[i32],
-    options: &DynamicCpOptions,
-    cost_model: &CostModel,
-    small: bool,
-) {
+fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOptions, works: &Works, small: bool) {
     let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
     for (g, group) in plan.groups.iter().enumerate() {
-        let expected = group_seconds(&plan.lengths[plan.documents_of(g)], group.cp_size as usize, options, cost_model);
+        let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&id| id as usize).collect();
+        let expected = group_seconds(&documents, lengths, group.cp_size as usize, options, works);
         assert!(close(group.seconds, expected), "group {g}: {} is not {expected}", group.seconds);
     }
-    let work: f64 = lengths.iter().map(|&length| cost_model.cost(length)).sum();
-    assert!(close(plan.balanced_seconds, work / (options.world_size * options.num_stages) as f64));
+    assert!(close(plan.balanced_seconds, works.total() / (options.world_size * options.num_stages) as f64));
     assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9), "{} is above {}", plan.lower_bound, plan.seconds);
     assert!(plan.lower_bound >= plan.balanced_seconds * (1.0 - 1e-9));
     assert!(plan.sweep.is_sorted_by(|a, b| a.0 < b.0));
@@ -191,16 +217,17 @@ fn takes_that_long(
 
 /// Seconds of some documents on a group, as documented.
 pub(crate) fn group_seconds(
+    documents: &[usize],
     lengths: &[i32],
     cp_size: usize,
     options: &DynamicCpOptions,
-    cost_model: &CostModel,
+    works: &Works,
 ) -> f64 {
     let c = cp_size as f64;
-    let attention: f64 = lengths.iter().map(|&length| cost_model.attention_cost(length)).sum();
-    let linear: f64 = lengths.iter().map(|&length| cost_model.linear_cost(length)).sum();
-    let tokens: f64 = lengths.iter().map(|&length| f64::from(length)).sum();
-    let exchange = if lengths.is_empty() {
+    let attention: f64 = documents.iter().map(|&document| works.attention[document]).sum();
+    let linear: f64 = documents.iter().map(|&document| works.linear[document]).sum();
+    let tokens: f64 = documents.iter().map(|&document| f64::from(lengths[document])).sum();
+    let exchange = if documents.is_empty() {
         0.0
     } else {
         let communication = options.communication;
@@ -208,7 +235,7 @@ pub(crate) fn group_seconds(
     };
     let exposed = f64::max(0.0, exchange - options.communication.overlap * attention / c);
     // Every rank has a part of each document.
-    let constants = cost_model.micro_batch() + lengths.len() as f64 * cost_model.document();
+    let constants = works.micro_batch + documents.len() as f64 * works.document;
     options.micro_batch_seconds + constants + (attention + linear) / c + exposed
 }
 
@@ -273,7 +300,13 @@ impl Step<'_> {
 
 /// The least time of any plan with that many micro-batches: all ways to group the ranks, all ways to place the
 /// documents.
-pub(crate) fn optimum(lengths: &[i32], options: &DynamicCpOptions, cost_model: &CostModel, m: usize) -> Option<f64> {
+pub(crate) fn optimum<'a>(
+    lengths: &[i32],
+    options: &DynamicCpOptions,
+    costs: impl Into<Costs<'a>>,
+    m: usize,
+) -> Option<f64> {
+    let works = Works::of(lengths, costs.into());
     let ways = partitions(options.world_size, 0, options.max_cp_size.unwrap_or(options.world_size));
     let mut best: Option<f64> = None;
     let choices = ways.len().pow(m as u32);
@@ -283,21 +316,21 @@ pub(crate) fn optimum(lengths: &[i32], options: &DynamicCpOptions, cost_model: &
         let places: Vec<(usize, usize)> =
             micro_batches.iter().enumerate().flat_map(|(j, way)| (0..way.len()).map(move |g| (j, g))).collect();
         'placement: for placement in 0..places.len().pow(lengths.len() as u32) {
-            let mut contents: Vec<Vec<Vec<i32>>> =
+            let mut contents: Vec<Vec<Vec<usize>>> =
                 micro_batches.iter().map(|way| vec![Vec::new(); way.len()]).collect();
-            for (i, &length) in lengths.iter().enumerate() {
+            for i in 0..lengths.len() {
                 let (j, g) = places[placement / places.len().pow(i as u32) % places.len()];
-                contents[j][g].push(length);
+                contents[j][g].push(i);
             }
             let mut plan = Vec::new();
             for (way, contents) in micro_batches.iter().zip(&contents) {
                 let mut groups = Vec::new();
-                for (&(first_rank, cp_size), lengths) in way.iter().zip(contents) {
-                    let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+                for (&(first_rank, cp_size), documents) in way.iter().zip(contents) {
+                    let tokens: i64 = documents.iter().map(|&document| i64::from(lengths[document])).sum();
                     if tokens > i64::from(cp_size) * i64::from(options.max_tokens_per_rank) {
                         continue 'placement;
                     }
-                    let seconds = group_seconds(lengths, cp_size as usize, options, cost_model);
+                    let seconds = group_seconds(documents, lengths, cp_size as usize, options, &works);
                     groups.push(Group { first_rank, cp_size, seconds });
                 }
                 plan.push(groups);
