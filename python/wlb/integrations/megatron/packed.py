@@ -1,8 +1,9 @@
-"""Micro-batches for Megatron-Core over Transformer Engine: `PackedSeqParams`, and each context-parallel rank's slice.
+"""`PackedSeqParams` of Megatron-Core, and each context-parallel rank's slice, for a loop that makes its own batches.
 
-Transformer Engine cuts every document of a packed (thd) sequence into ``2 * cp_size`` equal chunks, so each needs
-padding. Pad the lengths *before* packing: then ``max_tokens`` counts the padding, and no micro-batch overflows. With
-``lengths`` of all documents of the run, int64[documents], and of every global batch their indices ``ids``::
+:func:`wlb.integrations.megatron.data_iterator` does all this by itself. Transformer Engine cuts every document of a
+packed (thd) sequence into ``2 * cp_size`` equal chunks, so each needs padding. Pad the lengths *before* packing: then
+``max_tokens`` counts the padding, and no micro-batch overflows. With ``lengths`` of all documents of the run,
+int64[documents], and of every global batch their indices ``ids``::
 
     multiple = required_multiple(cp_size=cp_size)
     packing = packer.push(padded_lengths(lengths[ids], pad_multiple=multiple), ids=ids)
@@ -18,7 +19,6 @@ padding. Pad the lengths *before* packing: then ``max_tokens`` counts the paddin
     model(**batch, packed_seq_params=params, ...)
 
 ``max_tokens``, and ``max_document_tokens`` where the packer splits or truncates, must be multiples of ``pad_multiple``.
-wlb's own :func:`wlb.torch.context_parallel_attention` needs no padding.
 
 Tested on CPU with megatron-core 0.16: the fields against its own builder, slices against its
 `get_batch_on_this_cp_rank` document by document, and its thd rotary embedding of ranks' slices against that of the
@@ -40,16 +40,6 @@ from torch import Tensor
 
 import wlb
 from wlb._errors import error
-
-__all__ = [
-    "packed_seq_params",
-    "pad",
-    "padded_lengths",
-    "padded_positions",
-    "real_lengths",
-    "required_multiple",
-    "slice_for_rank",
-]
 
 
 def required_multiple(*, cp_size: int, tp_size: int = 1) -> int:

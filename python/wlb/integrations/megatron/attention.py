@@ -1,0 +1,185 @@
+"""wlb's attention inside Megatron-Core's layers, over the ranks that a micro-batch names."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+import wlb
+from wlb._errors import error
+from wlb.torch.attention import context_parallel_attention
+
+
+@dataclass
+class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Megatron-Core's description of a packed row, and how wlb put its tokens on ranks.
+
+    Attributes:
+        shard: Where its tokens lie.
+        ranks: The ranks that hold it; None: this one alone.
+        position: The group whose sizes rotary embeddings go by, `ranks` or one of a single rank; None: the model's own.
+    """
+
+    shard: wlb.Shard | None = None
+    ranks: dist.ProcessGroup | None = None
+    position: dist.ProcessGroup | None = None
+
+
+class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Self-attention whose rotary embedding goes by the ranks of the micro-batch, not by those of the model.
+
+    Megatron-Core's own takes positions by the model's context-parallel group, and only its Transformer Engine kernel
+    by the group of the micro-batch: with a Dynamic-CP plan the two differ.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pg_collection = copy.copy(self.pg_collection)  # of this layer alone
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        """As `SelfAttention`."""
+        position = getattr(packed_seq_params, "position", None)
+        if position is None:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        whole = self.pg_collection.cp
+        self.pg_collection.cp = position
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            self.pg_collection.cp = whole
+
+
+class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
+    """:func:`wlb.torch.context_parallel_attention` as a layer's `core_attention`: packed rows without a GPU kernel.
+
+    Megatron-Core has no attention for packed rows but Transformer Engine's. Its arguments are those of Megatron-Core's
+    `DotProductAttention`.
+
+    Raises:
+        wlb.WlbError: the model has a dropout or a kind of scores that packed attention has not.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        softmax = getattr(config, "softmax_type", "vanilla")
+        if dropout:
+            raise error("attention_dropout", f"= {dropout}: wlb's attention has none; give 0.0", value=dropout)
+        if softmax != "vanilla":
+            raise error("softmax_type", f"= {softmax!r}: wlb's attention has 'vanilla' alone", value=softmax)
+        if getattr(attn_mask_type, "name", "causal") not in ("causal", "padding_causal"):
+            raise error("attn_mask_type", f"= {attn_mask_type.name}: must be causal", value=attn_mask_type.name)
+        scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self._scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+        self._window: int | None = None
+        sizes = getattr(config, "window_size", None)
+        if is_layer_window_attention(sizes, getattr(config, "window_attn_skip_freq", None), layer_number):
+            left, right = sizes
+            if right not in (0, -1):
+                raise error("window_size", f"= {sizes}: causal attention sees nothing to the right", value=sizes)
+            self._window = left + 1 if left >= 0 else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention of this rank's tokens, each within its document.
+
+        Args:
+            query: `[tokens, heads, head_dim]`; of a row of one document (`qkv_format` "sbhd"), as Megatron-Core's own
+                Dynamic-CP gives it, `[tokens, 1, heads, head_dim]`.
+            key: Like `query`, of key and value heads.
+            value: Like `key`.
+            attention_mask: Not looked at: documents are told by `packed_seq_params`.
+            attn_mask_type: Not looked at either.
+            attention_bias: None.
+            packed_seq_params: Of :func:`wlb.integrations.megatron.get_batch`, or Megatron-Core's own.
+
+        Returns:
+            Like `query`; of "sbhd" `[tokens, 1, heads * head_dim]`.
+
+        Raises:
+            wlb.WlbError: nothing is packed, or there is a bias.
+        """
+        if packed_seq_params is None:
+            raise error("packed_seq_params", "is missing: wlb's attention is for packed rows")
+        if attention_bias is not None:
+            raise error("attention_bias", "is not taken by wlb's attention")
+        shard, ranks = self._row(packed_seq_params)
+        rows = [tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value)]
+        output = context_parallel_attention(*rows, shard, group=ranks, softmax_scale=self._scale, window=self._window)
+        return output.flatten(1).unsqueeze(1) if query.dim() == 4 else output
+
+    def _row(self, params: PackedSeqParams) -> tuple[wlb.Shard, dist.ProcessGroup | None]:
+        """How a row lies on which ranks; of Megatron-Core's own rows read from the device once, for all layers."""
+        if isinstance(params, ShardedSeqParams) and params.shard is not None:
+            return params.shard, params.ranks
+        known: tuple[wlb.Shard, dist.ProcessGroup | None] | None = getattr(params, "_wlb_row", None)
+        if known is None:
+            if params.cp_group is not None or params.local_cp_size is not None:
+                ranks = params.cp_group
+            else:
+                ranks = parallel_state.get_context_parallel_group()
+            size = 1 if ranks is None else ranks.size()
+            padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+            shard = wlb.shard(padded.diff().cpu().numpy(), cp_size=size, strategy="per_document")
+            known = params._wlb_row = shard, ranks if size > 1 else None
+        return known
+
+
+def packed_layers(spec: Any, *, core_attention: bool = True) -> Any:
+    """The layers of a model, as Megatron-Core specifies them, made fit for packed rows.
+
+    Needed without Transformer Engine, whose attention is the only one of Megatron-Core that takes packed rows; and for
+    Dynamic-CP plans, with it too.
+
+    Args:
+        spec: of a layer or of a block of them: what `get_gpt_layer_local_spec()`, `get_gpt_layer_with_transformer_
+            engine_spec()` or `get_gpt_decoder_block_spec(...)` give. Not changed.
+        core_attention: attention is wlb's; False keeps the kernel that the layer has.
+
+    Returns:
+        A specification like the one given.
+
+    Raises:
+        wlb.WlbError: a layer's attention is another than Megatron-Core's `SelfAttention` (MLA, Mamba).
+    """
+    if (layers := getattr(spec, "layer_specs", None)) is not None:
+        return replace(spec, layer_specs=[packed_layers(layer, core_attention=core_attention) for layer in layers])
+    attention = getattr(getattr(spec, "submodules", None), "self_attention", None)
+    found = getattr(attention, "module", None)
+    if found is PackedSelfAttention or not isinstance(attention, ModuleSpec) or found is not SelfAttention:
+        name = getattr(found, "__name__", type(spec).__name__)
+        raise error("spec", f"has attention of the kind {name}: must be Megatron-Core's SelfAttention", value=name)
+    inside = attention.submodules
+    if core_attention:
+        inside = replace(inside, core_attention=PackedCoreAttention)
+    packed = replace(attention, module=PackedSelfAttention, submodules=inside)
+    return replace(spec, submodules=replace(spec.submodules, self_attention=packed))

@@ -1,0 +1,54 @@
+"""What documents cost a model of Megatron-Core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import wlb
+from wlb._errors import error
+
+# Set, each makes layers cost what the sizes do not tell.
+_UNLIKE = {
+    "multi_latent_attention": "latent attention",
+    "is_hybrid_model": "Mamba layers",
+    "experimental_attention_variant": "another attention",
+    "window_size": "windows",
+    "heterogeneous_block_specs": "layers that differ",
+    "moe_shared_expert_intermediate_size": "shared experts",
+    "mtp_num_layers": "layers of multi-token prediction",
+}
+
+
+def cost_of(config: Any, *, vocab_size: int) -> wlb.CostModel:
+    """FLOPs of a document, by the sizes of a `TransformerConfig`.
+
+    Args:
+        config: whose layers are equal.
+        vocab_size: rows of the output layer, which the configuration does not tell.
+
+    Raises:
+        wlb.WlbError: there is no configuration, or its layers are not what its sizes say: give `cost_model`.
+    """
+    if config is None:
+        raise error("cost_model", "is missing: what documents cost is known from it, or from the model's configuration")
+    found = [words for name, words in _UNLIKE.items() if getattr(config, name, None)]
+    if getattr(config, "num_moe_experts", None) and getattr(config, "moe_layer_freq", 1) != 1:
+        found.append("layers with and without experts")
+    if found:
+        message = f"is missing: the model has {', '.join(found)}, so its sizes do not say what documents cost"
+        raise error("cost_model", f"{message}; see wlb.ModelConfig(layers=...).cost_model()")
+    experts = getattr(config, "num_moe_experts", None)
+    width = getattr(config, "moe_ffn_hidden_size", None) if experts else None
+    shape = wlb.ModelConfig(
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
+        ffn_hidden_size=width or config.ffn_hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups or config.num_attention_heads,
+        head_dim=config.kv_channels,
+        gated_ffn=bool(config.gated_linear_unit),
+        num_experts=experts or 1,
+        experts_per_token=config.moe_router_topk if experts else 1,
+    )
+    return shape.cost_model()

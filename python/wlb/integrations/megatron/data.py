@@ -1,0 +1,264 @@
+"""Documents in, steps for Megatron-Core out: the one call of a user's training loop."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config, unwrap_model
+from numpy.typing import ArrayLike
+from torch.utils.data import DataLoader
+
+import wlb
+from wlb._choices import Oversize
+from wlb._errors import check_integer, error
+from wlb.integrations.megatron.costs import cost_of
+from wlb.integrations.megatron.documents import PaddedDocuments, source
+from wlb.integrations.megatron.iterator import DataIterator, Header
+from wlb.integrations.megatron.packed import required_multiple
+from wlb.integrations.megatron.refusals import check_config, check_version
+from wlb.integrations.megatron.rows import Ranks
+from wlb.integrations.megatron.sharing import Sharing
+from wlb.torch.data import BalancedBatchSampler, DynamicCpLoader, PackedBatch, StepLoader, collate
+from wlb.torch.data.peers import Peers
+
+_ROOM: Final = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
+
+
+def data_iterator(
+    dataset: Any,
+    *,
+    model: Any,
+    max_tokens_per_rank: int,
+    tokens_per_batch: int,
+    max_document_tokens: int | None = None,
+    oversize: Oversize = "split",
+    max_delay: int = 16,
+    dynamic_cp: bool = False,
+    cost_model: wlb.CostModel | None = None,
+    lengths: ArrayLike | None = None,
+    num_epochs: int = 1,
+    shuffle: bool = True,
+    seed: int = 0,
+    num_workers: int = 0,
+    pad_token: int = 0,
+    **planning: Any,
+) -> DataIterator:
+    """Steps of micro-batches of equal work for Megatron-Core's `forward_backward_func`, whatever its schedule.
+
+    A collective of all ranks, after `initialize_model_parallel`. Of the ranks that train the same documents (all
+    stages, all tensor-parallel ranks) the first one reads; the first stage is sent tokens, the last one labels, and all
+    of them what rows consist of. Context-parallel ranks read for themselves, and keep their part.
+
+        data = data_iterator("corpus_text_document", model=model, max_tokens_per_rank=8192, tokens_per_batch=2**20)
+        for step in data:
+            reports = forward_backward_func(forward_step_func=forward_step, model=model, forward_only=False,
+                                            **step.arguments)
+
+        def forward_step(data_iterator, model):
+            batch = get_batch(data_iterator)
+            output = model(batch.tokens, batch.position_ids, None, labels=batch.labels,
+                           packed_seq_params=batch.packed_seq_params)
+            return output, functools.partial(loss_func, batch.loss_mask)
+
+    **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, as Megatron-Core cuts them (with
+    `dynamic_cp` by the largest group, which `max_cp_size` limits), and are not on one rank; rows to multiples of the
+    tensor-parallel size for sequence parallelism, and of 16 or 32 for FP8 and FP4. A row without documents holds
+    padding of that size. `MegatronStep.padding_tokens` counts it; nothing of it is learnt.
+
+    Args:
+        dataset: `.bin` and `.idx` files: an `IndexedDataset`, :class:`IndexedDocuments`, or what they are called
+            without these endings. Or `dataset[i]` gives document `i`: its tokens, or a mapping with `input_ids` and
+            maybe `labels` (-100 where nothing is learnt). The same on every rank; only those that read look at it.
+        model: the model, or its chunks; or its `TransformerConfig`, with `cost_model`.
+        max_tokens_per_rank: most tokens of a micro-batch that a rank holds: what its memory takes.
+        tokens_per_batch: tokens of a step, on all ranks.
+        max_document_tokens: the context; by default what the ranks of a micro-batch hold together.
+        oversize: "split" longer documents, each token predicting the next one all the same; "truncate" them; or it is
+            an "error".
+        max_delay: most steps that a document waits for others; 0: none waits.
+        dynamic_cp: every document gets as many ranks as it needs, among all data-parallel ones
+            (:func:`wlb.plan_dynamic_cp`). Needs `initialize_model_parallel(hybrid_context_parallel=True)`, and layers
+            of :func:`packed_layers`.
+        cost_model: what documents cost; by default by the FLOPs of the model.
+        lengths: int [documents] tokens, if they are known and `dataset` is no indexed one.
+        num_epochs: of the run; after the last one what waits is drained.
+        shuffle: another order in every epoch.
+        seed: of these orders.
+        num_workers: processes that read.
+        pad_token: what padding consists of.
+        **planning: further arguments of :func:`wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
+
+    Returns:
+        An iterator of steps, the same number on every rank. To be closed.
+
+    Raises:
+        wlb.WlbError: an argument makes no sense, the model is configured against packed rows, or megatron-core is too
+            old; it names what. Before anything is read.
+    """
+    check_version()
+    config, vocab_size = _shape_of(model)
+    check_config(config, dynamic_cp=dynamic_cp)
+    for name, value, minimum in (
+        ("max_tokens_per_rank", max_tokens_per_rank, 1),
+        ("tokens_per_batch", tokens_per_batch, 1),
+        ("max_delay", max_delay, 0),
+        ("pad_token", pad_token, 0),
+        ("num_workers", num_workers, 0),
+    ):
+        check_integer(name, value, minimum=minimum)
+    if planning and not dynamic_cp:
+        name = next(iter(planning))
+        raise error(name, "is of Dynamic-CP plans: give dynamic_cp=True with it", value=planning[name])
+    if cost_model is None:
+        if vocab_size is None:
+            message = "is missing: the model is given as its configuration, which does not tell the vocabulary"
+            raise error("cost_model", message)
+        cost_model = cost_of(config, vocab_size=vocab_size)
+
+    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    ranks, cp_size = _ranks(config, everyone, dynamic_cp=dynamic_cp, planning=planning)
+    multiple = required_multiple(cp_size=cp_size)
+    row_multiple = _row_multiple(config, cp_size)
+    if max_tokens_per_rank % row_multiple:
+        message = f"= {max_tokens_per_rank}: rows are padded to multiples of {row_multiple}, and would be longer"
+        raise error("max_tokens_per_rank", message, value=max_tokens_per_rank)
+    held = max_tokens_per_rank * cp_size
+    context = held // multiple * multiple if max_document_tokens is None else max_document_tokens
+    check_integer("max_document_tokens", context, minimum=1, maximum=held)
+    if context % multiple:
+        message = f"= {context}: documents are padded to multiples of {multiple}; make it one"
+        raise error("max_document_tokens", message, value=context)
+
+    sharing: Sharing[Header] = Sharing(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+        predicts=bool(getattr(config, "mtp_num_layers", None)),
+    )
+    readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
+    shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
+    limits: dict[str, Any] = {"max_tokens": held, "max_document_tokens": context, "oversize": oversize}
+    if dynamic_cp:  # the packer's micro-batches only say who reads: nobody holds them
+        limits["max_tokens"] = max(context, math.ceil(_ROOM * tokens_per_batch / shares))
+    if max_delay:
+        limits |= {"release": "adaptive", "max_delay": max_delay}
+    packer = wlb.Packer(num_micro_batches=shares, cost_model=cost_model, **limits)
+    steps: StepLoader[Any] | None = None
+    padded: PaddedDocuments | None = None
+    if sharing.reads:
+        documents, known = source(dataset, lengths)
+        if multiple > 1:
+            documents = padded = PaddedDocuments(documents, known, multiple=multiple, token=pad_token)
+            known = padded.lengths
+        sampler = BalancedBatchSampler(
+            known,
+            packer=packer,
+            dp_rank=readers.rank(),
+            dp_size=readers.size(),
+            tokens_per_batch=tokens_per_batch,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+        )
+        keep = partial(
+            collate, cp_size=cp_size, cp_rank=parallel_state.get_context_parallel_rank(), strategy="per_document"
+        )
+        loader = DataLoader(
+            documents, batch_sampler=sampler, collate_fn=list if dynamic_cp else keep, num_workers=num_workers
+        )
+        steps = StepLoader(loader)
+    dynamic: DynamicCpLoader[PackedBatch] | None = None
+    if dynamic_cp:
+        plan = partial(
+            wlb.plan_dynamic_cp,
+            world_size=everyone.size(),
+            num_stages=config.pipeline_model_parallel_size,
+            num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
+            max_tokens_per_rank=max_tokens_per_rank,
+            cost_model=cost_model,
+            **{**planning, "max_cp_size": cp_size},
+        )
+        dynamic = DynamicCpLoader(() if steps is None else steps, plan=plan, group=everyone)
+    return DataIterator(
+        config=config,
+        sharing=sharing,
+        ranks=ranks,
+        peers=Peers(None if dynamic_cp else everyone, timeout=None, description="wlb-megatron"),
+        steps=steps,
+        dynamic=dynamic,
+        documents=padded,
+        row_multiple=row_multiple,
+        pad_token=pad_token,
+    )
+
+
+def _shape_of(model: Any) -> tuple[Any, int | None]:
+    """The configuration of a model, and its vocabulary; of a configuration, itself."""
+    if hasattr(model, "calculate_per_token_loss"):
+        return model, None
+    chunks = model if isinstance(model, list) else [model]
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        found = type(model).__name__
+        raise error("model", f"is a {found}: must be a model of Megatron-Core, or its configuration", value=found)
+    return get_model_config(chunks[0]), getattr(unwrap_model(chunks[0]), "vocab_size", None)
+
+
+def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, Any]) -> tuple[Ranks, int]:
+    """The groups of rows, and the most ranks that one of them has.
+
+    Raises:
+        wlb.WlbError: With a Dynamic-CP plan, a group that it may ask for was not made.
+    """
+    whole = parallel_state.get_context_parallel_group()
+    if not dynamic_cp:
+        return Ranks(lambda size: whole if size > 1 else None, whole, dynamic=False), config.context_parallel_size
+    largest = planning.get("max_cp_size")
+    if largest is None:
+        largest = everyone.size()
+    check_integer("max_cp_size", largest, minimum=1, maximum=everyone.size())
+    largest = 1 << (largest.bit_length() - 1)  # groups are powers of two
+    groups = {1 << power: None for power in range(largest.bit_length())}
+    for size in groups:
+        if size > 1:
+            groups[size] = _group_of(size, everyone)
+    return Ranks(groups.__getitem__, whole, dynamic=True), largest
+
+
+def _group_of(size: int, everyone: Any) -> Any:
+    """This rank's among the groups of so many; None where the last ranks have none."""
+    if size == everyone.size():
+        return everyone
+    try:
+        group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+    except (KeyError, AssertionError, TypeError):
+        message = "= False: nobody made groups of 2, 4, ... ranks; give initialize_model_parallel "
+        message += f"hybrid_context_parallel=True, or leave max_cp_size below {size}"
+        raise error("hybrid_context_parallel", message, value=size) from None
+    return group if group.size() == size else None
+
+
+def _row_multiple(config: Any, cp_size: int) -> int:
+    """What a rank's tokens of a row must be a multiple of."""
+    multiple = 2 if cp_size > 1 else 1
+    if config.sequence_parallel:
+        multiple = math.lcm(multiple, config.tensor_model_parallel_size)
+    if getattr(config, "fp8", None):
+        multiple = math.lcm(multiple, 32 if config.fp8_recipe == "mxfp8" else 16)
+    if getattr(config, "fp4", None):
+        multiple = math.lcm(multiple, 32)
+    return multiple
+
+
+def _shares(config: Any, readers: int, held: int, tokens_per_batch: int, *, dynamic_cp: bool) -> int:
+    """Micro-batches of a data-parallel rank in a step: the fewest with room to spare that the schedule takes."""
+    if dynamic_cp:
+        return 1
+    fewest = max(1, math.ceil(_ROOM * tokens_per_batch / (readers * held)))
+    if not config.virtual_pipeline_model_parallel_size:
+        return fewest
+    group = config.microbatch_group_size_per_vp_stage
+    return -(-fewest // group) * group

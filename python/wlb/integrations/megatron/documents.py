@@ -1,0 +1,173 @@
+"""What a run reads: Megatron's `.bin` and `.idx` files, and any documents padded to what kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset
+
+from wlb._errors import error
+from wlb.integrations.megatron.packed import padded_lengths
+from wlb.integrations.rows import arrow_lengths
+from wlb.torch.data.batch import IGNORE
+from wlb.torch.data.documents import Document, Documents, Piece, cut
+
+
+class IndexedDocuments(Dataset[Document]):
+    """The documents of Megatron's `.bin` and `.idx` files, of which only what the plan asks for is read.
+
+    Lengths come from the `.idx` file alone. A document is what the index calls one: a sequence, or several that follow
+    each other. One without tokens, which can train nothing, is left out, and `skipped` counts them.
+
+    Args:
+        dataset: an `IndexedDataset`, or what its files are called without `.bin` and `.idx`.
+
+    Attributes:
+        lengths: int [documents] tokens; where every document is one sequence, the index itself, not copied.
+        skipped: Documents without tokens.
+
+    Raises:
+        wlb.WlbError: there are no such files, or they hold other things than text.
+    """
+
+    def __init__(self, dataset: IndexedDataset | str) -> None:
+        self._dataset = dataset if isinstance(dataset, IndexedDataset) else _opened(dataset)
+        if self._dataset.index.sequence_modes is not None:
+            raise error("dataset", "is multimodal: only documents of tokens can be packed", value=dataset)
+        sizes, bounds = self._dataset.sequence_lengths, np.asarray(self._dataset.document_indices)
+        if np.array_equal(bounds, np.arange(len(sizes) + 1)):
+            lengths, self._bounds = np.asarray(sizes), None
+        else:
+            ends = np.append(0, np.cumsum(sizes, dtype=np.int64))
+            lengths, self._bounds = ends[bounds[1:]] - ends[bounds[:-1]], bounds
+        kept = np.flatnonzero(lengths)
+        self.skipped = len(lengths) - len(kept)
+        self._kept: NDArray[np.int64] | None = kept if self.skipped else None
+        self.lengths: NDArray[Any] = lengths[kept] if self.skipped else lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int | Piece) -> Document:
+        """The document, or the piece of it; nothing else is read, but the token that follows a piece.
+
+        Raises:
+            wlb.WlbError: The document ends before the piece does: its length in the plan is not the files'.
+        """
+        number, start, length = index if isinstance(index, Piece) else (index, 0, int(self.lengths[index]))
+        found = int(self.lengths[number])
+        if found < start + length:
+            message = f"has {found} tokens, but the plan wants those from {start} to {start + length}"
+            raise error("dataset", message, index=number, value=found)
+        tokens = self._read(number, start, min(start + length + 1, found))
+        return cut(Document(tokens, number, start), 0, length)
+
+    def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
+        """Tokens `start` to `end` of a document, sequence by sequence."""
+        row = number if self._kept is None else int(self._kept[number])
+        first, last = (row, row + 1) if self._bounds is None else self._bounds[row : row + 2].tolist()
+        parts, before = [], 0
+        for sequence in range(first, last):
+            size = int(self._dataset.sequence_lengths[sequence])
+            low, high = max(start - before, 0), min(end - before, size)
+            if low < high:
+                parts.append(self._dataset.get(sequence, offset=low, length=high - low))
+            before += size
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class PaddedDocuments(Dataset[Document]):
+    """Documents of which every length is a multiple: what follows a document's own tokens is never learnt.
+
+    With causal attention no token sees what comes after it, so that padding changes nothing that is trained.
+
+    Args:
+        documents: `documents[i]` gives document `i` or the piece of it that a `Piece` names.
+        lengths: int [documents], tokens of each.
+        multiple: of which all lengths shall be.
+        token: what the padding consists of.
+
+    Attributes:
+        lengths: int64 [documents], with padding.
+    """
+
+    def __init__(self, documents: Any, lengths: ArrayLike, *, multiple: int, token: int) -> None:
+        self._documents, self._real, self._token = documents, np.asarray(lengths), token
+        self.lengths = padded_lengths(self._real, pad_multiple=multiple)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int | Piece) -> Document:
+        """The document, or the piece of it, and its padding."""
+        piece = self._wanted(index)
+        return self._padded(self._documents[self._own(piece)], piece.length)
+
+    def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
+        """Those of a micro-batch, read at once where the documents can."""
+        together = getattr(self._documents, "__getitems__", None)
+        if together is None:
+            return [self[index] for index in indices]
+        pieces = [self._wanted(index) for index in indices]
+        found = together([self._own(piece) for piece in pieces])
+        return [self._padded(document, piece.length) for document, piece in zip(found, pieces, strict=True)]
+
+    def padding(self, ids: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+        """Tokens of padding in these pieces."""
+        own = np.clip(self._real[ids] - starts, 0, lengths)
+        return int(lengths.sum() - own.sum())
+
+    def _wanted(self, index: int | Piece) -> Piece:
+        return index if isinstance(index, Piece) else Piece(index, 0, int(self.lengths[index]))
+
+    def _own(self, piece: Piece) -> int | Piece:
+        """What of a padded piece the document has."""
+        size = int(self._real[piece.document])
+        length = min(piece.length, size - piece.start)
+        return piece.document if length == size else Piece(piece.document, piece.start, length)
+
+    def _padded(self, document: Document, length: int) -> Document:
+        own = len(document.tokens)
+        if own == length:
+            return document
+        tokens = np.asarray(document.tokens)
+        labels = tokens if document.labels is None else np.asarray(document.labels)
+        padded = [np.full(length, fill, np.int64) for fill in (self._token, IGNORE)]
+        padded[0][:own], padded[1][:own] = tokens, labels
+        return Document(padded[0], document.id, document.start, document.next_token, padded[1])
+
+
+def source(dataset: Any, lengths: ArrayLike | None) -> tuple[Any, NDArray[Any]]:
+    """Documents that understand pieces, and their lengths.
+
+    Raises:
+        wlb.WlbError: It is a data set of Megatron's that packs documents by itself.
+    """
+    for cls in type(dataset).__mro__:
+        if cls.__module__.startswith("megatron.core.datasets") and cls.__name__ in _PACKS:
+            found = type(dataset).__name__
+            message = f"is a {found}, which cuts and joins documents to sequences of one length by itself: give the "
+            message += "IndexedDataset that it reads, or what its files are called"
+            raise error("dataset", message, value=found)
+    if isinstance(dataset, str | IndexedDataset):
+        dataset = IndexedDocuments(dataset)
+    if isinstance(dataset, IndexedDocuments):
+        return dataset, dataset.lengths
+    documents = dataset if isinstance(dataset, Documents) else Documents(dataset)
+    if lengths is None:
+        lengths = arrow_lengths(documents.dataset)
+    if lengths is None:
+        lengths = np.array([len(documents[index].tokens) for index in range(len(documents))], np.int64)
+    return documents, np.asarray(lengths)
+
+
+_PACKS = {"GPTDataset", "MockGPTDataset", "MegatronDataset", "BlendedDataset"}
+
+
+def _opened(prefix: str) -> IndexedDataset:
+    if not IndexedDataset.exists(prefix):
+        raise error("dataset", f"= {prefix!r}: there are no {prefix}.bin and {prefix}.idx", value=prefix)
+    return IndexedDataset(prefix)

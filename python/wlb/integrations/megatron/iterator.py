@@ -1,0 +1,254 @@
+"""A step at a time for Megatron-Core's `forward_backward_func`: read by some ranks, given to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+import wlb
+from wlb._errors import error
+from wlb.integrations.megatron.documents import PaddedDocuments
+from wlb.integrations.megatron.refusals import check_interleaved
+from wlb.integrations.megatron.rows import Batch, Ranks, Row, batch_of
+from wlb.integrations.megatron.sharing import Sharing
+from wlb.torch.data import DynamicCpLoader, DynamicCpStep, PackedBatch, Step, StepLoader
+from wlb.torch.data.peers import Peers, failure_text
+
+AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronStep:
+    """What a rank does between two updates of the optimizer.
+
+    Attributes:
+        number: Steps before this one, since the run began.
+        epoch: Which pass over the documents it belongs to.
+        batches: Its micro-batches; as many on all ranks, with a Dynamic-CP plan another number in every step.
+        padding_tokens: Tokens of padding that kernels demand. Each is counted on one of the ranks that read: the sum
+            over them is that of the step. 0 on the others.
+        arguments: For `forward_backward_func(forward_step_func=..., model=..., **step.arguments)`.
+        source: Of a rank that reads, the step of its loader: with its plan, its pieces for a `wt.Ledger`, and its
+            documents; None on the others.
+    """
+
+    number: int
+    epoch: int
+    batches: list[Batch]
+    padding_tokens: int
+    arguments: dict[str, Any]
+    source: AnyStep | None
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """What to save once this step is trained: :meth:`DataIterator.load_state_dict` goes on after it.
+
+        The same on all ranks that read (the first tensor-parallel one of the first stage, so rank 0 of the world),
+        None on the others. Plain JSON values. Another number of data-parallel ranks may load it, and other stages; not
+        one whose kernels want another padding, for then documents have other lengths.
+        """
+        return None if self.source is None else self.source.state
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all ranks of the same documents have to know of a step.
+
+    Attributes:
+        failure: What went wrong while it was read; None: nothing.
+        ended: Whether there is no further step.
+        number: Of the step.
+        epoch: Of it.
+        rows: Its micro-batches.
+    """
+
+    failure: str | None = None
+    ended: bool = False
+    number: int = 0
+    epoch: int = 0
+    rows: tuple[Row, ...] = ()
+
+
+class DataIterator:
+    """The steps of a run, on every rank: made by :func:`data_iterator`, which says what they are.
+
+    Every step is a collective of all ranks. Only those that read have documents, plans and a state; the others are sent
+    what their part of the model takes. A failure of one that reads is raised on all.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Any,
+        sharing: Sharing[Header],
+        ranks: Ranks,
+        peers: Peers,
+        steps: StepLoader[Any] | None,
+        dynamic: DynamicCpLoader[PackedBatch] | None,
+        documents: PaddedDocuments | None,
+        row_multiple: int,
+        pad_token: int,
+    ) -> None:
+        self._config, self._sharing, self._ranks, self._peers = config, sharing, ranks, peers
+        self._steps, self._dynamic, self._documents = steps, dynamic, documents
+        self._row_multiple, self._pad_token = row_multiple, pad_token
+        self._iterator: Iterator[AnyStep] | None = None
+
+    def __iter__(self) -> DataIterator:
+        """Itself: a loop that was left goes on in the next one."""
+        return self
+
+    def __next__(self) -> MegatronStep:
+        """The next step.
+
+        Raises:
+            wlb.WlbError: A rank could not read, or ranks have other plans; on all ranks.
+        """
+        if self._config.finalize_model_grads_func is None:
+            message = "is not set: nobody would add up gradients and divide them by the labels of a step; set it to "
+            message += "megatron.core.distributed.finalize_model_grads"
+            raise error("finalize_model_grads_func", message)
+        if not self._sharing.reads:
+            header = self._sharing.header(None)
+            if header.failure:
+                raise error("dataset", f"could not be read for this rank: {header.failure}")
+            return self._given(header, None)
+        step: AnyStep | None = None
+        failure: BaseException | None = None
+        header = Header(ended=True)
+        try:
+            step = self._read()
+            if step is not None:
+                header = self._header(step)
+                check_interleaved(len(header.rows), self._config)
+        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
+            failure, header = cause, Header(failure=failure_text(cause))
+        self._sharing.header(header)
+        if failure is not None:
+            raise failure
+        return self._given(header, step)
+
+    def metrics(self) -> wlb.PackerMetrics:
+        """Balance and delay so far, on ranks that read.
+
+        Raises:
+            wlb.WlbError: This rank does not.
+        """
+        return self._reading().metrics()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where the last step stands that was given; None on ranks that do not read."""
+        if self._steps is None:
+            return None
+        return self._steps.state_dict() if self._dynamic is None else self._dynamic.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on after the step that had this state. Every rank calls it, before the first step; some do nothing.
+
+        Raises:
+            wlb.WlbError: This rank reads, and it is no state of these documents and settings.
+        """
+        if self._steps is None:
+            return
+        if state is None:
+            raise error("state", "is None: it was saved on a rank that does not read; save that of rank 0")
+        (self._steps if self._dynamic is None else self._dynamic).load_state_dict(state)
+
+    def close(self) -> None:
+        """Ends what reads ahead; before the process groups are destroyed. The state stays."""
+        self._iterator = None
+        if self._dynamic is not None:
+            self._dynamic.close()
+        else:
+            self._peers.close()
+
+    def _reading(self) -> StepLoader[Any]:
+        if self._steps is None:
+            raise error("rank", f"{dist.get_rank()} does not read documents: ask rank 0")
+        return self._steps
+
+    def _read(self) -> AnyStep | None:
+        """The next step, once all that read have theirs, of the same plan; None after the last epoch."""
+        if self._iterator is None:
+            self._iterator = self._run()
+        if self._dynamic is not None:  # its ranks agree on every step by themselves
+            return next(self._iterator, None)
+        step: AnyStep | None = None
+        failure: BaseException | None = None
+        try:
+            step = next(self._iterator, None)
+        except BaseException as cause:
+            failure = cause
+        digest = None if step is None else step.plan.digest()
+        parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest})
+        self._peers.agree(parts, failure, argument="dataset", what="plan")
+        return step
+
+    def _run(self) -> Iterator[AnyStep]:
+        """The rest of this epoch, and all further ones."""
+        steps = self._reading()
+        while not steps.ended:
+            yield from (steps if self._dynamic is None else self._dynamic)
+
+    def _header(self, step: AnyStep) -> Header:
+        rows = []
+        for batch in step.micro_batches:
+            size = batch.tokens.numel()
+            filler = -size % self._row_multiple if size else self._row_multiple
+            lengths = tuple(batch.shard.lengths.tolist())
+            rows.append(Row(lengths, batch.shard.cp_size, batch.cp_rank, filler))
+        return Header(number=step.number, epoch=step.epoch, rows=tuple(rows))
+
+    def _given(self, header: Header, step: AnyStep | None) -> MegatronStep:
+        """The step on this rank; the rest of its tokens come with it."""
+        if header.ended:
+            raise StopIteration
+        device = self._sharing.device
+        mine = None
+        if step is not None:
+            mine = tuple(
+                torch.cat([getattr(batch, name) for batch in step.micro_batches]).to(device)
+                for name in ("tokens", "labels")
+            )
+        sizes = [row.shard.rank(row.cp_rank).num_tokens - row.filler for row in header.rows]
+        found = self._sharing.values(mine, sum(sizes))
+        tokens, labels = ([None] * len(sizes) if values is None else values.split(sizes) for values in found)
+        batches = [
+            batch_of(row, self._ranks, *values, pad=self._pad_token, device=device)
+            for row, *values in zip(header.rows, tokens, labels, strict=True)
+        ]
+        return MegatronStep(
+            number=header.number,
+            epoch=header.epoch,
+            batches=batches,
+            padding_tokens=self._padding(header, step),
+            arguments=self._arguments(batches),
+            source=step,
+        )
+
+    def _padding(self, header: Header, step: AnyStep | None) -> int:
+        if step is None:
+            return 0
+        padding = sum(row.filler for row in header.rows)
+        first = self._ranks.dynamic or all(row.cp_rank == 0 for row in header.rows)
+        if self._documents is not None and first:
+            pieces = step.pieces
+            assert pieces is not None
+            ids = pieces.ids % len(self._documents)  # a packer's ids go on over epochs
+            padding += self._documents.padding(ids, pieces.starts, pieces.lengths)
+        return padding
+
+    def _arguments(self, batches: list[Batch]) -> dict[str, Any]:
+        chunks = self._config.virtual_pipeline_model_parallel_size
+        iterators = [RerunDataIterator(iter(batches)) for _ in range(chunks or 1)]
+        return {
+            "data_iterator": iterators if chunks else iterators[0],
+            "num_microbatches": len(batches),
+            "seq_length": max(batch.position_ids.shape[1] for batch in batches),
+            "micro_batch_size": 1,
+        }

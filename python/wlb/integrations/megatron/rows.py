@@ -1,0 +1,165 @@
+"""One packed row as a rank's part of the model takes it, and what becomes of its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import wlb
+from wlb.integrations.megatron.attention import ShardedSeqParams
+from wlb.torch.data.batch import IGNORE
+
+
+class Batch(NamedTuple):
+    """What a forward step needs, in the order in which Megatron-LM's own `get_batch` gives it.
+
+    Attributes:
+        tokens: int64 [1, tokens of this rank]; None but on the first stage.
+        labels: int64 [1, tokens of this rank]: the token that follows each in its document, 0 where none is learnt;
+            None but on the last stage.
+        loss_mask: float32 [1, tokens of this rank]: 1 where there is a label; None but on the last stage.
+        attention_mask: None: documents are told by `packed_seq_params`.
+        position_ids: int64 [1, tokens of this rank], in its document.
+        packed_seq_params: Documents, and the ranks that hold them.
+    """
+
+    tokens: Tensor | None
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    attention_mask: None
+    position_ids: Tensor
+    packed_seq_params: ShardedSeqParams
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a micro-batch lies on its ranks: what all stages have to know of it, and nothing else.
+
+    Attributes:
+        lengths: Tokens of its documents.
+        cp_size: Ranks that hold it.
+        cp_rank: This one among them.
+        filler: Tokens of padding at the end of this rank's row, a document of its own.
+    """
+
+    lengths: tuple[int, ...]
+    cp_size: int
+    cp_rank: int
+    filler: int
+
+    @property
+    def shard(self) -> wlb.Shard:
+        """The whole row, filler included."""
+        filler = (self.filler * self.cp_size,) if self.filler else ()
+        return wlb.shard([*self.lengths, *filler], cp_size=self.cp_size, strategy="per_document")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which ranks hold a row of so many ranks.
+
+    Attributes:
+        group: Of a row's number of ranks, this one's group; None for 1.
+        alone: A group of this rank alone.
+        dynamic: Whether rows differ in their ranks.
+    """
+
+    group: Callable[[int], dist.ProcessGroup | None]
+    alone: dist.ProcessGroup | None
+    dynamic: bool
+
+    def described(self, row: Row, device: torch.device) -> tuple[ShardedSeqParams, Tensor]:
+        """The row as Megatron-Core's layers take it, and the positions of this rank's tokens."""
+        shard, group = row.shard, self.group(row.cp_size)
+        cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(shard.lengths)).astype(np.int32)).to(device)
+        longest = int(shard.lengths.max(initial=0))
+        params = ShardedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,  # one and the same tensor: what is padding comes last, and is seen by none
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            local_cp_size=row.cp_size if self.dynamic else None,
+            cp_group=group if self.dynamic else None,
+            shard=shard,
+            ranks=group,
+            position=(group or self.alone) if self.dynamic else None,
+        )
+        positions = torch.from_numpy(shard.rank(row.cp_rank).position_ids.astype(np.int64)).to(device)
+        return params, positions[None]
+
+
+def batch_of(row: Row, ranks: Ranks, tokens: Tensor | None, labels: Tensor | None, *, pad: int, device: Any) -> Batch:
+    """The row on this rank's device, with its filler.
+
+    Args:
+        row: how it lies.
+        ranks: who holds it.
+        tokens: int64 [tokens of this rank], without filler; None where no part of the model takes them.
+        labels: int64 [tokens of this rank], IGNORE where nothing is learnt; None likewise.
+        pad: what the filler consists of.
+        device: of the model.
+    """
+    params, positions = ranks.described(row, device)
+    mask = None
+    if tokens is not None:
+        tokens = torch.cat([tokens, tokens.new_full((row.filler,), pad)])[None]
+    if labels is not None:
+        labels = torch.cat([labels, labels.new_full((row.filler,), IGNORE)])[None]
+        learnt = labels != IGNORE
+        mask, labels = learnt.float(), labels.where(learnt, 0)
+    return Batch(tokens, labels, mask, None, positions, params)
+
+
+def get_batch(data_iterator: Iterator[Batch]) -> Batch:
+    """The next micro-batch of a step, on this rank's device: for the `forward_step` of a model.
+
+    Nothing is communicated: all ranks have a step once :class:`DataIterator` gives it.
+    """
+    batch: Batch = next(data_iterator)
+    return batch
+
+
+def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The losses of a micro-batch as Megatron-Core sums them over a step, with `calculate_per_token_loss`.
+
+    Args:
+        loss_mask: of :func:`get_batch`.
+        output: float [1, tokens of this rank]: what the model gives for labels.
+
+    Returns:
+        Their sum; the number of labels, int32; and both together, float32 [2], as "lm loss" for reports.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = (output.reshape(-1).float() * mask).sum()
+    count = mask.sum()
+    return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
+
+
+def mean_loss(reports: list[dict[str, Tensor]], *, group: dist.ProcessGroup | None = None) -> float | None:
+    """The mean loss over the labels of a step, from what Megatron-Core's `forward_backward_func` returns.
+
+    Args:
+        reports: of :func:`loss_func`, one for each micro-batch; empty but on the last stage.
+        group: the data x context ranks, over which it is summed; by default those of Megatron-Core.
+
+    Returns:
+        The same on all ranks of the last stage; None on the others, and for a step without labels.
+    """
+    if not reports:
+        return None
+    from megatron.core import parallel_state
+
+    total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True) if group is None else group
+    dist.all_reduce(total, group=group)
+    value, count = total.tolist()
+    return value / count if count else None

@@ -1,0 +1,144 @@
+"""Our Dynamic-CP plans in the place of Megatron-Core's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import wlb
+from wlb._errors import check_integer, error
+from wlb.integrations.megatron.costs import cost_of
+
+Group = tuple[int, list[int]]  # ranks, samples
+
+
+class DynamicCpScheduler:
+    """Has the interface of Megatron-Core's `BalancedCPScheduler`; its plans are those of `wlb.plan_dynamic_cp`.
+
+    Megatron-Core reads, moves and trains samples as before, one at a time, each on the ranks that the plan says::
+
+        from megatron.core.datasets import data_schedule
+        data_schedule.BalancedCPScheduler = wlb.integrations.megatron.DynamicCpScheduler
+
+    Between two of its barriers no rank gets more than `max_seq_len_per_rank` tokens in all, and ranks have nearly equal
+    work. Megatron-Core exchanges gradients with the last sample of a step, so every rank is given one there.
+
+    Args:
+        max_seq_len_per_rank: tokens of a rank between two barriers.
+        dp_cp_group: the data x context ranks.
+        cost_model: what samples cost; by default from the model's configuration that
+            :meth:`get_groups_and_subsamples` is given, without the output layer, whose size that does not tell.
+        **options: of `wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
+
+    Raises:
+        wlb.WlbError: a size is below 1.
+    """
+
+    def __init__(
+        self, max_seq_len_per_rank: int, dp_cp_group: Any, *, cost_model: wlb.CostModel | None = None, **options: Any
+    ) -> None:
+        check_integer("max_seq_len_per_rank", max_seq_len_per_rank, minimum=1)
+        self.max_seq_len_per_rank = max_seq_len_per_rank
+        self.total_hdp_gpus: int = dp_cp_group.size()
+        self._cost_model, self._options = cost_model, options
+        self._known: tuple[Any, wlb.CostModel] | None = None
+        # Megatron-Core makes groups of 2, 4, ... ranks below all of them, and one of all.
+        below = 1 << max(self.total_hdp_gpus.bit_length() - 1, 0)
+        largest = below if below == self.total_hdp_gpus or below == 1 else below // 2
+        self._options.setdefault("max_cp_size", largest)
+
+    def get_total_workload(self, seq_length: int, cp_size: int | None = None, config: Any = None) -> float:
+        """What a sample costs each of `cp_size` ranks, by default of as many as it needs."""
+        cost = self._cost_of(config)
+        return float(cost.cost([seq_length])[0]) / (cp_size or self.gpus_needed(seq_length))
+
+    def gpus_needed(self, seq_len: int) -> int:
+        """The fewest ranks that hold a sample: a power of two."""
+        check_integer("seq_len", seq_len, minimum=1)
+        return 1 << (-(-seq_len // self.max_seq_len_per_rank) - 1).bit_length()
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
+    ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+        """Which rank trains which samples between which barriers.
+
+        Args:
+            sample_id_seqlens: number and tokens of every sample of the step.
+            config: the model's `TransformerConfig`, for what samples cost.
+
+        Returns:
+            For every part between two barriers and every rank the lengths of its samples, and their numbers. A sample
+            that several ranks have is theirs together: 1, 2, 4, ... neighbours, whose number divides their first.
+
+        Raises:
+            wlb.WlbError: A sample fits on no group, or there are too few samples to give every rank one.
+        """
+        numbers = [int(number) for number, _ in sample_id_seqlens]
+        lengths = np.array([int(length) for _, length in sample_id_seqlens], np.int64)
+        if not numbers:
+            return [], []
+        plan = wlb.plan_dynamic_cp(
+            lengths,
+            world_size=self.total_hdp_gpus,
+            num_stages=1,
+            max_tokens_per_rank=self.max_seq_len_per_rank,
+            cost_model=self._cost_of(config),
+            **self._options,
+        )
+        parts = [[(group.cp_size, group.document_ids.tolist()) for group in part.groups] for part in plan]
+        placed = [[(group.first_rank, group.cp_size, group.document_ids.tolist()) for group in part] for part in plan]
+        if sum(size for size, _ in parts[-1]) < self.total_hdp_gpus:
+            last = self._filled(parts)
+            placed.append(_aligned(last[1]))
+            del placed[last[0]]
+        per_rank: list[list[list[int]]] = []
+        for part in placed:
+            ranks: list[list[int]] = [[] for _ in range(self.total_hdp_gpus)]
+            for first, size, rows in part:
+                ranks[first : first + size] = [rows] * size
+            per_rank.append(ranks)
+        of_lengths = [[[int(lengths[row]) for row in rows] for rows in ranks] for ranks in per_rank]
+        of_numbers = [[[numbers[row] for row in rows] for rows in ranks] for ranks in per_rank]
+        return of_lengths, of_numbers
+
+    def _filled(self, parts: list[list[Group]]) -> tuple[int, list[Group]]:
+        """A part in which no rank is idle, and where it stood: the one that changes least."""
+        world, largest = self.total_hdp_gpus, self._options["max_cp_size"]
+        idle = [world - sum(size for size, _ in part) for part in parts]
+        for index in sorted(range(len(parts)), key=lambda index: (idle[index], -index)):
+            groups, left = list(parts[index]), idle[index]
+            while left:
+                groups.sort(key=lambda group: group[0], reverse=True)
+                growing = [at for at, (size, _) in enumerate(groups) if size <= min(left, largest // 2)]
+                shared = [at for at, (_, rows) in enumerate(groups) if len(rows) > 1]
+                if growing:  # the smallest, so that groups stay powers of two that fit
+                    size, rows = groups[growing[-1]]
+                    groups[growing[-1]], left = (2 * size, rows), left - size
+                elif shared and (size := groups[shared[-1]][0]) <= left:
+                    rows = groups[shared[-1]][1]
+                    groups[shared[-1]], left = (size, rows[::2]), left - size
+                    groups.append((size, rows[1::2]))
+                else:
+                    break
+            if not left:
+                return index, groups
+        message = f"are too few for {world} ranks: every rank has to train one at the end of a step"
+        raise error("sample_id_seqlens", message, value=sum(len(rows) for part in parts for _, rows in part))
+
+    def _cost_of(self, config: Any) -> wlb.CostModel:
+        if self._cost_model is not None:
+            return self._cost_model
+        if self._known is None or self._known[0] is not config:
+            self._known = (config, cost_of(config, vocab_size=1))
+        return self._known[1]
+
+
+def _aligned(groups: list[Group]) -> list[tuple[int, int, list[int]]]:
+    """First rank, ranks and samples: largest first, so that every group begins at a multiple of its size."""
+    first, placed = 0, []
+    for size, rows in sorted(groups, key=lambda group: -group[0]):
+        placed.append((first, size, rows))
+        first += size
+    return placed

@@ -1,0 +1,86 @@
+"""One rank reads for all stages and tensor-parallel ranks of the same documents; each is sent what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sharing(Generic[T]):
+    """The ranks that train the same documents: tensor-parallel ones of all stages. All calls are collectives.
+
+    What all have to know goes first along the stages, by the first tensor-parallel rank of each, and then to the other
+    tensor-parallel ranks. Tokens go to those of the first stage, labels to those of the last one.
+
+    Attributes:
+        tp: The tensor-parallel ranks of this stage.
+        pp: The stages of this tensor-parallel rank.
+        device: Where their communicators take tensors.
+        predicts: Whether the last stage predicts further tokens, and takes tokens for that too.
+    """
+
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    device: torch.device
+    predicts: bool = False
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads for the others."""
+        return bool(self.tp.rank() == 0 and self.pp.rank() == 0)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is of the first stage."""
+        return bool(self.pp.rank() == 0)
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank is of the last stage."""
+        return bool(self.pp.rank() == self.pp.size() - 1)
+
+    def header(self, mine: T | None) -> T:
+        """What the reading rank gives, on all."""
+        box: list[Any] = [mine]
+        for group, sends in ((self.pp, self.tp.rank() == 0), (self.tp, True)):
+            if group.size() > 1 and sends:
+                source = dist.get_process_group_ranks(group)[0]
+                dist.broadcast_object_list(box, src=source, group=group, device=self.device)
+        given: T = box[0]
+        return given
+
+    def values(self, mine: tuple[Tensor, Tensor] | None, size: int) -> tuple[Tensor | None, Tensor | None]:
+        """Tokens on the first stage, labels on the last one: int64 [size] each; None where they are not needed.
+
+        Args:
+            mine: both, on the reading rank, on `device`.
+            size: of each, known to all.
+        """
+        tokens, labels = (None, None) if mine is None else mine
+        return (
+            self._sent(tokens, size, to_first=True, to_last=self.predicts),
+            self._sent(labels, size, to_first=False, to_last=True),
+        )
+
+    def _sent(self, values: Tensor | None, size: int, *, to_first: bool, to_last: bool) -> Tensor | None:
+        if to_last and self.pp.size() > 1 and self.tp.rank() == 0 and size:
+            stages = dist.get_process_group_ranks(self.pp)
+            if self.first:
+                dist.send(values, dst=stages[-1], group=self.pp)
+            elif self.last:
+                values = torch.empty(size, dtype=torch.int64, device=self.device)
+                dist.recv(values, src=stages[0], group=self.pp)
+        if not (to_first and self.first) and not (to_last and self.last):
+            return None
+        if values is None:
+            values = torch.empty(size, dtype=torch.int64, device=self.device)
+        if self.tp.size() > 1 and size:
+            dist.broadcast(values, src=dist.get_process_group_ranks(self.tp)[0], group=self.tp)
+        return values
