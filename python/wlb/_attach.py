@@ -18,12 +18,14 @@ def attach(trainer: Any, **options: Any) -> Any:
     | transformers' `Trainer`, TRL's `SFTTrainer` | the same trainer, balanced | what `balance` takes |
     | Lightning's `Trainer` | a data module for its `fit` | `dataset=`, what `BalancedDataModule` takes |
     | accelerate's `Accelerator` | `train_step` as a function of model and step | what `train_step` takes |
+    | a model of Megatron-Core, or its chunks | steps for its schedules | `dataset=`, what `data_iterator` takes |
     | a torch module, wrapped or not | `train_step` as a function of the step | what `train_step` takes |
 
     Args:
         trainer: what trains.
         **options: of the function that is called: :func:`wlb.integrations.huggingface.balance`,
-            :class:`wlb.integrations.lightning.BalancedDataModule`, :func:`wlb.torch.train_step`.
+            :class:`wlb.integrations.lightning.BalancedDataModule`, :func:`wlb.integrations.megatron.data_iterator`,
+            :func:`wlb.torch.train_step`.
 
     Returns:
         As in the table.
@@ -31,12 +33,13 @@ def attach(trainer: Any, **options: Any) -> Any:
     Raises:
         WlbError: it is nothing that is known, or what the function raises.
     """
-    for cls in type(trainer).__mro__:
+    chunks = isinstance(trainer, list) and bool(trainer)  # Megatron-Core's, of an interleaved pipeline
+    for cls in type(trainer[0] if chunks else trainer).__mro__:
         package, name = cls.__module__.partition(".")[0], cls.__name__
-        if (package, name) in _KNOWN:
+        if (package, name) in _KNOWN and (not chunks or package == "megatron"):
             return _KNOWN[package, name](trainer, **options)
     found = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-    known = "transformers.Trainer, lightning.Trainer, accelerate.Accelerator, torch.nn.Module"
+    known = "transformers.Trainer, lightning.Trainer, accelerate.Accelerator, megatron.core's models, torch.nn.Module"
     raise error("trainer", f"is a {found}, which is not known; known are {known}", value=found)
 
 
@@ -48,6 +51,12 @@ def _lightning(trainer: Any, *, dataset: Any = None, **options: Any) -> Any:
     if dataset is None:
         raise error("dataset", "is missing: Lightning's Trainer has none before fit")
     return import_module("wlb.integrations.lightning").BalancedDataModule(dataset, **options)
+
+
+def _megatron(model: Any, *, dataset: Any = None, **options: Any) -> Any:
+    if dataset is None:
+        raise error("dataset", "is missing: a model has none")
+    return import_module("wlb.integrations.megatron").data_iterator(dataset, model=model, **options)
 
 
 def _accelerate(accelerator: Any, **options: Any) -> Any:
@@ -62,5 +71,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("transformers", "Trainer"): _hugging_face,
     ("lightning", "Trainer"): _lightning,
     ("accelerate", "Accelerator"): _accelerate,
+    ("megatron", "MegatronModule"): _megatron,
+    ("megatron", "TransformerConfig"): _megatron,
     ("torch", "Module"): _module,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import re
@@ -27,12 +28,15 @@ from torch.overrides import TorchFunctionMode
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.datasets import data_schedule
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.utils import get_batch_on_this_hybrid_cp_rank
 
 import wlb.torch as wt
 from wlb.integrations import megatron
@@ -79,6 +83,52 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+def hybrid(rank: int, steps: int) -> tuple[list[float], list[list[tuple[int, ...]]]]:
+    """Losses of Megatron-Core's own Dynamic-CP with wlb's scheduler in it, and how many ranks each document had.
+
+    Its wrapper plans and moves documents, its schedule trains them one at a time; nothing of wlb but the scheduler and
+    the layers.
+    """
+    with (
+        on_cpu(),
+        warnings.catch_warnings(),
+        mock.patch.object(data_schedule, "BalancedCPScheduler", megatron.DynamicCpScheduler),
+    ):
+        warnings.simplefilter("ignore")
+        run = Run(dynamic_cp=True, config={"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 16})
+        initialize(run)
+        model, optimizer = prepared(run)
+        batches = data_schedule.HybridCPDataLoaderWrapper(iter(hybrid_batches(rank, steps)), model[0].config)
+        losses: list[float] = []
+        ranks: list[list[tuple[int, ...]]] = []
+
+        def forward_step(data_iterator: Any, model: Any) -> Any:
+            sample = next(data_iterator)
+            size = int(sample.pop("local_cp_size"))
+            batch, packed = get_batch_on_this_hybrid_cp_rank(sample, size)
+            ranks[-1].append((size, packed.max_seqlen_q))
+            given = batch["tokens"], batch["position_ids"], None
+            output = model(*given, labels=batch["labels"], packed_seq_params=packed)
+            return output, functools.partial(megatron.loss_func, batch["loss_mask"])
+
+        for _ in range(steps):
+            model[0].zero_grad_buffer()
+            optimizer.zero_grad()
+            ranks.append([])
+            reports = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=batches,
+                model=model,
+                num_microbatches=1,
+                seq_length=CONTEXT,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            optimizer.step()
+            losses.append(megatron.mean_loss(reports))
+        return losses, ranks
+
+
 class _Norm(torch.nn.LayerNorm):
     """Megatron-Core's layer norms for sequence parallelism are Apex's and Transformer Engine's, which need a GPU."""
 
@@ -102,7 +152,7 @@ class _OnCpu(TorchFunctionMode):
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """The CPU wherever Megatron-Core names the GPU."""
-    nothing = {name: mock.DEFAULT for name in ("synchronize", "manual_seed", "nvtx")}
+    nothing = dict.fromkeys(("synchronize", "manual_seed", "nvtx"), mock.DEFAULT)
     random = mock.patch.object(tensor_parallel, "get_cuda_rng_tracker")  # of dropout, of which there is none here
     with _OnCpu(), random, mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), **nothing):
         yield
@@ -179,8 +229,6 @@ def _fill(model: GPTModel, name: str, parameter: Tensor) -> None:
         values += 1
     with torch.no_grad():
         parameter.copy_(values.chunk(tp, dim)[rank] if split else values)
-
-
 
 
 @dataclass(frozen=True)
@@ -262,7 +310,7 @@ def train(rank: int, run: Run) -> Result:
             found.sizes.append(len(step.batches))
             found.padding.append(step.padding_tokens)
             found.given.update(name for name in ("tokens", "labels") if getattr(step.batches[0], name) is not None)
-            if step.source is not None and rank % run.tp % run.cp == 0:
+            if step.source is not None and parallel_state.get_context_parallel_rank() == 0:
                 pieces = step.source.pieces
                 rows = np.stack([pieces.ids % len(documents()), pieces.starts, pieces.lengths], axis=1)
                 found.pieces.append(rows)
@@ -311,6 +359,31 @@ def reference(rank: int, steps: list[list[tuple[Any, Any]]]) -> list[float]:
             optimizer.step()
             losses.append(float(total) / count)
         return losses
+
+
+def hybrid_pieces(steps: int) -> list[Any]:
+    """Of each step whole documents, padded to what groups of 4 ranks take: int64 [documents, 3] as in `Result`."""
+    rows = [at for at, row in enumerate(documents()) if not isinstance(row, dict) and len(row) <= CONTEXT]
+    groups = np.split(np.array(rows[: 12 * steps]), steps)
+    return [np.array([(at, 0, len(documents()[at])) for at in group]) for group in groups]
+
+
+def hybrid_batches(rank: int, steps: int) -> list[list[dict[str, Tensor]]]:
+    """What a data-parallel rank reads for each step: its documents, packed, as Megatron-Core takes them."""
+    found = []
+    for pieces in hybrid_pieces(steps):
+        mine = alone(pieces[rank::4])
+        sizes = [-(-len(tokens) // 8) * 8 for tokens, _ in mine]
+        columns: dict[str, list[Any]] = {"tokens": [], "labels": [], "loss_mask": [], "position_ids": []}
+        for (tokens, labels), size in zip(mine, sizes, strict=True):
+            more = size - len(tokens)
+            columns["tokens"].append(np.pad(tokens, (0, more)))
+            columns["labels"].append(np.pad(np.maximum(labels, 0), (0, more)))
+            columns["loss_mask"].append(np.pad((labels != wt.IGNORE).astype(np.float32), (0, more)))
+            columns["position_ids"].append(np.arange(size))
+        sample = {name: torch.from_numpy(np.concatenate(values)) for name, values in columns.items()}
+        found.append([sample | {"cu_seqlens": torch.tensor(np.append(0, np.cumsum(sizes)))}])
+    return found
 
 
 def alone(pieces: Any) -> list[tuple[Any, Any]]:

@@ -45,7 +45,8 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.pg_collection = copy.copy(self.pg_collection)  # of this layer alone
+        whole: Any = self.pg_collection  # type: ignore[has-type]
+        self.pg_collection = copy.copy(whole)  # of this layer alone
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         """As `SelfAttention`."""
@@ -93,7 +94,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self._scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
         self._window: int | None = None
-        sizes = getattr(config, "window_size", None)
+        sizes: Any = getattr(config, "window_size", None)
         if is_layer_window_attention(sizes, getattr(config, "window_attn_skip_freq", None), layer_number):
             left, right = sizes
             if right not in (0, -1):
@@ -133,8 +134,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         if attention_bias is not None:
             raise error("attention_bias", "is not taken by wlb's attention")
         shard, ranks = self._row(packed_seq_params)
-        rows = [tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value)]
-        output = context_parallel_attention(*rows, shard, group=ranks, softmax_scale=self._scale, window=self._window)
+        q, k, v = (tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value))
+        output = context_parallel_attention(q, k, v, shard, group=ranks, softmax_scale=self._scale, window=self._window)
         return output.flatten(1).unsqueeze(1) if query.dim() == 4 else output
 
     def _row(self, params: PackedSeqParams) -> tuple[wlb.Shard, dist.ProcessGroup | None]:

@@ -260,5 +260,5 @@ def _shares(config: Any, readers: int, held: int, tokens_per_batch: int, *, dyna
     fewest = max(1, math.ceil(_ROOM * tokens_per_batch / (readers * held)))
     if not config.virtual_pipeline_model_parallel_size:
         return fewest
-    group = config.microbatch_group_size_per_vp_stage
+    group: int = config.microbatch_group_size_per_vp_stage
     return -(-fewest // group) * group

@@ -211,16 +211,18 @@ class DataIterator:
         device = self._sharing.device
         mine = None
         if step is not None:
-            mine = tuple(
-                torch.cat([getattr(batch, name) for batch in step.micro_batches]).to(device)
-                for name in ("tokens", "labels")
+            tokens, labels = (
+                torch.cat([getattr(batch, name) for batch in step.micro_batches]) for name in ("tokens", "labels")
             )
+            mine = tokens.to(device), labels.to(device)
         sizes = [row.shard.rank(row.cp_rank).num_tokens - row.filler for row in header.rows]
-        found = self._sharing.values(mine, sum(sizes))
-        tokens, labels = ([None] * len(sizes) if values is None else values.split(sizes) for values in found)
+        columns = [
+            [None] * len(sizes) if values is None else torch.split(values, sizes)
+            for values in self._sharing.values(mine, sum(sizes))
+        ]
         batches = [
-            batch_of(row, self._ranks, *values, pad=self._pad_token, device=device)
-            for row, *values in zip(header.rows, tokens, labels, strict=True)
+            batch_of(row, self._ranks, tokens, labels, pad=self._pad_token, device=device)
+            for row, tokens, labels in zip(header.rows, *columns, strict=True)
         ]
         return MegatronStep(
             number=header.number,

@@ -87,12 +87,18 @@ class DynamicCpScheduler:
             cost_model=self._cost_of(config),
             **self._options,
         )
-        parts = [[(group.cp_size, group.document_ids.tolist()) for group in part.groups] for part in plan]
-        placed = [[(group.first_rank, group.cp_size, group.document_ids.tolist()) for group in part] for part in plan]
-        if sum(size for size, _ in parts[-1]) < self.total_hdp_gpus:
-            last = self._filled(parts)
-            placed.append(_aligned(last[1]))
-            del placed[last[0]]
+        placed = [
+            [
+                (group.first_rank, group.cp_size, group.document_ids.tolist())
+                for group in part
+                if len(group.document_ids)
+            ]
+            for part in plan
+        ]
+        if sum(size for _, size, _ in placed[-1]) < self.total_hdp_gpus:
+            index, groups = self._filled([[(size, rows) for _, size, rows in part] for part in placed])
+            del placed[index]
+            placed.append(_aligned(groups))
         per_rank: list[list[list[int]]] = []
         for part in placed:
             ranks: list[list[int]] = [[] for _ in range(self.total_hdp_gpus)]

@@ -72,7 +72,7 @@ class Sharing(Generic[T]):
     def _sent(self, values: Tensor | None, size: int, *, to_first: bool, to_last: bool) -> Tensor | None:
         if to_last and self.pp.size() > 1 and self.tp.rank() == 0 and size:
             stages = dist.get_process_group_ranks(self.pp)
-            if self.first:
+            if values is not None:
                 dist.send(values, dst=stages[-1], group=self.pp)
             elif self.last:
                 values = torch.empty(size, dtype=torch.int64, device=self.device)

@@ -1,0 +1,284 @@
+"""What Megatron-Core reads and plans by: its indexed files, our scheduler in its place, and what is refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import run as run_processes
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron_run import CONTEXT, Run, build, configuration, documents, initialize, on_cpu
+
+import wlb
+import wlb.torch as wt
+from wlb.integrations import megatron
+from wlb.integrations.megatron import refusals
+from wlb.integrations.megatron.documents import PaddedDocuments
+
+COST = wlb.CostModel(attention=1.0, linear=64.0)
+
+
+def files(folder: Path, rows: list[list[np.ndarray]]) -> str:
+    """Documents, each of some sequences, as Megatron writes them."""
+    prefix = str(folder / "corpus")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for sequences in rows:
+        for sequence in sequences:
+            builder.add_item(torch.from_numpy(sequence))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_indexed_documents_are_read_by_pieces(tmp_path: Path, sequences: int) -> None:
+    rng = np.random.default_rng(1)
+    rows = [[rng.integers(0, 9, rng.integers(1, 20)) for _ in range(sequences)] for _ in range(8)]
+    source = megatron.IndexedDocuments(files(tmp_path, rows))
+    whole = [np.concatenate(row) for row in rows]
+    assert source.lengths.tolist() == [len(row) for row in whole] == [len(source[at].tokens) for at in range(8)]
+    for number, row in enumerate(whole):
+        found = source[number]
+        assert (found.id, found.start, found.next_token) == (number, 0, None)
+        for start in range(0, len(row), 4):
+            end = min(start + 7, len(row))
+            piece = source[wt.data.Piece(number, start, end - start)]
+            np.testing.assert_array_equal(piece.tokens, row[start:end])
+            assert piece.next_token == (row[end] if end < len(row) else None)
+            assert (piece.id, piece.start) == (number, start)
+    with pytest.raises(wlb.WlbError, match="the plan wants") as refused:
+        source[wt.data.Piece(2, 1, len(whole[2]))]
+    assert refused.value.index == 2
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+    dataset = IndexedDataset(files(tmp_path, [[np.arange(1000)], [np.arange(50)]]))
+    with mock.patch.object(dataset, "get", wraps=dataset.get) as get:
+        source = megatron.IndexedDocuments(dataset)
+        assert not get.called  # lengths come from the index
+        assert source[wt.data.Piece(0, 300, 100)].tokens.tolist() == list(range(300, 400))
+    assert [call.kwargs["length"] for call in get.call_args_list] == [101]  # and the token that follows
+
+
+def test_documents_without_tokens_are_left_out(tmp_path: Path) -> None:
+    source = megatron.IndexedDocuments(files(tmp_path, [[np.arange(5)], [], [np.arange(7)]]))
+    assert (source.skipped, source.lengths.tolist(), source[1].tokens.tolist()) == (1, [5, 7], list(range(7)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9), st.data())
+def test_padding_is_never_learnt(lengths: list[int], multiple: int, data: st.DataObject) -> None:
+    rows = [np.arange(1, length + 1) for length in lengths]
+    source = PaddedDocuments(wt.Documents(rows), np.array(lengths), multiple=multiple, token=77)
+    number = data.draw(st.integers(0, len(rows) - 1))
+    padded = int(source.lengths[number])
+    assert padded % multiple == 0
+    assert padded - lengths[number] in range(multiple)
+    start = data.draw(st.integers(0, padded // multiple - 1)) * multiple
+    size = data.draw(st.integers(1, (padded - start) // multiple)) * multiple
+    index = number if size == padded else wt.data.Piece(number, start, size)
+    [found], [single] = source.__getitems__([index]), [source[index]]
+    np.testing.assert_array_equal(found.tokens, single.tokens)
+    batch = wt.collate([found])
+    assert batch.tokens.numel() == size
+    own = rows[number][start : start + size]
+    assert batch.tokens.tolist() == [*own, *[77] * (size - len(own))]
+    learnt = [*rows[number][start + 1 : start + size + 1]]
+    assert batch.labels.tolist() == [*learnt, *[wt.IGNORE] * (size - len(learnt))]
+    padding = source.padding(np.array([number]), np.array([start]), np.array([size]))
+    assert padding == size - len(own)
+
+
+class World:
+    """What a scheduler asks of the data x context ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.data())
+def test_a_schedule_is_one_that_megatron_can_run(lengths: list[int], world: int, data: st.DataObject) -> None:
+    limit = data.draw(st.sampled_from([25, 60, 200]))
+    scheduler = megatron.DynamicCpScheduler(limit, World(world), cost_model=COST)
+    largest = next(size for size in (16, 8, 4, 2, 1) if size == world or 2 * size < world or size == 1)
+    numbers = [7 * at + 3 for at in range(len(lengths))]
+    samples = list(zip(numbers, lengths, strict=True))
+    try:
+        of_lengths, of_numbers = scheduler.get_groups_and_subsamples(samples, None)
+    except wlb.WlbError as refused:
+        few = len(lengths) < world and "too few" in str(refused)
+        assert few or max(lengths) > limit * largest, refused  # noqa: PT017
+        return
+    known = dict(samples)
+    trained: list[int] = []
+    for part_lengths, part in zip(of_lengths, of_numbers, strict=True):
+        assert len(part) == world
+        assert part_lengths == [[known[number] for number in rank] for rank in part]
+        for number in {number for rank in part for number in rank}:
+            ranks = [at for at, rank in enumerate(part) if number in rank]
+            size = len(ranks)
+            assert size & (size - 1) == 0
+            assert size <= largest
+            assert ranks == list(range(ranks[0], ranks[0] + size))
+            assert ranks[0] % size == 0  # one of the groups that Megatron-Core has made
+            assert all(part[at] == part[ranks[0]] for at in ranks)  # in one order, or they would wait for each other
+            assert scheduler.gpus_needed(known[number]) <= size
+            trained.append(number)
+        shares = [sum(known[number] / sum(number in other for other in part) for number in rank) for rank in part]
+        assert max(shares) <= limit
+    assert sorted(trained) == numbers
+    assert all(of_numbers[-1])  # gradients are exchanged with the last sample of each rank
+
+
+def test_a_scheduler_takes_costs_from_the_model() -> None:
+    scheduler = megatron.DynamicCpScheduler(64, World(4))
+    with pytest.raises(wlb.WlbError, match="cost_model is missing"):
+        scheduler.get_groups_and_subsamples([(0, 8)], None)
+    samples = [(at, length) for at, length in enumerate([60, 9, 9, 30, 4, 4, 12, 12])]
+    assert scheduler.get_groups_and_subsamples(samples, configuration(Run()))[1]
+    assert scheduler.get_groups_and_subsamples([], None) == ([], [])
+    with pytest.raises(wlb.WlbError, match="too few for 4 ranks"):
+        megatron.DynamicCpScheduler(64, World(4), cost_model=COST, max_cp_size=2).get_groups_and_subsamples(
+            [(0, 8)], None
+        )
+
+
+def refused(changes: dict[str, Any], options: dict[str, Any]) -> str | None:
+    """The argument that `data_iterator` refuses, before anything is read."""
+    with on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = configuration(Run())
+        for name, value in changes.items():
+            setattr(config, name, value)
+        given = {"model": config, "cost_model": COST, "max_tokens_per_rank": 64, "tokens_per_batch": 256, **options}
+        try:
+            megatron.data_iterator(given.pop("dataset", documents()), **given).close()
+        except wlb.WlbError as found:
+            return str(found.argument)
+        return None
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    ({}, {}, None),
+    ({"hybrid_context_parallel": True}, {}, "hybrid_context_parallel"),
+    ({"sequence_packing_scheduler": "dp_balanced"}, {}, "sequence_packing_scheduler"),
+    ({"tp_comm_overlap": True}, {}, "tp_comm_overlap"),
+    ({"calculate_per_token_loss": False}, {}, "calculate_per_token_loss"),
+    ({"pipeline_model_parallel_size": 2}, {}, "variable_seq_lengths"),
+    (
+        {
+            "pipeline_model_parallel_size": 2,
+            "variable_seq_lengths": True,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+        {},
+        "overlap_p2p_comm",
+    ),
+    ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl"),
+    ({"context_parallel_size": 2}, {"dynamic_cp": True}, "context_parallel_size"),
+    ({"multi_latent_attention": True}, {"dynamic_cp": True}, "multi_latent_attention"),
+    ({"multi_latent_attention": True}, {"cost_model": None}, "cost_model"),
+    ({}, {"cost_model": None}, "cost_model"),
+    ({}, {"max_cp_size": 2}, "max_cp_size"),
+    ({}, {"max_tokens_per_rank": 0}, "max_tokens_per_rank"),
+    ({}, {"max_document_tokens": 65}, "max_document_tokens"),
+    ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, {"max_tokens_per_rank": 48}, "max_tokens_per_rank"),
+    ({}, {"model": 3}, "model"),
+    ({}, {"dataset": "no/such_files"}, "dataset"),
+]
+
+
+def all_refused(rank: int) -> list[str | None]:
+    with on_cpu():
+        initialize(Run())
+    return [refused(changes, options) for changes, options, _ in REFUSED]
+
+
+def test_what_goes_against_packed_rows_is_refused_by_name() -> None:
+    [found] = run_processes(1, all_refused)
+    assert found == [argument for _, _, argument in REFUSED]
+
+
+def unfit(rank: int) -> dict[str, Any]:
+    """Of two stages: one that cannot read, groups that nobody made, gradients that nobody divides."""
+    with on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        initialize(Run(pp=2))
+        config = configuration(Run(pp=2))
+        model = build(Run(pp=2), config)
+        options: dict[str, Any] = {"model": model, "max_tokens_per_rank": CONTEXT, "tokens_per_batch": 300}
+        found: dict[str, Any] = {}
+        with pytest.raises(wlb.WlbError) as raised:
+            megatron.data_iterator(documents(), dynamic_cp=True, max_cp_size=2, **options)
+        found["groups"] = raised.value.argument
+        data = wlb.attach(options.pop("model"), dataset=documents(), max_document_tokens=CONTEXT, **options)
+        options["model"] = model
+        with pytest.raises(wlb.WlbError) as raised:
+            next(data)
+        found["unfinished"] = raised.value.argument
+        config.finalize_model_grads_func = object()
+        data.close()
+
+        short = [row[:-1] if at == 5 else row for at, row in enumerate([np.arange(20)] * 40)]
+        data = megatron.data_iterator(short, lengths=np.full(40, 20), shuffle=False, **options)
+        with pytest.raises(wlb.WlbError) as raised:
+            for _ in data:
+                pass
+        found["short"] = str(raised.value)
+        data.close()
+        data = megatron.data_iterator(documents()[:20], **options)
+        found["steps"] = sum(1 for _ in data)
+        found["state"] = data.state_dict() is not None
+        data.close()
+        return found
+
+
+def test_all_stages_are_told_what_failed() -> None:
+    first, second = run_processes(2, unfit)
+    assert first["groups"] == second["groups"] == "max_cp_size"
+    assert first["unfinished"] == second["unfinished"] == "finalize_model_grads_func"
+    assert "document 5" in first["short"] or "[5]" in first["short"]
+    assert first["short"] in second["short"]
+    assert first["steps"] == second["steps"] > 0
+    assert (first["state"], second["state"]) == (True, False)
+
+
+def test_an_old_version_is_refused_and_a_new_one_warned_of() -> None:
+    too_old = pytest.raises(wlb.WlbError, match=r"megatron-core = 0.15.3: megatron-core >= 0.16 is needed")
+    with mock.patch.object(refusals, "version", return_value="0.15.3"), too_old:
+        refusals.check_version()
+    with mock.patch.object(refusals, "version", return_value="1.2.0"), pytest.warns(UserWarning, match="is newer"):
+        refusals.check_version()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refusals.check_version()
+
+
+def test_other_layers_and_data_sets_are_refused() -> None:
+    with pytest.raises(wlb.WlbError, match="attention of the kind MLASelfAttention"):
+        megatron.packed_layers(mla())
+    packs = type("GPTDataset", (), {"__module__": "megatron.core.datasets.gpt_dataset"})
+    with pytest.raises(wlb.WlbError, match="is a GPTDataset, which cuts and joins"):
+        megatron.documents.source(packs(), None)  # type: ignore[attr-defined]
+    with pytest.raises(wlb.WlbError, match="attention_dropout"):
+        megatron.PackedCoreAttention(configuration(Run(config={"attention_dropout": 0.1})), 1, None, "self")
+
+
+def mla() -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(multi_latent_attention=True)
