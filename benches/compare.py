@@ -5,8 +5,8 @@
 
 Prints one line per goal: the peer, wlb, the goal, met or missed; then every packer on the same inputs
 (`peers.py`). Writes docs/comparison.md and benches/records/comparison.json. Everything is measured here, by the
-functions of dynamic_cp.py, release.py, refined.py and peers.py, which tell more about each. A peer that cannot be
-imported is named as missing. Goals about real lengths are only decided on real ones.
+functions of dynamic_cp.py, release.py, refined.py, whole_batch.py and peers.py, which tell more about each. A peer
+that cannot be imported is named as missing. Goals about real lengths are only decided on real ones.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 import peers
 import refined
 import release
+import whole_batch
 from common import DOCS, Lengths, Row, bars, machine, options, parse, rounded, sources, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
@@ -42,6 +43,7 @@ SECTIONS = {
     "search": "Planning a step with release adaptive, mean CPU time",
     "wait": "Longest wait of any document",
     "refined": "Refinement where max_tokens binds, up to 500 documents",
+    "ranks": "A batch of 512 samples trained in one step by 8 data-parallel ranks, over equal ranks",
     "fuzz": "Plans that break a limit, lose a document or misalign a group",
 }
 NOTES = {
@@ -56,6 +58,10 @@ NOTES = {
     "Queue thresholds and prices are chosen on the very stream that they are shown for; *default* is the price that is "
     "not chosen at all. *Attention at 0.55* has attention kernels at 0.55 of the matrix multiplications' rate, so that "
     "long documents weigh more; *at 1* is plain FLOPs.",
+    "ranks": "Means over the batches. *The sum of the heaviest rank* is what a step takes where ranks wait for each "
+    "other once a step, *the heaviest of each round* where they do in every micro-batch. verl's times are those of one "
+    "process that plans for all ranks; its ranks plan at the same time, so that one waits for a part of them. Its "
+    "samples are dealt equally many to each rank, which *equal samples* does as well.",
     "wait": "So measured on these streams. Where a global batch does not fit into its micro-batches by itself, a "
     "document can wait longer ([semantics.md](semantics.md)).",
 }
@@ -219,6 +225,28 @@ def refined_lines(rows: list[Row]) -> Iterator[Line]:
     worse = sum(row["refined"] > row.get("var_length", np.inf) + 1e-12 for row in rows)
     what = f"plans made worse than Algorithm 1's, {instances}"
     yield Line("refined", what, "", f"{worse}", "0", verdict(worse == 0))
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def rank_lines(rows: list[Row]) -> Iterator[Line]:
+    for max_tokens, name, of_planner in whole_batch.means(rows):
+        verl = [of_planner[planner] for planner in of_planner if planner.startswith("verl")]
+        for sync, what in (("step", "sum of the heaviest rank"), ("micro_batch", "heaviest of each round")):
+            ours, equal = of_planner[f"wlb, {sync}"], of_planner[f"wlb, {sync}, equal samples"]
+            without = of_planner["wlb, multiple_of, refined"][sync]
+            most = min(*(row[sync] for row in verl), 1.003 if sync == "step" else without)
+            theirs = "; ".join(f"{row[sync]:.4f}, {row['rounds']:.2f} rounds, {row['us'] / 1e3:.0f} ms" for row in verl)
+            own = f"{ours[sync]:.4f}, {ours['rounds']:.2f} rounds, {ours['us'] / 1e3:.2f} ms"
+            yield Line(
+                "ranks",
+                f"{what}, {name}, {max_tokens:,} tokens",
+                f"verl, its workload; our costs: {theirs}. wlb without ranks: {without:.4f}",
+                f"{own}; equal samples {equal[sync]:.4f}",
+                f"<= {most:.4f}, 0.5 ms",
+                verdict(ours[sync] <= most + 1e-5 and ours["us"] <= 500),
+            )
 
 
 # --- fuzzing ---------------------------------------------------------------------------------------------------------
@@ -406,6 +434,7 @@ def main() -> None:
         instances = list(refined.instances(arguments.lengths, seeds=1))
         tracked = progress.track(instances, description="refined")
         refined_rows = [refined.measure(*instance, arguments.solver_seconds) for instance in tracked]
+        batches = whole_batch.measure(arguments.lengths, 8, 512, (16384, 32768), arguments.seeds, progress)
         plans, found = fuzzed(arguments.fuzz, progress)
         streams, peer_rows = peers.compare(peers.options().parse_args(limits), progress)
     lines = [
@@ -414,6 +443,7 @@ def main() -> None:
         *search_lines(released, real),
         *wait_lines(released, real),
         *refined_lines(refined_rows),
+        *rank_lines(batches),
         *fuzz_lines(plans, found),
     ]
     described = machine(peers.PACKAGES)

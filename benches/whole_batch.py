@@ -4,38 +4,43 @@
     PYTHONPATH=.venv/peers python benches/whole_batch.py [--lengths ...]  # a table; writes records/whole_batch.json
 
 Every sample of a batch is trained, in micro-batches of at most `--max-tokens`, and all data-parallel ranks run equally
-many. wlb makes one plan for all ranks: `pack(num_micro_batches=None, multiple_of=ranks)`, then `deal`. verl first deals
-samples to ranks, equally many each (`_balance_batch`), then each rank splits its own, and all try again with one more
-until none is over the limit (`rearrange_micro_batches`); its functions are called here as these do, without a process
-group. Samples longer than the limit are left out.
+many. wlb makes one plan for all ranks: `pack(num_micro_batches=None, dp_size=ranks, sync=...)`, and, beside it,
+`multiple_of=ranks`, a plan for no ranks that is then dealt. verl first deals samples to ranks, equally many each
+(`_balance_batch`), then each rank splits its own, and all try again with one more until none is over the limit
+(`rearrange_micro_batches`); its functions are called here as these do, without a process group. Samples longer than the
+limit are left out.
 
-A step is judged by wlb's cost model as data-parallel ranks run it whose parameters are sharded: they meet in every
-micro-batch, so it takes the sum of the heaviest of each round, here over that of equal ranks. Planning is timed for all
-ranks in one process, though verl's ranks split theirs at the same time: there one waits for a part of it.
+A step is judged by wlb's cost model, over one of equal ranks, in two ways. Where ranks wait for each other once a step
+it takes the sum of the heaviest rank; where parameters are sharded they meet in every micro-batch, so that it takes the
+sum of the heaviest of each round. Planning is timed for all ranks in one process, though verl's ranks split theirs at
+the same time: there one waits for a part of it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import COST, Lengths, bars, machine, options, parse, read_lengths, samples, tables, write_record
 from peers import verl_balancing
-from rich.console import Console
 from rich.table import Table
 
 import wlb
 
 Plan = list[list[list[int]]]  # by rank, by round: the samples
+Row = dict[str, Any]
+RANKS = object()
+"""Stands for the number of ranks."""
 
 
-def ours(method: Any) -> Callable[[Lengths, int, int], Plan]:
+def ours(**arguments: Any) -> Callable[[Lengths, int, int], Plan]:
     def plan(lengths: Lengths, ranks: int, max_tokens: int) -> Plan:
-        packing = wlb.pack(
-            lengths, num_micro_batches=None, multiple_of=ranks, max_tokens=max_tokens, cost_model=COST, method=method
-        )
+        given = {name: ranks if value is RANKS else value for name, value in arguments.items()}
+        packing = wlb.pack(lengths, num_micro_batches=None, max_tokens=max_tokens, cost_model=COST, **given)
         return [[packing[index].document_ids.tolist() for index in row] for row in packing.deal(ranks).tolist()]
 
     return plan
@@ -70,8 +75,11 @@ def verl(with_our_costs: bool) -> Callable[[Lengths, int, int], Plan]:
 PLANNERS = {
     "verl, its workload": verl(False),
     "verl, our costs": verl(True),
-    "wlb, var_length": ours("var_length"),
-    "wlb, refined": ours("refined"),
+    "wlb, multiple_of, refined": ours(multiple_of=RANKS, method="refined"),
+    "wlb, step": ours(dp_size=RANKS, sync="step"),
+    "wlb, micro_batch": ours(dp_size=RANKS, sync="micro_batch"),
+    "wlb, step, equal samples": ours(dp_size=RANKS, sync="step", equal_documents=True),
+    "wlb, micro_batch, equal samples": ours(dp_size=RANKS, sync="micro_batch", equal_documents=True),
 }
 
 
@@ -80,59 +88,86 @@ def judged(plan: Plan, lengths: Lengths, ranks: int, max_tokens: int) -> dict[st
     assert sorted(sample for parts in plan for part in parts for sample in part) == list(range(lengths.size))
     assert max(lengths[part].sum() for parts in plan for part in parts) <= max_tokens
     least = int(-(-lengths.sum() // (ranks * max_tokens)))
+    mean = costs.sum() / ranks
     return {
         "rounds": costs.shape[1],
         "least_rounds": least,
-        "step_over_even": float(costs.max(axis=0).sum() * ranks / costs.sum()),
+        "step": float(costs.sum(axis=1).max() / mean),
+        "micro_batch": float(costs.max(axis=0).sum() / mean),
     }
+
+
+def measure(
+    paths: Sequence[Path], ranks: int, batch: int, limits: Sequence[int], batches: int, progress: Any
+) -> list[Row]:
+    """Every planner on the same batches, under each limit."""
+    sets = {"lognormal": np.random.default_rng(0).lognormal(7.2, 1.0, 100_000).astype(np.int64).clip(1)}
+    sets |= {path.stem: np.random.default_rng(0).permutation(read_lengths(path)) for path in paths}
+    rows = []
+    work = progress.add_task("whole batches", total=len(limits) * len(sets) * batches)
+    for max_tokens, (name, lengths) in itertools.product(limits, sets.items()):
+        kept = lengths[lengths <= max_tokens]
+        for number in range(min(batches, kept.size // batch)):
+            these = kept[number * batch : (number + 1) * batch]
+            for planner, plan in PLANNERS.items():
+                call = functools.partial(plan, these, ranks, max_tokens)
+                row = {"max_tokens": max_tokens, "lengths": name, "planner": planner, "us": min(samples(call, 0.05))}
+                rows.append(row | judged(call(), these, ranks, max_tokens))
+            progress.advance(work)
+    return rows
+
+
+def means(rows: list[Row]) -> Iterator[tuple[int, str, dict[str, Row]]]:
+    """For each limit and set of lengths, the means of every planner."""
+    for max_tokens, name in dict.fromkeys((row["max_tokens"], row["lengths"]) for row in rows):
+        of_planner = {}
+        for planner in PLANNERS:
+            these = [r for r in rows if (r["max_tokens"], r["lengths"], r["planner"]) == (max_tokens, name, planner)]
+            keys = ("rounds", "least_rounds", "step", "micro_batch", "us")
+            of_planner[planner] = {key: float(np.mean([row[key] for row in these])) for key in keys}
+            of_planner[planner] |= {f"worst_{key}": max(row[key] for row in these) for key in ("step", "micro_batch")}
+        yield max_tokens, name, of_planner
 
 
 def main() -> None:
     parser = options(__doc__, lengths=True, record="whole_batch.json")
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks")
     parser.add_argument("--batch", type=int, default=512, help="samples of a batch, a multiple of the ranks")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="most tokens of a micro-batch")
+    parser.add_argument("--max-tokens", type=int, nargs="+", default=[16384, 32768], help="limits of a micro-batch")
     parser.add_argument("--batches", type=int, default=20, help="batches of each set of lengths")
     arguments = parse(parser)
-
-    sets = {"lognormal": np.random.default_rng(0).lognormal(7.2, 1.0, 100_000).astype(np.int64).clip(1)}
-    sets |= {path.stem: np.random.default_rng(0).permutation(read_lengths(path)) for path in arguments.lengths}
-    rows = []
-    with bars() as progress:
-        work = progress.add_task("whole batches", total=len(sets) * arguments.batches)
-        for name, lengths in sets.items():
-            kept = lengths[lengths <= arguments.max_tokens]
-            for number in range(min(arguments.batches, kept.size // arguments.batch)):
-                batch = kept[number * arguments.batch : (number + 1) * arguments.batch]
-                for planner, plan in PLANNERS.items():
-                    call = functools.partial(plan, batch, arguments.ranks, arguments.max_tokens)
-                    row = {"lengths": name, "planner": planner, "us": min(samples(call, 0.05))}
-                    rows.append(row | judged(call(), batch, arguments.ranks, arguments.max_tokens))
-                progress.advance(work)
     sizes = {name: getattr(arguments, name) for name in ("ranks", "batch", "max_tokens")}
+    with bars() as progress:
+        rows = measure(arguments.lengths, *sizes.values(), arguments.batches, progress)
     write_record(arguments.record, {"machine": machine(["verl"]), **sizes, "rows": rows})
-    report(tables(150), rows, sizes)
+    console = tables(150)
+    for max_tokens in arguments.max_tokens:
+        console.print(table([row for row in rows if row["max_tokens"] == max_tokens], max_tokens, sizes))
 
 
-def report(console: Console, rows: list[dict[str, Any]], sizes: dict[str, int]) -> None:
-    title = "{batch} samples on {ranks} data-parallel ranks, micro-batches of at most {max_tokens:,} tokens".format(
-        **sizes
+def table(rows: list[Row], max_tokens: int, sizes: Row) -> Table:
+    title = f"{sizes['batch']} samples on {sizes['ranks']} data-parallel ranks, at most {max_tokens:,} tokens"
+    columns = (
+        "lengths",
+        "planner",
+        "micro-batches a rank",
+        "tokens need",
+        "step, worst",
+        "rounds, worst",
+        "ms, all ranks",
     )
-    columns = ("lengths", "planner", "micro-batches a rank", "tokens need", "step over even", "worst", "ms, all ranks")
     table = Table(*columns, title=title)
-    for name in dict.fromkeys(row["lengths"] for row in rows):
-        for planner in PLANNERS:
-            these = [row for row in rows if (row["lengths"], row["planner"]) == (name, planner)]
-            mean = {key: float(np.mean([row[key] for row in these])) for key in ("rounds", "least_rounds", "us")}
-            steps = [row["step_over_even"] for row in these]
+    for _, name, of_planner in means(rows):
+        for planner, mean in of_planner.items():
             numbers = (
                 f"{mean['rounds']:.2f}",
                 f"{mean['least_rounds']:.2f}",
-                f"{np.mean(steps):.3f}",
-                f"{max(steps):.3f}",
+                f"{mean['step']:.4f}, {mean['worst_step']:.4f}",
+                f"{mean['micro_batch']:.4f}, {mean['worst_micro_batch']:.4f}",
+                f"{mean['us'] / 1e3:.2f}",
             )
-            table.add_row(name, planner, *numbers, f"{mean['us'] / 1e3:.2f}")
-    console.print(table)
+            table.add_row(name, planner, *numbers)
+    return table
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ CHOICES = {
     "SCHEDULES": "Schedule",
     "STRATEGIES": "Strategy",
     "STREAM_METHODS": "StreamMethod",
+    "SYNCS": "Sync",
     "UNITS": "Unit",
 }
 

@@ -17,6 +17,7 @@ from wlb._choices import (
     Schedule,
     Strategy,
     StreamMethod,
+    Sync,
     Unit,
 )
 from wlb._results import Bounds, CostFit, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
@@ -43,6 +44,7 @@ __all__ = [
     "SCHEDULES",
     "STRATEGIES",
     "STREAM_METHODS",
+    "SYNCS",
     "UNITS",
     "BacklogWarning",
     "CostModel",
@@ -93,6 +95,7 @@ REMAINDERS: tuple[Remainder, ...]
 SCHEDULES: tuple[Schedule, ...]
 STRATEGIES: tuple[Strategy, ...]
 STREAM_METHODS: tuple[StreamMethod, ...]
+SYNCS: tuple[Sync, ...]
 UNITS: tuple[Unit, ...]
 
 def result(cls: type[_Result]) -> type[_Result]: ...
@@ -238,6 +241,12 @@ class Packing:
     @property
     def imbalance(self) -> float: ...
     @property
+    def dp_size(self) -> int | None: ...
+    @property
+    def sync(self) -> Sync | None: ...
+    @property
+    def rank_imbalance(self) -> float: ...
+    @property
     def imbalances(self) -> NDArray[np.float64]: ...
     @property
     def lower_bound(self) -> float: ...
@@ -264,6 +273,11 @@ def pack(
     method: Method = "var_length",
     window: int = 1,
     multiple_of: int = 1,
+    dp_size: int | None = None,
+    sync: Sync | None = None,
+    groups: ArrayLike | None = None,
+    equal_documents: bool = False,
+    max_documents: int | None = None,
     leftover: Leftover = "error",
 ) -> Packing: ...
 

@@ -135,6 +135,89 @@ def test_a_whole_batch_names_what_is_wrong(options: Any, message: str) -> None:
         wlb.pack(np.full((1 << 20) + 1, 3), method="fixed_length" if "window" in options else "var_length", **options)
 
 
+@given(
+    batches(),
+    strategies.costs(),
+    st.sampled_from(["step", "micro_batch"]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([None, 1, 3]),
+    st.integers(0, 3),
+)
+def test_a_plan_for_ranks_keeps_what_it_promises(
+    batch: Batch, cost: AnalyticCost, sync: Any, dp_size: int, equal: bool, max_documents: int | None, size: int
+) -> None:
+    lengths, sizes = batch
+    groups = [index // size for index in range(len(lengths))] if size else None
+    arguments: dict[str, Any] = {"max_tokens": sizes["max_tokens"], "cost_model": cost.model(), "dp_size": dp_size}
+    arguments |= {"num_micro_batches": None, "groups": groups, "max_documents": max_documents}
+    equal &= size <= 1
+    packing = wlb.pack(lengths, **arguments, sync=sync, equal_documents=equal)
+    check_is_a_partition(packing, lengths)
+    assert (packing.dp_size, packing.sync, packing.leftover.size) == (dp_size, sync, 0)
+    assert packing.rank_imbalance >= 1
+    assert (
+        packing
+        == pickle.loads(pickle.dumps(packing))
+        == wlb.pack(lengths, **arguments, sync=sync, equal_documents=equal)
+    )
+    dealt = packing.deal(dp_size)
+    assert dealt.ravel().tolist() == list(range(len(packing)))
+    held = [[int(document) for index in row for document in packing[index].document_ids] for row in dealt]
+    if equal:
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+    if groups:
+        assert sum(len({groups[document] for document in documents}) for documents in held) == len(set(groups))
+    assert all(len(part) <= (max_documents or len(lengths)) for part in packing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync": "step"}, "sync: needs dp_size"),
+        ({"groups": [1, 1, 2, 2]}, "groups: needs dp_size"),
+        ({"equal_documents": True}, "equal_documents: needs dp_size"),
+        ({"dp_size": 0}, "dp_size = 0: must be from 1"),
+        ({"dp_size": 2, "sync": "rounds"}, 'sync = "rounds": must be one of "step", "micro_batch"'),
+        ({"dp_size": 2, "groups": [1, 2]}, "groups has 2 entries, but lengths has 4"),
+        ({"dp_size": 2, "groups": [1, 1, 1, 2], "equal_documents": True}, "equal_documents: found no way"),
+        ({"dp_size": 2, "method": "original"}, "method: dp_size and max_documents need"),
+        ({"dp_size": 2, "leftover": "return"}, 'leftover: "return" goes without dp_size'),
+        ({"dp_size": 2, "num_micro_batches": 3}, "dp_size = 2: does not divide the 3 micro-batches"),
+        ({"dp_size": 2, "num_micro_batches": 2, "max_tokens": 45}, "num_micro_batches: found no plan"),
+        ({"dp_size": 2, "cost_model": None, "costs": [[1, 2]] * 4}, "costs: dp_size and max_documents take one column"),
+        ({"max_documents": 0}, "max_documents = 0: must be from 1"),
+    ],
+)
+def test_a_plan_for_ranks_names_what_is_wrong(options: Any, message: str) -> None:
+    options = {
+        "num_micro_batches": None,
+        "max_tokens": 60,
+        "cost_model": wlb.CostModel(attention=1, linear=40),
+    } | options
+    with pytest.raises(wlb.WlbError, match=message):
+        wlb.pack([10, 20, 30, 40], **options)
+
+
+def test_ranks_are_level_where_they_wait() -> None:
+    """Samples of a lognormal batch: far more even than micro-batches that are dealt, and no more of them."""
+    lengths = np.random.default_rng(0).lognormal(7.2, 1.0, 512).astype(int).clip(1, 16384)
+    arguments: dict[str, Any] = {"num_micro_batches": None, "max_tokens": 16384, "method": "refined"}
+    arguments["cost_model"] = wlb.ModelConfig.preset("llama2-7b").cost_model(attention_efficiency=0.55)
+    dealt = wlb.pack(lengths, multiple_of=8, **arguments)
+    rows = dealt.costs[dealt.deal(8)]
+    step = wlb.pack(lengths, dp_size=8, **arguments)
+    assert len(step) <= len(dealt)
+    assert step.rank_imbalance <= 1.001 < 1.01 < rows.sum(axis=1).max() / rows.sum(axis=1).mean()
+    rounds = wlb.pack(lengths, dp_size=8, sync="micro_batch", **arguments)
+    assert len(rounds) <= len(dealt)
+    assert rounds.rank_imbalance < rows.max(axis=0).sum() / rows.sum(axis=1).mean()
+    own = wlb.pack(
+        lengths, dp_size=8, **{**arguments, "cost_model": None, "costs": arguments["cost_model"].cost(lengths)}
+    )
+    assert own == step, "costs that documents bring, the same as the model's"
+
+
 @given(batches())
 def test_equal_to_the_oracle_with_measured_tables(batch: Batch) -> None:
     lengths, sizes = batch

@@ -16,14 +16,17 @@ mod kernel;
 mod naive;
 #[path = "../../wlb-core/tests/common/dynamic_cp.rs"]
 mod plan;
+#[path = "../../wlb-core/tests/common/ranks.rs"]
+mod ranks;
 #[path = "../../wlb-core/tests/common/stream.rs"]
 mod stream;
 
 use arbitrary::{Result, Unstructured};
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions};
+use wlb_core::packing::{RankOptions, Ranks, Sync};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
-use wlb_core::{CostModel, Lengths, Mask};
+use wlb_core::{CostModel, Lengths, Mask, Method};
 
 use stream::Event;
 
@@ -51,6 +54,23 @@ fn try_pack(u: &mut Unstructured) -> Result<()> {
         _ => i32::MAX,
     };
     check::pack_every_way(&lengths, n, global_batches, max_tokens, &cost);
+
+    let sync = if u.arbitrary()? { Sync::Step } else { Sync::MicroBatch };
+    let groups = match u.int_in_range(0..=5)? {
+        0..=2 => vec![],
+        size => (0..lengths.len() as i64).map(|document| document / size).collect(),
+    };
+    let options = RankOptions {
+        num_micro_batches: None,
+        multiple_of: u.int_in_range(1..=4)?,
+        max_tokens: max_tokens.max(largest),
+        method: Method::VarLength,
+        ranks: Some(Ranks { dp_size: u.int_in_range(1..=9)?, sync }),
+        groups,
+        equal_documents: u.arbitrary()?,
+        max_documents: if u.arbitrary()? { Some(u.int_in_range(1..=9)?) } else { None },
+    };
+    ranks::planned(&lengths, &options, &cost);
     Ok(())
 }
 

@@ -4,7 +4,7 @@
 
 use pyo3::prelude::*;
 use wlb_core::Lengths;
-use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_WORLD_SIZE};
+use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 
 use crate::convert::{
     count, floats, floats_by_row, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths, real,
@@ -46,6 +46,7 @@ arguments! {
     head_dim: i64 = integer();
     hidden_size: i32 = positive();
     hybrid_threshold: i64 = integer();
+    groups: Vec<i64> = integers();
     ids: Vec<i64> = integers();
     key_lengths: Lengths = read_lengths();
     lengths: Lengths = read_lengths();
@@ -55,6 +56,7 @@ arguments! {
     max_cp_size: usize = count(MAX_WORLD_SIZE);
     max_delay: u64 = iterations();
     max_document_tokens: i32 = positive();
+    max_documents: usize = count(MAX_TOKENS as usize);
     max_mean_delay: f64 = real();
     max_micro_batches: usize = count(MAX_MICRO_BATCHES);
     max_tokens: i32 = positive();
@@ -103,6 +105,8 @@ pub(crate) mod optional {
         attention_costs: Vec<f64>;
         costs: Table;
         delay_price: f64;
+        dp_size: i64;
+        groups: Vec<i64>;
         head_dim: i64;
         hybrid_threshold: i64;
         ids: Vec<i64>;
@@ -110,6 +114,7 @@ pub(crate) mod optional {
         max_cp_size: usize;
         max_delay: u64;
         max_document_tokens: i32;
+        max_documents: usize;
         max_micro_batches: usize;
         min_micro_batches: usize;
         num_heads: i64;

@@ -10,7 +10,7 @@ use wlb_core::cost::{Passes, Unit};
 use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 use wlb_core::packing::stream::{IMBALANCE_RESOLUTION, OnBacklog, Oversize, Release, StreamMethod};
 use wlb_core::packing::tune::MAX_MEAN_DELAY;
-use wlb_core::packing::{Leftover, Method};
+use wlb_core::packing::{Leftover, Method, Sync};
 use wlb_core::pipeline::Schedule;
 use wlb_core::sharding::kernel::Generation;
 use wlb_core::sharding::{Remainder, Strategy};
@@ -75,6 +75,7 @@ fn facts(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ("SCHEDULES", Schedule::NAMES),
         ("STRATEGIES", Strategy::NAMES),
         ("STREAM_METHODS", StreamMethod::NAMES),
+        ("SYNCS", Sync::NAMES),
         ("UNITS", Unit::NAMES),
     ];
     choices.into_iter().try_for_each(|(name, words)| module.add(name, PyTuple::new(module.py(), words)?))

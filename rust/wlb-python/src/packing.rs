@@ -48,6 +48,16 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         into ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
 ///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks, so that
 ///         :meth:`Packing.deal` gives all of them as many.
+///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only micro-batches
+///         dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many micro-batches; they stand rank by
+///         rank in the packing. With "var_length" or "refined"; ``costs`` of one column.
+///     sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron), so that
+///         the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every micro-batch (FSDP,
+///         ZeRO-3), so that those of a round are made equal, then the sums.
+///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
+///     equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size`` does not divide
+///         them. Groups whose sizes cannot be dealt so are refused.
+///     max_documents: most documents of a micro-batch.
 ///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists them: they are in
 ///         no micro-batch, and will not be trained unless the caller sees to it.
 ///
@@ -57,7 +67,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Raises:
 ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents whole),
 ///         an unknown method, a cost that is negative or not finite, a column of zeros or none without a limit, both or none of
-///         ``cost_model`` and ``costs``, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``. Documents do not
+///         ``cost_model`` and ``costs``, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not
 ///         fit: the message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut
 ///         documents the least one).
 ///
@@ -67,7 +77,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None, method = "var_length",
-    window = 1, multiple_of = 1, leftover = "error",
+    window = 1, multiple_of = 1, dp_size = None, sync = None, groups = None, equal_documents = false,
+    max_documents = None, leftover = "error",
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn pack(
@@ -81,11 +92,16 @@ fn pack(
     method: &str,
     #[pyo3(from_py_with = arguments::window)] window: usize,
     #[pyo3(from_py_with = arguments::multiple_of)] multiple_of: usize,
+    #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+    sync: Option<&str>,
+    #[pyo3(from_py_with = arguments::optional::groups)] groups: Option<Vec<i64>>,
+    equal_documents: bool,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
     leftover: &str,
 ) -> PyResult<Packing> {
+    let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
     if num_micro_batches.is_some() && multiple_of != 1 {
-        let requirement = "a multiple other than 1 needs num_micro_batches=None";
-        return Err(raise(wlb_core::Error::Combination { argument: "multiple_of", requirement }));
+        return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
     }
     let options = core::PackOptions {
         num_micro_batches: num_micro_batches.unwrap_or(1),
@@ -97,6 +113,39 @@ fn pack(
     let given = document_costs(costs, limits.as_deref(), lengths.len())?;
     let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
     let micro_batches = options.num_micro_batches.saturating_mul(window);
+    if dp_size.is_none() && sync.is_some() {
+        return Err(combination("sync", "needs dp_size: the ranks that wait for each other"));
+    }
+    if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
+        if window != 1 {
+            return Err(combination("window", "other than 1 goes without dp_size and max_documents"));
+        }
+        if options.leftover == core::Leftover::Return {
+            return Err(combination("leftover", "\"return\" goes without dp_size and max_documents: all is placed"));
+        }
+        let ranks = match dp_size {
+            Some(dp_size) => {
+                let dp_size = usize::try_from(dp_size).unwrap_or(0);
+                Some(core::Ranks { dp_size, sync: sync.map(choice).transpose()?.unwrap_or_default() })
+            }
+            None => None,
+        };
+        let options = core::RankOptions {
+            num_micro_batches,
+            multiple_of,
+            max_tokens,
+            method: options.method,
+            ranks,
+            groups: groups.unwrap_or_default(),
+            equal_documents,
+            max_documents,
+        };
+        return run(py, lengths.len().saturating_add(micro_batches), || {
+            core::pack_for_ranks(&lengths, &options, pricing)
+        })?
+        .map(Packing::from)
+        .map_err(raise);
+    }
     run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
         None => core::pack_whole(&lengths, multiple_of, &options, pricing),
         Some(_) => core::pack(&lengths, &options, pricing),
@@ -157,6 +206,13 @@ properties! {
     /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is placed.
     /// Of a range of cost models it is that of the worst.
     imbalance: f64 = |packing| packing.0.imbalance();
+    /// Data-parallel ranks that it was made for; None where it may be dealt to any.
+    dp_size: Option<usize> = |packing| packing.0.ranks.map(|ranks| ranks.dp_size);
+    /// Where these ranks wait for each other, "step" or "micro_batch"; None without ranks.
+    sync: Option<&'static str> = |packing| packing.0.ranks.map(|ranks| ranks.sync.as_str());
+    /// How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
+    /// "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the :attr:`imbalance`.
+    rank_imbalance: f64 = |packing| packing.0.rank_imbalance();
     /// float64[models]: :attr:`imbalance` under each cost model of a range, in its order; of a single one, that.
     imbalances: Array<Vec<f64>> = |packing| Array(packing.0.imbalances());
     /// No packing of the placed documents has a smaller ``step_cost``: ``max(total cost / M, largest document)``, summed
@@ -205,14 +261,15 @@ impl Packing {
 
     /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
     ///
-    /// Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains.
+    /// Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that was
+    /// made for ranks (``pack(dp_size=...)``) is dealt as it was made.
     ///
     /// Returns:
     ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with a window of several global batches
     ///     int64[window, dp_size, M / window / dp_size].
     ///
     /// Raises:
-    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step.
+    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was made for.
     fn deal<'py>(
         &self,
         py: Python<'py>,

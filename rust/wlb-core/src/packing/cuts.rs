@@ -92,6 +92,7 @@ impl Cuts {
             largest_cost: empty_cost + largest_cost,
             columns,
             by_model: Vec::new(),
+            ranks: None,
         }
     }
 }

@@ -10,7 +10,8 @@ impl Packing {
     ///
     /// Heaviest first, each to the rank with the least cost that still lacks one. Inside a rank the lightest
     /// micro-batches stand at both ends and the heaviest in the middle: the first and the last are the ones whose
-    /// cost a pipeline multiplies by its depth (fill and drain).
+    /// cost a pipeline multiplies by its depth (fill and drain). A packing that was made for ranks is dealt as it was
+    /// made.
     ///
     /// # Arguments
     /// * `dp_size` - data-parallel ranks.
@@ -20,7 +21,8 @@ impl Packing {
     ///
     /// # Errors
     /// [`Error::Indivisible`] when `dp_size` does not divide the number of micro-batches of a step: ranks with unequal
-    /// counts would deadlock in their gradient reduction.
+    /// counts would deadlock in their gradient reduction. [`Error::Combination`] when the packing was made for other
+    /// ranks ([`pack_for_ranks`](crate::packing::pack_for_ranks)).
     ///
     /// # Complexity
     /// O(M log M) for the sort of `M` micro-batches, and on average a few steps for each.
@@ -40,6 +42,12 @@ impl Packing {
         let total = self.num_micro_batches() / self.global_batches;
         if dp_size == 0 || !total.is_multiple_of(dp_size) {
             return Err(Error::Indivisible { argument: "dp_size", value: saturating_i64(dp_size), total });
+        }
+        if let Some(ranks) = self.ranks {
+            let requirement =
+                "the packing was made for another number of ranks, and its documents lie where those need";
+            let other = Err(Error::Combination { argument: "dp_size", requirement });
+            return if ranks.dp_size == dp_size { Ok((0..total).collect()) } else { other };
         }
         let steps = self.costs.chunks(total).enumerate();
         Ok(steps.flat_map(|(step, costs)| deal(costs, dp_size).into_iter().map(move |j| step * total + j)).collect())
@@ -69,7 +77,7 @@ pub(crate) fn deal(costs: &[f64], dp_size: usize) -> Vec<usize> {
 }
 
 /// Reorders heaviest-first items: lightest first, second lightest last, and so on inwards.
-fn light_ends(heaviest_first: &[usize]) -> Vec<usize> {
+pub(super) fn light_ends(heaviest_first: &[usize]) -> Vec<usize> {
     let from_lightest = || heaviest_first.iter().rev().copied();
     let rising = from_lightest().step_by(2);
     let falling: Vec<usize> = from_lightest().skip(1).step_by(2).collect();

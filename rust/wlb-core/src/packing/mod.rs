@@ -1,7 +1,7 @@
 //! Which documents go together in a micro-batch.
 //!
 //! [`pack`] takes one global batch (or several together) and gives a [`Packing`], [`pack_whole`] one that leaves
-//! nothing over; a [`stream::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`]
+//! nothing over, [`pack_for_ranks`] one for data-parallel ranks; a [`stream::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`]
 //! a step; [`tune`] finds on a sample of lengths what such a packer should hold back.
 
 mod assignment;
@@ -17,6 +17,7 @@ mod piece;
 mod placement;
 mod plan;
 mod pricing;
+mod ranks;
 mod split;
 pub mod stream;
 pub mod tune;
@@ -24,10 +25,11 @@ pub mod tune;
 pub use columns::Columns;
 pub(crate) use deal::deal;
 pub use global_batches::batch_offsets;
-pub use options::{Leftover, Method, PackOptions};
+pub use options::{Leftover, Method, PackOptions, Ranks, Sync};
 pub use pack::pack;
 pub use pack_whole::pack_whole;
 pub use piece::Piece;
 pub use plan::{ModelCosts, Packing};
 pub use pricing::Pricing;
+pub use ranks::{RankOptions, pack_for_ranks};
 pub use split::split_documents;

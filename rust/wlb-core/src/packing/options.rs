@@ -1,5 +1,7 @@
 //! How one global batch is packed.
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Result, check_range, named_choices, saturating_i64};
 use crate::limits::MAX_MICRO_BATCHES;
 
@@ -31,6 +33,28 @@ named_choices! {
         /// They are in [`crate::Packing::leftover`].
         Return = "return",
     }
+}
+
+named_choices! {
+    /// Where data-parallel ranks wait for each other.
+    #[derive(Default)]
+    Sync, "sync" {
+        /// Once a step, for the reduction of gradients: DDP, ZeRO 1 and 2, Megatron.
+        #[default]
+        Step = "step",
+        /// In every micro-batch, for the parameters: FSDP, ZeRO 3.
+        MicroBatch = "micro_batch",
+    }
+}
+
+/// For whom a plan was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ranks {
+    /// How many data-parallel ranks.
+    pub dp_size: usize,
+    /// Where they wait for each other.
+    pub sync: Sync,
 }
 
 /// How to pack one global batch.

@@ -160,7 +160,7 @@ fn enough_tokens(lengths: &Lengths, micro_batches: u64, method: Method) -> i64 {
     enough as i64
 }
 
-fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
+pub(super) fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
     if lengths.iter().copied().max().unwrap_or(0) <= max_tokens {
         return Ok(());
     }

@@ -121,6 +121,7 @@ impl Placement {
             largest_cost,
             columns: None,
             by_model: Vec::new(),
+            ranks: None,
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::cost::CostModel;
 use crate::error::{Error, Result, from_json};
 
 use super::columns::Columns;
-use super::options::Method;
+use super::options::{Method, Ranks, Sync};
 use super::piece::Piece;
 
 /// The micro-batches of one global batch.
@@ -45,6 +45,9 @@ pub struct Packing {
     /// What the micro-batches cost under each model of a range; empty under a single cost model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub by_model: Vec<ModelCosts>,
+    /// The ranks that it was made for, if it was: the first micro-batches are those of the first rank, and so on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<Ranks>,
 }
 
 /// What the micro-batches of a packing cost under one model of a range.
@@ -142,6 +145,23 @@ impl Packing {
         if total > 0.0 { (self.step_cost() * self.num_micro_batches() as f64 / total).max(1.0) } else { 1.0 }
     }
 
+    /// How much longer a step takes than on equal ranks, where these wait for each other as the packing was made for: the
+    /// heaviest rank over the mean rank, or the sum of the heaviest micro-batch of each round over the mean rank. Without
+    /// ranks it is the [`Packing::imbalance`].
+    pub fn rank_imbalance(&self) -> f64 {
+        let Some(Ranks { dp_size, sync }) = self.ranks else { return self.imbalance() };
+        let (rounds, total) = (self.num_micro_batches() / dp_size, self.total_cost());
+        let longest: f64 = match sync {
+            Sync::Step => self.costs.chunks(rounds).map(|rank| rank.iter().sum()).fold(0.0, f64::max),
+            Sync::MicroBatch => {
+                let of_round = |round: usize| self.costs.iter().skip(round).step_by(rounds).copied();
+                (0..rounds).map(|round| of_round(round).fold(0.0, f64::max)).sum()
+            }
+        };
+        // A mean that was rounded up may lie above the largest.
+        if total > 0.0 { (longest * dp_size as f64 / total).max(1.0) } else { 1.0 }
+    }
+
     /// The imbalance under each model of a range, in its order; under a single cost model the one there is.
     pub fn imbalances(&self) -> Vec<f64> {
         if self.by_model.is_empty() {
@@ -218,6 +238,9 @@ impl Packing {
             && packing.pieces.iter().chain(&packing.leftover).all(is_part)
             && (0..micro_batches).all(counted)
             && packing.columns.as_ref().is_none_or(|columns| columns.fit(micro_batches))
+            && packing.ranks.is_none_or(|ranks| {
+                packing.global_batches == 1 && ranks.dp_size > 0 && micro_batches.is_multiple_of(ranks.dp_size)
+            })
             && packing.assignment.iter().all(exists);
         let problem = "its arrays do not belong together".to_owned();
         if fits { Ok(packing) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }

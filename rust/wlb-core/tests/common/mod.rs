@@ -7,5 +7,6 @@ pub(crate) mod dynamic_cp;
 pub(crate) mod forge;
 pub(crate) mod kernel;
 pub(crate) mod naive;
+pub(crate) mod ranks;
 pub(crate) mod strategies;
 pub(crate) mod stream;

@@ -1,0 +1,61 @@
+//! What is given to ranks and to their micro-batches: documents, or groups of them that stay together.
+
+use std::collections::BTreeMap;
+
+/// A document, or the documents of a group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Item {
+    pub(super) cost: f64,
+    pub(super) tokens: i64,
+    pub(super) documents: u32,
+    /// Which document, or which group, it is.
+    pub(super) index: u32,
+}
+
+/// Sorts items from the costliest to the cheapest; of equals the longest first, then by index.
+pub(super) fn sort(items: &mut [Item]) {
+    items.sort_unstable_by(|a, b| b.cost.total_cmp(&a.cost).then(b.tokens.cmp(&a.tokens)).then(a.index.cmp(&b.index)));
+}
+
+/// Each document by itself, costliest first.
+pub(super) fn documents(lengths: &[i32], costs: &[f64]) -> Vec<Item> {
+    let item = |(index, (&length, &cost)): (usize, (&i32, &f64))| Item {
+        cost,
+        tokens: i64::from(length),
+        documents: 1,
+        index: index as u32,
+    };
+    let mut items: Vec<Item> = lengths.iter().zip(costs).enumerate().map(item).collect();
+    sort(&mut items);
+    items
+}
+
+/// The documents of each group, in the order in which groups begin; without groups each document is one.
+pub(super) fn members(documents: usize, groups: &[i64]) -> Vec<Vec<u32>> {
+    if groups.is_empty() {
+        return (0..documents as u32).map(|index| vec![index]).collect();
+    }
+    let mut places = BTreeMap::new();
+    let mut members: Vec<Vec<u32>> = Vec::new();
+    for (&group, index) in groups.iter().zip(0..) {
+        let place = *places.entry(group).or_insert(members.len());
+        if place == members.len() {
+            members.push(Vec::new());
+        }
+        members[place].push(index);
+    }
+    members
+}
+
+/// Each group as one item, costliest first.
+pub(super) fn groups(members: &[Vec<u32>], lengths: &[i32], costs: &[f64]) -> Vec<Item> {
+    let item = |(index, members): (usize, &Vec<u32>)| Item {
+        cost: members.iter().map(|&document| costs[document as usize]).sum(),
+        tokens: members.iter().map(|&document| i64::from(lengths[document as usize])).sum(),
+        documents: members.len() as u32,
+        index: index as u32,
+    };
+    let mut items: Vec<Item> = members.iter().enumerate().map(item).collect();
+    sort(&mut items);
+    items
+}

@@ -1,0 +1,70 @@
+//! What a plan for ranks has to keep.
+
+use crate::error::{Error, Result, check_range, saturating_i64};
+use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
+use crate::packing::options::{Method, Ranks, Sync, check_micro_batches};
+
+/// How to pack a global batch for ranks, or into micro-batches of a limited number of documents.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankOptions {
+    /// Micro-batches of all ranks; `None` for as few as hold the batch.
+    pub num_micro_batches: Option<usize>,
+    /// Where there is no given number: what it is a multiple of, beside `dp_size`.
+    pub multiple_of: usize,
+    /// Most tokens of one micro-batch.
+    pub max_tokens: i32,
+    /// [`Method::VarLength`] or [`Method::Refined`]: both are made even by exchanges here.
+    pub method: Method,
+    /// The ranks; `None` where micro-batches are limited, but not dealt.
+    pub ranks: Option<Ranks>,
+    /// A number for each document: those with the same stay on one rank. Empty for none.
+    pub groups: Vec<i64>,
+    /// Whether all ranks have as many documents; they differ by one where `dp_size` does not divide them.
+    pub equal_documents: bool,
+    /// Most documents of a micro-batch.
+    pub max_documents: Option<usize>,
+}
+
+impl RankOptions {
+    /// Data-parallel ranks; one where micro-batches are not dealt.
+    pub(super) fn dp_size(&self) -> usize {
+        self.ranks.map_or(1, |ranks| ranks.dp_size)
+    }
+
+    /// Where these wait for each other.
+    pub(super) fn sync(&self) -> Sync {
+        self.ranks.map_or(Sync::Step, |ranks| ranks.sync)
+    }
+
+    pub(super) fn check(&self, documents: usize) -> Result<()> {
+        let (most, dp_size) = (MAX_MICRO_BATCHES as i64, self.dp_size());
+        check_range("dp_size", saturating_i64(dp_size), 1, most)?;
+        check_range("multiple_of", saturating_i64(self.multiple_of), 1, most)?;
+        check_range("max_tokens", i64::from(self.max_tokens), 1, MAX_TOKENS)?;
+        if let Some(max_documents) = self.max_documents {
+            check_range("max_documents", saturating_i64(max_documents), 1, MAX_TOKENS)?;
+        }
+        let combination = |argument, requirement| Err(Error::Combination { argument, requirement });
+        if !matches!(self.method, Method::VarLength | Method::Refined) {
+            let requirement = "dp_size and max_documents need \"var_length\" or \"refined\"";
+            return combination("method", requirement);
+        }
+        if let Some(total) = self.num_micro_batches {
+            check_micro_batches(total)?;
+            if !total.is_multiple_of(dp_size) {
+                return Err(Error::Indivisible { argument: "dp_size", value: saturating_i64(dp_size), total });
+            }
+        }
+        let needs_ranks = "needs dp_size: it says what a rank has";
+        match self.ranks {
+            None if !self.groups.is_empty() => return combination("groups", needs_ranks),
+            None if self.equal_documents => return combination("equal_documents", needs_ranks),
+            _ => {}
+        }
+        if !self.groups.is_empty() && self.groups.len() != documents {
+            let (found, other) = (self.groups.len(), "lengths");
+            return Err(Error::Mismatch { argument: "groups", found, other, expected: documents });
+        }
+        Ok(())
+    }
+}

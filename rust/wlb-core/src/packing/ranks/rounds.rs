@@ -1,0 +1,61 @@
+//! Rounds: the micro-batches that all ranks run at the same time.
+//!
+//! Where ranks wait for each other in every micro-batch, a step takes the sum of the heaviest of each round. So the
+//! micro-batches of a round should be equal, while rounds may differ: a document that costs more than the mean
+//! micro-batch makes a heavy round, and the documents next to it in cost go there too.
+
+use super::items::Item;
+
+/// What the micro-batches of each round should cost, heaviest round first.
+///
+/// A round costs what is left for each of the micro-batches that are left, or more if a document does.
+pub(super) fn targets(items: &[Item], dp_size: usize, rounds: usize) -> Vec<f64> {
+    let mut left: f64 = items.iter().map(|item| item.cost).sum();
+    let target = |round: usize| {
+        let mean = left.max(0.0) / ((rounds - round) * dp_size) as f64;
+        let target = items.get(round * dp_size).map_or(mean, |item| mean.max(item.cost));
+        left -= target * dp_size as f64;
+        target
+    };
+    (0..rounds).map(target).collect()
+}
+
+/// Micro-batches in rounds, heaviest first: `rounds[i]` has one for each rank, in order of ranks.
+pub(super) type Rounds = Vec<Vec<usize>>;
+
+/// The rounds of least cost that these micro-batches make: each has the heaviest that are left.
+pub(super) fn heaviest_together(costs: &[f64], dp_size: usize) -> Rounds {
+    let mut order: Vec<usize> = (0..costs.len()).collect();
+    order.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+    order.chunks(dp_size).map(<[usize]>::to_vec).collect()
+}
+
+/// The rounds that ranks make which keep what they hold: each has the heaviest that is left of every rank.
+pub(super) fn of_ranks(ranks: &[Vec<usize>], costs: &[f64]) -> Rounds {
+    let mut ranks = ranks.to_vec();
+    ranks.iter_mut().for_each(|held| held.sort_by(|&a, &b| costs[b].total_cmp(&costs[a])));
+    let rounds = ranks.first().map_or(0, Vec::len);
+    (0..rounds).map(|round| ranks.iter().map(|held| held[round]).collect()).collect()
+}
+
+/// Deals the micro-batches of each round to ranks, so that their sums are level: the heaviest to the rank with the
+/// least so far. Rounds that differ most come first.
+pub(super) fn deal(rounds: &mut Rounds, costs: &[f64], dp_size: usize) {
+    let spread = |round: &[usize]| {
+        let most = round.iter().map(|&j| costs[j]).fold(0.0, f64::max);
+        most - round.iter().map(|&j| costs[j]).fold(f64::INFINITY, f64::min)
+    };
+    let mut order: Vec<usize> = (0..rounds.len()).collect();
+    order.sort_by(|&a, &b| spread(&rounds[b]).total_cmp(&spread(&rounds[a])));
+    let mut sums = vec![0.0; dp_size];
+    for round in order {
+        let mut heaviest_first = rounds[round].clone();
+        heaviest_first.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+        let mut ranks: Vec<usize> = (0..dp_size).collect();
+        ranks.sort_by(|&a, &b| f64::total_cmp(&sums[a], &sums[b]));
+        for (rank, micro_batch) in ranks.into_iter().zip(heaviest_first) {
+            sums[rank] += costs[micro_batch];
+            rounds[round][rank] = micro_batch;
+        }
+    }
+}

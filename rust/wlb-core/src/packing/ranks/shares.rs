@@ -1,0 +1,205 @@
+//! Items shared out: documents to micro-batches, or groups of documents to ranks.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap};
+
+use crate::interrupt::Meter;
+use crate::ladder::Ladder;
+
+use super::items::Item;
+
+/// The most that a share may have.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub(super) tokens: i64,
+    pub(super) documents: i64,
+}
+
+/// Items in shares of limited size.
+#[derive(Clone)]
+pub(super) struct Shares<'a> {
+    /// Costliest first.
+    pub(super) items: &'a [Item],
+    pub(super) limits: Limits,
+    /// Of each share, places in `items`, ascending.
+    pub(super) contents: Vec<Vec<u32>>,
+    /// What each share costs above its target.
+    pub(super) loads: Vec<f64>,
+    tokens: Vec<i64>,
+    documents: Vec<i64>,
+}
+
+/// In which order shares are filled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rule {
+    /// Costliest item first, to the share that lacks most cost to its target.
+    LeastLoad,
+    /// Costliest item first, to the share that lacks most cost for each token of its room: so that tokens and cost run
+    /// out together.
+    Steepest,
+    /// Longest item first, to the fullest share that has room: so that as few tokens as possible stay free.
+    BestFit,
+    /// The item of most documents first, to the share with the fewest, of equals the least cost.
+    FewestDocuments,
+}
+
+impl<'a> Shares<'a> {
+    /// Nothing in any share yet.
+    pub(super) fn new(items: &'a [Item], limits: Limits, targets: &[f64]) -> Self {
+        Self {
+            items,
+            limits,
+            contents: vec![Vec::new(); targets.len()],
+            loads: targets.iter().map(|target| -target).collect(),
+            tokens: vec![0; targets.len()],
+            documents: vec![0; targets.len()],
+        }
+    }
+
+    /// All items shared out by a rule; none if one finds no room.
+    ///
+    /// # Complexity
+    /// O(n log N) for `n` items and `N` shares, O(n N) where the shares that lack most have no room.
+    pub(super) fn filled(items: &'a [Item], limits: Limits, targets: &[f64], rule: Rule) -> Option<Self> {
+        let mut shares = Self::new(items, limits, targets);
+        match rule {
+            Rule::LeastLoad => shares.fill_by(|shares, j| shares.loads[j]),
+            Rule::Steepest => shares.fill_by(|shares, j| shares.loads[j] / shares.room(j).max(1) as f64),
+            Rule::BestFit => shares.fill_fullest(),
+            Rule::FewestDocuments => shares.fill_by_documents(),
+        }?;
+        for contents in &mut shares.contents {
+            contents.sort_unstable();
+        }
+        shares.leave_none_empty();
+        Some(shares)
+    }
+
+    fn room(&self, share: usize) -> i64 {
+        self.limits.tokens - self.tokens[share]
+    }
+
+    /// Whether a share stays within the limits with so much more.
+    #[inline]
+    pub(super) fn has_room(&self, share: usize, tokens: i64, documents: i64) -> bool {
+        self.tokens[share] + tokens <= self.limits.tokens && self.documents[share] + documents <= self.limits.documents
+    }
+
+    #[inline]
+    fn takes(&self, share: usize, item: &Item) -> bool {
+        self.has_room(share, item.tokens, i64::from(item.documents))
+    }
+
+    pub(super) fn put(&mut self, place: u32, share: usize) {
+        let item = self.items[place as usize];
+        self.contents[share].push(place);
+        self.loads[share] += item.cost;
+        self.tokens[share] += item.tokens;
+        self.documents[share] += i64::from(item.documents);
+    }
+
+    /// Costliest first, each to the share of least weight that has room.
+    fn fill_by(&mut self, weight: impl Fn(&Self, usize) -> f64) -> Option<()> {
+        let shortest = self.items.iter().map(|item| item.tokens).min().unwrap_or(0);
+        let mut open = Ladder::new((0..self.loads.len()).map(|j| weight(self, j)));
+        let mut meter = Meter::default();
+        for (place, item) in (0..).zip(self.items) {
+            let mut looked = 0;
+            let share = open.ascending().inspect(|_| looked += 1).find(|&j| self.takes(j, item))?;
+            meter.spend(looked);
+            self.put(place, share);
+            if self.has_room(share, shortest, 1) {
+                open.set(share, weight(self, share));
+            } else {
+                open.remove(share);
+            }
+        }
+        Some(())
+    }
+
+    fn fill_fullest(&mut self) -> Option<()> {
+        let mut longest_first: Vec<u32> = (0..self.items.len() as u32).collect();
+        longest_first.sort_by_key(|&place| Reverse(self.items[place as usize].tokens));
+        let mut open: BTreeSet<(i64, usize)> = (0..self.loads.len()).map(|j| (self.room(j), j)).collect();
+        let mut meter = Meter::default();
+        for place in longest_first {
+            let item = self.items[place as usize];
+            let mut looked = 0;
+            let with_tokens = open.range((item.tokens, 0)..).inspect(|_| looked += 1);
+            let &(room, share) = with_tokens.into_iter().find(|&&(_, j)| self.takes(j, &item))?;
+            meter.spend(looked);
+            open.remove(&(room, share));
+            self.put(place, share);
+            if self.documents[share] < self.limits.documents {
+                open.insert((self.room(share), share));
+            }
+        }
+        Some(())
+    }
+
+    fn fill_by_documents(&mut self) -> Option<()> {
+        let mut most_first: Vec<u32> = (0..self.items.len() as u32).collect();
+        most_first.sort_by_key(|&place| Reverse(self.items[place as usize].documents));
+        let key = |shares: &Self, j: usize| Reverse((shares.documents[j], ordered(shares.loads[j]), j));
+        let mut open: BinaryHeap<_> = (0..self.loads.len()).map(|j| key(self, j)).collect();
+        let mut full = Vec::new();
+        for place in most_first {
+            let item = self.items[place as usize];
+            let share = loop {
+                let Reverse((_, _, share)) = *open.peek()?;
+                open.pop();
+                if self.takes(share, &item) {
+                    break share;
+                }
+                full.push(share);
+            };
+            self.put(place, share);
+            open.push(key(self, share));
+            open.extend(full.drain(..).map(|j| key(self, j)));
+        }
+        Some(())
+    }
+
+    /// Gives every empty share an item, as long as another has two: the cheapest of the share with the most items.
+    fn leave_none_empty(&mut self) {
+        let empty: Vec<usize> = (0..self.contents.len()).filter(|&j| self.contents[j].is_empty()).collect();
+        if empty.is_empty() {
+            return;
+        }
+        let mut most: BinaryHeap<_> = (0..).zip(&self.contents).map(|(j, held)| (held.len(), Reverse(j))).collect();
+        for share in empty {
+            let Some((items, Reverse(from))) = most.pop().filter(|&(items, _)| items > 1) else { return };
+            self.hand_over(self.contents[from][items - 1], from, share);
+            most.push((items - 1, Reverse(from)));
+        }
+    }
+
+    /// Puts what one share has into another.
+    pub(super) fn hand_over(&mut self, place: u32, from: usize, to: usize) {
+        let item = self.items[place as usize];
+        self.contents[from].retain(|&other| other != place);
+        let at = self.contents[to].partition_point(|&other| other < place);
+        self.contents[to].insert(at, place);
+        for (share, sign) in [(from, -1), (to, 1)] {
+            self.loads[share] += f64::from(sign) * item.cost;
+            self.tokens[share] += i64::from(sign) * item.tokens;
+            self.documents[share] += i64::from(sign) * i64::from(item.documents);
+        }
+    }
+
+    /// What a share costs: the costs of its items, summed anew.
+    pub(super) fn cost(&self, share: usize) -> f64 {
+        self.contents[share].iter().map(|&place| self.items[place as usize].cost).sum()
+    }
+
+    /// What each share costs.
+    pub(super) fn costs(&self) -> Vec<f64> {
+        (0..self.contents.len()).map(|share| self.cost(share)).collect()
+    }
+}
+
+/// Integers in the order of [`f64::total_cmp`].
+fn ordered(weight: f64) -> u64 {
+    let bits = weight.to_bits();
+    if bits >> 63 == 1 { !bits } else { bits | 1 << 63 }
+}

@@ -1,0 +1,161 @@
+//! Plans for data-parallel ranks: what they keep, and how far from the best they are.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use common::ranks::{optimum, planned, step_cost};
+use common::strategies::{config, cost_model, lengths};
+use proptest::prelude::*;
+use wlb_core::packing::{RankOptions, Ranks, Sync};
+use wlb_core::{CostModel, Error, Mask, Method};
+
+fn sync() -> impl Strategy<Value = Sync> {
+    prop_oneof![Just(Sync::Step), Just(Sync::MicroBatch)]
+}
+
+/// Options that any documents may have, up to those that are filled in by `fitted`.
+fn options() -> impl Strategy<Value = RankOptions> {
+    let ranks = prop_oneof![
+        6 => (1_usize..9, sync()).prop_map(|(dp_size, sync)| Some(Ranks { dp_size, sync })),
+        1 => Just(None),
+    ];
+    let max_documents = prop_oneof![2 => Just(None), 1 => (1_usize..9).prop_map(Some)];
+    let parts = (ranks, any::<bool>(), max_documents, 1_usize..7, any::<bool>());
+    parts.prop_map(|(ranks, equal_documents, max_documents, multiple_of, refined)| RankOptions {
+        num_micro_batches: None,
+        multiple_of,
+        max_tokens: 1,
+        method: if refined { Method::Refined } else { Method::VarLength },
+        ranks,
+        groups: vec![],
+        equal_documents: equal_documents && ranks.is_some(),
+        max_documents,
+    })
+}
+
+/// Groups: none, of one size, of any.
+fn groups(documents: usize, wild: &[i64], size: usize) -> Vec<i64> {
+    match size {
+        0 => vec![],
+        1..5 => (0..documents).map(|document| -((document / size) as i64)).collect(),
+        _ => wild.iter().copied().cycle().take(documents).collect(),
+    }
+}
+
+proptest! {
+    #![proptest_config(config(1500))]
+
+    /// Each document once, `max_tokens`, `max_documents`, groups, equal counts, no needless empty micro-batch, one plan.
+    #[test]
+    fn plans_keep_what_they_promise(
+        lengths in lengths(160, 3000), options in options(), room in 0_i32..4000, cost in cost_model(),
+        wild in prop::collection::vec(-3_i64..30, 1..60), size in 0_usize..8, given in prop::option::weighted(0.1, 1_usize..9),
+    ) {
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        let groups = if options.ranks.is_some() { groups(lengths.len(), &wild, size) } else { vec![] };
+        let dp_size = options.ranks.map_or(1, |ranks| ranks.dp_size);
+        let num_micro_batches = given.map(|rounds| rounds * dp_size);
+        planned(&lengths, &RankOptions { max_tokens: longest + room, groups, num_micro_batches, ..options }, &cost);
+    }
+
+    /// Without a binding limit, sums of ranks and rounds are as even as their largest document lets them be.
+    #[test]
+    fn many_light_documents_are_even(
+        lengths in prop::collection::vec(50_i32..400, 200..400), dp_size in 2_usize..9, sync in sync(),
+        equal_documents in any::<bool>(),
+    ) {
+        let cost = CostModel::analytic(1.0, 300.0, Mask::Causal).unwrap();
+        let options = RankOptions {
+            num_micro_batches: None,
+            multiple_of: 1,
+            max_tokens: 4000,
+            method: Method::VarLength,
+            ranks: Some(Ranks { dp_size, sync }),
+            groups: vec![],
+            equal_documents,
+            max_documents: None,
+        };
+        let packing = planned(&lengths, &options, &cost).unwrap();
+        let most = match sync { Sync::Step => 1.01, Sync::MicroBatch => 1.05 };
+        prop_assert!(packing.rank_imbalance() <= most, "{}", packing.rank_imbalance());
+    }
+}
+
+/// A few numbers, the same on every machine.
+fn pseudo_random(seed: &mut u64, below: u64) -> u64 {
+    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*seed >> 33) % below
+}
+
+/// Tiny batches, against the best of all plans: never shorter, on average within 2 %, and as few rounds but for a few.
+#[test]
+fn tiny_plans_are_near_the_optimum() {
+    let cost = CostModel::analytic(1.0, 40.0, Mask::Causal).unwrap();
+    let (mut seed, mut excess, mut compared, mut more_rounds) = (7, 0.0, 0, 0);
+    for number in 0..240 {
+        let documents = 3 + pseudo_random(&mut seed, 4) as usize;
+        let lengths: Vec<i32> = (0..documents).map(|_| 1 + pseudo_random(&mut seed, 100) as i32).collect();
+        let options = RankOptions {
+            num_micro_batches: None,
+            multiple_of: 1,
+            max_tokens: lengths.iter().copied().max().unwrap() + pseudo_random(&mut seed, 150) as i32,
+            method: Method::VarLength,
+            ranks: Some(Ranks { dp_size: 2, sync: if number % 2 == 0 { Sync::Step } else { Sync::MicroBatch } }),
+            groups: if number % 3 == 0 { (0..documents as i64).map(|document| document / 2).collect() } else { vec![] },
+            equal_documents: number % 4 == 1 && number % 3 != 0,
+            max_documents: (number % 5 == 0).then_some(2),
+        };
+        let packing = planned(&lengths, &options, &cost).unwrap();
+        let rounds = packing.num_micro_batches() / 2;
+        let fewest = (1..=rounds).find(|&rounds| optimum(&lengths, &options, rounds, &cost).is_some()).unwrap();
+        more_rounds += rounds - fewest;
+        if rounds <= 2 {
+            let best = optimum(&lengths, &options, rounds, &cost).unwrap();
+            let sync = options.ranks.unwrap().sync;
+            let found = step_cost(&packing.costs, 2, sync);
+            assert!(found >= best * (1.0 - 1e-12), "shorter than the best of all");
+            excess += found / best - 1.0;
+            compared += 1;
+        }
+    }
+    assert!(compared > 150, "{compared}");
+    assert!(excess / f64::from(compared) < 0.02, "{}", excess / f64::from(compared));
+    assert!(more_rounds <= 4, "{more_rounds}");
+}
+
+#[test]
+fn what_cannot_hold_is_refused_by_name() {
+    let cost = CostModel::analytic(1.0, 40.0, Mask::Causal).unwrap();
+    let lengths = common::strategies::checked(&[10, 20, 30, 40]);
+    let good = RankOptions {
+        num_micro_batches: None,
+        multiple_of: 1,
+        max_tokens: 60,
+        method: Method::VarLength,
+        ranks: Some(Ranks { dp_size: 2, sync: Sync::Step }),
+        groups: vec![],
+        equal_documents: false,
+        max_documents: None,
+    };
+    let refused =
+        |options: RankOptions| wlb_core::packing::pack_for_ranks(&lengths, &options, &cost).map(|_| ()).unwrap_err();
+    let of_ranks = |dp_size| Some(Ranks { dp_size, sync: Sync::Step });
+    let cases = [
+        (RankOptions { ranks: of_ranks(0), ..good.clone() }, "dp_size"),
+        (RankOptions { num_micro_batches: Some(3), ..good.clone() }, "dp_size"),
+        (RankOptions { num_micro_batches: Some(2), max_tokens: 45, ..good.clone() }, "num_micro_batches"),
+        (RankOptions { method: Method::Original, ..good.clone() }, "method"),
+        (RankOptions { ranks: None, groups: vec![1, 1, 2, 2], ..good.clone() }, "groups"),
+        (RankOptions { groups: vec![1, 1, 2], ..good.clone() }, "groups"),
+        (RankOptions { ranks: None, equal_documents: true, ..good.clone() }, "equal_documents"),
+        (RankOptions { groups: vec![1, 1, 1, 2], equal_documents: true, ..good.clone() }, "equal_documents"),
+        (RankOptions { max_documents: Some(0), ..good.clone() }, "max_documents"),
+        (RankOptions { multiple_of: 1 << 22, ..good.clone() }, "multiple_of"),
+        (RankOptions { max_tokens: 39, ..good.clone() }, "lengths"),
+    ];
+    for (options, argument) in cases {
+        assert_eq!(refused(options.clone()).argument(), argument, "{options:?}");
+    }
+    let longer = refused(RankOptions { max_tokens: 39, ..good });
+    assert!(matches!(longer, Error::TooLong { index: 3, value: 40, .. }));
+}
