@@ -26,7 +26,7 @@ from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.step_time import data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.methods import document_ids
-from wlb.simulation.outcome import ATTRIBUTION, Outcome, noise_factors
+from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
 from wlb.simulation.planner import of_size
 from wlb.simulation.reading import Reading
 from wlb.simulation.scenario import Scenario
@@ -61,10 +61,14 @@ class DynamicCpRun(Trained):
     micro_batches: Integers  # [steps] how many each rank has
     world_size: int  # ranks of a pipeline stage
 
+    def group_pieces(self) -> Iterator[slice]:
+        """Which pieces every group has; none where a group is empty."""
+        ends = np.bincount(self.group, minlength=self.cp_size.size).cumsum().tolist()
+        return (slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
     def group_lengths(self) -> Iterator[NDArray[np.int64]]:
         """The lengths of every group's documents; of none where a group is empty."""
-        ends = np.bincount(self.group, minlength=self.cp_size.size).cumsum()
-        return (self.length[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
+        return (self.length[pieces] for pieces in self.group_pieces())
 
     @cached_property
     def _group_of_slot(self) -> tuple[Integers, Integers]:
@@ -192,8 +196,12 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
     )
 
 
-def price(run: DynamicCpRun, scenario: Scenario, attention: Attention) -> Priced:
-    """Every group on every stage, with the communication of its size. O(groups)."""
+def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured: Floats | None = None) -> Priced:
+    """Every group on every stage, with the communication of its size. O(groups).
+
+    With `measured` seconds of every rank's part, see :meth:`Outcome.at_measured`, instead of those that the kernel
+    model and the linear part predict.
+    """
     sizes = run.cp_size
     shape = (sizes.size, scenario.layout.num_stages, 3)
     seconds, waits, exposed_cp, exposed_tp = np.zeros((4, *shape))
@@ -218,6 +226,11 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention) -> Priced
             made.p2p,
         )
         waits[rows] = np.maximum(made.seconds - stages(attention.mean).seconds, 0.0)
+    if measured is not None:
+        firsts = np.cumsum(sizes) - sizes
+        slowest = np.maximum.reduceat(measured, firsts, axis=0)
+        waits = slowest - np.add.reduceat(measured, firsts, axis=0) / sizes[:, None, None]
+        seconds = slowest + exposed_cp + exposed_tp
     noise = noise_factors(scenario, shape)
     parts = {"cp_wait": waits, "cp_communication": exposed_cp, "tp_communication": exposed_tp}
     parts = {name: part * noise for name, part in parts.items()}
@@ -263,6 +276,22 @@ class DynamicOutcome(Outcome):
         """See :meth:`Outcome.at_attention_rate`."""
         return score_dynamic(self.title, self.run, self.scenario, self.priced.attention.at_rate(rate))
 
+    def parts(self) -> Iterator[RankPart]:
+        """See :meth:`Outcome.parts`."""
+        run = self.run
+        # Every rank is in one group of a micro-batch, in the order of ranks.
+        first = np.cumsum(run.cp_size) - run.cp_size
+        for pieces, size, begin in zip(run.group_pieces(), run.cp_size.tolist(), first.tolist(), strict=True):
+            lengths = run.length[pieces]
+            made = shard(lengths, cp_size=size, strategy="per_document") if lengths.size else None
+            for rank in range(size):
+                yield RankPart(pieces, made, rank, size, begin % run.world_size)
+
+    def at_measured(self, seconds: Floats) -> DynamicOutcome:
+        """See :meth:`Outcome.at_measured`."""
+        priced = price(self.run, self.scenario, self.priced.attention, measured=seconds)
+        return score_priced(self.title, self.run, self.scenario, priced)
+
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each rank of a stage; an op begins with its wait for the others of its group."""
         lines, layout = _lines(self.run, self.priced, self.scenario, np.array([step])), self.scenario.layout
@@ -283,8 +312,12 @@ def score_dynamic(
     title: str, run: DynamicCpRun, scenario: Scenario, attention: Attention | None = None
 ) -> DynamicOutcome:
     """Times of every group on every stage, through the pipeline rank by rank, to the end of every step."""
+    return score_priced(title, run, scenario, price(run, scenario, attention or attention_of_groups(run, scenario)))
+
+
+def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Priced) -> DynamicOutcome:
+    """The same, where it is known what every group takes."""
     layout = scenario.layout
-    priced = price(run, scenario, attention or attention_of_groups(run, scenario))
     steps = run.micro_batches.size
     seconds, bubble, dp_wait, busy = np.zeros((4, steps))
     held = np.zeros(layout.pp)

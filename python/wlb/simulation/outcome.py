@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from wlb._core import Shard
 from wlb._results import PipelineTimeline
 from wlb.cluster.memory import RankMemory
 from wlb.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band
@@ -28,6 +30,17 @@ ATTRIBUTION = (
 """What a GPU's time goes to: computing; waiting for the slowest context-parallel rank's attention; context- and
 tensor-parallel communication that nothing hides; idle in the pipeline; waiting for the slowest data-parallel replica;
 the gradient reduction that nothing hides."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank of a pipeline stage computes of a micro-batch."""
+
+    pieces: slice  # of the run's rows: the documents of the micro-batch, or of the group of ranks
+    shard: Shard | None  # of these documents; None where there is none
+    rank: int  # in the group
+    cp_size: int  # ranks of the group
+    first_rank: int | None  # of the group among the dp x cp ranks, where the plan chose it
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,22 @@ class Outcome(ABC):
     @abstractmethod
     def at_attention_rate(self, rate: float) -> Outcome:
         """The same plan and shards, were attention `rate` times as fast as the kernel model says."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[RankPart]:
+        """What is computed, rank by rank of every group: micro-batch after micro-batch as the run lists them.
+
+        The order of ranks is that of :meth:`at_measured`.
+        """
+
+    @abstractmethod
+    def at_measured(self, seconds: Floats) -> Outcome:
+        """The same plan and shards with measured seconds of what ranks compute; communication stays as predicted.
+
+        Args:
+            seconds: float64[parts, stages, 3] of every part of :meth:`parts` by itself: forward, inputs' and weights'
+                gradient (all of the backward in one of them, where the schedule does not split it).
+        """
 
     @cached_property
     def swept(self) -> tuple[Swept, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from wlb._core import Shard, order_micro_batches, shard, simulate_pipeline, simu
 from wlb._results import PipelineTimeline
 from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats
-from wlb.simulation.outcome import ATTRIBUTION, Outcome, noise_factors
+from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.trained import PackedRun
 from wlb.simulation.variants import Strategy
@@ -28,6 +29,7 @@ class Sharded:
     shares: Floats  # [kinds] of the layers
     tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
     strategies: dict[str, int]  # how many micro-batches each was chosen for
+    choice: tuple[Strategy, ...]  # among which
 
     def at_attention_rate(self, rate: float) -> Sharded:
         """The same shards, were attention `rate` times as fast."""
@@ -40,32 +42,42 @@ class Sharded:
         return float((both.max(axis=1) @ self.shares).sum() / (both.mean(axis=1) @ self.shares).sum())
 
 
-def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ...]) -> Sharded:
-    """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
-    cp, shares = scenario.layout.cp, scenario.layer_shares
+def best_shard(lengths: NDArray[np.int64], scenario: Scenario, strategies: tuple[Strategy, ...]) -> Shard:
+    """One micro-batch by the strategy with which its slowest rank is predicted to be fastest."""
     selector = scenario.selector or scenario.attention
+    made = [
+        shard(
+            lengths,
+            cp_size=scenario.layout.cp,
+            strategy=name,
+            kernel_model=selector if name == "adaptive" else None,
+        )
+        for name in strategies
+    ]
 
     def slowest(one: Shard) -> float:
         """Of both passes, in the mean layer."""
         seconds = scenario.rank_seconds(one, passes="forward_backward", kernel=selector)
-        return float(seconds.max(axis=0) @ shares)
+        return float(seconds.max(axis=0) @ scenario.layer_shares)
 
+    return made[0] if len(made) == 1 else min(made, key=slowest)
+
+
+def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ...]) -> Sharded:
+    """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
+    cp, shares = scenario.layout.cp, scenario.layer_shares
     forward, backward = np.zeros((2, run.tokens.size, cp, shares.size))
     tokens = np.zeros((run.tokens.size, cp), dtype=np.int64)
     counts: Counter[str] = Counter()
     for index, lengths in enumerate(run.micro_batch_lengths()):
         if not lengths.size:
             continue
-        made = [
-            shard(lengths, cp_size=cp, strategy=name, kernel_model=selector if name == "adaptive" else None)
-            for name in strategies
-        ]
-        best = made[0] if len(made) == 1 else min(made, key=slowest)
+        best = best_shard(lengths, scenario, strategies)
         counts[best.strategy] += 1
         forward[index] = scenario.rank_seconds(best, passes="forward")
         backward[index] = scenario.rank_seconds(best, passes="backward")
         tokens[index] = best.tokens_per_rank
-    return Sharded(forward, backward, shares, tokens.max(axis=1), dict(sorted(counts.items())))
+    return Sharded(forward, backward, shares, tokens.max(axis=1), dict(sorted(counts.items())), strategies)
 
 
 def ordered(run: PackedRun, scenario: Scenario) -> PackedRun:
@@ -118,6 +130,19 @@ class StaticOutcome(Outcome):
         """See :meth:`Outcome.at_attention_rate`."""
         return score(self.title, self.run, self.sharded.at_attention_rate(rate), self.scenario)
 
+    def parts(self) -> Iterator[RankPart]:
+        """See :meth:`Outcome.parts`."""
+        cp = self.scenario.layout.cp
+        for pieces in self.run.micro_batch_pieces():
+            lengths = self.run.length[pieces]
+            made = best_shard(lengths, self.scenario, self.sharded.choice) if lengths.size else None
+            for rank in range(cp):
+                yield RankPart(pieces, made, rank, cp, None)
+
+    def at_measured(self, seconds: Floats) -> StaticOutcome:
+        """See :meth:`Outcome.at_measured`."""
+        return score(self.title, self.run, self.sharded, self.scenario, measured=seconds)
+
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each data-parallel replica."""
         layout = self.scenario.layout
@@ -145,8 +170,14 @@ def static(outcome: Outcome) -> StaticOutcome:
     return outcome
 
 
-def score(title: str, run: PackedRun, sharded: Sharded, scenario: Scenario) -> StaticOutcome:
-    """Times of every micro-batch on every stage, through the pipeline, to the end of every step."""
+def score(
+    title: str, run: PackedRun, sharded: Sharded, scenario: Scenario, measured: Floats | None = None
+) -> StaticOutcome:
+    """Times of every micro-batch on every stage, through the pipeline, to the end of every step.
+
+    With `measured` seconds of every context-parallel rank's part, see :meth:`Outcome.at_measured`, instead of those
+    that the kernel model and the linear part predict.
+    """
     layout, order = scenario.layout, run.order
     steps, width = run.tokens.shape
 
@@ -155,13 +186,18 @@ def score(title: str, run: PackedRun, sharded: Sharded, scenario: Scenario) -> S
 
     slowest = stages(sharded.forward.max(axis=1), sharded.backward.max(axis=1))
     mean = stages(sharded.forward.mean(axis=1), sharded.backward.mean(axis=1))
-    noise = noise_factors(scenario, slowest.seconds.shape)
+    seconds, mean_seconds = slowest.seconds, mean.seconds
+    if measured is not None:
+        of_ranks = measured.reshape(run.tokens.size, layout.cp, *seconds.shape[1:])
+        exposed_inside = slowest.exposed_cp + slowest.exposed_tp
+        seconds, mean_seconds = of_ranks.max(axis=1) + exposed_inside, of_ranks.mean(axis=1) + exposed_inside
+    noise = noise_factors(scenario, seconds.shape)
     parts = {
-        "cp_wait": np.maximum(slowest.seconds - mean.seconds, 0.0) * noise,
+        "cp_wait": np.maximum(seconds - mean_seconds, 0.0) * noise,
         "cp_communication": slowest.exposed_cp * noise,
         "tp_communication": slowest.exposed_tp * noise,
     }
-    seconds = slowest.seconds * noise
+    seconds = seconds * noise
 
     # Micro-batches of a step, dealt to the ranks and ordered.
     row = np.arange(steps)[:, None, None] * width + order
@@ -176,9 +212,8 @@ def score(title: str, run: PackedRun, sharded: Sharded, scenario: Scenario) -> S
         activation=run.tokens.reshape(-1)[row].astype(np.float64),
         exposed=exposed,
     )
-    of_ranks = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
-    gradients = float(of_ranks.max())
-    dp_communication = np.full(steps, (1 - scenario.dp_overlap) * gradients)
+    gradients = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
+    dp_communication = np.full(steps, (1 - scenario.dp_overlap) * float(gradients.max()))
 
     pipelines = layout.pp * layout.dp
     attribution = {name: part.reshape(steps, -1).sum(axis=1) / pipelines for name, part in parts.items()}

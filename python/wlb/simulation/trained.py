@@ -113,11 +113,15 @@ class PackedRun(Trained):
             "lost_time_band": list(band([balance.lost_time for balance in graded])),
         }
 
+    def micro_batch_pieces(self) -> Iterator[slice]:
+        """Which pieces every micro-batch has, step by step; none where a micro-batch is empty."""
+        width = self.tokens.shape[1]
+        ends = np.bincount(self.step * width + self.micro_batch, minlength=self.tokens.size).cumsum().tolist()
+        return (slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
     def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
         """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""
-        width = self.tokens.shape[1]
-        ends = np.bincount(self.step * width + self.micro_batch, minlength=self.tokens.size).cumsum()
-        return (self.length[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
+        return (self.length[pieces] for pieces in self.micro_batch_pieces())
 
     def summary(self) -> dict[str, Any]:
         """Balance, delay and planning in a few numbers, as plain JSON values."""
