@@ -8,7 +8,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long test-trainers lint bench bench-peers compare reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -53,6 +53,11 @@ bench-peers: $(VENV)/.wlb-peers $(VENV)/peers
 compare: $(VENV)/.wlb-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/compare.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
 
+## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/proof.md. LENGTHS: one .npy.
+proof: $(VENV)/.wlb-studies
+	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) --page docs/proof.md --picture docs/proof.png \
+	    --record benches/records/proof.json $(PROOF_FLAGS)
+
 ## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
 loss-curves: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.loss_curves $(LOSS_CURVES_FLAGS)
@@ -72,7 +77,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo
+	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo wlb-proof
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""What people do today, in the place of `StepLoader`: documents in order of arrival, or greedily in fixed lengths.
+"""What people do today, in the place of `StepLoader`: documents in order of arrival, cut or whole, or fixed lengths.
 
 Nobody waits and nothing is carried over, so a step follows from its number alone. Batches are built when they are asked
 for, without workers: enough to compare losses and balance.
@@ -14,17 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
+from wlb.simulation.methods import next_fit
 from wlb.torch.data import Documents, PackedBatch, Piece, Step
 from wlb.torch.data.permutation import Permutation
 
 
 class BaselineLoader:
-    """Steps of `pack(method="original")` or `pack(method="fixed_length", window=...)`.
+    """Steps of `pack(method="original")` or `pack(method="fixed_length", window=...)`, or of whole documents in order.
 
     Args:
         dataset: With `lengths` and token arrays, as in `corpus.py`.
         collate: Makes a batch of documents.
-        method: "original" or "fixed_length".
+        method: "original", "whole" (as documents arrive, the next micro-batch where one no longer fits) or
+            "fixed_length".
         window: Global batches that are packed together.
         num_micro_batches: Of a global batch.
         context: Tokens of a micro-batch; longer documents are split first.
@@ -61,7 +63,12 @@ class BaselineLoader:
         """The remaining steps of this epoch."""
         documents, starts, lengths = self._pieces()
         tokens_per_batch = self.sizes["num_micro_batches"] * self.sizes["max_tokens"]
-        offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
+        if self.method == "whole":
+            owner = next_fit(lengths, self.sizes["max_tokens"])
+            every = np.arange(0, owner[-1] + 1, self.sizes["num_micro_batches"])
+            offsets = np.append(np.searchsorted(owner, every), owner.size)
+        else:
+            offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
         num_steps = (offsets.size - 1) // self.window * self.window  # a window that is not full is left out
         if num_steps == 0:
             found = offsets.size - 1
@@ -94,7 +101,11 @@ class BaselineLoader:
     ) -> Step[PackedBatch]:
         window = {"window": self.window} if self.method == "fixed_length" else {}
         started = time.perf_counter()
-        together = wlb.pack(lengths, method=self.method, **window, **self.sizes)
+        if self.method == "whole":
+            in_order = next_fit(lengths, self.sizes["max_tokens"])
+            together = wlb.Packing.from_assignment(lengths, in_order, **self.sizes)
+        else:
+            together = wlb.pack(lengths, method=self.method, **window, **self.sizes)
         count = self.sizes["num_micro_batches"]
         mine = [together[index] for index in range(which * count, (which + 1) * count)]
         # One packing for this step alone; what was cut is listed as documents of their own.

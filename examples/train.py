@@ -76,7 +76,9 @@ from wlb.torch.tracker import CostTracker
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
-Method = Literal["wlb", "original", "fixed"]
+Method = Literal["wlb", "refined", "original", "whole", "fixed"]
+Release = Literal["fifo", "adaptive"]
+BASELINES = {"original": "original", "whole": "whole", "fixed": "fixed_length"}
 Plan = Literal["static", "dynamic_cp"]
 Strategy = Literal["per_document", "per_sequence", "hybrid"]
 Dtype = Literal["float32", "bfloat16"]
@@ -108,13 +110,17 @@ class Settings:
         corpus: folder of documents; default: Python's own library.
         pattern: names of files that are documents.
         tokenizer: a tokenizer.json; default: bytes.
-        method: how to pack; all but wlb are for comparison.
+        method: how to pack; refined is wlb with exchanges where memory is scarce; the others are for comparison.
         plan: dynamic_cp: each document on as many of the dp x cp ranks as it needs.
         cp_exchange: with it: what one more rank in a group costs, in tokens.
         window: global batches that --method fixed packs together.
         context: context window, tokens; longer documents are split.
         micro_batches: micro-batches of a global batch, over all ranks.
         memory_factor: most tokens of a micro-batch, over the context.
+        finer: so many times as many micro-batches of the same global batch, where documents stay whole.
+        release: which documents wait: in queues by thresholds (fifo), or for as long as it pays (adaptive).
+        delay_price: with adaptive: what an iteration of delay has to save of a step.
+        max_mean_delay: or the mean delay for which the price is found on the corpus.
         queues: outlier queues, their thresholds tuned on the corpus.
         threshold: or the threshold of a queue; one option for each.
         max_delay: most iterations a document waits.
@@ -153,6 +159,10 @@ class Settings:
     context: int = 2048
     micro_batches: int = 8
     memory_factor: float = 1.5
+    finer: PositiveInt = 1
+    release: Release = "fifo"
+    delay_price: float | None = None
+    max_mean_delay: float | None = None
     queues: int = 2
     threshold: tuple[int, ...] = ()
     max_delay: int | None = None
@@ -322,8 +332,12 @@ def context_groups(settings: Settings, mesh: DeviceMesh) -> GroupOf:
 def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: DeviceMesh, device: torch.device) -> Any:
     """Packs global batches of `micro_batches` context windows into micro-batches of equal work; or as others do."""
     dynamic = settings.plan == "dynamic_cp"
-    if dynamic and (settings.method, settings.strategy) != ("wlb", "per_document"):
-        raise SystemExit("--plan dynamic_cp goes with --method wlb and --strategy per_document")
+    if dynamic and (settings.method in BASELINES or settings.strategy != "per_document"):
+        raise SystemExit("--plan dynamic_cp goes with --method wlb or refined, and --strategy per_document")
+    if settings.release == "fifo" and (settings.delay_price, settings.max_mean_delay) != (None, None):
+        raise SystemExit("--delay-price and --max-mean-delay go with --release adaptive")
+    if settings.method in BASELINES and (settings.release, settings.finer) != ("fifo", 1):
+        raise SystemExit("--release adaptive and --finer go with --method wlb or refined")
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
     keep = partial(
         collate,
@@ -335,11 +349,11 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     # With a dynamic plan this is only who reads a document.
     readers = data_and_context(mesh) if dynamic else mesh["dp"]
     ranks = {"dp_rank": readers.get_local_rank(), "dp_size": readers.size()}
-    if settings.method != "wlb":
+    if settings.method in BASELINES:
         return BaselineLoader(
             dataset,
             collate=keep,
-            method={"original": "original", "fixed": "fixed_length"}[settings.method],
+            method=BASELINES[settings.method],
             window=settings.window,
             num_micro_batches=settings.micro_batches,
             context=settings.context,
@@ -348,19 +362,19 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
             **ranks,
         )
     limits: dict[str, Any] = {
-        "num_micro_batches": settings.micro_batches,
+        "num_micro_batches": settings.micro_batches * settings.finer,
         "max_tokens": int(settings.context * settings.memory_factor),
         "cost_model": cost,
         "max_document_tokens": settings.context,
         "max_delay": settings.max_delay,
+        "method": "refined" if settings.method == "refined" else "var_length",
     }
-    thresholds = settings.threshold
-    if settings.queues and not thresholds:
-        pieces = wlb.split_documents(dataset.lengths, max_document_tokens=settings.context)[2]
-        thresholds = wlb.tune_outlier_thresholds(pieces, num_queues=settings.queues, **limits).thresholds
+    tokens_per_batch = settings.micro_batches * settings.context
+    waiting = what_waits(settings, dataset, limits, tokens_per_batch)
     sampler = BalancedBatchSampler(
         dataset.lengths,
-        packer=wlb.Packer(outlier_thresholds=thresholds, oversize="split", **limits),
+        packer=wlb.Packer(oversize="split", **waiting, **limits),
+        tokens_per_batch=tokens_per_batch,
         seed=settings.seed,
         num_epochs=1_000_000,  # the number of steps ends the run
         **ranks,
@@ -394,6 +408,23 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     return DynamicCpLoader(
         StepLoader(documents), plan=plan, group=readers.get_group(), prepare=partial(prepare, settings, device)
     )
+
+
+def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any], tokens_per_batch: int) -> dict[str, Any]:
+    """Arguments of the packer that say which documents it holds: as they were given, or tuned on the corpus."""
+    pieces = wlb.split_documents(dataset.lengths, max_document_tokens=settings.context)[2]
+    tuned = {**limits, "tokens_per_batch": tokens_per_batch}
+    if settings.release == "adaptive":
+        price = settings.delay_price
+        if settings.max_mean_delay is not None:
+            if price is not None:
+                raise SystemExit("--delay-price or --max-mean-delay: give one of them")
+            price = wlb.tune_delay_price(pieces, max_mean_delay=settings.max_mean_delay, **tuned).delay_price
+        return {"release": "adaptive", "delay_price": price}
+    thresholds = settings.threshold
+    if settings.queues and not thresholds:
+        thresholds = wlb.tune_outlier_thresholds(pieces, num_queues=settings.queues, **tuned).thresholds
+    return {"outlier_thresholds": thresholds}
 
 
 def prepare(settings: Settings, device: torch.device, batch: PackedBatch) -> PackedBatch:
@@ -449,7 +480,7 @@ def build_ledger(settings: Settings, loader: Any, mesh: DeviceMesh) -> Ledger | 
     """
     readers = data_and_context(mesh) if settings.plan == "dynamic_cp" else mesh["dp"]
     alike = ["pp", "tp"] if settings.plan == "dynamic_cp" else ["pp", "tp", "cp"]
-    if settings.checkpoint_dir is None or settings.method != "wlb":
+    if settings.checkpoint_dir is None or settings.method in BASELINES:
         return None
     if any(mesh[name].get_local_rank() > 0 for name in alike):
         return None

@@ -280,12 +280,18 @@ class DynamicOutcome(Outcome):
         """See :meth:`Outcome.parts`."""
         run = self.run
         # Every rank is in one group of a micro-batch, in the order of ranks.
-        first = np.cumsum(run.cp_size) - run.cp_size
-        for pieces, size, begin in zip(run.group_pieces(), run.cp_size.tolist(), first.tolist(), strict=True):
-            lengths = run.length[pieces]
-            made = shard(lengths, cp_size=size, strategy="per_document") if lengths.size else None
+        first = (np.cumsum(run.cp_size) - run.cp_size) % run.world_size
+        rows = zip(run.group_step.tolist(), run.group_pieces(), run.cp_size.tolist(), first.tolist(), strict=True)
+        for step, pieces, size, begin in rows:
+            made = shard(run.length[pieces], cp_size=size, strategy="per_document")
             for rank in range(size):
-                yield RankPart(pieces, made, rank, size, begin % run.world_size)
+                yield RankPart(step, pieces, made, rank, size, begin)
+
+    def placement(self, step: int) -> Integers:
+        """See :meth:`Outcome.placement`."""
+        world, count = self.run.world_size, int(self.run.micro_batches[step])
+        first = int(self.run.micro_batches[:step].sum()) * world
+        return first + np.arange(count * world).reshape(count, world).T
 
     def at_measured(self, seconds: Floats) -> DynamicOutcome:
         """See :meth:`Outcome.at_measured`."""

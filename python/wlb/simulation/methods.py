@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from wlb._core import (
     CostModel,
     MicroBatch,
     Packer,
+    Packing,
     pack,
     tune_delay_price,
     tune_outlier_thresholds,
@@ -76,6 +78,42 @@ def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iter
         order = packing.deal(setup.dp_size) if dealt else _as_they_come(setup)
         delays = np.zeros(sum(map(len, packing.micro_batches)), dtype=np.int64)
         yield Step(packing.micro_batches, order, first, delays, packing.digest(), seconds)
+
+
+def whole(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
+    """Documents as they arrive, none of them cut: one that no longer fits a micro-batch of `context` begins the next.
+
+    A step has as many micro-batches as a global batch; so the stream, of which less fits, has more steps. Micro-batches
+    go to data-parallel ranks by :meth:`wlb.Packing.deal`.
+    """
+    n = setup.num_micro_batches
+    owner = next_fit(stream.lengths, setup.context)
+    firsts = np.searchsorted(owner, np.arange(0, int(owner[-1]) + 1, n))
+    for first, last in itertools.pairwise([*firsts.tolist(), owner.size]):
+        began = time.perf_counter()
+        packing = Packing.from_assignment(
+            stream.lengths[first:last],
+            owner[first:last] - owner[first] // n * n,
+            num_micro_batches=n,
+            max_tokens=setup.context,
+            cost_model=setup.cost_model,
+        )
+        seconds = time.perf_counter() - began if owner[last - 1] % n == n - 1 else None  # the last may not be full
+        delays = np.zeros(last - first, dtype=np.int64)
+        yield Step(packing.micro_batches, packing.deal(setup.dp_size), first, delays, packing.digest(), seconds)
+
+
+def next_fit(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
+    """int64[n]: the micro-batch of each document, if it begins the next one where this one has no room for it."""
+    ends = lengths.cumsum()
+    owner = np.zeros(lengths.size, dtype=np.int64)
+    first, number = 0, 0
+    while first < lengths.size:
+        limit = ends[first] - lengths[first] + max_tokens
+        last = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
+        owner[first:last] = number
+        first, number = last, number + 1
+    return owner
 
 
 def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[Step]:

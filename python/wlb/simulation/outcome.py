@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wlb._core import Shard
 from wlb._results import PipelineTimeline
@@ -36,8 +37,9 @@ the gradient reduction that nothing hides."""
 class RankPart:
     """What one rank of a pipeline stage computes of a micro-batch."""
 
+    step: int
     pieces: slice  # of the run's rows: the documents of the micro-batch, or of the group of ranks
-    shard: Shard | None  # of these documents; None where there is none
+    shard: Shard  # of these documents
     rank: int  # in the group
     cp_size: int  # ranks of the group
     first_rank: int | None  # of the group among the dp x cp ranks, where the plan chose it
@@ -92,6 +94,10 @@ class Outcome(ABC):
 
         The order of ranks is that of :meth:`at_measured`.
         """
+
+    @abstractmethod
+    def placement(self, step: int) -> NDArray[np.int64]:
+        """int64[dp * cp, micro-batches]: which of :meth:`parts` every rank of a pipeline stage runs, in their order."""
 
     @abstractmethod
     def at_measured(self, seconds: Floats) -> Outcome:

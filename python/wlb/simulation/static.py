@@ -132,12 +132,17 @@ class StaticOutcome(Outcome):
 
     def parts(self) -> Iterator[RankPart]:
         """See :meth:`Outcome.parts`."""
-        cp = self.scenario.layout.cp
-        for pieces in self.run.micro_batch_pieces():
-            lengths = self.run.length[pieces]
-            made = best_shard(lengths, self.scenario, self.sharded.choice) if lengths.size else None
+        cp, width = self.scenario.layout.cp, self.run.tokens.shape[1]
+        for index, pieces in enumerate(self.run.micro_batch_pieces()):
+            made = best_shard(self.run.length[pieces], self.scenario, self.sharded.choice)
             for rank in range(cp):
-                yield RankPart(pieces, made, rank, cp, None)
+                yield RankPart(index // width, pieces, made, rank, cp, None)
+
+    def placement(self, step: int) -> NDArray[np.int64]:
+        """See :meth:`Outcome.placement`."""
+        cp, order = self.scenario.layout.cp, self.run.order[step]
+        rows = step * self.run.tokens.shape[1] + order
+        return (rows[:, None, :] * cp + np.arange(cp)[:, None]).reshape(-1, order.shape[1])
 
     def at_measured(self, seconds: Floats) -> StaticOutcome:
         """See :meth:`Outcome.at_measured`."""

@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 
 from wlb._core import WlbError
 from wlb._errors import error
-from wlb.simulation.methods import Setup, Step, fixed_length, original, var_length
+from wlb.simulation.methods import Setup, Step, fixed_length, original, var_length, whole
 from wlb.simulation.planner import obstacle
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.stream import GlobalBatches
 
-Packing = Literal["original", "fixed_length", "var_length", "dynamic_cp"]
+Packing = Literal["original", "whole", "fixed_length", "var_length", "dynamic_cp"]
 Strategy = Literal["per_sequence", "per_document", "adaptive"]
 
 _OF_PACKER = ("release", "delay_price", "method")
@@ -28,9 +28,10 @@ class Variant:
 
     Args:
         title: for reports.
-        packing: "original": as documents arrive, cut every context; "fixed_length": greedy with cuts;
-            "var_length": whole documents, outliers wait in queues; "dynamic_cp": whole documents, each on a group of
-            ranks that :func:`wlb.plan_dynamic_cp` chooses, sharded one by one, with costs of its own.
+        packing: "original": as documents arrive, cut every context; "whole": as they arrive, uncut; "fixed_length":
+            greedy with cuts; "var_length": whole documents, outliers wait in queues; "dynamic_cp": whole documents,
+            each on a group of ranks that :func:`wlb.plan_dynamic_cp` chooses, sharded one by one, with costs of its
+            own.
         strategies: how a micro-batch is sharded over context-parallel ranks. Of several, the one whose slowest rank is
             predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
             knows the hybrid of them).
@@ -101,6 +102,8 @@ class Variant:
         """The global batches as they are trained."""
         if self.packing == "original":
             return original(stream, setup, dealt=self.dealt)
+        if self.packing == "whole":
+            return whole(stream, setup)
         if self.packing == "fixed_length":
             return fixed_length(stream, setup, self.window)
         return var_length(stream, setup, thresholds if self.queued else (), max_delay, self.packer)
@@ -145,6 +148,7 @@ VARIANTS: dict[str, Variant] = {
     "wlb_dynamic_cp": Variant(title="WLB + Dynamic-CP", packing="dynamic_cp", packer=_ADAPTIVE),
     "refined": Variant(title="WLB, refined", **_WLB, fitted=True, packer={"method": "refined"}),
     "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
+    "whole": Variant(title="Plain-4D, uncut", packing="whole"),
     "placement": Variant(title="placement", ordered=True),
     "wlb_placement": Variant(title="WLB, placed", **_WLB, ordered=True),
 }
@@ -154,7 +158,8 @@ as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All 
 data-parallel ranks by cost. The last four show what refining full micro-batches gives, what dealing alone gives, and
 ordering micro-batches for the schedule."""
 
-DEFAULT = tuple(name for name in VARIANTS if name not in ("refined", "as_they_come", "placement", "wlb_placement"))
+_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "placement", "wlb_placement")
+DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
 """What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
 
 

@@ -5,11 +5,12 @@
     Path("h100.json").write_text(json.dumps(profile))
     wlb.KernelModel.from_profile("h100.json")
 
-`wlb profile` is this with a progress bar.
+`wlb profile` is this with a progress bar. `probe_link` measures the link between the ranks of a process group.
 """
 
 from wlb.torch.profiling.assemble import HeldOutErrors, held_out_errors
 from wlb.torch.profiling.grid import Grid, Shape
+from wlb.torch.profiling.links import LinkTimes, probe_link
 from wlb.torch.profiling.profiler import Profiler
 
-__all__ = ["Grid", "HeldOutErrors", "Profiler", "Shape", "held_out_errors"]
+__all__ = ["Grid", "HeldOutErrors", "LinkTimes", "Profiler", "Shape", "held_out_errors", "probe_link"]

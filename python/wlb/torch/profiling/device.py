@@ -30,7 +30,11 @@ _FREE_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Device:
-    """A device, timed by CUDA events or, on the CPU, by the clock on the wall."""
+    """A device, timed by CUDA events or, on the CPU, by the clock on the wall.
+
+    Where torch computes on one thread (`torch.set_num_threads(1)`), by that thread's processor time: other programs do
+    not add to it.
+    """
 
     device: torch.device
     memory_bytes: int
@@ -145,9 +149,11 @@ class Device:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    """What it takes the host: on one thread, of that thread's processor time."""
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = now()
     call()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def repetitions(seconds: float, *, round_seconds: float) -> int:

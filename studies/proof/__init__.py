@@ -1,0 +1,171 @@
+"""``make proof``: is training faster on a clock, and does the simulation say by how much?
+
+A small model, whose attention weighs as a 7B model's does at 128K, trains on the lengths of real documents, scaled to
+its context, under every method. The plans are those of :func:`wlb.simulate`; the clock, not a cost model, grades them:
+
+- *processes*: each plan is trained by the example trainer on as many processes as the layout has ranks;
+- *slices*: layouts of more ranks than there are processors. What each rank computes of each micro-batch runs and is
+  timed alone, and the times are put together in the order of the schedule.
+
+Beside both stands what the simulation predicts from a profile of this machine and a probe of its links.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import wlb
+from wlb.simulation import VARIANTS, Outcome, Variant
+from wlb.simulation.variants import chosen
+
+# The trainer of the examples, its model and its documents; the machine and the records of the benches.
+sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from llama import LlamaConfig
+
+CONTEXT_OF_7B = 131_072
+HEAD_DIM = 64
+
+_FIXED: dict[str, Any] = {"packing": "fixed_length", "strategies": ("per_sequence", "per_document"), "static": True}
+METHODS: dict[str, Variant] = {
+    "original": VARIANTS["plain"],
+    "original, uncut": VARIANTS["whole"],
+    **{
+        f"fixed, {window} batch{'es' * (window > 1)}": Variant(title="", window=window, **_FIXED)
+        for window in (1, 2, 4, 8)
+    },
+    "queues": VARIANTS["wlb_fitted"],
+    "adaptive": VARIANTS["adaptive_release"],
+    "finer": VARIANTS["finer"],
+    "Dynamic-CP": VARIANTS["dynamic_cp"],
+    "adaptive + Dynamic-CP": VARIANTS["wlb_dynamic_cp"],
+}
+"""What is compared, the baseline first. The packers that wait are told the costs that the profile shows."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks, as `dp2pp2cp2` names them."""
+
+    name: str
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Of dp, pp and cp."""
+        found = re.findall(r"(dp|pp|cp)([1-9][0-9]*)", self.name)
+        if not found or "".join(map("".join, found)) != self.name or len(dict(found)) < len(found):
+            raise SystemExit(f"--layouts {self.name}: a layout is named like pp2 or dp2pp2cp2")
+        return {"dp": 1, "pp": 1, "cp": 1} | {name: int(size) for name, size in found}
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return int(np.prod(list(self.sizes.values())))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "1 rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all runs have in common.
+
+    Args:
+        hidden: width of the model; its feed-forward block is 2.69 times as wide, as LLaMA2-7B's.
+        layers: of the model.
+        context: longest document that is trained uncut, tokens.
+        batches: global batches of the stream.
+        micro_batches: of a global batch, over dp ranks; for each, as many as pipeline ranks unless it is given.
+        memory: most tokens of a micro-batch, in contexts.
+        seed: of the order of documents and of the weights.
+        bytes_per_number: 4 in float32, 2 in bfloat16.
+    """
+
+    hidden: int = 128
+    layers: int = 2
+    context: int = 4096
+    batches: int = 16
+    micro_batches: int | None = None
+    memory: float = 2.0
+    seed: int = 0
+    bytes_per_number: int = 4
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model as the trainer takes it; its tokens are bytes."""
+        heads = max(1, self.hidden // HEAD_DIM)
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            ffn_hidden_size=self.hidden * 43 // 16,
+            num_layers=self.layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+        )
+
+    @property
+    def model(self) -> wlb.ModelConfig:
+        """The same for wlb."""
+        return wlb.ModelConfig(**self.config.shape(), name=f"hidden {self.hidden}, {self.layers} layers")
+
+    def scaled(self, lengths: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+        """Documents as long in this context as `lengths` are in `window`, in a random order; enough for the stream.
+
+        The sample is taken once around if there are too few.
+        """
+        _, _, pieces = wlb.split_documents(lengths, max_document_tokens=window)
+        here = np.maximum(1, np.round(pieces * (self.context / window)).astype(np.int64))
+        return here[np.random.default_rng(self.seed).permutation(here.size)]
+
+    def stream(self, scaled: NDArray[np.int64], scenario: wlb.Scenario) -> NDArray[np.int64]:
+        """So many of them as make `batches` global batches."""
+        offsets = wlb.batch_offsets(scaled, tokens_per_batch=scenario.tokens_per_batch)
+        if offsets.size <= self.batches:
+            raise SystemExit(
+                f"the documents make {offsets.size - 1} global batches of {scenario.tokens_per_batch:,} tokens,"
+                f" fewer than --batches {self.batches}"
+            )
+        return scaled[: offsets[self.batches]]
+
+    def scenario(self, layout: Layout, hardware: wlb.Hardware, profile: Path) -> wlb.Scenario:
+        """This model on these ranks."""
+        sizes, width = layout.sizes, self.bytes_per_number
+        return wlb.Scenario(
+            model=self.model,
+            # As the trainer shards: with one stage, parameters are gathered for every pass of a micro-batch.
+            layout=wlb.ParallelLayout(
+                **sizes,
+                fsdp="zero3" if sizes["pp"] == 1 else "zero2",
+                parameter_bytes=width,
+                gradient_bytes=4,
+                activation_bytes=width,
+            ),
+            hardware=hardware,
+            context=self.context,
+            profile=profile,
+            max_tokens=int(self.memory * self.context),
+            num_micro_batches=None if self.micro_batches is None else self.micro_batches * sizes["dp"],
+        )
+
+    def simulate(self, scaled: NDArray[np.int64], scenario: wlb.Scenario, names: list[str]) -> dict[str, Outcome]:
+        """Every method's plan of the stream and its predicted times; without the methods that the ranks cannot run."""
+        wanted = {name: METHODS[name] for name in names}
+        possible = {name: variant for name, variant in wanted.items() if variant.obstacle(scenario) is None}
+        stream = self.stream(scaled, scenario)
+        return dict(wlb.simulate(stream, scenario, variants=chosen(possible)).outcomes)
+
+
+def placed(outcome: Outcome) -> Iterator[list[list[Any]]]:
+    """Step by step, what every rank of a pipeline stage trains: parts [dp * cp, micro-batches], in their order."""
+    parts = list(outcome.parts())
+    for step in range(len(outcome.run.digests)):
+        yield [[parts[index] for index in row] for row in outcome.placement(step).tolist()]

@@ -1,0 +1,283 @@
+"""``make proof``: see :mod:`studies.proof`. Writes the page, the picture and the record of every layout.
+
+A run that is cut off goes on with the layouts that it lacks when it is started again with the same options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from common import machine as this_machine
+from common import rounded, write_record
+from cyclopts import App, Parameter
+from cyclopts.types import NonNegativeInt, PositiveInt
+from rich.console import Console
+from rich.progress import Progress
+
+import wlb
+from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, page, processes, slices
+from wlb.cli.inputs.documents import read_documents
+from wlb.simulation import Outcome
+
+BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is run.
+
+    Args:
+        layouts: layouts that are trained, a process for each rank; such as pp2.
+        sliced: layouts whose ranks' work is run and timed one after the other; such as dp2pp2cp2.
+        methods: what is compared, by a part of its name; default: everything.
+        lengths: .npy of document lengths in tokens; default: the Python files of this machine.
+        window: tokens of these documents that stand for a context.
+        hidden: width of the model.
+        layers: of the model.
+        context: context window, tokens; 32 for each of hidden is a 7B model's ratio at 128K.
+        batches: global batches of the stream.
+        micro_batches: of a replica in a step; default: as many as pipeline ranks.
+        repeats: how often every step is trained, methods in turn.
+        sliced_repeats: how often every part of a sliced layout is run.
+        clock: of slices and profile on the CPU: processor time of the thread, or the wall's.
+        device: cpu or cuda; default: cuda where there is one for every rank.
+        profile: a profile of this machine for this model, from an earlier run; default: it is measured.
+        profile_seconds: that measuring it may take.
+        seed: of the order of documents and of the weights.
+        output_dir: where records of layouts go, and an interrupted run goes on from.
+        record: where all records go together.
+        page: where the page goes.
+        picture: where the picture goes.
+    """
+
+    layouts: tuple[str, ...] = ("pp2", "dp2", "cp2")
+    sliced: tuple[str, ...] = ("dp2pp2cp2",)
+    methods: tuple[str, ...] = ()
+    lengths: Path | None = None
+    window: PositiveInt = CONTEXT_OF_7B
+    hidden: PositiveInt = 128
+    layers: PositiveInt = 2
+    context: PositiveInt = 4096
+    batches: PositiveInt = 16
+    micro_batches: PositiveInt | None = None
+    repeats: PositiveInt = 2
+    sliced_repeats: PositiveInt = 1
+    clock: Literal["thread", "wall"] = "thread"
+    device: Literal["cpu", "cuda"] | None = None
+    profile: Path | None = None
+    profile_seconds: PositiveInt = 150
+    seed: NonNegativeInt = 0
+    output_dir: Path = Path("wlb-proof")
+    record: Path | None = None
+    page: Path | None = None
+    picture: Path | None = None
+
+
+app = App(name="python -m studies.proof", version_flags=[])
+
+
+@app.default
+def main(*, options: Annotated[Options, Parameter(name="*")] = Options()) -> None:
+    """Measures what methods of packing take on this machine, and compares it with what was predicted."""
+    if wlb.BUILD_PROFILE != "release":
+        sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        proof = Proof(options, bars)
+        records = [proof.layout(name, kind) for kind, name in proof.layouts]
+    record = {"machine": proof.about, "documents": proof.documents, "command": command(), "layouts": records}
+    record = rounded(record)
+    folder = options.output_dir
+    write_record(options.record or folder / "proof.json", record)
+    page.draw(record, options.picture or folder / "proof.png")
+    text = page.text(record, picture=(options.picture or folder / "proof.png").name)
+    (options.page or folder / "proof.md").write_text(text)
+    print(text)
+
+
+class Proof:
+    """One run of the command."""
+
+    def __init__(self, options: Options, bars: Progress) -> None:
+        self._options, self._bars = options, bars
+        torch.set_num_threads(1)
+        wanted = [("processes", name) for name in options.layouts] + [("slices", name) for name in options.sliced]
+        self.layouts = [(kind, name) for kind, name in wanted if Layout(name).sizes]
+        ranks = max([Layout(name).world_size for name in options.layouts], default=1)
+        self._device = options.device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+        self._methods = matching(options.methods)
+        width = 4 if self._device == "cpu" else 2
+        shape = ("hidden", "layers", "context", "batches", "micro_batches", "seed")
+        self._bench = Bench(**{name: getattr(options, name) for name in shape}, bytes_per_number=width)
+        self.documents, lengths = self._lengths()
+        window = options.window if options.lengths else options.window * BYTES_PER_TOKEN
+        self._scaled = self._bench.scaled(lengths, window)
+        self.about = this_machine(["torch"]) | {"device": self._device, "gpu": gpu_name(self._device)}
+        self._profile = self._measured_profile()
+        self.about["attention_share"] = page.attention_share(self._bench, self._profile)
+
+    def layout(self, name: str, kind: str) -> Row:
+        """The record of a layout: the one that is there, or a new one."""
+        layout = Layout(name)
+        settings = {
+            **asdict(self._bench),
+            "kind": kind,
+            "layout": name,
+            "methods": self._methods,
+            "device": self._device,
+            "repeats": self._options.repeats if kind == "processes" else self._options.sliced_repeats,
+            "clock": self._options.clock,
+            "profile": hashlib.sha256(self._profile.read_bytes()).hexdigest(),
+            "documents": hashlib.sha256(self._scaled.tobytes()).hexdigest(),
+        }
+        path = self._options.output_dir / f"{kind}-{name}.json"
+        if path.exists():
+            known: Row = json.loads(path.read_text())
+            if known["settings"] == settings:
+                return known
+        record = {"settings": settings, **self._run(layout, kind)}
+        write_record(path, record)
+        return record
+
+    def _run(self, layout: Layout, kind: str) -> Row:
+        link = self._link(layout, kind)
+        hardware = machine.hardware(self._bench, self._profile, processes.link_of(link), layout.world_size)
+        scenario = self._bench.scenario(layout, hardware, self._profile)
+        outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
+        made = self._processes(layout, outcomes) if kind == "processes" else self._slices(layout, outcomes)
+        for name, row in made.items():
+            row |= predicted(outcomes[name])
+        return {"sizes": layout.sizes, "title": str(layout), "kind": kind, "link": link, "methods": made}
+
+    def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
+        steps = sum(len(outcome.run.digests) for outcome in outcomes.values()) * self._options.repeats
+        task = self._bars.add_task(f"{layout}, processes", total=steps)
+        work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
+        measured = processes.launch(work, lambda: self._bars.advance(task))
+        self._bars.remove_task(task)
+        found = {}
+        for name in outcomes:
+            # Busy ranks: of each step, the repetition with the median time.
+            seconds = np.array(measured["seconds"][name])
+            chosen = np.argsort(seconds, axis=0)[seconds.shape[0] // 2]
+            busy = [measured["busy"][name][repeat][step] for step, repeat in enumerate(chosen.tolist())]
+            found[name] = {
+                "seconds": np.median(seconds, axis=0).tolist(),
+                "repetitions": seconds.tolist(),
+                "work": [float(np.sum(step)) for step in busy],
+                "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
+            }
+        return found
+
+    def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
+        parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
+        task = self._bars.add_task(f"{layout}, slices", total=parts)
+        measured = slices.measure(
+            self._bench,
+            outcomes,
+            repeats=self._options.sliced_repeats,
+            device=torch.device(self._device),
+            thread_clock=self._options.clock == "thread",
+            tick=lambda: self._bars.advance(task),
+        )
+        self._bars.remove_task(task)
+        found = {}
+        for name, outcome in outcomes.items():
+            run, evenly = (of(outcome, measured[name]) for of in (slices.as_measured, slices.even))
+            found[name] = {
+                "seconds": run.seconds.tolist(),
+                "work": run.work.tolist(),
+                "even": evenly.seconds.tolist(),
+                "attribution": {part: float(of.sum() / run.total_seconds) for part, of in run.attribution.items()},
+                "levels": page.levels_of(
+                    slices.busy(outcome, measured[name]), layout, dynamic=outcome.pipelines == "rank"
+                ),
+            }
+        return found
+
+    def _link(self, layout: Layout, kind: str) -> Row:
+        """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.
+
+        Nothing where there are not two devices for that: what ranks send each other then takes no time.
+        """
+        size = layout.world_size
+        if kind == "slices":
+            size = min(size, max([2, *(Layout(name).world_size for name in self._options.layouts)]))
+        if self._device == "cuda":
+            size = min(size, torch.cuda.device_count())
+        if size < 2:
+            return {}
+        task = self._bars.add_task(f"{layout}, link", total=None)
+        probe = processes.Work(self._bench, Layout(f"dp{size}"), {}, frozenset(), 1, self._device)
+        found = processes.launch(probe, lambda: None)
+        self._bars.remove_task(task)
+        return {name: found[name] for name in ("link", "all_gather")}
+
+    def _measured_profile(self) -> Path:
+        if self._options.profile is not None:
+            return self._options.profile
+        task = self._bars.add_task("profile", total=None)
+
+        def show(done: int, total: int, name: str) -> None:
+            self._bars.update(task, completed=done, total=total, description=f"profile: {name}")
+
+        shape = f"h{self._bench.hidden}-c{self._bench.context}-{self._device}"
+        path = self._options.output_dir / f"profile-{shape}.json"
+        if not path.exists():
+            seconds = self._options.profile_seconds
+            machine.profile(self._bench, path, device=self._device, budget_seconds=seconds, progress=show)
+        self._bars.remove_task(task)
+        return path
+
+    def _lengths(self) -> tuple[str, np.ndarray]:
+        if self._options.lengths is not None and self._options.lengths.suffix != ".npy":
+            raise SystemExit(f"--lengths {self._options.lengths}: a .npy of lengths in tokens")
+        found = read_documents(self._options.lengths, field="text", pattern="*", tokenizer=None, progress=self._bars)
+        return f"{len(found.lengths):,} documents: {found.source}", found.lengths
+
+
+def predicted(outcome: Outcome) -> Row:
+    """What the simulation says of a plan, and what is known of the plan itself."""
+    return {
+        "predicted": outcome.seconds.tolist(),
+        "predicted_work": outcome.work.tolist(),
+        "streamed": outcome.run.streamed,
+        "tokens": outcome.tokens,
+        "flops": outcome.flops,
+        "delay": outcome.run.delay_mean,
+        "digest": outcome.summary()["digest"],
+    }
+
+
+def matching(parts: tuple[str, ...]) -> list[str]:
+    """The methods whose names have one of these parts, the baseline always; all without any."""
+    for part in parts:
+        if not any(part in name for name in METHODS):
+            raise SystemExit(f"--methods {part}: is in the name of none of {', '.join(METHODS)}")
+    first = next(iter(METHODS))
+    return [name for name in METHODS if not parts or name == first or any(part in name for part in parts)]
+
+
+def gpu_name(device: str) -> str | None:
+    """Of the first GPU, where that is what is measured."""
+    return torch.cuda.get_device_name() if device == "cuda" else None
+
+
+def command() -> str:
+    """This one, as it was given."""
+    return " ".join(["python -m studies.proof", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    app()

@@ -1,0 +1,53 @@
+"""This machine in the words of the simulation: a profile of one processor, and the link between its ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import wlb
+from studies.proof import HEAD_DIM, Bench
+from wlb.torch.profiling import Grid, Profiler
+
+GIB = 2**30
+
+
+def profile(
+    bench: Bench, path: Path, *, device: str, budget_seconds: float, progress: Callable[[int, int, str], None]
+) -> None:
+    """Measures attention and a layer of the model on one processor, as `wlb profile` does."""
+    limit = 1 << int(np.ceil(np.log2(bench.memory * bench.context)))
+    context = 1 << int(np.ceil(np.log2(bench.context)))
+    grid = Grid.default(
+        queries=(16, context), keys=(min(128, context), context), tokens=(min(256, limit), limit), held_out=8
+    )
+    measured = Profiler(bench.model, device=device).measure(
+        records=path.with_suffix(".records.jsonl"), grid=grid, budget_seconds=budget_seconds, progress=progress
+    )
+    path.write_text(json.dumps(measured) + "\n")
+
+
+def hardware(bench: Bench, path: Path, link: wlb.Link, ranks: int) -> wlb.Hardware:
+    """The machine: the rate of its linear part is that of the profile's layer, and all its ranks are in one node."""
+    measured = json.loads(path.read_text())
+    linear, attention = wlb.CostModel.from_profile(path), wlb.KernelModel.from_profile(path)
+    tokens = np.array([bench.context])
+    layer = bench.config.shape() | {"num_layers": 1, "vocab_size": 1}
+    flops = wlb.CostModel.from_flops(**layer)
+    rate = float(flops.linear_cost(tokens)[0] / linear.linear_cost(tokens)[0])
+    pairs = 3.5 * 4 * attention.num_heads * HEAD_DIM * float(wlb.pairs(tokens)[0])
+    relative = pairs / float(attention.segment_seconds(tokens, tokens, passes="forward_backward")[0]) / rate
+    return wlb.Hardware(
+        name=str(measured["gpu"]),
+        peak_flops=rate,
+        memory_bytes=64 * GIB,
+        gpus_per_node=max(ranks, 1),
+        intra_node=link,
+        inter_node=link,
+        launch_latency=1e-9,  # the link's latency holds it
+        gemm_efficiency=1.0,
+        attention_efficiency=relative,
+    )

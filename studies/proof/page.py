@@ -1,0 +1,226 @@
+"""The page of results: tables of what the clock said, what was predicted, and what idled; and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from common import STYLE, WLB
+
+import wlb
+from studies.proof import METHODS, Bench, Layout
+from studies.proof.figures import Gain, Run, gain, levels
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+Row = dict[str, Any]
+BASES = ("original", "original, uncut")
+LEVELS = ("gpu", "dp", "pp", "cp", "micro-batch")
+HOW = {
+    "processes": "trained, a process for each rank; the clock on the wall",
+    "slices": "each rank's work run and timed alone, put together in the order of the schedule",
+}
+
+
+def attention_share(bench: Bench, profile: Path) -> Row:
+    """How much of a document's work attention is, where it fills the context: by FLOPs and by time, ours and a 7B's."""
+    ours = bench.model.cost_model(attention_efficiency=1.0)
+    theirs = wlb.ModelConfig.preset("llama2-7b").cost_model(attention_efficiency=1.0)
+    measured = wlb.CostModel.from_profile(profile)
+
+    def share(costs: wlb.CostModel, tokens: int) -> float:
+        return float(costs.attention_cost([tokens])[0] / costs.cost([tokens])[0])
+
+    h100 = wlb.Hardware.preset("h100").cost_model(wlb.ModelConfig.preset("llama2-7b"))
+    return {
+        "flops": share(ours, bench.context),
+        "seconds": share(measured, bench.context),
+        "flops_7b": share(theirs, 131072),
+        "seconds_7b_h100": share(h100, 131072),
+    }
+
+
+def levels_of(busy: list[list[list[float]]], layout: Layout, *, dynamic: bool) -> dict[str, float]:
+    """See :func:`studies.proof.figures.levels`; with groups that a plan chose, dp and cp are not what they are else."""
+    found = levels(busy, layout.sizes)
+    return {name: found[name] for name in (("gpu", "pp") if dynamic else LEVELS)}
+
+
+def runs(layout: Row) -> dict[str, Run]:
+    """By method."""
+    return {name: Run.of(row) for name, row in layout["methods"].items()}
+
+
+def gains(layout: Row, *, flops: bool, base: str) -> dict[str, Gain]:
+    """Of every method over `base`; of none where that did not run."""
+    found = runs(layout)
+    return {name: gain(run, found[base], flops=flops) for name, run in found.items()} if base in found else {}
+
+
+def errors(layout: Row) -> dict[str, float]:
+    """The prediction against the clock: of steps, and of ratios to the baseline."""
+    found = runs(layout)
+    steps = np.concatenate([run.step_errors for run in found.values()])
+    ratios = [abs(one.error) for name, one in gains(layout, flops=False, base=BASES[0]).items() if name != BASES[0]]
+    return {
+        "step_median": float(np.median(np.abs(steps))),
+        "step_p95": float(np.percentile(np.abs(steps), 95)),
+        "step_mean": float(steps.mean()),
+        "ratio_median": float(np.median(ratios)) if ratios else 0.0,
+        "ratio_worst": max(ratios, default=0.0),
+    }
+
+
+def text(record: Row, *, picture: str) -> str:
+    """The page, in Markdown."""
+    return "\n".join(_lines(record, picture)) + "\n"
+
+
+def _lines(record: Row, picture: str) -> Iterator[str]:
+    about, layouts = record["machine"], record["layouts"]
+    settings = layouts[0]["settings"]
+    share = about["attention_share"]
+    yield "# Proof: on a clock, and as predicted"
+    yield ""
+    yield (
+        "`make proof` writes this page. A small model trains on the lengths of real documents under every method. The"
+        " plans are those of `wlb.simulate`, the clock grades them, and beside each gain stands what the simulation"
+        " predicted from a profile of this machine (`wlb profile`) and a probe of the link between its ranks."
+    )
+    yield ""
+    yield (
+        f"{about['time'][:10]}, {about['gpu'] or about['cpu']}, {about['cores']} cores, load {about['load'][0]:.1f} at"
+        f" the start, torch {about['packages']['torch']}, wlb {about['wlb']} at {about['commit']}."
+        f" `{record['command']}`. {record['documents']}, {settings['batches']} global batches; hidden"
+        f" {settings['hidden']}, {settings['layers']} layers, context {settings['context']:,}. Attention is"
+        f" {share['flops']:.0%} of the FLOPs of a document that fills the context ({share['flops_7b']:.0%} in LLaMA2-7B"
+        f" at 128K), and {share['seconds']:.0%} of its measured time here ({share['seconds_7b_h100']:.0%} is assumed of"
+        " the 7B model on a H100)."
+    )
+    yield ""
+    yield f"![Gains over the baseline, measured and predicted]({picture})"
+    for layout in layouts:
+        yield from _layout(layout)
+    yield ""
+    yield from _reading()
+
+
+def _layout(layout: Row) -> Iterator[str]:
+    found, bases = runs(layout), [base for base in BASES if base in layout["methods"]]
+    sliced = layout["kind"] == "slices"
+    tokens, flops = (gains(layout, flops=flops, base=BASES[0]) for flops in (False, True))
+    uncut = gains(layout, flops=True, base=BASES[-1]) if BASES[-1] in bases else {}
+    clock = f" ({layout['settings']['clock']} time)" if sliced else ""
+    yield ""
+    yield f"## {layout['title']}: {HOW[layout['kind']]}{clock}"
+    yield ""
+    head = ["method", "tokens/s", "GFLOP/s", "x tokens/s", "predicted", "x FLOP/s", "over uncut", "step error", "idle"]
+    head += ["even"] if sliced else []
+    yield from _head([*head, "delay"])
+    for name, run in found.items():
+        row = layout["methods"][name]
+        ranks = np.prod(list(layout["sizes"].values()))
+        busy = row["work"] if not sliced else None
+        idle = 1 - sum(busy) / ranks / run.seconds.sum() if busy else _idle(row)
+        cells = [
+            name,
+            f"{run.tokens / run.steady:,.0f}",
+            f"{run.flops / run.steady / 1e9:,.1f}",
+            _interval(tokens[name], name == BASES[0]),
+            f"{tokens[name].predicted:.3f}",
+            _interval(flops[name], name == BASES[0]),
+            _interval(uncut[name], name == BASES[-1]) if uncut else "",
+            f"{np.median(np.abs(run.step_errors)):.1%}",
+            f"{idle:.0%}",
+        ]
+        cells += [f"{run.seconds.sum() / sum(row['even']):.3f}"] if sliced else []
+        yield _row([*cells, f"{row['delay']:.2f}"])
+    error = errors(layout)
+    yield ""
+    yield (
+        f"Prediction: a step is off by {error['step_median']:.1%} in the median, {error['step_p95']:.1%} at the 95th"
+        f" percentile ({error['step_mean']:+.1%} in the mean); a ratio to {BASES[0]} by {error['ratio_median']:.1%} in"
+        f" the median and {error['ratio_worst']:.1%} at most. {_gained(flops, uncut)}"
+    )
+    yield ""
+    yield "Busiest over mean, mean of steps:"
+    yield ""
+    yield from _head(["method", *LEVELS])
+    for name in found:
+        level = layout["methods"][name]["levels"]
+        yield _row([name, *(f"{level[key]:.3f}" if key in level else "" for key in LEVELS)])
+
+
+def _idle(row: Row) -> float:
+    """Of the mean rank: whatever is not computing."""
+    return 1 - float(row["attribution"]["compute"])
+
+
+def _interval(one: Gain, is_base: bool) -> str:
+    return "1" if is_base else f"{one.ratio:.3f} ({one.low:.3f} to {one.high:.3f})"
+
+
+def _gained(flops: Mapping[str, Gain], uncut: Mapping[str, Gain]) -> str:
+    """Who gains by model FLOP/s over both baselines, beyond the interval, and who does not."""
+    both = {name: [of[name] for of in (flops, uncut) if of] for name in flops if name not in BASES}
+    sure = [name for name, of in both.items() if all(one.shown for one in of)]
+    rest = [name for name in both if name not in sure]
+    said = f"Faster than both baselines, the whole interval above 1: {', '.join(sure) or 'none'}."
+    return said + (f" Not shown: {', '.join(rest)}." if rest else "")
+
+
+def _reading() -> Iterator[str]:
+    yield "## How to read it"
+    yield ""
+    yield (
+        "- x: throughput over that of *original*, documents as they arrive and cut every context. Tokens a second"
+        " favours methods that cut documents, which attend to less; model FLOPs a second does not. *over uncut*: FLOPs"
+        " a second over those of documents as they arrive, none of them cut. In brackets 95 % of 2,000 draws of steps,"
+        " in pairs from the same place of the stream: another sample of documents may give anything in it.\n"
+        "- Every method trains every document once. The last steps, which empty queues, count at the efficiency of the"
+        " others, as in a long run.\n"
+        "- *step error*: predicted over measured seconds of a step, less 1; the median without its sign. *idle*: time"
+        " in which the mean rank does not compute. *even*: time over that of the same work spread evenly over ranks and"
+        " micro-batches.\n"
+        "- gpu, dp, pp, cp, micro-batch: which are compared. In processes, what a rank waits for inside a micro-batch"
+        " (the keys of another) counts as busy, so that unevenness of cp hides there and shows in slices.\n"
+        "- The model is small, and the ranks are processors of one machine: attention's weight is a 7B model's, the"
+        " links are not. What holds on GPUs is for the same command on GPUs to say."
+    )
+
+
+def _head(cells: list[str]) -> Iterator[str]:
+    yield _row(cells)
+    yield _row(["---", *["---:"] * (len(cells) - 1)])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def draw(record: Row, path: Path) -> None:
+    """Gains by model FLOPs a second with their intervals, and the predicted ones, layout by layout."""
+    layouts = record["layouts"]
+    with mpl.rc_context(STYLE):
+        figure, panels = plt.subplots(
+            1, len(layouts), figsize=(3.6 * len(layouts) + 1.4, 4.4), sharey=True, squeeze=False, layout="constrained"
+        )
+        for axes, layout in zip(panels[0], layouts, strict=True):
+            found = gains(layout, flops=True, base=BASES[0])
+            places = [-list(METHODS).index(name) for name in found]
+            ratios = np.array([one.ratio for one in found.values()])
+            reach = np.array([[one.ratio - one.low, one.high - one.ratio] for one in found.values()]).T
+            axes.errorbar(ratios, places, xerr=reach, fmt="o", color=WLB, capsize=3, label="measured, 95 %")
+            axes.plot([one.predicted for one in found.values()], places, "x", color="#c0452c", label="predicted")
+            axes.axvline(1, color="#57606a", linewidth=1)
+            axes.set_title(f"{layout['title']} ({layout['kind']})", fontsize=10.5)
+            axes.set_xlabel("model FLOP/s over original")
+        panels[0][0].set_yticks([-index for index in range(len(METHODS))], list(METHODS))
+        panels[0][0].legend(fontsize=9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)

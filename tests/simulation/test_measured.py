@@ -1,0 +1,95 @@
+"""A plan priced by measured seconds: the same step as predicted where they are the predicted ones, rank by rank."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from test_simulate import LAYOUTS, documents, scenario
+
+import wlb
+from wlb.simulation import Outcome, Scenario, simulate
+from wlb.simulation.planner import of_size
+
+METHODS = ("plain", "whole", "fixed", "adaptive_cp", "adaptive_release", "dynamic_cp")
+
+
+def compute(outcome: Outcome, case: Scenario) -> NDArray[np.float64]:
+    """float64 [parts, stages, 3]: what the simulation expects of every part, communication aside."""
+    found = []
+    for part in outcome.parts():
+        forward, backward = (case.rank_seconds(part.shard, passes=passes) for passes in ("forward", "backward"))
+        made = case.stage_seconds(
+            [part.shard.tokens_per_rank.max()],
+            attention_forward=forward[part.rank][None],
+            attention_backward=backward[part.rank][None],
+            layout=of_size(case.layout, part.cp_size),
+        )
+        found.append((made.seconds - made.exposed_cp - made.exposed_tp)[0])
+    return np.array(found)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], wlb.ParallelLayout(dp=2, pp=4, cp=2)], ids=repr)
+def test_what_is_predicted_as_if_it_had_been_measured(layout: wlb.ParallelLayout) -> None:
+    case = scenario(layout)
+    for name, outcome in simulate(documents(150), case, variants=METHODS).outcomes.items():
+        measured = outcome.at_measured(compute(outcome, case))
+        np.testing.assert_allclose(measured.seconds, outcome.seconds, rtol=1e-9, err_msg=name)
+        np.testing.assert_allclose(measured.work, outcome.work, rtol=1e-9)
+        for part, of in measured.attribution.items():
+            np.testing.assert_allclose(of, outcome.attribution[part], rtol=1e-6, atol=1e-9 * outcome.total_seconds)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_rank_runs_its_parts_in_the_order_of_the_plan(name: str) -> None:
+    outcome = simulate(documents(150), scenario(LAYOUTS[1]), variants=[name]).outcomes[name]
+    parts = list(outcome.parts())
+    seen = []
+    for step in range(len(outcome.run.digests)):
+        placement = outcome.placement(step)
+        assert placement.shape[0] == 4  # dp * cp
+        assert {parts[index].step for index in placement.ravel()} == {step}
+        for column in placement.T:
+            ranks = [parts[index] for index in column]
+            for rank, part in enumerate(ranks):
+                first = part.first_rank if part.first_rank is not None else rank // 2 * 2
+                assert first + part.rank == rank
+                together = ranks[first : first + part.cp_size]
+                assert all(other.pieces == part.pieces for other in together)
+                assert part.shard.cp_size == part.cp_size
+                np.testing.assert_array_equal(part.shard.lengths, outcome.run.length[part.pieces])
+        seen.extend(placement.ravel().tolist())
+    assert sorted(seen) == list(range(len(parts)))
+
+
+def test_a_slow_rank_holds_up_its_group_alone() -> None:
+    outcome = simulate(documents(60), scenario(LAYOUTS[1]), variants=["plain"]).outcomes["plain"]
+    parts = list(outcome.parts())
+    even = np.ones((len(parts), 2, 3))
+    slow = even.copy()
+    slow[0] *= 5
+    before, after = (outcome.at_measured(seconds) for seconds in (even, slow))
+    assert after.seconds[0] > before.seconds[0]
+    np.testing.assert_array_equal(after.seconds[1:], before.seconds[1:])
+    assert after.attribution["cp_wait"][0] > before.attribution["cp_wait"][0] == 0.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=repr)
+def test_whole_documents_as_they_arrive(layout: wlb.ParallelLayout) -> None:
+    lengths, case = documents(200), scenario(layout)
+    run = simulate(lengths, case, variants=["whole"]).outcomes["whole"].run
+    assert (run.start == 0).all()
+    np.testing.assert_array_equal(run.document, np.arange(lengths.size))
+    np.testing.assert_array_equal(run.length, lengths)
+    assert run.delay_mean == 0
+    batches = list(run.micro_batch_lengths())
+    expected: list[list[int]] = []
+    room = 0
+    for length in lengths.tolist():  # one by one
+        if length > room:
+            expected.append([])
+            room = case.context
+        expected[-1].append(length)
+        room -= length
+    assert [batch.tolist() for batch in batches if batch.size] == expected
+    width = case.micro_batches
+    assert len(run.digests) == -(-len(expected) // width)
+    assert run.streamed == len(expected) // width

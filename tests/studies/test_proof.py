@@ -1,0 +1,198 @@
+"""The proof, small: what is trained is the plan, each part once; figures say what was measured and no more."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes as forked
+import pytest
+import torch
+
+import wlb
+from wlb.torch.attention import context_parallel_attention
+from wlb.torch.profiling import LinkTimes, probe_link
+
+for needed in ("cyclopts", "matplotlib", "rich"):
+    pytest.importorskip(needed)
+proof = pytest.importorskip("studies.proof")
+batches, command, echo, figures, page, processes, slices = (
+    pytest.importorskip(f"studies.proof.{name}")
+    for name in ("batches", "__main__", "echo", "figures", "page", "processes", "slices")
+)
+
+BENCH = proof.Bench(hidden=64, context=64, batches=4)
+CPU = torch.device("cpu")
+torch.set_num_threads(1)  # as tests/torch: threads that wait for each other on a busy machine take minutes
+
+
+def outcomes(layout: str, *names: str) -> dict[str, Any]:
+    bench = BENCH
+    lengths = np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64).clip(1, 64)
+    layout = proof.Layout(layout)
+    scenario = wlb.Scenario(
+        model=bench.model,
+        layout=wlb.ParallelLayout(**layout.sizes, fsdp="zero2"),
+        hardware=wlb.Hardware.preset("h100"),
+        context=bench.context,
+        max_tokens=128,
+    )
+    return bench.simulate(lengths, scenario, list(names))
+
+
+def test_layouts_by_name() -> None:
+    assert proof.Layout("dp2pp4").sizes == {"dp": 2, "pp": 4, "cp": 1}
+    assert proof.Layout("cp2").world_size == 2
+    for wrong in ("tp2", "pp", "pp2pp2", "pp2x"):
+        with pytest.raises(SystemExit, match="is named like"):
+            _ = proof.Layout(wrong).sizes
+
+
+def test_lengths_keep_their_share_of_the_context() -> None:
+    scaled = BENCH.scaled(np.array([131072, 65536, 1, 200000]), 131072)
+    assert sorted(scaled.tolist()) == [1, 32, 34, 64, 64]  # 200,000 are cut at the window first
+
+
+def test_an_echo_is_what_the_rank_itself_sent() -> None:
+    shard = wlb.shard([10, 3, 7], cp_size=4, strategy="per_document")
+    echo.start(4)
+    try:
+        assert echo.group(0, 1) is None
+        for rank in range(4):
+            group = echo.group(rank, 4)
+            assert group is not None
+            assert group.size() == 4
+            assert torch.distributed.get_rank(group) == rank
+            tokens = shard.rank(rank).token_indices.size
+            q, k, v = (torch.ones(tokens, 1, 8, requires_grad=True) for _ in range(3))
+            out = context_parallel_attention(q, k, v, shard, group=group)
+            out.sum().backward()
+            torch.testing.assert_close(out, torch.ones_like(out))  # all values are, wherever they came from
+            assert v.grad is not None
+    finally:
+        echo.stop()
+
+
+def test_every_part_is_run_in_slices() -> None:
+    found = outcomes("dp2pp2cp2", "original", "adaptive", "Dynamic-CP")
+    ticks: list[int] = []
+    measured = slices.measure(BENCH, found, repeats=2, device=CPU, thread_clock=True, tick=lambda: ticks.append(1))
+    assert sum(seconds.shape[0] * seconds.shape[1] for seconds in measured.values()) == len(ticks)
+    for name, outcome in found.items():
+        seconds = measured[name]
+        assert (seconds > 0).all()
+        timed = slices.as_measured(outcome, seconds)
+        assert timed.tokens == outcome.tokens
+        even = slices.even(outcome, seconds)
+        assert even.work.sum() <= timed.work.sum() * 1.001  # work is that of the slowest rank of a group
+        busy = slices.busy(outcome, seconds)
+        assert sum(np.sum(step) for step in busy) == pytest.approx(np.median(seconds, axis=0).sum())
+        assert np.array(busy[0]).shape[0] == 8
+
+
+def train(rank: int, work: Any) -> dict[str, Any]:
+    settings = processes.train.Settings(
+        pp=work.layout.sizes["pp"], cp=work.layout.sizes["cp"], model=processes.train.Shape(**BENCH.config.shape())
+    )
+    device, mesh = processes.train.set_up_ranks(settings)
+    return processes.Runner(work, settings, device, mesh).run()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "cp2"])
+def test_processes_train_the_same_plans(layout: str) -> None:
+    names = ("original", "finer", "Dynamic-CP") if layout == "cp2" else ("original", "finer")
+    found = outcomes(layout, *names)
+    work = processes.work_of(BENCH, proof.Layout(layout), found, 2, "cpu")
+    first, second = forked.run(2, train, work)
+    assert first == second
+    for name, outcome in found.items():
+        assert np.array(first["seconds"][name]).shape == (2, len(outcome.run.digests))
+        for took, ranks in zip(first["seconds"][name][0], first["busy"][name][0], strict=True):
+            assert all(0 < sum(busy) <= took for busy in ranks)
+
+
+def test_tokens_are_those_of_the_plan() -> None:
+    found = outcomes("dp2cp2", "original", "Dynamic-CP")
+    text = batches.Text()
+    for outcome in found.values():
+        trained = 0
+        for part in outcome.parts():
+            batch = text.batch(batches.Part.of(outcome, part), CPU)
+            trained += batch.tokens.numel()
+            if part.rank == 0 and batch.tokens.numel():
+                row = outcome.run.document[part.pieces], outcome.run.start[part.pieces]
+                assert int(batch.tokens[0]) == int(text.document(int(row[0][0]), int(row[1][0]), 1)[0])
+        assert trained == outcome.tokens
+
+
+def run_of(seconds: list[float], work: list[float], *, predicted: float = 1.0, streamed: int | None = None) -> Any:
+    both = np.array(seconds), np.array(work)
+    many = len(seconds) if streamed is None else streamed
+    return figures.Run(both[0], both[1], both[0] * predicted, both[1], many, tokens=100, flops=1000.0)
+
+
+def test_a_gain_is_found_and_one_that_is_not_there_is_not() -> None:
+    rng = np.random.default_rng(1)
+    noise = rng.uniform(0.9, 1.1, 40)
+    base, faster = run_of(list(noise * 2), [1.0] * 40), run_of(list(noise), [1.0] * 40, predicted=1.1)
+    found = figures.gain(faster, base, flops=False)
+    assert found.ratio == pytest.approx(2)
+    assert found.low <= 2 <= found.high
+    assert found.shown
+    assert found.predicted == pytest.approx(2 / 1.1)
+    assert found.error == pytest.approx(1 / 1.1 - 1)
+    other = run_of(list(rng.permutation(noise) * 2), [1.0] * 40)
+    assert not figures.gain(other, base, flops=False).shown
+
+
+def test_the_end_of_a_stream_counts_at_the_efficiency_of_the_rest() -> None:
+    assert run_of([1.0, 1.0, 5.0], [1.0, 1.0, 1.0], streamed=2).steady == pytest.approx(3)
+
+
+def test_levels_by_hand() -> None:
+    # pp 2, dp 2, cp 1; two micro-batches: replica 0 has 1 and 3 on each stage, replica 1 has 1 and 1.
+    found = figures.levels([[[1, 3], [1, 1], [1, 3], [1, 1]]], {"pp": 2, "dp": 2, "cp": 1})
+    assert found == pytest.approx({"micro-batch": 2.0, "dp": 4 / 3, "pp": 1.0, "cp": 1.0, "gpu": 4 / 3})
+
+
+def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
+    def row(factor: float) -> dict[str, Any]:
+        seconds = [factor] * 8
+        level = dict.fromkeys(page.LEVELS, 1.0)
+        made = {"seconds": seconds, "work": seconds, "predicted": seconds, "predicted_work": seconds, "levels": level}
+        return made | {"streamed": 8, "tokens": 100, "flops": 1e9, "delay": 0.0}
+
+    methods = {"original": row(1.0), "original, uncut": row(1.1), "adaptive": row(0.8), "finer": row(1.2)}
+    layout = {"kind": "processes", "title": "pp 2", "sizes": {"pp": 2}, "methods": methods}
+    layout["settings"] = {"batches": 8, "hidden": 64, "layers": 2, "context": 64, "clock": "thread"}
+    share = dict.fromkeys(("flops", "seconds", "flops_7b", "seconds_7b_h100"), 0.7)
+    about = {"time": "2025-01-01T", "gpu": None, "cpu": "x", "cores": 2, "load": [0.0], "packages": {"torch": "2"}}
+    about |= {"wlb": "1", "commit": "abc", "attention_share": share}
+    record = {"machine": about, "documents": "some", "command": "c", "layouts": [layout]}
+    text = page.text(record, picture="proof.png")
+    assert "the whole interval above 1: adaptive. Not shown: finer." in text
+    page.draw(record, tmp_path / "proof.png")
+    assert (tmp_path / "proof.png").stat().st_size > 0
+
+
+def test_methods_by_a_part_of_their_names() -> None:
+    assert command.matching(("queues",)) == ["original", "queues"]
+    assert command.matching(()) == list(proof.METHODS)
+    with pytest.raises(SystemExit, match="is in the name of none"):
+        command.matching(("nobody",))
+
+
+def test_probed_links() -> None:
+    sizes = np.array([1 << 12, 1 << 16, 1 << 20])
+    exact = LinkTimes(4, sizes, 3 * 2e-5 + 3 / 4 * sizes / 5e8)
+    assert exact.link.latency == pytest.approx(2e-5)
+    assert exact.link.bandwidth == pytest.approx(5e8)
+    found = forked.run(2, probe)
+    assert found[0] == found[1]
+    assert min(found[0]) > 0
+    with pytest.raises(forked.RankFailed, match="a link joins two or more"):
+        forked.run(1, probe)
+
+
+def probe(rank: int) -> list[float]:
+    times = probe_link(num_bytes=(2, 1 << 16), repeats=2)
+    return [times.link.latency, times.link.bandwidth, *times.seconds.tolist()]
