@@ -181,6 +181,59 @@ def rows(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"release": "adaptive", "max_mean_delay": 0.3, "finer": 2},
+        {"release": "adaptive", "delay_price": 0.5, "method": "refined"},
+        {"release": "adaptive", "plan": "dynamic_cp", "cp": 2},
+        {"method": "whole"},
+    ],
+    ids=str,
+)
+def test_every_way_to_pack_trains(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "corpus").mkdir()
+    for number, length in enumerate(np.random.default_rng(0).lognormal(3.2, 0.8, 80).astype(int).clip(2, 90)):
+        (tmp_path / "corpus" / f"{number:02}.txt").write_text(
+            "to be or not to be, "[: length % 20] * (1 + length // 20)
+        )
+    settings = replace(
+        SETTINGS,
+        model=replace(CONFIG, num_layers=1),
+        corpus=tmp_path / "corpus",
+        pattern="*.txt",
+        steps=2,
+        metrics_file=tmp_path / "log.jsonl",
+        **changes,
+    )
+    processes.run(2, run, settings)
+    log = rows(tmp_path / "log.jsonl")
+    assert [row["step"] for row in log] == [1, 2]
+    assert all(0 < row["tokens"] <= 4 * 96 * 2 for row in log)
+    if changes.get("finer"):
+        assert {row["micro_batches"] for row in log} == {4}  # of 8, on two ranks
+    if changes.get("method") == "whole":
+        assert {row["delay_max"] for row in log} == {0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"delay_price": 0.5},
+        {"max_mean_delay": 0.5},
+        {"release": "adaptive", "method": "whole"},
+        {"release": "adaptive", "delay_price": 0.5, "max_mean_delay": 0.5},
+        {"finer": 2, "method": "original"},
+        {"plan": "dynamic_cp", "method": "whole"},
+    ],
+    ids=str,
+)
+def test_ways_to_pack_that_exclude_each_other(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "one.txt").write_text("to be or not to be")
+    with pytest.raises(processes.RankFailed, match="go(es)? with|give one of them"):
+        processes.run(1, run, replace(SETTINGS, corpus=tmp_path, pattern="*.txt", **changes))
+
+
 def test_more_stages_than_layers_are_refused() -> None:
     mesh: Any = {"pp": SimpleNamespace(size=lambda: 3)}
     with pytest.raises(SystemExit, match="8 layers are too few for 9 pipeline stages"):
