@@ -230,7 +230,7 @@ def test_every_way_to_pack_trains(tmp_path: Path, changes: dict[str, Any]) -> No
 )
 def test_ways_to_pack_that_exclude_each_other(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "one.txt").write_text("to be or not to be")
-    with pytest.raises(processes.RankFailed, match="go(es)? with|give one of them"):
+    with pytest.raises(processes.RankFailed, match=r"go(es)? with|give one of them"):
         processes.run(1, run, replace(SETTINGS, corpus=tmp_path, pattern="*.txt", **changes))
 
 
