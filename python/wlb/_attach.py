@@ -17,6 +17,7 @@ def attach(trainer: Any, **options: Any) -> Any:
     | --- | --- | --- |
     | transformers' `Trainer`, TRL's `SFTTrainer` | the same trainer, balanced | what `balance` takes |
     | Lightning's `Trainer` | a data module for its `fit` | `dataset=`, what `BalancedDataModule` takes |
+    | torchtitan's `Trainer.Config` | such a configuration, balanced | what `balance` takes |
     | accelerate's `Accelerator` | `train_step` as a function of model and step | what `train_step` takes |
     | a model of Megatron-Core, or its chunks | steps for its schedules | `dataset=`, what `data_iterator` takes |
     | a torch module, wrapped or not | `train_step` as a function of the step | what `train_step` takes |
@@ -25,7 +26,7 @@ def attach(trainer: Any, **options: Any) -> Any:
         trainer: what trains.
         **options: of the function that is called: :func:`wlb.integrations.huggingface.balance`,
             :class:`wlb.integrations.lightning.BalancedDataModule`, :func:`wlb.integrations.megatron.data_iterator`,
-            :func:`wlb.torch.train_step`.
+            :func:`wlb.integrations.torchtitan.balance`, :func:`wlb.torch.train_step`.
 
     Returns:
         As in the table.
@@ -35,11 +36,12 @@ def attach(trainer: Any, **options: Any) -> Any:
     """
     chunks = isinstance(trainer, list) and bool(trainer)  # Megatron-Core's, of an interleaved pipeline
     for cls in type(trainer[0] if chunks else trainer).__mro__:
-        package, name = cls.__module__.partition(".")[0], cls.__name__
+        package, name = cls.__module__.partition(".")[0], cls.__qualname__
         if (package, name) in _KNOWN and (not chunks or package == "megatron"):
             return _KNOWN[package, name](trainer, **options)
     found = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-    known = "transformers.Trainer, lightning.Trainer, accelerate.Accelerator, megatron.core's models, torch.nn.Module"
+    known = "transformers.Trainer, lightning.Trainer, torchtitan's Trainer.Config, accelerate.Accelerator, "
+    known += "megatron.core's models, torch.nn.Module"
     raise error("trainer", f"is a {found}, which is not known; known are {known}", value=found)
 
 
@@ -59,6 +61,10 @@ def _megatron(model: Any, *, dataset: Any = None, **options: Any) -> Any:
     return import_module("wlb.integrations.megatron").data_iterator(dataset, model=model, **options)
 
 
+def _torchtitan(config: Any, **options: Any) -> Any:
+    return import_module("wlb.integrations.torchtitan").balance(config, **options)
+
+
 def _accelerate(accelerator: Any, **options: Any) -> Any:
     return partial(import_module("wlb.torch").train_step, accelerator=accelerator, **options)
 
@@ -70,6 +76,7 @@ def _module(model: Any, **options: Any) -> Any:
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("transformers", "Trainer"): _hugging_face,
     ("lightning", "Trainer"): _lightning,
+    ("torchtitan", "Trainer.Config"): _torchtitan,
     ("accelerate", "Accelerator"): _accelerate,
     ("megatron", "MegatronModule"): _megatron,
     ("megatron", "TransformerConfig"): _megatron,

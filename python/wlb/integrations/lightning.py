@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from numpy.typing import ArrayLike
@@ -26,7 +25,7 @@ import wlb
 from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
-from wlb.integrations.rows import arrow_lengths
+from wlb.integrations.rows import lengths_of
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, StepLoader, collate
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.loss import count_valid_tokens
@@ -114,7 +113,7 @@ class BalancedDataModule(LightningDataModule):
         }
         self._waiting = waiting
         self._documents, self._validation = Documents(dataset), validation
-        self._lengths = _lengths(self._documents) if lengths is None else lengths
+        self._lengths = lengths_of(self._documents) if lengths is None else lengths
         self._tokens_per_batch = tokens_per_batch
         self._order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
         self._num_workers = num_workers
@@ -218,7 +217,7 @@ class _Validation:
         ranks = trainer.world_size
         packer = wlb.Packer(num_micro_batches=4 * ranks, **options)
         sampler = BalancedBatchSampler(
-            _lengths(documents), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
+            lengths_of(documents), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
         )
         loader = DataLoader(documents, batch_sampler=sampler, collate_fn=collate)
         steps: StepLoader[PackedBatch] = StepLoader(loader)
@@ -248,10 +247,3 @@ def _check_epochs(trainer: Any, needed: int) -> None:
     if every:
         message = f"= {every}: would begin the data anew, without what waits; leave it out"
         raise error("reload_dataloaders_every_n_epochs", message, value=every)
-
-
-def _lengths(documents: Documents) -> Any:
-    found = arrow_lengths(documents.dataset)
-    if found is not None:
-        return found
-    return np.array([len(documents[index].tokens) for index in range(len(documents))], np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from wlb._errors import error
+from wlb.torch.data import Documents
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -144,15 +146,47 @@ def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
     return np.concatenate(lengths).astype(np.int64) if lengths else np.empty(0, np.int64)
 
 
+def lengths_of(documents: Documents) -> NDArray[np.int64]:
+    """int64 [documents], tokens of each. Those in Arrow tables are not read for it, others once."""
+    found = arrow_lengths(documents.dataset)
+    if found is not None:
+        return found
+    return np.array([len(documents[index].tokens) for index in range(len(documents))], np.int64)
+
+
 def _resumes_exactly(dataset: Any) -> bool:
     """Whether the state of a stream says exactly where it stands: that of a shuffle buffer loses what is in it."""
     if not all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict")):
         return False
-    return not _holds_a_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
+    return not any(map(_is_ahead, _layers(getattr(dataset, "_ex_iterable", None))))
 
 
-def _holds_a_shuffle_buffer(layer: Any) -> bool:
+def _layers(layer: Any) -> Iterator[Any]:
+    """Of a stream of Hugging Face's: what it reads from, and what that reads from."""
     if layer is None:
-        return False
-    inner = [getattr(layer, "ex_iterable", None), *getattr(layer, "ex_iterables", ())]
-    return "BufferShuffled" in type(layer).__name__ or any(map(_holds_a_shuffle_buffer, inner))
+        return
+    yield layer
+    for inner in [getattr(layer, "ex_iterable", None), *getattr(layer, "ex_iterables", ())]:
+        yield from _layers(inner)
+
+
+def _is_ahead(layer: Any) -> bool:
+    """Whether the state of a layer says that more was read than was given."""
+    name, inner = type(layer).__name__, type(getattr(layer, "ex_iterable", None)).__name__
+    if name == "MappedExamplesIterable" and inner == "FormattedExamplesIterable":
+        return not layer.batched and not _maps_of_tables_resume()
+    return "BufferShuffled" in name
+
+
+@cache
+def _maps_of_tables_resume() -> bool:
+    """Whether datasets resumes a `map` over Arrow tables after the row that was given: 4.7 goes on a table later."""
+
+    def stream() -> Any:
+        rows = import_module("datasets").Dataset.from_dict({"number": [0, 1, 2]})
+        return rows.to_iterable_dataset().map(lambda row: row)
+
+    given, resumed = stream(), stream()
+    next(iter(given))
+    resumed.load_state_dict(given.state_dict())
+    return [row["number"] for row in resumed] == [1, 2]

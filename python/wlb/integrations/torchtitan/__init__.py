@@ -1,0 +1,21 @@
+"""torchtitan's `Trainer` on wlb's plans.
+
+    from wlb.integrations.torchtitan import balance
+
+    def my_config() -> Trainer.Config:
+        config = llama3_8b()                      # or any other of torchtitan's
+        return balance(config, documents=documents, max_tokens=65536)
+
+`balance` gives the same configuration with a :class:`WlbDataLoader`, and a trainer whose context and pipeline parallel
+ranks take the micro-batches as they are: of unequal length, cut document by document.
+"""
+
+from wlb.integrations.torchtitan.version import check_version
+
+check_version()  # before what an older one has not
+
+from wlb.integrations.torchtitan.balance import balance  # noqa: E402
+from wlb.integrations.torchtitan.context_parallel import DocumentAttention  # noqa: E402
+from wlb.integrations.torchtitan.loader import WlbDataLoader  # noqa: E402
+
+__all__ = ["DocumentAttention", "WlbDataLoader", "balance"]

@@ -1,0 +1,322 @@
+"""torchtitan's data loader: the micro-batches of a plan, one for every forward pass."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Final, Literal
+
+import torch
+import tyro
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchtitan.components.dataloader import BaseDataLoader
+
+import wlb
+from wlb._errors import check_integer, error
+from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.torchtitan.documents import known, streams
+from wlb.torch.data import IGNORE, BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data.state import Snapshot
+from wlb.torch.data.state import field as field_of
+
+_STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
+_FILLER: Final = 128  # tokens of a document of filler: one block of an attention kernel
+_FOREVER: Final = 2**31 - 1
+_PARTS: Final = {"documents", "streams", "lengths", "cost_model", "group"}  # objects, which no command line has
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the plan of one step says.
+
+    Attributes:
+        heaviest: Cost of the heaviest micro-batch.
+        mean: Mean cost of the micro-batches.
+        tokens: Of all micro-batches.
+        waiting: Tokens that wait after it.
+    """
+
+    heaviest: float
+    mean: float
+    tokens: int
+    waiting: int
+
+
+class WlbDataLoader(BaseDataLoader):
+    """Gives torchtitan's Trainer micro-batches of equal work: documents side by side in one row.
+
+    A batch is `{"input": int64 [1, tokens], "positions": int64 [1, tokens]}` and its labels, int64 [1, tokens]: the
+    next token of the document, -100 where there is none. Positions begin at 0 in every document, and in every piece of
+    a cut one, which is where torchtitan's varlen and FlexAttention masks begin. An empty micro-batch, legal in a plan,
+    becomes one token that no loss counts.
+
+    Its state in torchtitan's checkpoints is the same on every rank, and may be loaded on another number of them.
+
+    Args:
+        config: What is packed, and how.
+        dp_world_size: Data-parallel ranks.
+        dp_rank: Which of them this is.
+        tokenizer: Of data sets of text.
+        seq_len: The context, unless the configuration says less.
+        local_batch_size: Not used: a micro-batch holds what `max_tokens` says.
+        snapshot_every_n_steps: Not used: a state is written when it is asked for.
+
+    Attributes:
+        steps: Where the micro-batches come from.
+        reports: Of the steps given since somebody looked, who clears it; the latest 1,000.
+
+    Raises:
+        wlb.WlbError: An argument makes no sense; the configuration names no documents, or several kinds of them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """What is packed, and how."""
+
+        max_tokens: int
+        """Most tokens of a micro-batch: what the memory of a rank holds."""
+
+        max_document_tokens: int | None = None
+        """Longest document that is trained uncut; by default training.seq_len, at most max_tokens."""
+
+        oversize: Literal["split", "truncate", "error"] = "split"
+        """What happens to longer documents. Of split ones each token predicts the next one all the same."""
+
+        max_delay: int = 16
+        """Most steps that a document waits for others; 0: none waits."""
+
+        tokens_per_batch: int | None = None
+        """Tokens of a step on all ranks; by default four fifths of what its micro-batches hold."""
+
+        micro_batches: int = 1
+        """Of a rank in a step: gradient accumulation times pipeline micro-batches. `balance` sets it."""
+
+        multiple_of_tokens: int = 1
+        """Micro-batches are filled up to a multiple of so many tokens. `balance` sets what parallelism needs."""
+
+        token_buckets: list[int] = field(default_factory=list)
+        """Lengths that micro-batches are filled up to, ascending, the last one at least max_tokens: compiled models
+        then see these shapes alone."""
+
+        shuffle: bool = True
+        """Whether documents come in another order in every epoch. Streams come as they are."""
+
+        seed: int = 0
+        """Of these orders."""
+
+        num_epochs: int | None = None
+        """After so many what waits is drained, and the data ends; None: it begins anew as often as needed. Streams are
+        read once."""
+
+        num_workers: int = 0
+        """Processes that read documents."""
+
+        prefetch_factor: int | None = None
+        """Micro-batches that each of them reads ahead."""
+
+        pin_memory: bool = False
+        """Whether batches lie in page-locked memory."""
+
+        documents: Annotated[Any, tyro.conf.Suppress] = None
+        """`documents[i]`: a mapping with `input_ids` and maybe `labels`, or tokens."""
+
+        streams: Annotated[Any, tyro.conf.Suppress] = None
+        """Instead: iterables of documents, as `wlb.torch.BalancedStream` takes them; or one of Hugging Face's."""
+
+        lengths: Annotated[Any, tyro.conf.Suppress] = None
+        """int [documents] tokens of each, if they are known. Else they are read, once."""
+
+        cost_model: Annotated[Any, tyro.conf.Suppress] = None
+        """What documents cost. `balance` takes it from the model."""
+
+        group: Annotated[Any, tyro.conf.Suppress] = None
+        """Data-parallel process group, for streams; by default all ranks. `balance` sets it."""
+
+        give_lengths: Annotated[bool, tyro.conf.Suppress] = False
+        """Also gives "lengths", int [documents] with the filler, which context parallelism shards by."""
+
+        def to_dict(self) -> dict[str, Any]:
+            """For a log: all but the data."""
+            values = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _PARTS}
+            return values | {"cost_model": repr(self.cost_model)}
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any = None,
+        seq_len: int,
+        local_batch_size: int = 1,
+        snapshot_every_n_steps: int | None = 1,
+    ) -> None:
+        for name, minimum in (("max_tokens", 1), ("max_delay", 0), ("micro_batches", 1), ("multiple_of_tokens", 1)):
+            check_integer(name, getattr(config, name), minimum=minimum)
+        self._config = config
+        self._positions = min(_FILLER, seq_len)
+        self._buckets = _buckets(config)
+        context = min(seq_len, config.max_tokens) if config.max_document_tokens is None else config.max_document_tokens
+        if context > seq_len:
+            message = f"= {context}: more than training.seq_len = {seq_len}, the positions that the model has"
+            raise error("max_document_tokens", message, value=context)
+        if config.cost_model is None:
+            raise error("cost_model", "is missing: balance(config, ...) takes it from the model")
+        waiting: dict[str, Any] = {"release": "adaptive", "max_delay": config.max_delay} if config.max_delay else {}
+        packer = wlb.Packer(
+            num_micro_batches=config.micro_batches * dp_world_size,
+            max_tokens=config.max_tokens,
+            max_document_tokens=context,
+            oversize=config.oversize,
+            cost_model=config.cost_model,
+            **waiting,
+        )
+        tokens = config.tokens_per_batch
+        if tokens is None:
+            tokens = max(1, packer.num_micro_batches * config.max_tokens * 4 // 5)
+        self.steps: StepLoader[PackedBatch] | BalancedStream[PackedBatch]
+        measured = known(config, tokenizer)
+        if measured is None:
+            self.steps = BalancedStream(
+                streams(config, tokenizer),
+                packer=packer,
+                collate_fn=collate,
+                group=_group(config, dp_world_size),
+                tokens_per_batch=tokens,
+            )
+        else:
+            documents, lengths = measured
+            sampler = BalancedBatchSampler(
+                lengths,
+                packer=packer,
+                dp_rank=dp_rank,
+                dp_size=dp_world_size,
+                tokens_per_batch=tokens,
+                shuffle=config.shuffle,
+                seed=config.seed,
+                num_epochs=_FOREVER if config.num_epochs is None else config.num_epochs,
+            )
+            self.steps = StepLoader(
+                DataLoader(
+                    documents,
+                    batch_sampler=sampler,
+                    collate_fn=collate,
+                    num_workers=config.num_workers,
+                    prefetch_factor=config.prefetch_factor if config.num_workers else None,
+                    pin_memory=config.pin_memory,
+                )
+            )
+        self.reports: deque[StepReport] = deque(maxlen=1000)
+        self._given: tuple[Snapshot | None, int] = (None, 0)  # after the step given last; of the next, what was given
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """The micro-batches of this rank, step by step, to the end of the data; steps without a label are left out."""
+        ended = False
+        while not ended:
+            for step, _ in labelled_steps(self.steps):
+                self._report(step)
+                for done, batch in enumerate(step.micro_batches, start=1):
+                    last = done == len(step.micro_batches)
+                    self._given = (step.snapshot, 0) if last else (self._given[0], done)
+                    yield self._row(batch)
+            ended = isinstance(self.steps, BalancedStream) or self.steps.ended
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last step stands that was given. The same on every rank, without communication.
+
+        Raises:
+            wlb.WlbError: A part of a step was given: the Trainer's steps have other numbers of micro-batches.
+        """
+        snapshot, done = self._given
+        if done:
+            message = f"= {self._config.micro_batches}: the Trainer saved after {done} of them; make it what a rank "
+            message += "takes in a step: gradient accumulation times pipeline micro-batches"
+            raise error("micro_batches", message, value=self._config.micro_batches)
+        state = self.steps.state_dict() if snapshot is None else snapshot.state
+        try:
+            return {_STATE: json.dumps(state)}
+        except TypeError as cause:
+            raise error("streams", f"have states that JSON does not hold: {cause}") from cause
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next iteration begins there. On an error nothing has changed.
+
+        Raises:
+            wlb.WlbError: It is the state of another loader, of other documents or of another configuration.
+        """
+        if not state_dict:  # torchtitan's checkpoints without one
+            return
+        try:
+            saved = json.loads(field_of(state_dict, _STATE, str))
+        except ValueError as cause:
+            if isinstance(cause, wlb.WlbError):
+                raise
+            raise error("state_dict", f"is cut or changed: {cause}") from cause
+        self.steps.load_state_dict(saved)
+        self._given = (None, 0)
+
+    def close(self) -> None:
+        """Ends what reads streams."""
+        if isinstance(self.steps, BalancedStream):
+            self.steps.close()
+
+    def _report(self, step: Step[PackedBatch]) -> None:
+        costs, waiting = step.packing.costs, 0
+        if step.snapshot is not None:
+            waiting = step.snapshot.progress.tokens or 0
+        tokens = int(step.packing.tokens.sum())
+        self.reports.append(StepReport(float(costs.max()), float(costs.mean()), tokens, waiting))
+
+    def _row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
+        tokens = batch.tokens.numel()
+        filler = self._length(max(tokens, 1)) - tokens
+        positions = torch.arange(filler) % self._positions
+        row: dict[str, Any] = {
+            "input": torch.cat([batch.tokens, torch.zeros(filler, dtype=torch.int64)]).unsqueeze(0),
+            "positions": torch.cat([batch.position_ids, positions]).unsqueeze(0),
+        }
+        if self._config.give_lengths:
+            whole, rest = divmod(filler, self._positions)
+            row["lengths"] = [*batch.shard.lengths.tolist(), *[self._positions] * whole, *[rest][: rest > 0]]
+        return row, torch.cat([batch.labels, torch.full((filler,), IGNORE)]).unsqueeze(0)
+
+    def _length(self, tokens: int) -> int:
+        for bucket in self._buckets:
+            if tokens <= bucket:
+                return bucket
+        return -(-tokens // self._config.multiple_of_tokens) * self._config.multiple_of_tokens
+
+
+def _buckets(config: WlbDataLoader.Config) -> list[int]:
+    multiple, buckets = config.multiple_of_tokens, config.token_buckets
+    if config.max_tokens % multiple:
+        less = config.max_tokens - config.max_tokens % multiple
+        message = f"= {config.max_tokens}: micro-batches are filled up to a multiple of {multiple} tokens, "
+        message += f"which parallel ranks need; make it {less or multiple}"
+        raise error("max_tokens", message, value=config.max_tokens)
+    for index, bucket in enumerate(buckets):
+        check_integer("token_buckets", bucket, minimum=1)
+        if bucket % multiple:
+            message = f"= {bucket}: must be a multiple of {multiple} tokens, which parallel ranks need"
+            raise error("token_buckets", message, index=index, value=bucket)
+        if index and bucket <= buckets[index - 1]:
+            raise error("token_buckets", f"= {bucket}: they must ascend", index=index, value=bucket)
+    if buckets and buckets[-1] < config.max_tokens:
+        message = f"= {buckets[-1]}: the last one must hold max_tokens = {config.max_tokens}"
+        raise error("token_buckets", message, index=len(buckets) - 1, value=buckets[-1])
+    return buckets
+
+
+def _group(config: WlbDataLoader.Config, dp_world_size: int) -> Any:
+    if dp_world_size == 1:
+        return None
+    if config.group is not None:
+        return config.group
+    world = torch.distributed.get_world_size()
+    if world != dp_world_size:
+        message = f"is missing: of {world} ranks {dp_world_size} are data-parallel; balance(config, ...) gives them"
+        raise error("group", message)
+    return torch.distributed.group.WORLD

@@ -1,0 +1,128 @@
+"""What of torchtitan's Trainer knows the plan: how many micro-batches a step has, how ranks share one, what it logs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.tools.logging import logger
+
+from wlb.integrations.torchtitan.context_parallel import shard_for_flex, shard_for_varlen, with_document_attention
+from wlb.integrations.torchtitan.costs import cost_of_model
+from wlb.integrations.torchtitan.loader import WlbDataLoader
+from wlb.integrations.torchtitan.metrics import plan_metrics
+from wlb.integrations.torchtitan.pipeline import over_unequal_micro_batches
+from wlb.integrations.torchtitan.refusals import check_config, inner_attentions
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer as _Trainer
+else:
+    _Trainer = object
+
+_ROOM: Final = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
+
+
+class BalancedTrainer(_Trainer):
+    """Goes in front of a trainer's own class."""
+
+    _wlb_loader: WlbDataLoader
+
+    def __init__(self, config: Any) -> None:
+        check_config(config)
+        spec, parallelism = copy.copy(config.model_spec), config.parallelism
+        if parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn is not None:
+            spec.pipelining_fn = over_unequal_micro_batches(spec.pipelining_fn)
+        if parallelism.context_parallel_degree > 1:
+            spec.model = with_document_attention(spec.model)
+        super().__init__(replace(config, model_spec=spec))
+        loader: Any = self.dataloader
+        self._wlb_loader = loader
+        per_rank = self.config.dataloader.micro_batches
+        self.gradient_accumulation_steps = per_rank // self.num_pipeline_parallel_microbatches
+        logger.info(
+            "wlb: %d micro-batches of at most %d tokens a rank and step, %d tokens a step",
+            per_rank,
+            self.config.dataloader.max_tokens,
+            self.config.dataloader.tokens_per_batch,
+        )
+        log = self.metrics_processor.log
+
+        def with_plans(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            log(*args, extra_metrics=(extra_metrics or {}) | plan_metrics(loader), **kwargs)
+
+        self.metrics_processor.log = with_plans
+
+    def init_distributed(self) -> Any:
+        """Also says what the loader has to know of the ranks: before it is built, nothing but these is there."""
+        ranks = super().init_distributed()
+        self.config.dataloader = _for_ranks(self.config, ranks)
+        return ranks
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Any], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """What one context-parallel rank computes of a row: masks of the whole of it, then the shard of :mod:`wlb`."""
+        if not self.parallel_dims.cp_enabled:
+            return super().post_dataloading_process(input_dict, labels)
+        mesh = self.parallel_dims.get_mesh("cp")
+        rows: tuple[Tensor, ...] = (input_dict["input"], labels, input_dict["positions"])
+        inner = self.model_config.first_attention.inner_attention
+        if isinstance(inner, FlexAttention.Config):
+            masks = self.model_parts[0].get_attention_masks(positions=input_dict["positions"])
+            rows, masks = shard_for_flex(mesh, rows, masks, input_dict["lengths"], block=_query_block(inner))
+        else:
+            rows, masks = shard_for_varlen(mesh, rows, input_dict["lengths"])
+        inputs, labels, positions = rows
+        self.ntokens_seen += labels.numel()
+        kwargs = {"positions": positions, "attention_masks": masks}
+        return annotate_input_spmd_types(self.parallel_dims, inputs, labels, kwargs)
+
+    def close(self) -> None:
+        """Also ends what reads streams."""
+        if hasattr(self, "_wlb_loader"):
+            self._wlb_loader.close()
+        super().close()
+
+
+def _query_block(inner: Any) -> int:
+    size = inner.block_size
+    return size if isinstance(size, int) else size[0]
+
+
+def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
+    """The loader's configuration, with what follows from the numbers of ranks."""
+    loader, training, parallelism = config.dataloader, config.training, config.parallelism
+    replicas = ranks.dp_replicate * ranks.dp_shard
+    tokens = loader.tokens_per_batch
+    if tokens is None:
+        rows = training.global_batch_size
+        tokens = (rows if rows > 0 else training.local_batch_size * replicas) * training.seq_len
+    needed = math.ceil(_ROOM * tokens / (replicas * loader.max_tokens))
+    together = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if ranks.pp_enabled else 1
+    model = config.model_spec.model
+    return replace(
+        loader,
+        tokens_per_batch=tokens,
+        micro_batches=max(1, math.ceil(needed / together)) * together,
+        multiple_of_tokens=math.lcm(loader.multiple_of_tokens, _multiple(config, ranks)),
+        cost_model=cost_of_model(model) if loader.cost_model is None else loader.cost_model,
+        group=ranks.get_mesh("batch").get_group() if ranks.dp_enabled and loader.group is None else loader.group,
+        give_lengths=ranks.cp_enabled,
+    )
+
+
+def _multiple(config: Any, ranks: Any) -> int:
+    """Of tokens of a row: all context-parallel ranks get as many, which their tensor-parallel ranks and loss divide."""
+    chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
+    shares = ranks.tp if config.parallelism.enable_sequence_parallel else 1
+    block = 1
+    if ranks.cp_enabled:
+        inner = inner_attentions(config.model_spec.model)[0]
+        block = _query_block(inner) if isinstance(inner, FlexAttention.Config) else 1
+    return int(ranks.cp * math.lcm(chunks, shares, block))

@@ -1,0 +1,389 @@
+"""`balance(config, ...)` in the real torchtitan, against a plain loop, one document at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import titan
+import torch
+from datasets import Dataset
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader
+from torchtitan.models.llama3 import model_registry
+
+import wlb
+from wlb.integrations.torchtitan import WlbDataLoader, balance, version
+from wlb.integrations.torchtitan.costs import cost_of_model
+from wlb.torch.data import BalancedBatchSampler, Piece
+
+STEPS = 20
+
+
+def run(rank: int, folder: Path, packed: dict[str, Any], options: dict[str, Any], kill: int | None = None) -> Any:
+    """Losses, weights if this rank has them all, gradient accumulation and what was logged."""
+
+    def after_step(step: int) -> None:
+        if step == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    made = titan.config(folder, **options)
+    losses, trainer, logged = titan.train(balance(made, **sources() | packed), after_step=after_step)
+    trainer.close()
+    return losses, titan.weights(trainer.model_parts), trainer.gradient_accumulation_steps, logged
+
+
+def sources() -> dict[str, Any]:
+    return {"documents": titan.documents(), "max_tokens": 64}
+
+
+@cache
+def reference(max_tokens: int = 64, micro_batches: int = 4, layers: int = 2) -> tuple[list[float], np.ndarray]:
+    """The steps of the same plan in a plain loop, nothing packed."""
+    made = titan.config(Path("unused"), layers=layers)
+    shape = made.model_spec.model
+    packer = wlb.Packer(
+        num_micro_batches=micro_batches,
+        max_tokens=max_tokens,
+        max_document_tokens=titan.CONTEXT,
+        oversize="split",
+        cost_model=cost_of_model(shape),
+        release="adaptive",
+        max_delay=16,
+    )
+    sampler = BalancedBatchSampler(
+        titan.LENGTHS, packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=4 * titan.CONTEXT, num_epochs=100
+    )
+    shape.update_from_config(config=made)
+    model: Any = shape.build()
+    model.init_weights(buffer_device=None)
+    titan.same_weights(model.named_parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
+    plan = (batch for _ in range(100) for batch in sampler)
+    losses = []
+    for _ in range(STEPS):
+        rows = [alone(element) for _ in range(micro_batches) for element in next(plan)]
+        labels = sum(label != -100 for _, predicted in rows for label in predicted)
+        total = 0.0
+        for tokens, predicted in rows:
+            positions = torch.arange(len(tokens))[None]
+            masks = model.get_attention_masks(positions)
+            logits = model(torch.tensor(tokens)[None], positions=positions, attention_masks=masks)[0]
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor(predicted), reduction="sum") / labels
+            if labels and any(label != -100 for label in predicted):
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, titan.weights([model])
+
+
+def alone(element: int | Piece) -> tuple[list[int], list[int]]:
+    """Tokens of a document or a piece, and what each predicts: that of a piece's last one is in the next piece."""
+    number, start, length = element if isinstance(element, Piece) else (element, 0, int(titan.LENGTHS[element]))
+    row = titan.documents()[number]
+    following = [*row["labels"][1:], -100]
+    return row["input_ids"][start : start + length], following[start : start + length]
+
+
+def agrees(found: Any, expected: Any, steps: slice = slice(None)) -> None:
+    np.testing.assert_allclose(found[0], expected[0][steps], rtol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5 * np.abs(expected[1]).max())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_parallel_ranks_take_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path) -> None:
+    for found in processes.run(ranks, run, tmp_path, {}, {}):
+        agrees(found, reference())
+        assert found[2] == 4 // ranks
+
+
+def test_loggers_get_what_the_plans_say(tmp_path: Path) -> None:
+    ((*_, logged),) = processes.run(1, run, tmp_path, {}, {"steps": 3})
+    for metrics in logged:
+        assert metrics["wlb/imbalance"] == pytest.approx(metrics["wlb/lost_time"])  # of one step
+        assert 1 <= metrics["wlb/imbalance"] < 2
+        assert metrics["wlb/tokens_per_step"] <= 4 * 64
+        assert metrics["wlb/delay_mean"] <= metrics["wlb/delay_max"] <= 16
+    assert logged[-1]["wlb/backlog_tokens"] > 0
+    assert {"loss_metrics/global_avg_loss", "grad_norm", "n_tokens_seen"} <= logged[-1].keys()
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    with pytest.raises(processes.RankFailed, match="died"):
+        processes.run(2, run, tmp_path, {}, {}, 10)
+    found = processes.run(2, run, tmp_path, {}, {})[0]
+    whole = processes.run(2, run, tmp_path / "whole", {}, {})[0]
+    assert found[0] == whole[0][7:]
+    np.testing.assert_array_equal(found[1], whole[1])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on(before: int, after: int, tmp_path: Path) -> None:
+    processes.run(before, run, tmp_path, {}, {"steps": 7})
+    for found in processes.run(after, run, tmp_path, {}, {}):
+        agrees(found, reference(), slice(7, None))
+
+
+def test_context_parallel_ranks_share_varlen_attention(tmp_path: Path) -> None:
+    options = {"attention": "varlen", "parallelism": {"context_parallel_degree": 2}}
+    for found in processes.run(2, run, tmp_path, {}, options):
+        agrees(found, reference())
+
+
+def test_context_parallel_ranks_share_flex_attention(tmp_path: Path) -> None:
+    options = {"parallelism": {"context_parallel_degree": 2}}
+    for found in processes.run(2, run, tmp_path, {"max_tokens": 256}, options):
+        agrees(found, reference(256, 1))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_pipeline_stages_take_unequal_micro_batches(schedule: str, tmp_path: Path) -> None:
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    options = {"layers": 4, "parallelism": parallelism}
+    first, last = processes.run(2, run, tmp_path, {}, options)
+    losses, weights = reference(layers=4)
+    np.testing.assert_allclose(last[0], losses, rtol=1e-5)
+    assert first[1].size + last[1].size == weights.size
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["flex", "varlen"])
+def test_all_kinds_of_ranks_together(attention: str, tmp_path: Path) -> None:
+    parallelism = {"pipeline_parallel_degree": 2, "context_parallel_degree": 2, "data_parallel_shard_degree": 2}
+    options = {"layers": 4, "parallelism": parallelism, "attention": attention}
+    packed = {"max_tokens": 256 if attention == "flex" else 64}
+    *_, last = processes.run(8, run, tmp_path, packed, options)
+    np.testing.assert_allclose(last[0], reference(packed["max_tokens"], 4, 4)[0], rtol=1e-5)
+
+
+def test_tensor_parallel_ranks_and_chunks_of_the_loss_divide_rows(tmp_path: Path) -> None:
+    loss = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=CrossEntropyLoss.Config(global_vocab_size=titan.VOCABULARY))
+    options = {"parallelism": {"tensor_parallel_degree": 2}, "loss": loss}
+    for found in processes.run(2, run, tmp_path, {}, options):
+        np.testing.assert_allclose(found[0], reference()[0], rtol=1e-5)
+
+
+def rows_of(config: WlbDataLoader.Config, count: int, ranks: int = 1, rank: int = 0) -> list[Any]:
+    loader = config.build(dp_world_size=ranks, dp_rank=rank, tokenizer=None, seq_len=titan.CONTEXT, local_batch_size=1)
+    rows = iter(loader)
+    return [next(rows) for _ in range(count)]
+
+
+def loader_config(**options: Any) -> WlbDataLoader.Config:
+    costs = cost_of_model(model_registry("debugmodel").model)
+    return WlbDataLoader.Config(**sources() | {"cost_model": costs, "micro_batches": 4} | options)
+
+
+def test_compiled_models_see_the_shapes_of_the_buckets_alone() -> None:
+    plain = rows_of(loader_config(), 40)
+    filled = rows_of(loader_config(token_buckets=[48, 64]), 40)
+    assert {row["input"].shape[1] for row, _ in filled} == {48, 64}
+    for (row, labels), (long, long_labels) in zip(plain, filled, strict=True):
+        tokens = labels.shape[1]
+        assert torch.equal(long["input"][:, :tokens], row["input"])
+        assert (long_labels[:, tokens:] == -100).all()
+        assert (long["positions"] < titan.CONTEXT).all()
+        assert tokens == long_labels.shape[1] or long["positions"][0, tokens] == 0  # a document of its own
+
+
+def test_documents_begin_where_the_masks_of_torchtitan_think() -> None:
+    for row, _ in rows_of(loader_config(give_lengths=True, multiple_of_tokens=8), 40):
+        starts = np.flatnonzero(row["positions"][0] == 0)
+        assert np.diff([*starts, row["positions"].shape[1]]).tolist() == row["lengths"]
+
+
+def test_ranks_share_the_micro_batches_of_a_step() -> None:
+    whole = rows_of(loader_config(), 8)
+    shared = [row for rank in range(2) for row in rows_of(loader_config(micro_batches=2), 4, 2, rank)]
+    assert sorted(row["input"].tolist() for row, _ in whole) == sorted(row["input"].tolist() for row, _ in shared)
+
+
+def test_a_state_inside_a_step_is_refused() -> None:
+    loader: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=titan.CONTEXT)
+    rows = iter(loader)
+    next(rows)
+    with pytest.raises(wlb.WlbError, match="micro_batches = 4: the Trainer saved after 1 of them"):
+        loader.state_dict()
+    for _ in range(3):
+        next(rows)
+    state = loader.state_dict()
+    for changed in ({"wlb": state["wlb"][:-9]}, {"wlb": state["wlb"].replace('"step": 1', '"step": 2')}, {"other": ""}):
+        fresh: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=titan.CONTEXT)
+        with pytest.raises(wlb.WlbError, match="state"):
+            fresh.load_state_dict(changed)
+
+
+def texts(path: str) -> Any:
+    random = np.random.default_rng(3)
+    lengths = random.lognormal(2.8, 1.0, 120).astype(int).clip(1, 150)
+    return Dataset.from_dict({"text": ["".join(map(chr, random.integers(97, 123, length))) for length in lengths]})
+
+
+@pytest.mark.parametrize("kind", ["known", "streamed", "mapped"])
+def test_text_resumes(kind: str, tmp_path: Path) -> None:
+    """By the name that torchtitan has for it; or as a stream of Hugging Face's that makes its tokens itself."""
+
+    def opened(path: str) -> Any:
+        return texts(path).to_iterable_dataset(num_shards=4) if kind == "streamed" else texts(path)
+
+    DATASETS["texts"] = DatasetConfig(path="", loader=opened, sample_processor=lambda sample: sample["text"])
+    packed: dict[str, Any] = {"documents": None, "dataset": "texts"}
+    if kind == "mapped":
+        mapped = texts("").to_iterable_dataset(num_shards=4).map(lambda row: {"input_ids": list(map(ord, row["text"]))})
+        packed = {"documents": None, "streams": mapped}
+    try:
+        with pytest.raises(processes.RankFailed, match="died"):
+            processes.run(2, run, tmp_path, packed, {"steps": 12}, 8)
+        found = processes.run(2, run, tmp_path, packed, {"steps": 12})[0]
+        whole = processes.run(2, run, tmp_path / "whole", packed, {"steps": 12})[0]
+    finally:
+        del DATASETS["texts"]
+    assert found[0] == whole[0][7:]
+    assert len(whole[0]) == 12
+
+
+def test_data_ends_where_it_is_said(tmp_path: Path) -> None:
+    ((losses, *_),) = processes.run(1, run, tmp_path, {"num_epochs": 1}, {"steps": 100})
+    assert 8 < len(losses) < 30
+
+
+def test_attach_knows_the_configuration(tmp_path: Path) -> None:
+    made = titan.config(tmp_path)
+    balanced = wlb.attach(made, **sources())
+    assert type(balanced.dataloader) is WlbDataLoader.Config
+    assert isinstance(balanced, type(made))
+    assert type(made.dataloader) is not WlbDataLoader.Config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_spec": model_registry("debugmodel", attn_backend="flex")}, None),
+        ({"model_spec": None}, "has no model_spec"),
+        ({"validator.enable": True, "parallelism.pipeline_parallel_degree": 2}, "validator = enabled: cannot run"),
+        ({"training.disable_cuda_graphs": False}, "disable_cuda_graphs = False: a graph has one shape"),
+        ({"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule_csv": "a"}, "csv gives a"),
+        ({"parallelism.context_parallel_degree": 2, "parallelism.spmd_backend": "full_dtensor"}, "is here for 'spmd_"),
+    ],
+)
+def test_what_is_against_it_is_refused(change: dict[str, Any], message: str | None, tmp_path: Path) -> None:
+    made = titan.config(tmp_path)
+    for path, value in change.items():
+        *parents, name = path.split(".")
+        place: Any = made
+        for parent in parents:
+            place = getattr(place, parent)
+        setattr(place, name, value)
+    if message is None:
+        balance(made, **sources())
+        return
+    with pytest.raises(wlb.WlbError, match=message):
+        balance(made, **sources())
+
+
+def test_what_was_changed_afterwards_counts(tmp_path: Path) -> None:
+    """As torchtitan's command line does it."""
+    balanced = balance(titan.config(tmp_path), **sources())
+    balanced.training.disable_cuda_graphs = False
+    with pytest.raises(wlb.WlbError, match="disable_cuda_graphs = False"):
+        balanced.build()
+
+
+def test_models_in_which_documents_see_each_other_are_refused(tmp_path: Path) -> None:
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    made = titan.config(tmp_path)
+    made.model_spec.model.layers[1].attention.inner_attention = ScaledDotProductAttention.Config()
+    with pytest.raises(wlb.WlbError, match=r"model_spec\[1\] has ScaledDotProductAttention"):
+        balance(made, **sources())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"documents": None}, "give one, not none of them"),
+        ({"streams": []}, "give one, not documents and streams"),
+        ({"documents": None, "dataset": "unheard"}, "torchtitan knows c4"),
+        ({"documents": iter(())}, "without a length: give it as streams"),
+        ({"documents": []}, "is empty"),
+        ({"lengths": [3]}, r"there are 90 documents"),
+        ({"max_document_tokens": 60}, "more than training.seq_len = 48"),
+        ({"token_buckets": [32]}, r"must hold max_tokens = 64"),
+        ({"token_buckets": [64, 32]}, "they must ascend"),
+        ({"token_buckets": [33, 64], "multiple_of_tokens": 2}, "must be a multiple of 2"),
+        ({"multiple_of_tokens": 48}, "max_tokens = 64: .* make it 48"),
+        ({"cost_model": None}, "balance.config, .... takes it from the model"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_loaders_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(wlb.WlbError, match=message):
+        rows_of(loader_config(**options), 1)
+
+
+def test_other_packings_and_misspelt_options_are_refused(tmp_path: Path) -> None:
+    made = titan.config(tmp_path)
+    made.dataloader = ChatDataLoader.Config(dataset_path="x", sample_processor=None)
+    with pytest.raises(wlb.WlbError, match=r"ChatDataLoader\.Config, which packs in its own way"):
+        balance(made, max_tokens=64)
+    with pytest.raises(wlb.WlbError, match="max_token is no option"):
+        balance(made, **sources(), max_token=3)
+    with pytest.raises(wlb.WlbError, match=r"not torchtitan's Trainer\.Config"):
+        balance(made.training, max_tokens=64)
+    with pytest.raises(wlb.WlbError, match="is balanced already"):
+        balance(balance(made, **sources()), **sources())
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "version", lambda name: "0.2.2")
+    with pytest.raises(wlb.WlbError, match=r"torchtitan is 0.2.2: 0.3.0 or newer is needed"):
+        version.check_version()
+
+
+def test_costs_are_those_that_torchtitan_counts() -> None:
+    shape = model_registry("8B").model
+    ours = wlb.ModelConfig.from_hugging_face(
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        }
+    ).cost_model()
+    lengths = [1, 1000, 131072]
+    np.testing.assert_allclose(cost_of_model(shape).cost(lengths), ours.cost(lengths), rtol=1e-2)
+
+
+def page(rank: int, folder: Path) -> Any:
+    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    block = next(block for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL) if "torchtitan" in block)
+    names: dict[str, Any] = {"documents": titan.documents()}
+    exec(block, names)
+    made = names["llama3_balanced"]()
+    small = titan.config(folder, steps=3)
+    for name in ("tokenizer", "dump_folder", "debug"):
+        setattr(made, name, getattr(small, name))
+    made.training.mixed_precision_param, made.training.seq_len, made.training.steps = "float32", titan.CONTEXT, 3
+    made.dataloader.max_tokens = 64
+    losses, trainer, _ = titan.train(made)
+    return losses, trainer.gradient_accumulation_steps
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    for losses, accumulated in processes.run(2, page, tmp_path):
+        assert np.isfinite(losses).all()
+        assert (len(losses), accumulated) == (3, 8)
