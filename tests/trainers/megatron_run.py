@@ -36,7 +36,6 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.utils import get_batch_on_this_hybrid_cp_rank
 
 import wlb.torch as wt
 from wlb.integrations import megatron
@@ -89,6 +88,8 @@ def hybrid(rank: int, steps: int) -> tuple[list[float], list[list[tuple[int, ...
     Its wrapper plans and moves documents, its schedule trains them one at a time; nothing of wlb but the scheduler and
     the layers.
     """
+    from megatron.core.utils import get_batch_on_this_hybrid_cp_rank  # of some versions alone
+
     with (
         on_cpu(),
         warnings.catch_warnings(),
@@ -152,7 +153,8 @@ class _OnCpu(TorchFunctionMode):
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """The CPU wherever Megatron-Core names the GPU."""
-    nothing = dict.fromkeys(("synchronize", "manual_seed", "nvtx"), mock.DEFAULT)
+    names = ("synchronize", "manual_seed", "nvtx", "current_stream", "stream")
+    nothing = dict.fromkeys(names, mock.DEFAULT)
     random = mock.patch.object(tensor_parallel, "get_cuda_rng_tracker")  # of dropout, of which there is none here
     with _OnCpu(), random, mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), **nothing):
         yield

@@ -187,7 +187,7 @@ def data_iterator(
         config=config,
         sharing=sharing,
         ranks=ranks,
-        peers=Peers(None if dynamic_cp else everyone, timeout=None, description="wlb-megatron"),
+        peers=None if dynamic_cp else Peers(everyone, timeout=None, description="megatron"),
         steps=steps,
         dynamic=dynamic,
         documents=padded,

@@ -87,7 +87,7 @@ class DataIterator:
         config: Any,
         sharing: Sharing[Header],
         ranks: Ranks,
-        peers: Peers,
+        peers: Peers | None,
         steps: StepLoader[Any] | None,
         dynamic: DynamicCpLoader[PackedBatch] | None,
         documents: PaddedDocuments | None,
@@ -162,10 +162,9 @@ class DataIterator:
     def close(self) -> None:
         """Ends what reads ahead; before the process groups are destroyed. The state stays."""
         self._iterator = None
-        if self._dynamic is not None:
-            self._dynamic.close()
-        else:
-            self._peers.close()
+        for opened in (self._dynamic, self._peers):
+            if opened is not None:
+                opened.close()
 
     def _reading(self) -> StepLoader[Any]:
         if self._steps is None:
@@ -176,7 +175,7 @@ class DataIterator:
         """The next step, once all that read have theirs, of the same plan; None after the last epoch."""
         if self._iterator is None:
             self._iterator = self._run()
-        if self._dynamic is not None:  # its ranks agree on every step by themselves
+        if self._peers is None:  # those of a Dynamic-CP plan agree on every step by themselves
             return next(self._iterator, None)
         step: AnyStep | None = None
         failure: BaseException | None = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 import wlb
@@ -53,7 +55,7 @@ class Row:
     cp_rank: int
     filler: int
 
-    @property
+    @cached_property
     def shard(self) -> wlb.Shard:
         """The whole row, filler included."""
         filler = (self.filler * self.cp_size,) if self.filler else ()
@@ -156,8 +158,6 @@ def mean_loss(reports: list[dict[str, Tensor]], *, group: dist.ProcessGroup | No
     """
     if not reports:
         return None
-    from megatron.core import parallel_state
-
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True) if group is None else group
     dist.all_reduce(total, group=group)
