@@ -191,6 +191,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl"),
     ({"context_parallel_size": 2}, {"dynamic_cp": True}, "context_parallel_size"),
     ({"multi_latent_attention": True}, {"dynamic_cp": True}, "multi_latent_attention"),
+    ({"mtp_num_layers": 1}, {"dynamic_cp": True}, "mtp_num_layers"),
+    ({}, {"dynamic_cp": True}, "model"),
     ({"multi_latent_attention": True}, {"cost_model": None}, "cost_model"),
     ({}, {"cost_model": None}, "cost_model"),
     ({}, {"max_cp_size": 2}, "max_cp_size"),
@@ -225,6 +227,14 @@ def unfit(rank: int) -> dict[str, Any]:
         with pytest.raises(wlb.WlbError) as raised:
             megatron.data_iterator(documents(), dynamic_cp=True, max_cp_size=2, **options)
         found["groups"] = raised.value.argument
+        plain = build(Run(pp=2), config, packed=False)
+        with pytest.raises(wlb.WlbError, match="whose SelfAttention takes positions by the model's ranks") as raised:
+            megatron.data_iterator(documents(), dynamic_cp=True, **{**options, "model": plain})
+        found["layers"] = raised.value.argument
+        model[0].mixer = type("MambaMixer", (torch.nn.Module,), {})()
+        with pytest.raises(wlb.WlbError, match="of the kind MambaMixer, which go by the model's ranks"):
+            megatron.data_iterator(documents(), dynamic_cp=True, **options)
+        del model[0].mixer
         data = wlb.attach(options.pop("model"), dataset=documents(), max_document_tokens=CONTEXT, **options)
         options["model"] = model
         with pytest.raises(wlb.WlbError) as raised:
@@ -250,6 +260,7 @@ def unfit(rank: int) -> dict[str, Any]:
 def test_all_stages_are_told_what_failed() -> None:
     first, second = run_processes(2, unfit)
     assert first["groups"] == second["groups"] == "max_cp_size"
+    assert first["layers"] == second["layers"] == "model"
     assert first["unfinished"] == second["unfinished"] == "finalize_model_grads_func"
     assert "document 5" in first["short"] or "[5]" in first["short"]
     assert first["short"] in second["short"]

@@ -19,7 +19,7 @@ from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments, source
 from wlb.integrations.megatron.iterator import DataIterator, Header
 from wlb.integrations.megatron.packed import required_multiple
-from wlb.integrations.megatron.refusals import check_config, check_version
+from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import BalancedBatchSampler, DynamicCpLoader, PackedBatch, StepLoader, collate
@@ -73,7 +73,7 @@ def data_iterator(
         dataset: `.bin` and `.idx` files: an `IndexedDataset`, :class:`IndexedDocuments`, or what they are called
             without these endings. Or `dataset[i]` gives document `i`: its tokens, or a mapping with `input_ids` and
             maybe `labels` (-100 where nothing is learnt). The same on every rank; only those that read look at it.
-        model: the model, or its chunks; or its `TransformerConfig`, with `cost_model`.
+        model: the model, or its chunks; or its `TransformerConfig`, with `cost_model` and without `dynamic_cp`.
         max_tokens_per_rank: most tokens of a micro-batch that a rank holds: what its memory takes.
         tokens_per_batch: tokens of a step, on all ranks.
         max_document_tokens: the context; by default what the ranks of a micro-batch hold together.
@@ -100,8 +100,12 @@ def data_iterator(
             old; it names what. Before anything is read.
     """
     check_version()
-    config, vocab_size = _shape_of(model)
+    config, chunks = _parts_of(model)
     check_config(config, dynamic_cp=dynamic_cp)
+    if dynamic_cp and not chunks:
+        raise error("model", "is a configuration: with dynamic_cp give the model itself, whose layers are looked at")
+    if dynamic_cp:
+        check_layers(chunks)
     for name, value, minimum in (
         ("max_tokens_per_rank", max_tokens_per_rank, 1),
         ("tokens_per_batch", tokens_per_batch, 1),
@@ -114,8 +118,9 @@ def data_iterator(
         name = next(iter(planning))
         raise error(name, "is of Dynamic-CP plans: give dynamic_cp=True with it", value=planning[name])
     if cost_model is None:
+        vocab_size = getattr(unwrap_model(chunks[0]), "vocab_size", None) if chunks else None
         if vocab_size is None:
-            message = "is missing: the model is given as its configuration, which does not tell the vocabulary"
+            message = "is missing: the model does not tell its vocabulary; a configuration never does"
             raise error("cost_model", message)
         cost_model = cost_of(config, vocab_size=vocab_size)
 
@@ -196,15 +201,15 @@ def data_iterator(
     )
 
 
-def _shape_of(model: Any) -> tuple[Any, int | None]:
-    """The configuration of a model, and its vocabulary; of a configuration, itself."""
+def _parts_of(model: Any) -> tuple[Any, list[Any]]:
+    """The configuration of a model, and its chunks; of a configuration, itself and none."""
     if hasattr(model, "calculate_per_token_loss"):
-        return model, None
+        return model, []
     chunks = model if isinstance(model, list) else [model]
     if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         found = type(model).__name__
         raise error("model", f"is a {found}: must be a model of Megatron-Core, or its configuration", value=found)
-    return get_model_config(chunks[0]), getattr(unwrap_model(chunks[0]), "vocab_size", None)
+    return get_model_config(chunks[0]), chunks
 
 
 def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, Any]) -> tuple[Ranks, int]:

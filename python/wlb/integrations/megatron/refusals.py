@@ -9,8 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 
 from wlb._errors import error
+from wlb.integrations.megatron.attention import PackedSelfAttention
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # the first whose rows name their ranks; the last that was looked at
 
@@ -76,9 +78,29 @@ def check_config(config: Any, *, dynamic_cp: bool) -> None:
         size = config.context_parallel_size
         message = f"= {size}: with dynamic_cp the groups are the plan's, among all data-parallel ranks; leave it at 1"
         raise error("context_parallel_size", message, value=size)
-    if dynamic_cp and config.multi_latent_attention:
-        message = "= True: Megatron-Core has no latent attention over a micro-batch's own ranks"
-        raise error("multi_latent_attention", message, value=True)
+    for name in ("multi_latent_attention", "mtp_num_layers"):
+        if dynamic_cp and (value := getattr(config, name, None)):
+            raise error(name, f"= {value}: Megatron-Core does not run it over a micro-batch's own ranks", value=value)
+
+
+def check_layers(chunks: list[Any]) -> None:
+    """Refuses layers that go by the model's ranks where a Dynamic-CP plan gives each micro-batch its own.
+
+    Raises:
+        wlb.WlbError: They are recurrent, or their attention takes positions so.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        name = type(module).__name__
+        if name in _RECURRENT:
+            message = f"has layers of the kind {name}, which go by the model's ranks, not by those of a micro-batch"
+            raise error("model", message, value=name)
+        if isinstance(module, SelfAttention) and not isinstance(module, PackedSelfAttention):
+            message = "takes positions by the model's ranks, not by those of a micro-batch: make its layers of "
+            message += "wlb.integrations.megatron.packed_layers(spec, core_attention=False)"
+            raise error("model", f"has layers whose {name} {message}", value=name)
+
+
+_RECURRENT = {"MambaMixer", "GatedDeltaNet"}
 
 
 def check_interleaved(num_microbatches: int, config: Any) -> None:
