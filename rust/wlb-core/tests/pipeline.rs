@@ -3,8 +3,7 @@
 
 mod common;
 
-use std::collections::BTreeMap;
-
+use common::pipeline as oracle;
 use common::strategies::config;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -79,6 +78,18 @@ fn zero_bubble_schedules_have_none_inside_the_step() {
     }
 }
 
+/// Of the schedules that can be said in a sentence; `tests/torch` compares the others with torch's own.
+#[test]
+fn plain_orders_are_the_oracles() {
+    for p in 1..7 {
+        for m in 1..12 {
+            let orders = |schedule| layout(schedule, p, 1, m).orders().unwrap();
+            assert_eq!(orders(Schedule::GPipe), oracle::gpipe(p, m));
+            assert_eq!(orders(Schedule::OneForwardOneBackward), oracle::one_forward_one_backward(p, m));
+        }
+    }
+}
+
 #[test]
 fn peak_activation_is_that_of_the_closed_forms() {
     for p in 1..9 {
@@ -100,65 +111,6 @@ fn peak_activation_is_that_of_the_closed_forms() {
             }
         }
     }
-}
-
-/// When everything starts and ends, found without an order: start everything at once, and push back what started too
-/// early until nothing did. `None` if that never ends.
-fn naive(
-    orders: &[Vec<Op>],
-    stages: usize,
-    times: impl Fn(Op) -> f64,
-    p2p: impl Fn(u32) -> f64,
-) -> Option<BTreeMap<(usize, usize), (f64, f64)>> {
-    let places: Vec<(usize, usize)> =
-        orders.iter().enumerate().flat_map(|(rank, ops)| (0..ops.len()).map(move |at| (rank, at))).collect();
-    let whole = |kind| if kind == Kind::Backward { Kind::InputGradient } else { kind } as usize;
-    let found: BTreeMap<_, _> = places
-        .iter()
-        .map(|&(rank, at)| (orders[rank][at], (rank, at)))
-        .map(|(op, place)| ((whole(op.kind), op.micro_batch, op.stage), place))
-        .collect();
-    let find = |kind: Kind, micro_batch: u32, stage: u32| found[&(whole(kind), micro_batch, stage)];
-    let mut starts: BTreeMap<_, _> = places.iter().map(|&place| (place, 0.0_f64)).collect();
-    for _ in 0..=places.len() {
-        let mut changed = false;
-        for &(rank, at) in &places {
-            let op @ Op { kind, micro_batch, stage } = orders[rank][at];
-            let mut waits = Vec::new();
-            if at > 0 {
-                waits.push((rank, at - 1));
-            }
-            match kind {
-                Kind::Forward if stage > 0 => waits.push(find(Kind::Forward, micro_batch, stage - 1)),
-                Kind::Forward => {}
-                Kind::WeightGradient => waits.push(find(Kind::Backward, micro_batch, stage)),
-                Kind::Backward | Kind::InputGradient => {
-                    waits.push(find(Kind::Forward, micro_batch, stage));
-                    if (stage as usize) < stages - 1 {
-                        waits.push(find(Kind::Backward, micro_batch, stage + 1));
-                    }
-                }
-            }
-            for (from, before) in waits {
-                let other = orders[from][before];
-                let ready =
-                    starts[&(from, before)] + times(other) + if from == rank { 0.0 } else { p2p(op.micro_batch) };
-                if ready > starts[&(rank, at)] {
-                    starts.insert((rank, at), ready);
-                    changed = true;
-                }
-            }
-        }
-        if !changed {
-            return Some(
-                starts
-                    .into_iter()
-                    .map(|((rank, at), start)| ((rank, at), (start, start + times(orders[rank][at]))))
-                    .collect(),
-            );
-        }
-    }
-    None
 }
 
 /// A schedule that takes its sizes.
@@ -187,25 +139,12 @@ struct Work {
 }
 
 impl Work {
-    fn times(&self) -> Times<'_> {
-        Times::new(&self.costs, self.detail).unwrap().with_p2p(&self.p2p).unwrap().with_exposed(&self.exposed).unwrap()
+    fn op_seconds(&self, op: Op) -> f64 {
+        oracle::op_seconds(&self.costs, self.detail, self.layout.total_stages(), op)
     }
 
-    /// Seconds of an op by the definition.
-    fn duration(&self, op: Op) -> f64 {
-        let stages = self.layout.total_stages();
-        let (j, s) = (op.micro_batch as usize, op.stage as usize);
-        let passes = match self.detail {
-            Detail::MicroBatch => [self.costs[j] / (3 * stages) as f64; 3],
-            Detail::Stage => [self.costs[j * stages + s] / 3.0; 3],
-            Detail::Pass => [0, 1, 2].map(|pass| self.costs[(j * stages + s) * 3 + pass]),
-        };
-        match op.kind {
-            Kind::Forward => passes[0],
-            Kind::Backward => passes[1] + passes[2],
-            Kind::InputGradient => passes[1],
-            Kind::WeightGradient => passes[2],
-        }
+    fn times(&self) -> Times<'_> {
+        Times::new(&self.costs, self.detail).unwrap().with_p2p(&self.p2p).unwrap().with_exposed(&self.exposed).unwrap()
     }
 }
 
@@ -241,7 +180,7 @@ proptest! {
         let pipeline = Pipeline::new(&work.layout).unwrap();
         let Timeline { summary, records, .. } = pipeline.simulate(&work.times(), Some(&work.activation)).unwrap();
         let p2p = |j: u32| work.p2p[if work.p2p.len() > 1 { j as usize } else { 0 }];
-        let expected = naive(&orders, work.layout.total_stages(), |op| work.duration(op), p2p).unwrap();
+        let expected = oracle::simulate(&orders, work.layout.total_stages(), |op| work.op_seconds(op), p2p).unwrap();
 
         for (rank, order) in orders.iter().enumerate() {
             let mine: Vec<_> = records.iter().filter(|record| record.rank as usize == rank).collect();
@@ -249,23 +188,11 @@ proptest! {
             for (at, record) in mine.iter().enumerate() {
                 prop_assert_eq!((record.start, record.end), expected[&(rank, at)]);
             }
-            prop_assert_eq!(summary.busy[rank], order.iter().map(|&op| work.duration(op)).sum::<f64>());
+            prop_assert_eq!(summary.busy[rank], order.iter().map(|&op| work.op_seconds(op)).sum::<f64>());
             let end = mine.last().unwrap().end;
             prop_assert_eq!(summary.spans[rank], end - mine[0].start);
 
-            let mut peak = 0.0_f64;
-            for at in 0..order.len() {
-                // Held: forwards up to here whose last backward is not before here.
-                let held = |op: &&Op| {
-                    let last = |other: &Op| {
-                        matches!(other.kind, Kind::Backward | Kind::WeightGradient)
-                            && (other.micro_batch, other.stage) == (op.micro_batch, op.stage)
-                    };
-                    op.kind == Kind::Forward && !order[..at].iter().any(last)
-                };
-                let tokens = order[..=at].iter().filter(held).map(|op| work.activation[op.micro_batch as usize]);
-                peak = peak.max(tokens.sum());
-            }
+            let peak = oracle::peak_activation(order, &work.activation);
             prop_assert_eq!(summary.peak_activation[rank], peak / work.layout.num_virtual_stages as f64);
         }
         prop_assert_eq!(summary.seconds, expected.values().map(|&(_, end)| end).fold(0.0, f64::max));
@@ -344,7 +271,7 @@ proptest! {
         let stages = work.layout.total_stages();
         let built = Pipeline::from_orders(&orders, stages, work.layout.num_micro_batches);
         // Every pass takes a second: what waits for itself is put off for ever.
-        match naive(&orders, stages, |op| if op.kind == Kind::Backward { 2.0 } else { 1.0 }, |_| 0.0) {
+        match oracle::simulate(&orders, stages, |op| if op.kind == Kind::Backward { 2.0 } else { 1.0 }, |_| 0.0) {
             None => {
                 let refused = matches!(built, Err(Error::Order { .. }));
                 prop_assert!(refused);

@@ -1,0 +1,124 @@
+//! `dynamic_cp.json`: plans of the engine, of which the oracle says that they are legal and how long they take.
+
+use serde::{Deserialize, Serialize};
+use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+
+use crate::common::check::close;
+use crate::common::dynamic_cp::{group_seconds, planned, step_seconds};
+use crate::common::strategies::checked;
+use crate::cost::Cost;
+use crate::file::{Case, hold};
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct DynamicCpCase {
+    lengths: Vec<i32>,
+    /// Names of the documents.
+    ids: Option<Vec<i64>>,
+    cost: Cost,
+    machine: Machine,
+    /// Of each micro-batch.
+    #[serde(default)]
+    groups: Vec<Vec<CpGroup>>,
+    #[serde(default)]
+    seconds: f64,
+}
+
+/// Arguments of `wlb.plan_dynamic_cp`: those that are not here have their defaults.
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Machine {
+    world_size: usize,
+    num_stages: usize,
+    max_tokens_per_rank: i32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    num_virtual_stages: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_cp_size: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    num_micro_batches: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    min_micro_batches: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_micro_batches: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cp_seconds_per_token: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cp_seconds_per_exchange: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cp_overlap: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    p2p_seconds: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    micro_batch_seconds: Option<f64>,
+}
+
+#[derive(Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+struct CpGroup {
+    first_rank: u32,
+    cp_size: u32,
+    document_ids: Vec<i64>,
+    seconds: f64,
+}
+
+impl DynamicCpCase {
+    fn options(&self) -> DynamicCpOptions {
+        let machine = &self.machine;
+        DynamicCpOptions {
+            world_size: machine.world_size,
+            num_stages: machine.num_stages,
+            num_virtual_stages: machine.num_virtual_stages.unwrap_or(1),
+            max_tokens_per_rank: machine.max_tokens_per_rank,
+            max_cp_size: machine.max_cp_size,
+            num_micro_batches: machine.num_micro_batches,
+            min_micro_batches: machine.min_micro_batches,
+            max_micro_batches: machine.max_micro_batches,
+            communication: Communication {
+                seconds_per_token: machine.cp_seconds_per_token.unwrap_or(0.0),
+                seconds_per_exchange: machine.cp_seconds_per_exchange.unwrap_or(0.0),
+                overlap: machine.cp_overlap.unwrap_or(1.0),
+            },
+            p2p_seconds: machine.p2p_seconds.unwrap_or(0.0),
+            micro_batch_seconds: machine.micro_batch_seconds.unwrap_or(0.0),
+        }
+    }
+
+    fn plan(&self) -> DynamicCpPlan {
+        plan_dynamic_cp(&checked(&self.lengths), self.ids.as_deref(), &self.options(), &self.cost.model()).unwrap()
+    }
+}
+
+impl Case for DynamicCpCase {
+    fn answered(self) -> Self {
+        let (options, cost) = (self.options(), self.cost.model());
+        planned(&self.lengths, &options, &cost, true).unwrap();
+        let plan = self.plan();
+        let group = |g: usize| {
+            let Group { first_rank, cp_size, .. } = plan.groups[g];
+            let seconds = group_seconds(&plan.lengths[plan.documents_of(g)], cp_size as usize, &options, &cost);
+            Group { first_rank, cp_size, seconds }
+        };
+        let timed: Vec<Vec<Group>> =
+            (0..plan.num_micro_batches()).map(|j| plan.groups_of(j).map(group).collect()).collect();
+        let groups = (0..plan.num_micro_batches()).map(|j| {
+            let groups = plan.groups_of(j).map(|g| {
+                let Group { first_rank, cp_size, seconds } = group(g);
+                CpGroup { first_rank, cp_size, document_ids: plan.documents[plan.documents_of(g)].to_vec(), seconds }
+            });
+            groups.collect()
+        });
+        Self { groups: groups.collect(), seconds: step_seconds(&timed, &options), ..self }
+    }
+
+    fn check_engine(&self) {
+        let plan = self.plan();
+        assert!(close(plan.seconds, self.seconds));
+        assert!(plan.groups.iter().zip(self.groups.iter().flatten()).all(|(a, b)| close(a.seconds, b.seconds)));
+    }
+}
+
+#[test]
+fn dynamic_cp_plans() {
+    hold::<DynamicCpCase>("dynamic_cp.json");
+}

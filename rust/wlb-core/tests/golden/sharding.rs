@@ -1,0 +1,137 @@
+//! `shard.json`: what every rank holds, by every strategy that needs no kernel.
+
+use serde::{Deserialize, Serialize};
+use wlb_core::sharding::{Remainder, Segment, Shard};
+use wlb_core::{Mask, ShardOptions, Strategy, shard};
+
+use crate::common::auto;
+use crate::common::naive::{self, Owners};
+use crate::common::strategies::checked;
+use crate::cost::mask;
+use crate::file::{Case, hold};
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct ShardCase {
+    lengths: Vec<i32>,
+    cp_size: usize,
+    causal: bool,
+    strategy: Strategy,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remainder: Option<Remainder>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hybrid_threshold: Option<i64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_imbalance: Option<f64>,
+    #[serde(default)]
+    ranks: Vec<Rank>,
+}
+
+/// A `wlb.RankShard`.
+#[derive(Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Rank {
+    num_tokens: usize,
+    num_segments: usize,
+    token_indices: Vec<i32>,
+    position_ids: Vec<i32>,
+    cu_seqlens_q: Vec<i32>,
+    cu_seqlens_k: Vec<i32>,
+    max_seqlen_q: i32,
+    max_seqlen_k: i32,
+    k_starts: Vec<i32>,
+    documents: Vec<u32>,
+    pairs: u64,
+}
+
+impl Rank {
+    /// Token by token.
+    fn of_oracle(lengths: &[i32], owners: &Owners, segments: &[Segment], pairs: u64, rank: usize, mask: Mask) -> Self {
+        let start = |document: usize| lengths[..document].iter().sum::<i32>();
+        let tokens: Vec<(usize, i32)> = owners
+            .iter()
+            .enumerate()
+            .flat_map(|(document, owners)| {
+                let held = owners.iter().enumerate().filter(|&(_, &owner)| owner == rank);
+                held.map(move |(position, _)| (document, position as i32))
+            })
+            .collect();
+        let queries: Vec<i32> = segments.iter().map(|segment| segment.length).collect();
+        let keys: Vec<i32> = segments
+            .iter()
+            .map(|segment| match mask {
+                Mask::Causal => segment.start + segment.length,
+                Mask::Full => lengths[segment.document as usize],
+            })
+            .collect();
+        let cumulative = |lengths: &[i32]| (0..=lengths.len()).map(|i| lengths[..i].iter().sum()).collect();
+        let longest = |lengths: &[i32]| lengths.iter().copied().max().unwrap_or(0);
+        Self {
+            num_tokens: tokens.len(),
+            num_segments: segments.len(),
+            token_indices: tokens.iter().map(|&(document, position)| start(document) + position).collect(),
+            position_ids: tokens.iter().map(|&(_, position)| position).collect(),
+            cu_seqlens_q: cumulative(&queries),
+            cu_seqlens_k: cumulative(&keys),
+            max_seqlen_q: longest(&queries),
+            max_seqlen_k: longest(&keys),
+            k_starts: segments.iter().map(|segment| start(segment.document as usize)).collect(),
+            documents: segments.iter().map(|segment| segment.document).collect(),
+            pairs,
+        }
+    }
+
+    fn of_engine(shard: &Shard, rank: usize) -> Self {
+        let (layout, segments) = (shard.layout(rank).unwrap(), shard.segments(rank).unwrap());
+        Self {
+            num_tokens: layout.num_tokens,
+            num_segments: segments.len(),
+            token_indices: shard.token_indices(rank).unwrap(),
+            position_ids: shard.position_ids(rank).unwrap(),
+            cu_seqlens_q: layout.cu_seqlens_q,
+            cu_seqlens_k: layout.cu_seqlens_k,
+            max_seqlen_q: layout.max_seqlen_q,
+            max_seqlen_k: layout.max_seqlen_k,
+            k_starts: layout.k_starts,
+            documents: segments.iter().map(|segment| segment.document).collect(),
+            pairs: shard.pairs(rank),
+        }
+    }
+}
+
+impl Case for ShardCase {
+    fn answered(self) -> Self {
+        let (lengths, cp_size, mask) = (&self.lengths, self.cp_size, mask(self.causal));
+        let owners = match (self.strategy, self.remainder.unwrap_or_default()) {
+            (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
+            (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
+            (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
+            (Strategy::Hybrid, _) => naive::hybrid(lengths, cp_size, self.hybrid_threshold.unwrap()),
+            (Strategy::Auto, _) => auto::auto(lengths, cp_size, mask, self.max_imbalance.unwrap_or(1.01)),
+            (Strategy::Adaptive, _) => panic!("kernel.json has what is chosen by a kernel"),
+        };
+        let segments = naive::segments(&owners, cp_size);
+        let pairs = auto::pairs(lengths, &owners, cp_size, mask);
+        let rank = |rank: usize| Rank::of_oracle(lengths, &owners, &segments[rank], pairs[rank], rank, mask);
+        Self { ranks: (0..cp_size).map(rank).collect(), ..self }
+    }
+
+    fn check_engine(&self) {
+        let options = ShardOptions {
+            cp_size: self.cp_size,
+            strategy: self.strategy,
+            mask: mask(self.causal),
+            remainder: self.remainder.unwrap_or_default(),
+            hybrid_threshold: self.hybrid_threshold,
+            max_imbalance: self.max_imbalance.unwrap_or(1.01),
+        };
+        let shard = shard(&checked(&self.lengths), &options).unwrap();
+        let ranks: Vec<Rank> = (0..shard.cp_size()).map(|rank| Rank::of_engine(&shard, rank)).collect();
+        assert_eq!(ranks, self.ranks);
+    }
+}
+
+#[test]
+fn shards() {
+    hold::<ShardCase>("shard.json");
+}
