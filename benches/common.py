@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 import wlb
 
-# A bench may import studies/ and tests/oracles/, which are not installed.
+# A bench may import studies/ and what tests share, which are not installed.
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
 RECORDS = Path(__file__).parent / "records"

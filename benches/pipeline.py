@@ -2,13 +2,14 @@
 
     python benches/pipeline.py [--lengths FILE.npy ...]
 
-Speed is compared with a Python event simulation (`oracles.schedule`) of the same input in the same run. Placement
+Speed is compared with an event simulation in Python (`simulate`) of the same input in the same run. Placement
 is compared on the micro-batches of real lengths, or of synthetic ones like the paper's histogram: order of arrival,
 `Packing.deal` (light ends), `order_micro_batches`, and for eight micro-batches the best of all orders.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import wlb
-from oracles import schedule as naive
+from plain import Op, orders_of
 
 STEPS = 20
 LAYOUTS: list[dict[str, Any]] = [
@@ -37,19 +38,63 @@ def seconds(work: Callable[[], object]) -> float:
     return min(samples(work)) / 1e6
 
 
+def simulate(orders: list[list[Op]], seconds: Callable[[Op], float]) -> float:
+    """Seconds of a step without latency between ranks, in plain Python: what a script of one's own would do.
+
+    Events are taken in the order of their times: an op that ends frees its rank and is an input of others; a rank
+    starts its next op as soon as it is free and has all inputs.
+    """
+    ranks = {stage: rank for rank, order in enumerate(orders) for _, _, stage in order}
+    last = max(ranks)
+    next_of_rank, free = [0] * len(orders), [True] * len(orders)
+    present: set[Op] = set()
+    events: list[tuple[float, int, Op]] = []
+    now = 0.0
+
+    def inputs(op: Op) -> list[Op]:
+        kind, j, stage = op
+        if kind == "forward":
+            return [("forward", j, stage - 1)] if stage > 0 else []
+        if kind == "weight_gradient":
+            return [("input_gradient", j, stage)]
+        return [("forward", j, stage), *([(kind, j, stage + 1)] if stage < last else [])]
+
+    def start(rank: int) -> None:
+        if free[rank] and next_of_rank[rank] < len(orders[rank]):
+            op = orders[rank][next_of_rank[rank]]
+            if present.issuperset(inputs(op)):
+                next_of_rank[rank] += 1
+                free[rank] = False
+                heapq.heappush(events, (now + seconds(op), rank, op))
+
+    for rank in range(len(orders)):
+        start(rank)
+    while events:
+        now, rank, op = heapq.heappop(events)
+        present.add(op)
+        free[rank] = True
+        start(rank)
+        kind, _, stage = op
+        if kind != "weight_gradient":
+            receiver = ranks.get(stage + 1 if kind == "forward" else stage - 1, rank)
+            if receiver != rank:
+                start(receiver)
+    return now
+
+
 def speed(console: Console) -> None:
     table = Table("work", "ops", "time", "ops a second", "x Python", title="Speed")
     rng = np.random.default_rng(0)
     for layout, count in ((LAYOUTS[0], 64), (LAYOUTS[1], 64), (LAYOUTS[3], 1024)):
         costs = rng.lognormal(size=count)
         timeline = wlb.simulate_pipeline(costs, **layout)
-        orders, stages = naive.orders_of(timeline), layout["num_stages"] * layout.get("num_virtual_stages", 1)
+        orders, stages = orders_of(timeline), layout["num_stages"] * layout.get("num_virtual_stages", 1)
         thirds = (costs / (3 * stages)).tolist()
 
-        def peer(orders: naive.Orders = orders, thirds: list[float] = thirds) -> dict[naive.Op, tuple[float, float]]:
-            return naive.simulate(orders, lambda op: thirds[op[1]] * (2 if op[0] == "backward" else 1))
+        def peer(orders: list[list[Op]] = orders, thirds: list[float] = thirds) -> float:
+            return simulate(orders, lambda op: thirds[op[1]] * (2 if op[0] == "backward" else 1))
 
-        ends = max(end for _, end in peer().values())
+        ends = peer()
         if abs(ends - timeline.seconds) > 1e-9 * ends:
             raise SystemExit("the Python simulation gives another makespan: this would compare different things")
         ours = seconds(lambda costs=costs, layout=layout: wlb.simulate_pipeline(costs, **layout))

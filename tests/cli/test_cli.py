@@ -25,7 +25,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from oracles import kernel
+from profiles import profile
 from wlb.cli import main
 from wlb.cli.app import app
 from wlb.cli.errors import CliError, setting
@@ -465,7 +465,7 @@ def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: P
 
 
 def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps(kernel.profile()))
+    (tmp_path / "mine.json").write_text(json.dumps(profile()))
     arguments = (
         "simulate",
         npy,

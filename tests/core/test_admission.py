@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from oracles import strategies
+from wlb import testing
 
 COST = wlb.CostModel(attention=1.0, linear=100.0)
 
@@ -29,7 +29,7 @@ def push_often(packer: wlb.Packer) -> None:
 
 
 @given(
-    strategies.document_lengths(max_length=300),
+    testing.document_lengths(max_length=300),
     st.integers(1, 5),
     st.integers(100, 300),
     st.sampled_from([(), (30,), (20, 70)]),

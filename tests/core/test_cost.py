@@ -7,20 +7,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import wlb
-from oracles import strategies
-from oracles.cost import AnalyticCost, TableCost, flops
-from oracles.cost import pairs as naive_pairs
+from wlb import testing
 
 MAX_LENGTH = 2**31 - 1
 LENGTHS = st.lists(st.integers(1, MAX_LENGTH) | st.integers(1, 100), max_size=20)
 PASSES = ["forward", "backward", "forward_backward"]
 
 
+def naive_pairs(length: int, causal: bool) -> int:
+    return length * (length + 1) // 2 if causal else length * length
+
+
 @given(LENGTHS, st.booleans())
 def test_pairs_are_exact(lengths: list[int], causal: bool) -> None:
-    expected = [naive_pairs(length, causal=causal) for length in lengths]
+    expected = [naive_pairs(length, causal) for length in lengths]
     array = wlb.pairs(lengths, causal=causal)
     assert array.dtype == np.int64
     assert array.tolist() == expected
@@ -29,34 +32,75 @@ def test_pairs_are_exact(lengths: list[int], causal: bool) -> None:
     assert all(type(value) is int for value in scalars)
 
 
-@given(LENGTHS, strategies.costs())
-def test_analytic_cost_is_the_formula_bit_for_bit(lengths: list[int], cost: AnalyticCost) -> None:
-    model = cost.model()
-    assert model.causal == cost.causal
+@given(LENGTHS, testing.cost_settings())
+def test_analytic_cost_is_the_formula_bit_for_bit(lengths: list[int], settings: dict[str, Any]) -> None:
+    model = wlb.CostModel(**settings)
+    assert model.causal == settings["causal"]
     assert model.cost(lengths).dtype == np.float64
-    assert model.cost(lengths).tolist() == [cost(length) for length in lengths]
-    pairs = [float(naive_pairs(length, causal=cost.causal)) for length in lengths]
-    assert model.attention_cost(lengths).tolist() == [cost.attention * count for count in pairs]
-    assert model.linear_cost(lengths).tolist() == [cost.linear * length for length in lengths]
+    attention = [settings["attention"] * float(naive_pairs(length, settings["causal"])) for length in lengths]
+    linear = [settings["linear"] * float(length) for length in lengths]
+    assert model.attention_cost(lengths).tolist() == attention
+    assert model.linear_cost(lengths).tolist() == linear
+    assert model.cost(lengths).tolist() == [a + b for a, b in zip(attention, linear, strict=True)]
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> TableCost:
-    knots = sorted(draw(st.sets(st.integers(1, 200_000), min_size=1, max_size=6)))
-    column = st.lists(st.floats(1e-9, 1e3), min_size=len(knots), max_size=len(knots)).map(sorted).map(tuple)
-    return TableCost(tuple(knots), draw(column), draw(column), draw(st.booleans()))
+def tables(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `from_tables`."""
+    lengths = sorted(draw(st.sets(st.integers(1, 200_000), min_size=1, max_size=6)))
+    seconds = st.lists(st.floats(1e-9, 1e3), min_size=len(lengths), max_size=len(lengths)).map(sorted)
+    names = ("attention_seconds", "linear_seconds")
+    return {"lengths": lengths, "causal": draw(st.booleans())} | {name: draw(seconds) for name in names}
 
 
 @given(st.lists(st.integers(1, 400_000), min_size=1, max_size=20), tables())
-def test_tables_are_interpolated_and_continued_in_proportion(lengths: list[int], table: TableCost) -> None:
-    model = table.model()
+def test_tables_are_interpolated_and_continued_in_proportion(lengths: list[int], table: dict[str, Any]) -> None:
+    """Lines between the knots, in pairs (attention) and in tokens (the rest), from 0 at 0."""
+    model = wlb.CostModel.from_tables(**table)
+
+    def line(work: list[int], knots: list[int], seconds: list[float]) -> NDArray[np.float64]:
+        inside: NDArray[np.float64] = np.interp(work, [0, *knots], [0.0, *seconds])
+        return inside * np.maximum(np.array(work) / knots[-1], 1.0)
+
+    work, knots = ([naive_pairs(length, table["causal"]) for length in each] for each in (lengths, table["lengths"]))
+    attention = line(work, knots, table["attention_seconds"])
+    linear = line(lengths, table["lengths"], table["linear_seconds"])
     rounding: dict[str, Any] = {"rtol": 1e-12, "atol": 0.0}
-    np.testing.assert_allclose(model.attention_cost(lengths), [table.attention(x) for x in lengths], **rounding)
-    np.testing.assert_allclose(model.linear_cost(lengths), [table.linear(x) for x in lengths], **rounding)
-    np.testing.assert_allclose(model.cost(lengths), [table(x) for x in lengths], **rounding)
-    np.testing.assert_allclose(model.attention_cost(table.lengths), table.attention_seconds, **rounding)
-    np.testing.assert_allclose(model.linear_cost(table.lengths), table.linear_seconds, **rounding)
+    np.testing.assert_allclose(model.attention_cost(lengths), attention, **rounding)
+    np.testing.assert_allclose(model.linear_cost(lengths), linear, **rounding)
+    np.testing.assert_allclose(model.cost(lengths), attention + linear, **rounding)
+    np.testing.assert_allclose(model.attention_cost(table["lengths"]), table["attention_seconds"], **rounding)
+    np.testing.assert_allclose(model.linear_cost(table["lengths"]), table["linear_seconds"], **rounding)
     assert np.all(np.diff(model.cost(sorted(lengths))) >= 0), "a longer document never costs less"
+
+
+def flops(
+    *,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    gated_ffn: bool,
+    experts_per_token: int,
+    passes: str,
+    recompute: bool,
+) -> tuple[float, float]:
+    """(FLOPs of one attended pair, FLOPs of one token) of a transformer."""
+    attention_projections = 2 * hidden_size * num_heads * head_dim + 2 * hidden_size * num_kv_heads * head_dim
+    ffn = (3 if gated_ffn else 2) * hidden_size * ffn_hidden_size * experts_per_token
+    parameters = num_layers * (attention_projections + ffn) + hidden_size * vocab_size
+    forward_pair, forward_token = 4.0 * num_heads * head_dim * num_layers, 2.0 * parameters
+    backward_pair, backward_token = 2.5 * forward_pair, 2.0 * forward_token
+    if recompute:
+        backward_pair, backward_token = backward_pair + forward_pair, backward_token + forward_token
+    return {
+        "forward": (forward_pair, forward_token),
+        "backward": (backward_pair, backward_token),
+        "forward_backward": (forward_pair + backward_pair, forward_token + backward_token),
+    }[passes]
 
 
 def test_from_flops_by_hand() -> None:
@@ -120,11 +164,12 @@ def test_from_flops(
     )
     pair, token = flops(**shape, head_dim=head_dim or hidden // 8)
     lengths = [1, 2, 1000, 131_072]
-    expected = AnalyticCost(pair / efficiency / speed, token / speed, causal)
-    np.testing.assert_allclose(model.cost(lengths), [expected(x) for x in lengths], rtol=1e-14)
+    attention, linear = pair / efficiency / speed, token / speed
+    expected = [attention * naive_pairs(length, causal) + linear * length for length in lengths]
+    np.testing.assert_allclose(model.cost(lengths), expected, rtol=1e-14)
 
 
-@given(strategies.costs().map(AnalyticCost.model) | tables().map(TableCost.model))
+@given(testing.cost_models() | tables().map(lambda table: wlb.CostModel.from_tables(**table)))
 def test_a_model_survives_pickling(model: wlb.CostModel) -> None:
     copy = pickle.loads(pickle.dumps(model))
     assert copy == model

@@ -1,4 +1,4 @@
-"""Dynamic-CP plans from Python: legal, as long as they say, plain data, clear errors."""
+"""Dynamic-CP plans from Python: legal, plain data, clear errors. How long they take is held by the goldens."""
 
 import pickle
 from typing import Any
@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from oracles import strategies
-from oracles.cost import AnalyticCost
-from oracles.dynamic_cp import step_seconds, violations
+from oracles.dynamic_cp import violations
+from wlb import testing
 
 COST = wlb.CostModel(attention=1.0, linear=3000.0)
 LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]
@@ -36,16 +35,15 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@given(machine=machines(), lengths=strategies.document_lengths(max_length=200), cost=strategies.costs())
-def test_plans_are_legal(machine: dict[str, Any], lengths: list[int], cost: AnalyticCost) -> None:
+@given(machine=machines(), lengths=testing.document_lengths(max_length=200), cost=testing.cost_models())
+def test_plans_are_legal(machine: dict[str, Any], lengths: list[int], cost: wlb.CostModel) -> None:
     largest = 1 << (int(machine["max_cp_size"] or machine["world_size"]).bit_length() - 1)
     limit = largest * machine["max_tokens_per_rank"]
     lengths = [min(length, limit) for length in lengths]
-    plan = wlb.plan_dynamic_cp(lengths, cost_model=cost.model(), **machine)
+    plan = wlb.plan_dynamic_cp(lengths, cost_model=cost, **machine)
     assert violations(plan, lengths, machine["max_cp_size"]) == []
-    assert plan.seconds == pytest.approx(step_seconds(plan, machine["p2p_seconds"]), rel=1e-9)
     assert plan.balanced_seconds * (1 - 1e-9) <= plan.lower_bound <= plan.seconds * (1 + 1e-9)
-    assert wlb.plan_dynamic_cp(np.array(lengths, np.int64), cost_model=cost.model(), **machine) == plan
+    assert wlb.plan_dynamic_cp(np.array(lengths, np.int64), cost_model=cost, **machine) == plan
 
 
 def test_the_faces_of_a_plan_agree() -> None:

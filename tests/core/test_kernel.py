@@ -1,4 +1,4 @@
-"""The kernel model and the choices made by it: equal to their oracles, and picky about what they read."""
+"""The kernel model and what is chosen by it: exact where measured, the best of all, and picky in what it reads."""
 
 import copy
 import json
@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 import wlb
 import wlb.profile
-from oracles import strategies
-from oracles.cost import TableCost
-from oracles.kernel import NaiveKernel, profile
+from profiles import profile
+from wlb import testing
 
 PASSES: Any = st.sampled_from(["forward", "backward", "forward_backward"])
-LENGTHS = strategies.document_lengths(max_length=600, max_size=8)
+LENGTHS = testing.document_lengths(max_length=600, max_size=8)
 PROFILE = profile()
 ROUNDING: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 """Sums in another order, of segments rounded to 57 fs each."""
@@ -35,23 +34,6 @@ def kernel_model(path: Path, content: Any, **arguments: Any) -> wlb.KernelModel:
     return wlb.KernelModel.from_profile(path, **arguments)
 
 
-@settings(max_examples=60)
-@given(
-    strategies.kernel_profiles(), st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 9000)), max_size=5), PASSES
-)
-def test_segments_are_the_oracles(
-    path: Path, content: dict[str, Any], segments: list[tuple[int, int]], passes: Any
-) -> None:
-    model = kernel_model(path, content)
-    queries = [queries for queries, _ in segments]
-    keys = [queries + more for queries, more in segments]
-    seconds = model.segment_seconds(queries, keys, passes=passes)
-    assert seconds.dtype == np.float64
-    naive = NaiveKernel(content)
-    expected = [naive.segment_seconds(q, k, passes) for q, k in zip(queries, keys, strict=True)]
-    np.testing.assert_allclose(seconds, expected, rtol=1e-9)
-
-
 def test_the_model_is_exact_where_it_was_measured(path: Path) -> None:
     model = kernel_model(path, PROFILE)
     assert model.source == "measured: Test GPU test kernel"
@@ -65,26 +47,26 @@ def test_the_model_is_exact_where_it_was_measured(path: Path) -> None:
 
 
 @settings(max_examples=60)
-@given(strategies.kernel_profiles(), LENGTHS, st.integers(1, 6), PASSES)
-def test_ranks_and_choices_are_the_oracles(
-    path: Path, content: dict[str, Any], lengths: list[int], cp_size: int, passes: Any
+@given(LENGTHS, st.integers(1, 6), PASSES, st.sampled_from([None, "a100", "h100"]))
+def test_choices_are_the_best_of_all(
+    path: Path, lengths: list[int], cp_size: int, passes: Any, generation: Any
 ) -> None:
     """Adaptive is as fast as the best of everything there is, hybrid as fast as its best threshold."""
-    model, naive = kernel_model(path, content), NaiveKernel(content)
+    if generation is None:
+        model = kernel_model(path, PROFILE)
+    else:
+        model = wlb.KernelModel.analytic(generation, num_heads=32, head_dim=128)
     same: dict[str, Any] = {"cp_size": cp_size, "causal": model.causal}
     thresholds = [*sorted(set(lengths)), max(lengths, default=0) + 1]
-    variants: list[dict[str, Any]] = [{"strategy": "per_sequence"}, {"strategy": "per_document"}]
+    variants: list[dict[str, Any]] = [{"strategy": "per_sequence"}, {"strategy": "per_document"}, {"strategy": "auto"}]
     variants += [{"strategy": "hybrid", "hybrid_threshold": threshold} for threshold in thresholds]
-    expected = [naive.slowest(lengths, cp_size=cp_size, **variant) for variant in variants]
-    actual = [model.rank_seconds(wlb.shard(lengths, **same, **variant)).max() for variant in variants]
-    np.testing.assert_allclose(actual, expected, **ROUNDING)
+    slowest = [model.rank_seconds(wlb.shard(lengths, **same, **variant)).max() for variant in variants]
 
     adaptive = wlb.shard(lengths, strategy="adaptive", kernel_model=model, **same)
-    auto = model.rank_seconds(wlb.shard(lengths, **same)).max()
-    assert model.rank_seconds(adaptive).max() == min(*actual, auto)
+    assert model.rank_seconds(adaptive).max() == min(slowest)
     hybrid = wlb.shard(lengths, strategy="hybrid", kernel_model=model, **same)
     assert hybrid.strategy == "hybrid"
-    assert model.rank_seconds(hybrid).max() == min(actual[2:])
+    assert model.rank_seconds(hybrid).max() == min(slowest[3:])
 
     for shard in (adaptive, hybrid):
         chosen: Any = {"strategy": shard.strategy, "hybrid_threshold": shard.hybrid_threshold}
@@ -188,17 +170,16 @@ def test_segments_have_no_fewer_keys_than_queries() -> None:
 
 
 def test_a_cost_model_from_the_same_profile(path: Path) -> None:
-    """Attention of whole documents at the grid's lengths; the rest as measured."""
-    naive = NaiveKernel(PROFILE)
-    knots = (16, 128, 1024, 8192)
-    kernel_model(path, PROFILE)
+    """Attention of whole documents as the kernel model has them at the grid's lengths; the rest as measured."""
+    kernel = kernel_model(path, PROFILE)
+    knots = [16, 128, 1024, 8192]
     for passes, names in NAMES.items():
         model = wlb.CostModel.from_profile(path, passes=passes)  # type: ignore[arg-type]
         assert model.causal
-        # Naively at the same knots: the padding of 16 queries to a tile makes their cost that of 128.
-        attention = TableCost(knots, tuple(naive.segment_seconds(d, d, passes) for d in knots), (1.0,) * 4)
+        seconds = kernel.segment_seconds(knots, knots, passes=passes)  # type: ignore[arg-type]
+        attention = wlb.CostModel.from_tables(knots, attention_seconds=seconds, linear_seconds=[1.0] * 4)
         lengths = [1, 16, 100, 1024, 5000, 8192, 50_000]
-        np.testing.assert_allclose(model.attention_cost(lengths), [attention.attention(d) for d in lengths], rtol=1e-9)
+        np.testing.assert_allclose(model.attention_cost(lengths), attention.attention_cost(lengths), rtol=1e-9)
         linear = sum(np.array(PROFILE["linear"][name]["median_seconds"]) for name in names)
         np.testing.assert_allclose(model.linear_cost(PROFILE["linear"]["tokens"]), linear, rtol=1e-12)
     kernel_model(path, profile(linear=False))

@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
-from oracles.packing import leftover_of, pieces_of
+from plain import leftover_of, pieces_of
 
 WATCHDOG = 120  # seconds until a deadlock is called one
 

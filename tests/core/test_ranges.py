@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from oracles import strategies
+from wlb import testing
 
 LOW, HIGH = (wlb.CostModel(attention=1.0, linear=linear) for linear in (100.0, 2000.0))
 SIZES: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 6000}
@@ -32,7 +32,7 @@ def imbalances(packing: wlb.Packing, models: Any) -> list[float]:
 
 
 @given(
-    strategies.document_lengths(max_length=4000, min_size=1, max_size=200),
+    testing.document_lengths(max_length=4000, min_size=1, max_size=200),
     st.sampled_from(["var_length", "var_length_fast", "refined"]),
 )
 def test_the_worst_is_least(lengths: list[int], method: Any) -> None:

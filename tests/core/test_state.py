@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from oracles import strategies
-from oracles.cost import AnalyticCost, TableCost
-from oracles.packing import plain
+from plain import plain
+from wlb import testing
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
@@ -23,18 +22,18 @@ Path = tuple[Any, ...]
 @st.composite
 def used_packers(draw: st.DrawFn) -> wlb.Packer:
     """Packers with a history: full queues, documents carried over, metrics."""
-    settings = draw(strategies.packer_settings())
-    cost = draw(strategies.costs()).model()
+    settings = draw(testing.packer_settings())
+    cost = draw(testing.cost_models())
     packer = wlb.Packer(cost_model=cost, **settings)
     longest = settings["max_document_tokens"] or settings["max_tokens"]
-    for lengths in draw(st.lists(strategies.document_lengths(max_length=longest, max_size=8), max_size=4)):
+    for lengths in draw(st.lists(testing.document_lengths(max_length=longest, max_size=8), max_size=4)):
         packer.push(lengths)
     return packer
 
 
 def a_packer() -> wlb.Packer:
     """One packer with something in every field of its state."""
-    cost = TableCost((10, 100), (0.1, 7.3), (0.3, 2.9)).model()
+    cost = wlb.CostModel.from_tables([10, 100], attention_seconds=[0.1, 7.3], linear_seconds=[0.3, 2.9])
     packer = wlb.Packer(
         num_micro_batches=3,
         max_tokens=100,
@@ -235,14 +234,14 @@ def test_a_state_is_plain_json_and_a_snapshot(packer: wlb.Packer) -> None:
     assert packer.state_dict() == now
 
 
-@given(used_packers(), strategies.costs(), st.data())
+@given(used_packers(), testing.cost_models(), st.data())
 def test_equal_configurations_have_equal_fingerprints(
-    packer: wlb.Packer, cost: AnalyticCost, data: st.DataObject
+    packer: wlb.Packer, cost: wlb.CostModel, data: st.DataObject
 ) -> None:
-    settings = data.draw(strategies.packer_settings())
-    first, second = (wlb.Packer(cost_model=cost.model(), **settings) for _ in range(2))
+    settings = data.draw(testing.packer_settings())
+    first, second = (wlb.Packer(cost_model=cost, **settings) for _ in range(2))
     assert first.fingerprint == second.fingerprint == first.state_dict()["fingerprint"]
-    other_size = wlb.Packer(cost_model=cost.model(), **settings | {"num_micro_batches": 17})
+    other_size = wlb.Packer(cost_model=cost, **settings | {"num_micro_batches": 17})
     assert other_size.fingerprint == first.fingerprint, "the number of micro-batches may change on resume"
     state = packer.state_dict()
     try:

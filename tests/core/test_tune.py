@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from oracles import strategies
-from oracles.cost import AnalyticCost
+from wlb import testing
 from wlb._core import MAX_MEAN_DELAY
 from wlb.simulation.reading import Reading
 
@@ -68,20 +67,20 @@ def check(result: wlb.TuneResult, lengths: Any, tokens_per_batch: int, packing: 
 
 
 @given(
-    strategies.document_lengths(max_length=200, min_size=1, max_size=120),
-    strategies.costs(),
+    testing.document_lengths(max_length=200, min_size=1, max_size=120),
+    testing.cost_models(),
     st.none() | st.integers(0, 2),
     st.sampled_from([0.0, 0.2, 1.0]),
     st.none() | st.integers(0, 5),
     st.sampled_from(["var_length", "refined"]),
 )
 def test_points_are_what_the_packer_does(
-    lengths: list[int], cost: AnalyticCost, num_queues: int | None, limit: float, max_delay: int | None, method: str
+    lengths: list[int], cost: wlb.CostModel, num_queues: int | None, limit: float, max_delay: int | None, method: str
 ) -> None:
     packing: dict[str, Any] = {
         "num_micro_batches": 3,
         "max_tokens": 220,
-        "cost_model": cost.model(),
+        "cost_model": cost,
         "max_delay": max_delay,
         "method": method,
     }

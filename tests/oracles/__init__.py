@@ -1,5 +1,5 @@
-"""Naive oracles, one for each room of the engine.
+"""What has to be read twice and is in Python alone.
 
-Each is a second, independent reading of docs/semantics.md in plain Python: slow, obvious, and equal to wlb bit for bit
-(costs from tables and latencies: up to rounding). Nothing of wlb is used to compute one.
+The algorithms of the engine have their oracles in the core (`rust/wlb-core/tests/common`), and Python is held to what
+these wrote down (`tests/golden`).
 """

@@ -1,7 +1,6 @@
-"""Naive Dynamic-CP: what must hold of every plan of `wlb.plan_dynamic_cp`, and how long it takes."""
+"""What must hold of every plan of `wlb.plan_dynamic_cp`."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import wlb
 
@@ -37,37 +36,3 @@ def violations(plan: wlb.DynamicCpPlan, lengths: Sequence[int], max_cp_size: int
     if sorted(placed) != list(range(len(lengths))):
         wrong.append("a document is lost or doubled")
     return wrong
-
-
-def step_seconds(plan: wlb.DynamicCpPlan, p2p_seconds: float = 0.0) -> float:
-    """Seconds of a step under 1F1B: every op of every rank waits for its group, its stage and its input."""
-    p, m = plan.num_stages, plan.num_micro_batches
-    groups = [{rank: group for group in batch.groups for rank in group.ranks} for batch in plan.micro_batches]
-    orders: list[list[tuple[str, int]]] = []
-    for stage in range(p):
-        ahead = min(p - 1 - stage, m)
-        order = [("forward", j) for j in range(ahead)]
-        for j in range(m - ahead):
-            order += [("forward", j + ahead), ("backward", j)]
-        orders.append(order + [("backward", j) for j in range(m - ahead, m)])
-
-    @cache
-    def end(stage: int, kind: str, j: int, rank: int) -> float:
-        group = groups[j][rank]
-        position = orders[stage].index((kind, j))
-        sender = stage - 1 if kind == "forward" else stage + 1
-        start = 0.0
-        for peer in group.ranks:
-            if position > 0:
-                start = max(start, end(stage, *orders[stage][position - 1], peer))
-            if 0 <= sender < p:
-                start = max(start, end(sender, kind, j, peer) + p2p_seconds)
-        return start + float(group.seconds) * (1 if kind == "forward" else 2) / (3 * p)
-
-    # In order of time, so that the recursion stays shallow.
-    for j in range(m):
-        for stage in range(p):
-            for rank in range(plan.world_size):
-                end(stage, *orders[stage][min(2 * j, 2 * m - 1)], rank)
-    ranks = range(plan.world_size)
-    return max(end(stage, *orders[stage][-1], rank) for stage in range(p) for rank in ranks)

@@ -1,5 +1,7 @@
 """The exact packer: against every possible assignment, and as a judge of the greedy one."""
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,27 +11,40 @@ from hypothesis import strategies as st
 
 import studies.exact
 import wlb
-from oracles import strategies
-from oracles.cost import AnalyticCost
-from oracles.packing import best_maximum, pieces_of
+from plain import pieces_of
+from wlb import testing
 
 SOLVER_TOLERANCE = 1e-6  # HiGHS' feasibility tolerance, relative to the largest cost
 
 
+def best_maximum(costs: Sequence[float], lengths: Sequence[int], *, num_micro_batches: int, max_tokens: int) -> float:
+    """The least possible maximum cost, by trying every assignment; infinite when the documents do not fit."""
+    best = float("inf")
+    for assignment in product(range(num_micro_batches), repeat=len(lengths)):
+        tokens = [0] * num_micro_batches
+        loads = [0.0] * num_micro_batches
+        for batch, length, cost in zip(assignment, lengths, costs, strict=True):
+            tokens[batch] += length
+            loads[batch] += cost
+        if max(tokens) <= max_tokens:
+            best = min(best, max(loads))
+    return best
+
+
 @given(
-    strategies.document_lengths(max_length=30, min_size=1, max_size=7),
-    strategies.costs(exact=True),
+    testing.document_lengths(max_length=30, min_size=1, max_size=7),
+    testing.cost_models(exact=True),
     st.integers(1, 3),
     st.integers(30, 60),
 )
-def test_no_assignment_is_better(lengths: list[int], cost: AnalyticCost, n: int, max_tokens: int) -> None:
+def test_no_assignment_is_better(lengths: list[int], cost: wlb.CostModel, n: int, max_tokens: int) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": n, "max_tokens": max_tokens}
-    best = best_maximum([cost(x) for x in lengths], lengths, **sizes)
+    best = best_maximum(cost.cost(lengths).tolist(), lengths, **sizes)
     if best == float("inf"):
         with pytest.raises(wlb.WlbError):
-            studies.exact.solve(lengths, **sizes, cost_model=cost.model())
+            studies.exact.solve(lengths, **sizes, cost_model=cost)
         return
-    solution = studies.exact.solve(lengths, **sizes, cost_model=cost.model())
+    solution = studies.exact.solve(lengths, **sizes, cost_model=cost)
     slack = SOLVER_TOLERANCE * best
     assert solution.optimal
     assert abs(solution.objective - best) <= slack
@@ -44,7 +59,7 @@ def test_no_assignment_is_better(lengths: list[int], cost: AnalyticCost, n: int,
     assert [piece.length for piece in placed] == lengths
     assert [piece.id for piece in placed] == list(range(len(lengths)))
 
-    greedy = wlb.pack(lengths, **sizes, cost_model=cost.model(), leftover="return")
+    greedy = wlb.pack(lengths, **sizes, cost_model=cost, leftover="return")
     if greedy.leftover.size == 0:
         assert greedy.lower_bound <= best <= max(greedy.costs)
         if greedy.length_fallbacks == 0:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
-from oracles.kernel import profile
+from profiles import profile
 from studies.paper import RESULTS, SWEEP, Inputs, Result, Study
 from studies.paper.dynamic_cp import Protocol, throughputs
 from studies.paper.inputs import documents, kernel, points, scenario

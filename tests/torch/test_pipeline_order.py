@@ -14,7 +14,7 @@ from torch.distributed.pipelining import (
 )
 
 import wlb
-from oracles import schedule as naive
+from plain import Op, orders_of
 from wlb.torch.pipeline import stages_of_rank
 
 KINDS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
@@ -35,7 +35,7 @@ def fake_stage(index: int, rank: int, p: int, v: int) -> MagicMock:
     return stage
 
 
-def order_of_torch(name: str, rank: int, p: int, v: int, m: int) -> list[naive.Op]:
+def order_of_torch(name: str, rank: int, p: int, v: int, m: int) -> list[Op]:
     """What torch computes on a rank, in order."""
     indices = stages_of_rank(rank, pp_size=p, num_stages=p * v, schedule=name)
     stages = [fake_stage(index, rank, p, v) for index in indices]
@@ -75,9 +75,9 @@ def order_of_torch(name: str, rank: int, p: int, v: int, m: int) -> list[naive.O
 )
 def test_the_orders_are_torchs(name: Any, p: int, v: int, m: int) -> None:
     timeline = wlb.simulate_pipeline(np.ones(m), schedule=name, num_stages=p, num_virtual_stages=v)
-    assert naive.orders_of(timeline) == [order_of_torch(name, rank, p, v, m) for rank in range(p)]
+    assert orders_of(timeline) == [order_of_torch(name, rank, p, v, m) for rank in range(p)]
 
 
 def test_zb_h1_is_torchs_interleaved_zero_bubble_with_one_stage() -> None:
     ours = wlb.simulate_pipeline(np.ones(8), schedule="zb_h1", num_stages=4)
-    assert naive.orders_of(ours) == [order_of_torch("interleaved_zero_bubble", rank, 4, 1, 8) for rank in range(4)]
+    assert orders_of(ours) == [order_of_torch("interleaved_zero_bubble", rank, 4, 1, 8) for rank in range(4)]

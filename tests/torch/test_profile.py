@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import wlb
-from oracles import kernel as oracle
+from profiles import profile as example
 from wlb.torch.profiling import Grid, Profiler, Shape, held_out_errors
 from wlb.torch.profiling import device as device_module
 from wlb.torch.profiling import profiler as profiler_module
@@ -85,7 +85,7 @@ def test_both_models_read_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_errors_are_those_of_the_model(tmp_path: Path) -> None:
-    profile = oracle.profile()
+    profile = example()
     shapes = [(20, 300), (700, 5000), (128, 1024)]
     path = tmp_path / "p.json"
     path.write_text(json.dumps(profile))

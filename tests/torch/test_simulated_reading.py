@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 import wlb
 import wlb.torch as wt
-from oracles import strategies
+from wlb import testing
 from wlb.simulation.reading import Reading
 
 
 @settings(max_examples=100)
 @given(
-    strategies.document_lengths(max_length=100, min_size=1, max_size=150),
+    testing.document_lengths(max_length=100, min_size=1, max_size=150),
     st.sampled_from([100, 110, 200]),
     st.integers(1, 4),
     st.sampled_from([None, 50, 100, 150]),

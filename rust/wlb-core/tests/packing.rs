@@ -4,10 +4,12 @@
 mod common;
 
 use common::check;
+use common::columns::Batch;
 use common::naive;
 use common::strategies::{Memory, checked, config, cost_model, lengths, memory, num_micro_batches};
+use proptest::collection::vec;
 use proptest::prelude::*;
-use proptest::sample::Index;
+use proptest::sample::{Index, select};
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{Piece, batch_offsets, split_documents};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack, pack_whole};
@@ -61,7 +63,7 @@ proptest! {
     /// Enough light documents that `var_length_fast` pours instead of sorting.
     #[test]
     fn a_poured_tail_keeps_the_promise(
-        lengths in prop::collection::vec(prop_oneof![60 => 1..400, 4 => 1..5000, 1 => 5000..60_000], 300..1500),
+        lengths in vec(prop_oneof![60 => 1..400, 4 => 1..5000, 1 => 5000..60_000], 300..1500),
         n in 1_usize..9, memory in memory(100_000), cost in cost_model(),
     ) {
         let longest = lengths.iter().copied().max().unwrap_or(1);
@@ -164,7 +166,7 @@ proptest! {
     #[test]
     fn any_assignment_is_scored_or_refused(
         lengths in lengths(60, 1000), n in 1_usize..6, max_tokens in 1_i32..20_000, cost in cost_model(),
-        wild in prop::collection::vec(prop_oneof![20 => -1_i64..6, 1 => any::<i64>()], 60),
+        wild in vec(prop_oneof![20 => -1_i64..6, 1 => any::<i64>()], 60),
     ) {
         let assignment = &wild[..lengths.len().min(60)];
         let result = Packing::from_assignment(&checked(&lengths), assignment, n, max_tokens, &cost);
@@ -209,6 +211,23 @@ proptest! {
             };
             let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
             prop_assert_eq!((error.argument(), error.index()), ("lengths", Some(at)));
+        }
+    }
+
+    /// Of all packings there are, none has a lower maximum than the bound; nor is a plan's below theirs.
+    #[test]
+    fn the_bound_is_one(
+        lengths in vec(1..20_i32, 1..7), n in 1_usize..4, cost in cost_model(), method in select(METHODS.to_vec()),
+    ) {
+        let costs = lengths.iter().map(|&length| vec![cost.cost(length)]).collect();
+        let options = PackOptions { num_micro_batches: n, max_tokens: 40, method, global_batches: 1, leftover: Leftover::Return };
+        let packing = pack(&checked(&lengths), &options, &cost).unwrap();
+        let whole = packing.pieces.iter().all(|piece| piece.length == lengths[piece.id as usize]);
+        if packing.leftover.is_empty() && whole {
+            let batch = Batch { lengths, costs, limits: vec![f64::INFINITY], micro_batches: n, max_tokens: 40 };
+            let optimum = cost.micro_batch() + batch.optimum().unwrap();
+            prop_assert!(packing.lower_bound() <= optimum * (1.0 + 1e-9));
+            prop_assert!(optimum <= packing.max_cost() * (1.0 + 1e-9));
         }
     }
 
