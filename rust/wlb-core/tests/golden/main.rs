@@ -9,7 +9,7 @@
 //!
 //! which fills in what the oracle answers, and writes anew what a change of the specification changed. Without the
 //! variable a file that is not what the oracle writes is an error.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
 #[path = "../common/mod.rs"]
 mod common;
