@@ -104,7 +104,7 @@ def test_an_interrupted_flush_changes_nothing(stop_after: Callable[[float], None
 
 def test_a_handler_may_read_the_packer_but_not_change_it(stop_after: Callable[[float], None]) -> None:
     packer = wlb.Packer(**PACKER)
-    packer.push(np.full(60_000, 150_000))
+    packer.push(np.full(30_000, 150_000))
     seen: list[object] = []
 
     def look(number: int, frame: FrameType | None) -> None:
@@ -115,7 +115,7 @@ def test_a_handler_may_read_the_packer_but_not_change_it(stop_after: Callable[[f
     before = signal.signal(signal.SIGALRM, look)
     pending = packer.pending
     signal.setitimer(signal.ITIMER_REAL, 0.1)
-    assert sum(len(packing.leftover) >= 0 for packing in packer.flush()) > 0
+    assert packer.flush()
     signal.signal(signal.SIGALRM, before)
     assert seen == [pending]
 

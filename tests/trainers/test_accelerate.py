@@ -15,13 +15,13 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from test_balance import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from small_corpus import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one
 from wlb.torch.data import PackedBatch
 
 STEPS = 20

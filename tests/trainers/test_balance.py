@@ -18,7 +18,6 @@ from torch.utils.data import IterableDataset
 from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Trainer,
@@ -28,40 +27,11 @@ from transformers import (
 )
 
 import wlb
+from small_corpus import CONTEXT, LENGTHS, VOCABULARY, alone, documents, llama, loss_of_one, mean_over_tokens
 from wlb.integrations.huggingface import balance, refusals
 from wlb.torch.data import Piece
 
-VOCABULARY = 64
-CONTEXT = 48
-LENGTHS = np.random.default_rng(5).lognormal(2.8, 1.0, size=90).astype(int).clip(1, 150)
 STEPS = 20
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=CONTEXT,
-            attn_implementation="sdpa",
-        )
-    )
-
-
-def documents() -> list[dict[str, list[int]]]:
-    """Every second one with a prompt that is not learnt."""
-    random = np.random.default_rng(0)
-    result = []
-    for number, length in enumerate(LENGTHS.tolist()):
-        tokens = random.integers(1, VOCABULARY, length).tolist()
-        prompt = length // 3 if number % 2 else 0
-        result.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
-    return result
 
 
 def together(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -114,20 +84,6 @@ def balanced(folder: Path, dp_size: int = 1, *, callbacks: Any = (), data: Any =
 def outcome(trainer: Any) -> tuple[list[float], np.ndarray]:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).numpy()
-
-
-def loss_of_one(model: LlamaForCausalLM, tokens: list[int], predicted: list[int]) -> Tensor:
-    """Sum over a document alone, nothing packed; `predicted` stands where it is predicted."""
-    logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
-    return torch.nn.functional.cross_entropy(logits, torch.tensor(predicted), reduction="sum")
-
-
-def alone(element: int | Piece) -> tuple[list[int], list[int]]:
-    """Tokens of a document or a piece, and what each predicts: that of a piece's last one is in the next piece."""
-    number, start, length = element if isinstance(element, Piece) else (element, 0, int(LENGTHS[element]))
-    row = documents()[number]
-    following = [*row["labels"][1:], -100]
-    return row["input_ids"][start : start + length], following[start : start + length]
 
 
 def reference(plan: Any, max_steps: int, steps: int = STEPS) -> tuple[list[float], np.ndarray]:
@@ -228,16 +184,6 @@ def test_epochs_are_counted_by_documents(tmp_path: Path) -> None:
     again = balanced(tmp_path, dataloader_num_workers=1)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved[0]}"))
     assert outcome(again)[0] == outcome(trainer)[0]
-
-
-def mean_over_tokens(model: LlamaForCausalLM, numbers: list[int]) -> float:
-    total, count = 0.0, 0
-    for number in numbers:
-        for start in range(0, int(LENGTHS[number]), CONTEXT):
-            tokens, predicted = alone(Piece(number, start, min(CONTEXT, int(LENGTHS[number]) - start)))
-            total += loss_of_one(model, tokens, predicted).item() if max(predicted) >= 0 else 0.0
-            count += sum(label != -100 for label in predicted)
-    return total / count
 
 
 def evaluate(rank: int, folder: Path) -> float:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
-    LlamaConfig,
     LlamaForCausalLM,
     Trainer,
     TrainerControl,
@@ -23,27 +22,15 @@ from transformers import (
     TrainingArguments,
 )
 
+import small_corpus
 import wlb
+from small_corpus import VOCABULARY
 from wlb.integrations.huggingface import MicroBatchCallback, MicroBatchLoader, PackedCollator
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, StepLoader
 
-VOCABULARY = 64
-
 
 def llama(attention: str = "sdpa") -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            attn_implementation=attention,
-        )
-    ).double()
+    return small_corpus.llama(attn_implementation=attention, max_position_embeddings=128).double()
 
 
 def documents(lengths: list[int]) -> list[dict[str, Tensor]]:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from test_balance import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one, mean_over_tokens
 from torch import Tensor
 
 import wlb
+from small_corpus import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one, mean_over_tokens
 from wlb.integrations.lightning import BalancedDataModule
 
 STEPS = 20

@@ -240,24 +240,29 @@ def test_more_stages_than_layers_are_refused() -> None:
         example.build_model(replace(SETTINGS, virtual_stages=3), CONFIG, mesh, torch.device("cpu"))
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[example.Settings, list[dict[str, Any]]]:
+    """A run that nobody kills: its settings and its rows."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "corpus").mkdir()
+    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
+        (folder / "corpus" / f"{number}.txt").write_text("to be or not to be, " * (length // 20) + "!" * (length % 20))
+    small = replace(CONFIG, num_layers=2)
+    settings = replace(
+        SETTINGS, model=small, corpus=folder / "corpus", pattern="*.txt", context=250, threshold=(150,), cp=2
+    )
+    processes.run(4, run, replace(settings, metrics_file=folder / "whole.jsonl"))
+    return settings, rows(folder / "whole.jsonl")
+
+
 @pytest.mark.parametrize("killed_in", ["clip_gradients", "checksums"])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: str) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: str, whole_run: Any) -> None:
     """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding.
 
     It dies in the middle of a step, or while a checkpoint is written, all but its manifest: then that one does not
     count.
     """
-    (tmp_path / "corpus").mkdir()
-    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(
-            "to be or not to be, " * (length // 20) + "!" * (length % 20)
-        )
-    small = replace(CONFIG, num_layers=2)
-    settings = replace(
-        SETTINGS, model=small, corpus=tmp_path / "corpus", pattern="*.txt", context=250, threshold=(150,), cp=2
-    )
-    processes.run(4, run, replace(settings, metrics_file=tmp_path / "whole.jsonl"))
-    whole = rows(tmp_path / "whole.jsonl")
+    settings, whole = whole_run
     assert [row["step"] for row in whole] == [1, 2, 3, 4, 5, 6]
     assert len({row["digest"] for row in whole}) == 6
     assert whole[-1]["loss"] < whole[0]["loss"], "it learns"

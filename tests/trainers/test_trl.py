@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 import wlb
+from small_corpus import CONTEXT, llama
 from wlb.integrations.huggingface import balance
 from wlb.integrations.rows import Rows, streams_of
 from wlb.torch.data import Piece
@@ -23,7 +24,6 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
 WORDS = [f"w{number}" for number in range(60)]
-CONTEXT = 48
 LENGTHS = np.random.default_rng(5).lognormal(2.8, 1.0, size=60).astype(int).clip(1, 150)
 STEPS = 20
 
@@ -34,22 +34,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", model_max_length=CONTEXT
-    )
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=CONTEXT,
-            attn_implementation="sdpa",
-        )
     )
 
 

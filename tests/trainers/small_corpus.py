@@ -1,0 +1,68 @@
+"""Ninety documents and a small Llama, for the tests of trainers, and the model's loss on a document by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from wlb.torch.data import Piece
+
+VOCABULARY = 64
+CONTEXT = 48
+LENGTHS = np.random.default_rng(5).lognormal(2.8, 1.0, size=90).astype(int).clip(1, 150)
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "attn_implementation": "sdpa",
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape | changes))
+
+
+def documents() -> list[dict[str, list[int]]]:
+    """Every second one with a prompt that is not learnt."""
+    random = np.random.default_rng(0)
+    result = []
+    for number, length in enumerate(LENGTHS.tolist()):
+        tokens = random.integers(1, VOCABULARY, length).tolist()
+        prompt = length // 3 if number % 2 else 0
+        result.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+    return result
+
+
+def loss_of_one(model: LlamaForCausalLM, tokens: list[int], predicted: list[int]) -> Tensor:
+    """Sum over a document alone, nothing packed; `predicted` stands where it is predicted."""
+    logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(predicted), reduction="sum")
+
+
+def alone(element: int | Piece) -> tuple[list[int], list[int]]:
+    """Tokens of a document or a piece, and what each predicts: that of a piece's last one is in the next piece."""
+    number, start, length = element if isinstance(element, Piece) else (element, 0, int(LENGTHS[element]))
+    row = documents()[number]
+    following = [*row["labels"][1:], -100]
+    return row["input_ids"][start : start + length], following[start : start + length]
+
+
+def mean_over_tokens(model: LlamaForCausalLM, numbers: list[int]) -> float:
+    """The loss of documents, cut where the context ends, over the tokens that count."""
+    total, count = 0.0, 0
+    for number in numbers:
+        for start in range(0, int(LENGTHS[number]), CONTEXT):
+            tokens, predicted = alone(Piece(number, start, min(CONTEXT, int(LENGTHS[number]) - start)))
+            total += loss_of_one(model, tokens, predicted).item() if max(predicted) >= 0 else 0.0
+            count += sum(label != -100 for label in predicted)
+    return total / count
