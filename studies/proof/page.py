@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,20 @@ def errors(layout: Row) -> dict[str, float]:
 
 
 def text(record: Row, *, picture: str) -> str:
-    """The page, in Markdown."""
-    return "\n".join(_lines(record, picture)) + "\n"
+    """The page, in Markdown; lines but those of tables have at most 120 characters."""
+    return "\n".join(map(_wrapped, _lines(record, picture))) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    if line.startswith(("|", "!")):
+        return line
+    paragraphs = line.split("\n")
+    return "\n".join(
+        textwrap.fill(
+            one, 120, subsequent_indent="  " * one.startswith("- "), break_long_words=False, break_on_hyphens=False
+        )
+        for one in paragraphs
+    )
 
 
 def _lines(record: Row, picture: str) -> Iterator[str]:

@@ -170,6 +170,7 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     record = {"machine": about, "documents": "some", "command": "c", "layouts": [layout]}
     text = page.text(record, picture="proof.png")
     assert "the whole interval above 1: adaptive. Not shown: finer." in text
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
     page.draw(record, tmp_path / "proof.png")
     assert (tmp_path / "proof.png").stat().st_size > 0
 

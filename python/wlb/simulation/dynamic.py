@@ -291,7 +291,7 @@ class DynamicOutcome(Outcome):
         """See :meth:`Outcome.placement`."""
         world, count = self.run.world_size, int(self.run.micro_batches[step])
         first = int(self.run.micro_batches[:step].sum()) * world
-        return first + np.arange(count * world).reshape(count, world).T
+        return np.arange(first, first + count * world).reshape(count, world).T
 
     def at_measured(self, seconds: Floats) -> DynamicOutcome:
         """See :meth:`Outcome.at_measured`."""

@@ -142,7 +142,8 @@ class StaticOutcome(Outcome):
         """See :meth:`Outcome.placement`."""
         cp, order = self.scenario.layout.cp, self.run.order[step]
         rows = step * self.run.tokens.shape[1] + order
-        return (rows[:, None, :] * cp + np.arange(cp)[:, None]).reshape(-1, order.shape[1])
+        parts: NDArray[np.int64] = rows[:, None, :] * cp + np.arange(cp)[:, None]
+        return parts.reshape(-1, order.shape[1])
 
     def at_measured(self, seconds: Floats) -> StaticOutcome:
         """See :meth:`Outcome.at_measured`."""
