@@ -291,8 +291,8 @@ class DynamicOutcome(Outcome):
         """See :meth:`Outcome.placement`."""
         world, count = self.run.world_size, int(self.run.micro_batches[step])
         first = int(self.run.micro_batches[:step].sum()) * world
-        parts: Integers = np.arange(first, first + count * world)
-        return parts.reshape(count, world).T
+        parts: Integers = np.arange(first, first + count * world).reshape(count, world).T
+        return parts
 
     def at_measured(self, seconds: Floats) -> DynamicOutcome:
         """See :meth:`Outcome.at_measured`."""
