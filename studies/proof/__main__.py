@@ -274,8 +274,9 @@ def gpu_name(device: str) -> str | None:
 
 
 def command() -> str:
-    """This one, as it was given."""
-    return " ".join(["python -m studies.proof", *sys.argv[1:]])
+    """This one, as it was given; of files and folders the names."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python -m studies.proof", *words])
 
 
 if __name__ == "__main__":
