@@ -145,7 +145,9 @@ class Proof:
             known: Row = json.loads(path.read_text())
             if known["settings"] == settings:
                 return known
-        record = {"settings": settings, **self._run(layout, kind)}
+        # When and on what it ran: a later run that only goes on from here is another one.
+        about = this_machine(["torch"])
+        record = {"settings": settings, "machine": about, **self._run(layout, kind)}
         write_record(path, record)
         return record
 

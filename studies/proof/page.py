@@ -106,13 +106,11 @@ def _lines(record: Row, picture: str) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"{about['time'][:10]}, {about['gpu'] or about['cpu']}, {about['cores']} cores, load {about['load'][0]:.1f} at"
-        f" the start, torch {about['packages']['torch']}, wlb {about['wlb']} at {about['commit']}."
-        f" `{record['command']}`. {record['documents']}, {settings['batches']} global batches; hidden"
-        f" {settings['hidden']}, {settings['layers']} layers, context {settings['context']:,}. Attention is"
-        f" {share['flops']:.0%} of the FLOPs of a document that fills the context ({share['flops_7b']:.0%} in LLaMA2-7B"
-        f" at 128K), and {share['seconds']:.0%} of its measured time here ({share['seconds_7b_h100']:.0%} is assumed of"
-        " the 7B model on a H100)."
+        f"{about['gpu'] or about['cpu']}, {about['cores']} cores. `{record['command']}`. {record['documents']},"
+        f" {settings['batches']} global batches; hidden {settings['hidden']}, {settings['layers']} layers, context"
+        f" {settings['context']:,}. Attention is {share['flops']:.0%} of the FLOPs of a document that fills the context"
+        f" ({share['flops_7b']:.0%} in LLaMA2-7B at 128K), and {share['seconds']:.0%} of its measured time here"
+        f" ({share['seconds_7b_h100']:.0%} is assumed of the 7B model on a H100)."
     )
     yield ""
     yield f"![Gains over the baseline, measured and predicted]({picture})"
@@ -130,6 +128,8 @@ def _layout(layout: Row) -> Iterator[str]:
     clock = f" ({layout['settings']['clock']} time)" if sliced else ""
     yield ""
     yield f"## {layout['title']}: {HOW[layout['kind']]}{clock}"
+    yield ""
+    yield _measured(layout["machine"], sliced=sliced)
     yield ""
     head = ["method", "tokens/s", "GFLOP/s", "x tokens/s", "predicted", "x FLOP/s", "over uncut", "step error", "idle"]
     head += ["even"] if sliced else []
@@ -166,6 +166,23 @@ def _layout(layout: Row) -> Iterator[str]:
     for name in found:
         level = layout["methods"][name]["levels"]
         yield _row([name, *(f"{level[key]:.3f}" if key in level else "" for key in LEVELS)])
+
+
+def _measured(about: Row, *, sliced: bool) -> str:
+    """When and on what, and whether other programs were in the way."""
+    load, cores = about["load"][0], about["cores"]
+    said = (
+        f"Measured {about['time'][:16].replace('T', ' ')} UTC, load {load:.1f} on {cores} cores at the start, torch"
+        f" {about['packages']['torch']}, wlb {about['wlb']} at {about['commit'] or 'no known commit'}."
+    )
+    if load < cores / 2:
+        return said
+    if sliced:
+        return f"{said} Other programs were running: they slow memory and caches down, and times are less exact."
+    return (
+        f"{said} **Other programs were running, and the clock on the wall counts their time too: these figures say"
+        " little about the methods, and have to be measured again on a quiet machine.**"
+    )
 
 
 def _idle(row: Row) -> float:

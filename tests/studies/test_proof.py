@@ -167,9 +167,11 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     share = dict.fromkeys(("flops", "seconds", "flops_7b", "seconds_7b_h100"), 0.7)
     about = {"time": "2025-01-01T", "gpu": None, "cpu": "x", "cores": 2, "load": [0.0], "packages": {"torch": "2"}}
     about |= {"wlb": "1", "commit": "abc", "attention_share": share}
+    layout["machine"] = about | {"load": [3.0]}
     record = {"machine": about, "documents": "some", "command": "c", "layouts": [layout]}
     text = page.text(record, picture="proof.png")
     assert "the whole interval above 1: adaptive. Not shown: finer." in text
+    assert "**Other programs were running" in text
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
     page.draw(record, tmp_path / "proof.png")
     assert (tmp_path / "proof.png").stat().st_size > 0
