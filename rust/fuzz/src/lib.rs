@@ -18,6 +18,8 @@ mod naive;
 mod plan;
 #[path = "../../wlb-core/tests/common/ranks.rs"]
 mod ranks;
+#[path = "../../wlb-core/tests/common/pipeline.rs"]
+mod pipeline;
 #[path = "../../wlb-core/tests/common/stream.rs"]
 mod stream;
 

@@ -1,4 +1,20 @@
-//! What the property tests share.
+//! What the property tests share: the naive oracles, what must hold whatever the input, and inputs that hit the corners.
+//!
+//! The oracles are `docs/semantics.md` in code: slow, plain, and without a line of the fast code. `tests/semantics.rs` works
+//! an example of each, and `tests/golden` writes down what they answer.
+//!
+//! | section | oracle |
+//! | --- | --- |
+//! | Cost | `naive_pairs`, `naive_local_pairs` in `naive`; `tests/cost.rs` |
+//! | Documents with costs of their own | `columns` |
+//! | Packing one global batch | `original`, `fixed_length`, `var_length`, `refined` in `naive`; for ranks: `ranks` |
+//! | A stream | `Packer` in `naive`: both release rules, `admits`, `split`; `batch_offsets` |
+//! | Sharding | `per_sequence`, `per_document`, `per_document_token`, `hybrid` in `naive`; `auto` |
+//! | Kernel models | `kernel` |
+//! | Pipelines | `pipeline` |
+//! | Dynamic-CP | `dynamic_cp`: what must hold of every plan, and how long it takes |
+//!
+//! Of `var_length_fast` there is none: `check` holds it to what it promises beside `var_length`.
 
 pub(crate) mod auto;
 pub(crate) mod check;
