@@ -19,7 +19,6 @@ from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.torch.data import IGNORE, BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.state import Snapshot
 from wlb.torch.data.state import field as field_of
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
@@ -117,9 +116,6 @@ class WlbDataLoader(BaseDataLoader):
         prefetch_factor: int | None = None
         """Micro-batches that each of them reads ahead."""
 
-        pin_memory: bool = False
-        """Whether batches lie in page-locked memory."""
-
         documents: Annotated[Any, tyro.conf.Suppress] = None
         """`documents[i]`: a mapping with `input_ids` and maybe `labels`, or tokens."""
 
@@ -206,11 +202,10 @@ class WlbDataLoader(BaseDataLoader):
                     collate_fn=collate,
                     num_workers=config.num_workers,
                     prefetch_factor=config.prefetch_factor if config.num_workers else None,
-                    pin_memory=config.pin_memory,
                 )
             )
         self.reports: deque[StepReport] = deque(maxlen=1000)
-        self._given: tuple[Snapshot | None, int] = (None, 0)  # after the step given last; of the next, what was given
+        self._inside = 0  # micro-batches that were given of a step that was not given whole
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """The micro-batches of this rank, step by step, to the end of the data; steps without a label are left out."""
@@ -219,25 +214,22 @@ class WlbDataLoader(BaseDataLoader):
             for step, _ in labelled_steps(self.steps):
                 self._report(step)
                 for done, batch in enumerate(step.micro_batches, start=1):
-                    last = done == len(step.micro_batches)
-                    self._given = (step.snapshot, 0) if last else (self._given[0], done)
+                    self._inside = done % len(step.micro_batches)
                     yield self._row(batch)
             ended = isinstance(self.steps, BalancedStream) or self.steps.ended
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last step stands that was given. The same on every rank, without communication.
+        """Where the last step stands that was given: the Trainer fetches nothing ahead. The same on every rank.
 
         Raises:
             wlb.WlbError: A part of a step was given: the Trainer's steps have other numbers of micro-batches.
         """
-        snapshot, done = self._given
-        if done:
-            message = f"= {self._config.micro_batches}: the Trainer saved after {done} of them; make it what a rank "
-            message += "takes in a step: gradient accumulation times pipeline micro-batches"
+        if self._inside:
+            message = f"= {self._config.micro_batches}: the Trainer saved after {self._inside} of them; make it what a "
+            message += "rank takes in a step: gradient accumulation times pipeline micro-batches"
             raise error("micro_batches", message, value=self._config.micro_batches)
-        state = self.steps.state_dict() if snapshot is None else snapshot.state
         try:
-            return {_STATE: json.dumps(state)}
+            return {_STATE: json.dumps(self.steps.state_dict())}
         except TypeError as cause:
             raise error("streams", f"have states that JSON does not hold: {cause}") from cause
 
@@ -256,7 +248,7 @@ class WlbDataLoader(BaseDataLoader):
                 raise
             raise error("state_dict", f"is cut or changed: {cause}") from cause
         self.steps.load_state_dict(saved)
-        self._given = (None, 0)
+        self._inside = 0
 
     def close(self) -> None:
         """Ends what reads streams."""
