@@ -215,6 +215,39 @@ def test_what_goes_against_packed_rows_is_refused_by_name() -> None:
     assert found == [argument for _, _, argument in REFUSED]
 
 
+def of_files(rank: int, prefix: str) -> tuple[int, list[tuple[int, int, int]]]:
+    """Of two stages: labels that count, and what was read of indexed files, by a worker."""
+    with on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        initialize(Run(pp=2))
+        config = configuration(Run(pp=2), finalize_model_grads_func=print)
+        sizes: dict[str, Any] = {"max_tokens_per_rank": CONTEXT, "tokens_per_batch": 300, "num_workers": 1}
+        data = megatron.data_iterator(prefix, model=build(Run(pp=2), config), **sizes)
+        labels, pieces = 0, []
+        for step in data:
+            labels += sum(int(batch.loss_mask.sum()) for batch in step.batches if batch.loss_mask is not None)
+            if step.source is not None:
+                found = step.source.pieces
+                pieces += zip(found.ids.tolist(), found.starts.tolist(), found.lengths.tolist(), strict=True)
+        data.close()
+        return labels, sorted(pieces)
+
+
+def test_every_token_of_indexed_files_is_trained_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 3 * CONTEXT, 30)
+    prefix = files(tmp_path, [[rng.integers(0, 9, length)] for length in lengths])
+    (_, pieces), (labels, none) = run_processes(2, of_files, prefix)
+    assert none == []
+    assert labels == (lengths - 1).sum()  # cuts drop no prediction
+    expected = [
+        (at, start, min(CONTEXT, length - start))
+        for at, length in enumerate(lengths.tolist())
+        for start in range(0, length, CONTEXT)
+    ]
+    assert pieces == expected
+
+
 def unfit(rank: int) -> dict[str, Any]:
     """Of two stages: one that cannot read, groups that nobody made, gradients that nobody divides."""
     with on_cpu(), warnings.catch_warnings():
