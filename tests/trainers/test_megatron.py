@@ -1,6 +1,7 @@
 """`PackedSeqParams` and slices against Megatron-Core itself, as far as it runs without a GPU."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,10 @@ def on_rank(rank: int) -> dict[str, Any]:
     shard = planned(group.size())
     tokens = torch.arange(shard.num_tokens)[None]
     ours = megatron.slice_for_rank({"tokens": tokens, "attention_mask": None}, shard, cp_rank=rank)
+    known = inspect.signature(get_batch_on_this_cp_rank).parameters
+    others = {"is_hybrid_cp": False} if "is_hybrid_cp" in known else {}  # later versions want it
     theirs = [
-        get_batch_on_this_cp_rank({"tokens": document}, cp_group=group)["tokens"]
+        get_batch_on_this_cp_rank({"tokens": document}, cp_group=group, **others)["tokens"]
         for document in tokens.split(shard.lengths.tolist(), dim=1)
     ]
 
