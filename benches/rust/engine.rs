@@ -142,7 +142,8 @@ fn running_packer() -> (Packer, Vec<Lengths>) {
         delay_price: None,
         max_delay: None,
         method: StreamMethod::VarLength,
-        cost_model: cost_model(),
+        cost_model: Some(cost_model()),
+        limits: None,
     };
     let mut packer = Packer::new(config).unwrap();
     let stream: Vec<i64> = lengths(130 * 256).iter().map(|&length| i64::from(length)).collect();

@@ -352,7 +352,8 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
         delay_price,
         max_delay: if u.arbitrary()? { Some(u.int_in_range(0..=5)?) } else { None },
         method: if u.arbitrary()? { StreamMethod::Refined } else { StreamMethod::VarLength },
-        cost_model: cost_model(u)?,
+        cost_model: Some(cost_model(u)?),
+        limits: None,
     })
 }
 
@@ -380,7 +381,7 @@ fn event(u: &mut Unstructured, config: &PackerConfig) -> Result<Event> {
             }
             Event::ResumeAs(Box::new(other))
         }
-        9 => Event::SetCostModel(packer_config(u)?.cost_model),
+        9 => Event::SetCostModel(cost_model(u)?),
         _ => Event::Flush,
     })
 }

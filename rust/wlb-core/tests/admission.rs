@@ -35,7 +35,7 @@ impl Reader {
     /// One step; gives its tokens.
     fn step(&mut self, min_step_tokens: i64) -> i64 {
         let offered: Vec<i32> = self.next.iter().map(|&(.., length)| length).collect();
-        let admitted = self.packer.admits(&checked(&offered));
+        let admitted = self.packer.admits(&checked(&offered), None).unwrap();
         let now: Vec<(i64, i32, i32)> = self.next.drain(..admitted).collect();
         let ids: Vec<i64> = now.iter().map(|&(id, ..)| id).collect();
         let starts: Vec<i32> = now.iter().map(|&(_, start, _)| start).collect();
@@ -116,7 +116,8 @@ fn tight(num_micro_batches: usize, release: Release) -> PackerConfig {
         delay_price: (release == Release::Adaptive).then_some(0.03),
         max_delay: Some(16),
         method: StreamMethod::VarLength,
-        cost_model: CostModel::analytic(1.0, 100.0, Mask::Causal).unwrap(),
+        cost_model: Some(CostModel::analytic(1.0, 100.0, Mask::Causal).unwrap()),
+        limits: None,
     }
 }
 

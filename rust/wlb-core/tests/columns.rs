@@ -155,6 +155,35 @@ proptest! {
         }
     }
 
+    /// Ranks meet in every column: a deal is no longer than that by the sum, no shorter than any deal can be, and fair.
+    #[test]
+    fn deals_follow_the_columns(batch in batch(40), dp in 1_usize..4, per_rank in 1_usize..4) {
+        let batch = Batch { micro_batches: dp * per_rank, limits: vec![f64::INFINITY; batch.limits.len()], ..batch };
+        let packing = packed(&batch, Method::VarLength);
+        let rows = loads(&packing);
+        let step = |dealt: &[usize]| -> f64 {
+            let of_rank = |rank: &[usize], k: usize| rank.iter().map(|&j| rows[j][k]).sum::<f64>();
+            let most = |k: usize| dealt.chunks(per_rank).map(|rank| of_rank(rank, k)).fold(0.0, f64::max);
+            (0..batch.limits.len()).map(most).sum()
+        };
+        let dealt = packing.deal(dp).unwrap();
+        let mut sorted = dealt.clone();
+        sorted.sort_unstable();
+        prop_assert_eq!(sorted, (0..dp * per_rank).collect::<Vec<_>>());
+        let by_sum = Packing { columns: None, ..packing.clone() }.deal(dp).unwrap();
+        prop_assert!(step(&dealt) <= step(&by_sum));
+        for row in dealt.chunks(per_rank) {
+            let costs: Vec<f64> = row.iter().map(|&j| packing.costs[j]).collect();
+            let top = costs.iter().copied().fold(0.0, f64::max);
+            let peak = costs.iter().position(|&cost| cost == top).unwrap();
+            prop_assert!(costs[..peak].is_sorted() && costs[peak..].iter().rev().is_sorted(), "{:?}", costs);
+        }
+        if dp * per_rank <= 6 {
+            let least = permutations(dp * per_rank).iter().map(|dealt| step(dealt)).fold(f64::INFINITY, f64::min);
+            prop_assert!(step(&dealt) >= least * (1.0 - 1e-12));
+        }
+    }
+
     /// In which unit a column is given makes no difference to where documents go.
     #[test]
     fn units_of_columns_do_not_matter(batch in batch(60), exponents in vec(-20..20_i32, 4)) {
@@ -195,6 +224,35 @@ proptest! {
         let Error::Cell { argument: "costs", row, column, .. } = error else { panic!("{error}") };
         prop_assert_eq!((row, column), (at / columns, place));
     }
+}
+
+/// By the sum all micro-batches are alike; in each column two of them are not.
+#[test]
+fn a_deal_by_the_sum_would_pair_what_waits() {
+    let costs = DocumentCosts::new(vec![4.0, 0.0, 4.0, 0.0, 0.0, 4.0, 0.0, 4.0], 4, 2, &[]).unwrap();
+    let packing = Packing::from_assignment(&checked(&[10; 4]), &[0, 1, 2, 3], 4, 10, &costs).unwrap();
+    let by_sum = Packing { columns: None, ..packing.clone() };
+    let of_rank = |dealt: &[usize]| dealt.iter().filter(|&&j| j < 2).count();
+    for packing in [&packing, &by_sum] {
+        let dealt = packing.deal(2).unwrap();
+        assert_eq!((of_rank(&dealt[..2]), of_rank(&dealt[2..])), (1, 1));
+    }
+    // 0 and 3 are the heaviest by the sum, and lead in the same column.
+    let costs = DocumentCosts::new(vec![9.0, 0.0, 0.0, 5.0, 0.0, 5.0, 7.0, 0.0], 4, 2, &[]).unwrap();
+    let packing = Packing::from_assignment(&checked(&[10; 4]), &[0, 1, 2, 3], 4, 10, &costs).unwrap();
+    let dealt = packing.deal(2).unwrap();
+    assert_eq!(
+        dealt.chunks(2).map(|rank| rank.iter().filter(|&&j| j == 0 || j == 3).count()).collect::<Vec<_>>(),
+        [1, 1]
+    );
+}
+
+fn permutations(n: usize) -> Vec<Vec<usize>> {
+    if n == 0 {
+        return vec![Vec::new()];
+    }
+    let shorter = permutations(n - 1);
+    shorter.iter().flat_map(|p| (0..n).map(move |at| [&p[..at], &[n - 1], &p[at..]].concat())).collect()
 }
 
 /// The rows of the issue: no document above 5 % of a mean micro-batch.

@@ -22,7 +22,8 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
         delay_price: None,
         max_delay,
         method: StreamMethod::VarLength,
-        cost_model: CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap(),
+        cost_model: Some(CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap()),
+        limits: None,
     }
 }
 
@@ -38,7 +39,7 @@ fn read_through(mut packer: Packer, lengths: &[i32], tokens_per_batch: i64) -> P
             offered = rest.len();
         }
         let last = offered == rest.len();
-        let admitted = packer.admits(&checked(&rest[..offered]));
+        let admitted = packer.admits(&checked(&rest[..offered]), None).unwrap();
         let mut entering = admitted;
         while last && entering > 0 && entering < offered && sum(&rest[entering..]) < least {
             entering -= 1;
@@ -90,7 +91,7 @@ proptest! {
             delay_price: None,
             oversize: Oversize::Truncate,
             max_delay: None,
-            cost_model,
+            cost_model: Some(cost_model),
             ..config
         };
         let lengths: Vec<i32> = lengths.into_iter().map(|length| length.min(config.max_document_tokens)).collect();
@@ -98,7 +99,7 @@ proptest! {
         let PackerConfig { num_micro_batches, max_tokens, cost_model, method, .. } = config;
         let method = if method == StreamMethod::Refined { Method::Refined } else { Method::VarLength };
         let options = PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
-        prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model).unwrap());
+        prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model.unwrap()).unwrap());
     }
 
     /// The reported points are what a packer really does with those thresholds, or at that price, and the best one is
@@ -184,7 +185,7 @@ fn refined_steps_pay_for_nothing_with_a_heavier_micro_batch() {
         (2, 40, vec![5, 7, 4, 6, 7, 4, 9, 2, 4, 6, 9, 8, 9]),
         (4, 24, vec![11, 6, 4, 5, 7, 9, 6, 9, 5, 4, 3, 12, 3, 12]),
     ] {
-        let (max_document_tokens, method, cost_model) = (max_tokens, StreamMethod::Refined, cost_model.clone());
+        let (max_document_tokens, method, cost_model) = (max_tokens, StreamMethod::Refined, Some(cost_model.clone()));
         let simple = simple(num_micro_batches, Vec::new(), None);
         let config = PackerConfig { max_tokens, max_document_tokens, method, cost_model, ..simple };
         assert!(!run(&config, &[Event::Push(lengths)]).carried().is_empty());
@@ -308,7 +309,7 @@ fn a_bad_configuration_is_named() {
     let thresholds = PackerConfig { outlier_thresholds: vec![10], ..good_price };
     assert_eq!(argument(thresholds).argument(), "outlier_thresholds");
     let infinite = CostModel::analytic(1e300, 0.0, Mask::Causal).unwrap();
-    assert_eq!(argument(PackerConfig { cost_model: infinite, ..good }).argument(), "cost_model");
+    assert_eq!(argument(PackerConfig { cost_model: Some(infinite), ..good }).argument(), "cost_model");
 }
 
 /// Numbers that do not agree with each other are no metrics.

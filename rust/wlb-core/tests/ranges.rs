@@ -195,7 +195,7 @@ proptest! {
         let range = CostModel::range(models).unwrap();
         let single = range.models().iter().find(|model| model.cost(5) == range.cost(5)).unwrap().clone();
         let [mut packer, mut alone] = [range.clone(), single]
-            .map(|cost_model| Packer::new(PackerConfig { cost_model, ..packer.clone() }).unwrap());
+            .map(|cost_model| Packer::new(PackerConfig { cost_model: Some(cost_model), ..packer.clone() }).unwrap());
         let limit = packer.config().max_document_tokens;
         let ids = |packing: &Packing| {
             let mut ids: Vec<_> = packing.pieces.iter().map(|piece| (piece.id, piece.start)).collect();

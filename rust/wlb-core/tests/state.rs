@@ -24,7 +24,8 @@ fn full() -> Packer {
         delay_price: None,
         max_delay: Some(4),
         method: StreamMethod::VarLength,
-        cost_model: CostModel::analytic(0.5, 10.0, Mask::Causal).unwrap(),
+        cost_model: Some(CostModel::analytic(0.5, 10.0, Mask::Causal).unwrap()),
+        limits: None,
     };
     let events = [Event::Push(vec![50, 7, 90, 30, 30]), Event::Push(vec![39; 12]), Event::Push(vec![85, 39, 250])];
     let packer = run(&config, &events);
@@ -255,7 +256,7 @@ fn forged_contradictions_are_refused() {
 fn later_costs_come_with_the_state() {
     let packer = repriced();
     let history = packer.cost_history().unwrap();
-    assert_eq!((history.changes, history.since, &history.first), (2, 4, &full().config().cost_model));
+    assert_eq!((history.changes, history.since, &history.first), (2, 4, full().config().cost_model.as_ref().unwrap()));
     let mut made_alike = Packer::new(full().config().clone()).unwrap();
     made_alike.restore(&packer.save(), false).unwrap();
     assert_eq!(made_alike, packer);

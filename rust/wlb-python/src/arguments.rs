@@ -4,7 +4,9 @@
 
 use pyo3::prelude::*;
 use wlb_core::Lengths;
-use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
+use wlb_core::limits::{
+    MAX_COLUMNS, MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE,
+};
 
 use crate::convert::{
     count, floats, floats_by_row, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths, real,
@@ -32,6 +34,7 @@ arguments! {
     attention_efficiency: f64 = real();
     attention_seconds: Vec<f64> = floats();
     chunks: Vec<(i32, f64)> = rates_by_size();
+    cost_columns: usize = size(1, MAX_COLUMNS as i64);
     costs: Table = floats_by_row();
     cp_overlap: f64 = real();
     cp_seconds_per_exchange: f64 = real();
@@ -103,6 +106,7 @@ pub(crate) mod optional {
 
     optional! {
         attention_costs: Vec<f64>;
+        cost_columns: usize;
         costs: Table;
         delay_price: f64;
         dp_size: i64;

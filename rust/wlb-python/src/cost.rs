@@ -33,6 +33,10 @@ pub(crate) fn document_costs(
         let (argument, other) = ("costs", "lengths");
         return Err(raise(wlb_core::Error::Mismatch { argument, found, other, expected: documents }));
     }
+    if limits.is_some_and(<[f64]>::is_empty) {
+        let (argument, other) = ("limits", "the columns of costs");
+        return Err(raise(wlb_core::Error::Mismatch { argument, found: 0, other, expected: columns }));
+    }
     DocumentCosts::new(values, documents, columns, limits.unwrap_or_default()).map(Some).map_err(raise)
 }
 

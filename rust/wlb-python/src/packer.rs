@@ -8,12 +8,14 @@ use std::time::Duration;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use wlb_core::packing::stream::{OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StreamMethod};
+use wlb_core::packing::stream::{
+    CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StreamMethod,
+};
 use wlb_core::{CostModel as Model, Lengths};
 
 use crate::arguments;
 use crate::convert::choice;
-use crate::cost::{CostModel, read_costs};
+use crate::cost::{CostModel, read_costs, read_costs_if_any};
 use crate::error::{BacklogWarning, StateError, raise};
 use crate::packing::Packing;
 use crate::plain::{Pickle, Tuple, properties};
@@ -35,7 +37,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Args:
 ///     num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
 ///     max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
-///     cost_model: what documents cost; of ``[low, high]``, or more, any may be the true one (:meth:`CostModel.range`).
+///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
+///         (:meth:`CostModel.range`). Or ``cost_columns``.
+///     cost_columns: documents bring their costs, in so many columns (``push(costs=)``, always). A step takes the sum over columns of
+///         the heaviest micro-batch in that column. Said here, and not by the first push, because it belongs to what ranks compare
+///         before they begin. Queues go by length all the same; "adaptive" takes one column.
+///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has a limit is
+///         memory, and takes no time.
 ///     outlier_thresholds: tokens, ascending; () holds nothing back. :func:`tune_outlier_thresholds` finds good ones.
 ///     release: which waiting documents join a batch; "fifo" is the paper's rule, above. "adaptive" knows no thresholds: it holds the
 ///         longest documents back, new or waiting, as many as balance is worth at ``delay_price``, and light ones while
@@ -221,8 +229,15 @@ properties! {
     max_delay: Option<u64> = |packer| packer.lock().config().max_delay;
     /// How what leaves is placed: "var_length" or "refined".
     method: &'static str = |packer| packer.lock().config().method.as_str();
-    /// What documents cost.
-    cost_model: CostModel = |packer| CostModel(packer.lock().config().cost_model.clone());
+    /// What documents cost; ``None`` where they bring their costs.
+    cost_model: Option<CostModel> = |packer| packer.lock().config().cost_model.clone().map(CostModel);
+    /// Columns of costs that documents bring; ``None`` where a cost model prices them.
+    cost_columns: Option<usize> = |packer| packer.lock().config().limits.as_ref().map(Vec::len);
+    /// The most that a micro-batch may have in each of these columns, infinite for none; ``None`` without columns.
+    limits: Option<Tuple<f64>> = |packer| {
+        let infinite = |limit: &Option<f64>| limit.unwrap_or(f64::INFINITY);
+        packer.lock().config().limits.as_ref().map(|limits| Tuple(limits.iter().map(infinite).collect()))
+    };
     /// Hex hash of the configuration, all but ``num_micro_batches``, and of every change of the cost model: equal if and only
     /// if the same documents gave, and will give, the same plans.
     fingerprint: String = |packer| packer.lock().fingerprint();
@@ -232,10 +247,11 @@ properties! {
 impl Packer {
     #[new]
     #[pyo3(
-        signature = (*, num_micro_batches, max_tokens, cost_model, outlier_thresholds = None, release = "fifo",
-                     delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length",
+        signature = (*, num_micro_batches, max_tokens, cost_model = None, cost_columns = None, limits = None,
+                     outlier_thresholds = None, release = "fifo", delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length",
                      on_backlog = "warn"),
-        text_signature = "(*, num_micro_batches, max_tokens, cost_model, outlier_thresholds=(), release='fifo', \
+        text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
+                          outlier_thresholds=(), release='fifo', \
                           delay_price=None, max_delay=None, max_document_tokens=None, oversize='error', \
                           method='var_length', on_backlog='warn')"
     )]
@@ -243,7 +259,9 @@ impl Packer {
     fn new(
         #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
         #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-        #[pyo3(from_py_with = read_costs)] cost_model: Model,
+        #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<Model>,
+        #[pyo3(from_py_with = arguments::optional::cost_columns)] cost_columns: Option<usize>,
+        #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
         #[pyo3(from_py_with = arguments::optional::outlier_thresholds)] outlier_thresholds: Option<Vec<i32>>,
         release: &str,
         #[pyo3(from_py_with = arguments::optional::delay_price)] delay_price: Option<f64>,
@@ -258,6 +276,7 @@ impl Packer {
             outlier_thresholds: outlier_thresholds.unwrap_or_default(),
             delay_price: delay_price.or(release.default_price()),
             oversize: choice(oversize)?,
+            limits: column_limits(cost_columns, limits)?,
             ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
         });
         Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
@@ -296,16 +315,18 @@ impl Packer {
     ///     ids: int64[n], their names, unique among these and the pending documents; default a running number.
     ///     starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents itself and lets
     ///         their pieces enter over several iterations; default: all are whole documents.
+    ///     costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with ``cost_columns``,
+    ///         and only there; what it costs that is cut is shared among its pieces by their tokens. What waits keeps its costs.
     ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is there. Such a
     ///         step is less balanced. It holds so many tokens at least, or all that is there, or ``num_micro_batches // 2 *
-    ///         max_tokens``.
+    ///         max_tokens`` (without ``limits``, which may leave less room).
     ///
     /// Returns:
     ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was split);
     ///     ``leftover`` is what is carried over to the next iteration.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths, ids or starts, a document over ``max_document_tokens`` under oversize="error", more than 2^23
+    ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under oversize="error", more than 2^23
     ///         cuts under oversize="split", or, under on_backlog="error", more waits afterwards than :meth:`bounds` allows. The
     ///         packer is unchanged.
     ///
@@ -314,18 +335,20 @@ impl Packer {
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
     /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
-    #[pyo3(signature = (lengths, ids = None, *, starts = None, min_step_tokens = 0))]
+    #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0))]
+    #[allow(clippy::too_many_arguments, reason = "most are keywords in Python")]
     fn push(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
         #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
         #[pyo3(from_py_with = arguments::optional::starts)] starts: Option<Vec<i32>>,
+        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
         #[pyo3(from_py_with = arguments::min_step_tokens)] min_step_tokens: i64,
     ) -> PyResult<Packing> {
         let push = |core: &mut Core| {
             let (ids, starts) = (ids.as_deref(), starts.as_deref());
-            core.push_pieces(&Push { ids, starts, min_step_tokens, ..Push::new(&lengths) })
+            core.push_pieces(&Push { ids, starts, min_step_tokens, costs: table(&costs), ..Push::new(&lengths) })
         };
         let packing = if self.is_watched(lengths.iter().map(|&length| i64::from(length)).sum()) {
             self.change_within_bounds(py, self.pieces(&lengths), push)
@@ -337,21 +360,28 @@ impl Packer {
 
     /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
     ///
-    /// Their tokens are at most its :attr:`room`. With "adaptive" they also fit into the micro-batches of one step by themselves,
+    /// Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have of it less
+    /// what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
     /// longest first where the tokens are fewest. Where nothing waits at least one, however long.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next.
+    ///     costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
     ///
     /// Returns:
     ///     0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths.
+    ///     WlbError: wrong lengths or costs.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
-    fn admits(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> usize {
-        self.lock().admits(&lengths)
+    #[pyo3(signature = (lengths, *, costs = None))]
+    fn admits(
+        &self,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    ) -> PyResult<usize> {
+        self.lock().admits(&lengths, table(&costs)).map_err(raise)
     }
 
     /// What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
@@ -393,7 +423,7 @@ impl Packer {
     ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.
     ///
     /// Raises:
-    ///     WlbError: sums of such costs could overflow. The packer is unchanged.
+    ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
     #[pyo3(text_signature = "($self, cost_model)")]
     fn set_cost_model(&self, py: Python<'_>, #[pyo3(from_py_with = read_costs)] cost_model: Model) -> PyResult<()> {
         self.change(py, 0, |core| core.set_cost_model(cost_model))?.map_err(raise)
@@ -455,7 +485,7 @@ impl Packer {
         let packer = self.lock();
         let config = packer.config();
         format!(
-            "Packer(num_micro_batches={}, max_tokens={}, {}{}, iteration={}, pending={})",
+            "Packer(num_micro_batches={}, max_tokens={}, {}{}{}, iteration={}, pending={})",
             config.num_micro_batches,
             config.max_tokens,
             match config.delay_price {
@@ -466,6 +496,7 @@ impl Packer {
                 StreamMethod::VarLength => "",
                 StreamMethod::Refined => ", method='refined'",
             },
+            config.limits.as_ref().map_or(String::new(), |limits| format!(", cost_columns={}", limits.len())),
             packer.iteration(),
             packer.pending(),
         )
@@ -481,12 +512,38 @@ impl Packer {
     }
 }
 
+/// Costs of documents as the core takes them.
+fn table(costs: &Option<arguments::Table>) -> Option<CostTable<'_>> {
+    costs.as_ref().map(|(values, _, columns)| CostTable { values, columns: *columns })
+}
+
+/// The limit of each column, if there are columns.
+fn column_limits(columns: Option<usize>, limits: Option<Vec<f64>>) -> PyResult<Option<Vec<Option<f64>>>> {
+    let argument = "limits";
+    match (columns, limits) {
+        (None, None) => Ok(None),
+        (None, Some(_)) => {
+            let requirement = "are of columns of costs: say how many with cost_columns";
+            Err(raise(wlb_core::Error::Combination { argument, requirement }))
+        }
+        (Some(columns), Some(limits)) if limits.len() != columns => {
+            let (found, other) = (limits.len(), "cost_columns");
+            Err(raise(wlb_core::Error::Mismatch { argument, found, other, expected: columns }))
+        }
+        // Infinite is none; what is no number is for the core to refuse.
+        (Some(columns), limits) => {
+            let limits = limits.unwrap_or_else(|| vec![f64::INFINITY; columns]);
+            Ok(Some(limits.into_iter().map(|limit| Some(limit).filter(|&limit| limit != f64::INFINITY)).collect()))
+        }
+    }
+}
+
 /// The configuration that a packer and its tuning share.
 pub(crate) fn config(
     release: Release,
     num_micro_batches: usize,
     max_tokens: i32,
-    cost_model: Model,
+    cost_model: Option<Model>,
     max_delay: Option<u64>,
     max_document_tokens: Option<i32>,
     method: &str,
@@ -502,6 +559,7 @@ pub(crate) fn config(
         method: choice(method)?,
         max_delay: max_delay.or(release.default_max_delay()),
         cost_model,
+        limits: None,
     })
 }
 

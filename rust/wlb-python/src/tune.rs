@@ -59,7 +59,7 @@ fn tune_outlier_thresholds<'py>(
     method: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
     let packer =
-        config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+        config(Release::Fifo, num_micro_batches, max_tokens, Some(cost_model), max_delay, max_document_tokens, method)?;
     let options = options(packer, max_mean_delay, tokens_per_batch);
     let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options))?;
     result(py, &tuned.map_err(raise)?)
@@ -102,8 +102,15 @@ fn tune_delay_price<'py>(
     #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
     method: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let packer =
-        config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let packer = config(
+        Release::Adaptive,
+        num_micro_batches,
+        max_tokens,
+        Some(cost_model),
+        max_delay,
+        max_document_tokens,
+        method,
+    )?;
     let options = options(packer, max_mean_delay, tokens_per_batch);
     let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options))?;
     result(py, &tuned.map_err(raise)?)

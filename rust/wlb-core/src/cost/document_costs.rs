@@ -51,19 +51,7 @@ impl DocumentCosts {
         };
         // Minus zero is the zero that it equals.
         values.iter_mut().for_each(|value| *value += 0.0);
-        let (legal, sums, largest) = match columns {
-            // Four parts side by side, since each addition waits for the one before it.
-            1 => {
-                let (quadruples, rest) = values.split_at(values.len() / 4 * 4);
-                let (legal, sums, largest) = summary::<4>(quadruples);
-                let (rest_legal, rest_sum, rest_largest) = summary::<1>(rest);
-                let sum = sums.iter().sum::<f64>() + rest_sum[0];
-                let most = largest.into_iter().fold(rest_largest[0], f64::max);
-                (legal && rest_legal, vec![sum], vec![most])
-            }
-            2 => summary::<2>(&values),
-            _ => summary_of_any(&values, columns),
-        };
+        let (legal, sums, largest) = summary_of(&values, columns);
         if !(legal && f64::is_finite(sums.iter().sum())) {
             let wrong = |value: &f64| !(value.is_finite() && *value >= 0.0);
             return match values.iter().position(wrong) {
@@ -77,6 +65,17 @@ impl DocumentCosts {
             return cell(at, values[at], "exceeds the limit of its column: no micro-batch can hold this document");
         }
         Ok(Self { columns, values, limits, limited, sums, largest })
+    }
+
+    /// Costs that were checked one by one before, or that a model has given; a limit, if there is one, of each column.
+    ///
+    /// # Complexity
+    /// O(values).
+    pub(crate) fn checked(values: Vec<f64>, limits: Vec<Option<f64>>) -> Self {
+        let columns = limits.len();
+        let (_, sums, largest) = summary_of(&values, columns);
+        let limited = limits.iter().any(Option::is_some);
+        Self { columns, values, limits, limited, sums, largest }
     }
 
     /// Checks that every column tells documents apart: one of nothing but zeros is a mistake where all documents are
@@ -161,7 +160,24 @@ pub(crate) fn check_limits(limits: &[f64], columns: usize) -> Result<Vec<Option<
     Ok(limits.iter().map(|&limit| limit.is_finite().then_some(limit)).collect())
 }
 
-/// Whether all values are legal; the sum and the largest of each column. Without a branch a value.
+/// Whether all values are legal; the sum and the largest of each column.
+fn summary_of(values: &[f64], columns: usize) -> (bool, Vec<f64>, Vec<f64>) {
+    match columns {
+        // Four parts side by side, since each addition waits for the one before it.
+        1 => {
+            let (quadruples, rest) = values.split_at(values.len() / 4 * 4);
+            let (legal, sums, largest) = summary::<4>(quadruples);
+            let (rest_legal, rest_sum, rest_largest) = summary::<1>(rest);
+            let sum = sums.iter().sum::<f64>() + rest_sum[0];
+            let most = largest.into_iter().fold(rest_largest[0], f64::max);
+            (legal && rest_legal, vec![sum], vec![most])
+        }
+        2 => summary::<2>(values),
+        _ => summary_of_any(values, columns),
+    }
+}
+
+/// [`summary_of`] without a branch a value.
 fn summary<const COLUMNS: usize>(values: &[f64]) -> (bool, Vec<f64>, Vec<f64>) {
     let (mut legal, mut sums, mut largest) = (true, [0.0; COLUMNS], [0.0; COLUMNS]);
     for row in values.as_chunks::<COLUMNS>().0 {

@@ -18,8 +18,8 @@ impl Packing {
     /// * `assignment` - micro-batch of each document; -1 leaves it over.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::OutOfRange`], [`Error::Entry`] for a micro-batch that does not exist, and
-    /// [`Error::Combination`] if a micro-batch has more than `max_tokens` tokens.
+    /// [`Error::Mismatch`], [`Error::OutOfRange`], and [`Error::Entry`] for a micro-batch that does not exist, and for the
+    /// document with which one has more than `max_tokens` tokens, or than the limit of a column.
     ///
     /// # Complexity
     /// O(n + num_micro_batches).
@@ -49,10 +49,11 @@ impl Packing {
             let (found, expected) = (assignment.len(), lengths.len());
             return Err(Error::Mismatch { argument: "assignment", found, other: "lengths", expected });
         }
+        let argument = "assignment";
         let requirement = "must be a micro-batch, or -1 for a document left over";
         let wrong = |&micro_batch: &i64| !(-1..num_micro_batches as i64).contains(&micro_batch);
         if let Some(index) = assignment.iter().position(wrong) {
-            let (argument, value) = ("assignment", assignment[index] as f64);
+            let value = assignment[index] as f64;
             return Err(Error::Entry { argument, index, value, requirement });
         }
         let placed = assignment.iter().map(|&micro_batch| usize::try_from(micro_batch).ok()).enumerate();
@@ -69,24 +70,33 @@ impl Packing {
                 placement.into_packing(None, max_tokens, cost_model, piece)
             }
             Pricing::Given(costs) => {
+                let columns = costs.columns();
                 let priced = Priced { lengths, costs, num_micro_batches, max_tokens, empty_cost: 0.0 };
                 let mut found = priced.nothing();
                 for (index, micro_batch) in placed {
-                    match micro_batch {
-                        Some(j) => priced.put(&mut found, index, j),
-                        None => found.placement.leftover.push(index),
+                    let Some(j) = micro_batch else {
+                        found.placement.leftover.push(index);
+                        continue;
+                    };
+                    priced.put(&mut found, index, j);
+                    if !priced.keeps_limits(&found.loads[j * columns..][..columns]) {
+                        let requirement = "with this document the micro-batch has more than the limit of a column";
+                        return Err(Error::Entry { argument, index, value: j as f64, requirement });
                     }
-                }
-                if !priced.keeps_limits(&found.loads) {
-                    let requirement = "puts more than the limit of a column into one micro-batch";
-                    return Err(Error::Combination { argument: "assignment", requirement });
                 }
                 priced.packing(found, None, piece)
             }
         };
-        if packing.tokens.iter().any(|&tokens| tokens > i64::from(max_tokens)) {
-            let requirement = "puts more than max_tokens tokens into one micro-batch";
-            return Err(Error::Combination { argument: "assignment", requirement });
+        let mut tokens = vec![0_i64; num_micro_batches];
+        let fits = |(j, length): (&i64, &i32)| {
+            usize::try_from(*j).is_err() || {
+                tokens[*j as usize] += i64::from(*length);
+                tokens[*j as usize] <= i64::from(max_tokens)
+            }
+        };
+        if let Some(index) = assignment.iter().zip(lengths.iter()).map(fits).position(|fits| !fits) {
+            let requirement = "with this document the micro-batch has more than max_tokens tokens";
+            return Err(Error::Entry { argument, index, value: assignment[index] as f64, requirement });
         }
         Ok(match costs {
             Pricing::Model(cost_model) => packing.scored(cost_model),

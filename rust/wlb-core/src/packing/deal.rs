@@ -3,6 +3,7 @@
 use crate::error::{Error, Result, saturating_i64};
 use crate::ladder::Ladder;
 
+use super::columns::Columns;
 use super::plan::Packing;
 
 impl Packing {
@@ -12,6 +13,10 @@ impl Packing {
     /// micro-batches stand at both ends and the heaviest in the middle: the first and the last are the ones whose
     /// cost a pipeline multiplies by its depth (fill and drain). A packing that was made for ranks is dealt as it was
     /// made.
+    ///
+    /// With several columns of costs the ranks wait for one another in each: a step takes the sum over columns of the rank
+    /// with the most. So the micro-batches are also dealt by the column in which each is the greatest part, and the deal
+    /// with the shorter step is taken, that by the sum of the columns where they are equal.
     ///
     /// # Arguments
     /// * `dp_size` - data-parallel ranks.
@@ -49,9 +54,59 @@ impl Packing {
             let other = Err(Error::Combination { argument: "dp_size", requirement });
             return if ranks.dp_size == dp_size { Ok((0..total).collect()) } else { other };
         }
+        if let Some(columns) = &self.columns {
+            return Ok(deal_in_columns(&self.costs, columns, dp_size));
+        }
         let steps = self.costs.chunks(total).enumerate();
         Ok(steps.flat_map(|(step, costs)| deal(costs, dp_size).into_iter().map(move |j| step * total + j)).collect())
     }
+}
+
+/// The micro-batches of a single step, by the sum of their columns or by the leading one of each.
+fn deal_in_columns(costs: &[f64], columns: &Columns, dp_size: usize) -> Vec<usize> {
+    let timed: Vec<usize> = columns.timed().collect();
+    let per_rank = costs.len() / dp_size;
+    let load = |micro_batch: usize, column: usize| columns.costs[micro_batch * columns.len() + column];
+    let step = |dealt: &[usize]| -> f64 {
+        let of_rank = |rank: &[usize], column: usize| rank.iter().map(|&j| load(j, column)).sum::<f64>();
+        let most = |&column: &usize| dealt.chunks(per_rank).map(|rank| of_rank(rank, column)).fold(0.0, f64::max);
+        timed.iter().map(most).sum()
+    };
+    let by_sum = deal(costs, dp_size);
+    if timed.len() == 1 || per_rank == 1 || dp_size == 1 {
+        return by_sum;
+    }
+
+    let sums: Vec<f64> = timed.iter().map(|&column| columns.column(column).sum()).collect();
+    // The column in which a micro-batch is the greatest part, the first of several, and that part.
+    let leading = |j: usize| {
+        let parts = timed.iter().zip(&sums).map(|(&k, &sum)| if sum > 0.0 { load(j, k) / sum } else { 0.0 });
+        parts.enumerate().fold((0, -1.0), |most, (at, part)| if part > most.1 { (at, part) } else { most })
+    };
+    let leading: Vec<(usize, f64)> = (0..costs.len()).map(leading).collect();
+    let mut greatest_first: Vec<usize> = (0..costs.len()).collect();
+    greatest_first.sort_by(|&a, &b| leading[b].1.total_cmp(&leading[a].1));
+    let mut ranks = vec![(vec![0.0; timed.len()], Vec::with_capacity(per_rank)); dp_size];
+    let mut open: Vec<Ladder> = timed.iter().map(|_| Ladder::new(ranks.iter().map(|_| 0.0))).collect();
+    for micro_batch in greatest_first {
+        let rank = open[leading[micro_batch].0].lightest();
+        let (loads, dealt) = &mut ranks[rank];
+        dealt.push(micro_batch);
+        for ((sum, &column), open) in loads.iter_mut().zip(&timed).zip(&mut open) {
+            *sum += load(micro_batch, column);
+            if dealt.len() < per_rank {
+                open.set(rank, *sum);
+            } else {
+                open.remove(rank);
+            }
+        }
+    }
+    let by_column = ranks.into_iter().flat_map(|(_, mut dealt)| {
+        dealt.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]).then(a.cmp(&b)));
+        light_ends(&dealt)
+    });
+    let by_column: Vec<usize> = by_column.collect();
+    if step(&by_column) < step(&by_sum) { by_column } else { by_sum }
 }
 
 /// One step's micro-batches: `dp_size` rows of their indices, in the order of [`Packing::deal`].

@@ -89,9 +89,19 @@ impl Batch {
         leading.unwrap()
     }
 
-    fn in_order(&self, weight: impl Fn(usize) -> f64) -> Plan {
-        let mut order: Vec<usize> = (0..self.lengths.len()).collect();
-        order.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
+    /// What is urgent, as listed; then by weight, greatest first.
+    fn order(&self, urgent: &[usize], weight: impl Fn(usize) -> f64) -> Vec<usize> {
+        let mut others: Vec<usize> = (0..self.lengths.len()).filter(|index| !urgent.contains(index)).collect();
+        others.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
+        [urgent, &others].concat()
+    }
+
+    /// The order in which documents are tried.
+    pub(crate) fn tried(&self, urgent: &[usize]) -> Vec<usize> {
+        self.order(urgent, |index| self.leading(index).1)
+    }
+
+    fn in_order(&self, order: Vec<usize>) -> Plan {
         let mut plan = self.empty();
         for index in order {
             let (k, _) = self.leading(index);
@@ -121,17 +131,51 @@ impl Batch {
 
     /// Greatest part first, to the least of the leading column; where that leaves documents over, bulkiest first.
     pub(crate) fn var_length(&self) -> Plan {
-        let plan = self.in_order(|index| self.leading(index).1);
+        self.var_length_after(&[])
+    }
+
+    /// The same after documents that go first.
+    pub(crate) fn var_length_after(&self, urgent: &[usize]) -> Plan {
+        let plan = self.in_order(self.tried(urgent));
         if plan.leftover.is_empty() {
             return plan;
         }
-        let other = self.in_order(|index| {
+        let other = self.in_order(self.order(urgent, |index| {
             let tokens = f64::from(self.lengths[index]) / f64::from(self.max_tokens);
             let limited = (0..self.limits.len()).filter(|&k| self.limits[k].is_finite());
             limited.map(|k| self.costs[index][k] / self.limits[k]).fold(tokens, f64::max)
-        });
+        }));
         let rank = |plan: &Plan| (plan.leftover.len(), self.step(&plan.loads));
         if rank(&other) < rank(&plan) { other } else { plan }
+    }
+
+    /// So few tokens are made more: each document where the tokens are fewest, or into the first micro-batch with room.
+    pub(crate) fn fuller(&self, given: Plan, urgent: &[usize], min_tokens: i64) -> Plan {
+        let all = |plan: &Plan| (0..self.micro_batches).map(|j| self.tokens(plan, j)).sum::<i64>();
+        let mut fullest = given;
+        for first_fit in [false, true] {
+            if all(&fullest) >= min_tokens || fullest.assignment.iter().all(Option::is_some) {
+                return fullest;
+            }
+            let mut plan = self.empty();
+            for index in self.tried(urgent) {
+                let mut places: Vec<usize> = (0..self.micro_batches).collect();
+                if !first_fit {
+                    places.sort_by_key(|&j| (self.tokens(&plan, j), j));
+                }
+                match places.into_iter().find(|&j| self.has_room(&plan, j, index)) {
+                    Some(j) => {
+                        plan.fallbacks += 1;
+                        self.put(&mut plan, index, j);
+                    }
+                    None => plan.leftover.push(index),
+                }
+            }
+            if all(&plan) > all(&fullest) {
+                fullest = plan;
+            }
+        }
+        fullest
     }
 
     /// The best exchange, again and again.

@@ -19,6 +19,7 @@
 pub(crate) mod auto;
 pub(crate) mod check;
 pub(crate) mod columns;
+pub(crate) mod cost_stream;
 pub(crate) mod dynamic_cp;
 pub(crate) mod forge;
 pub(crate) mod kernel;

@@ -23,11 +23,16 @@ pub(crate) struct Plan {
 
 impl Plan {
     fn empty(num_documents: usize, num_micro_batches: usize, cost: &CostModel) -> Self {
+        Self::of_cost(num_documents, num_micro_batches, cost.micro_batch())
+    }
+
+    /// Of micro-batches that cost so much without documents.
+    fn of_cost(num_documents: usize, num_micro_batches: usize, empty: f64) -> Self {
         Self {
             micro_batches: vec![Vec::new(); num_micro_batches],
             assignment: vec![-1; num_documents],
             tokens: vec![0; num_micro_batches],
-            costs: vec![cost.micro_batch(); num_micro_batches],
+            costs: vec![empty; num_micro_batches],
             leftover: Vec::new(),
             length_fallbacks: 0,
         }
@@ -140,12 +145,26 @@ pub(crate) fn naive_pairs(mask: Mask, length: i32) -> i128 {
 /// Algorithm 1 for documents in arrival order.
 pub(crate) fn var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
     let pieces: Vec<Piece> = lengths.iter().enumerate().map(|(index, &length)| whole(index, length)).collect();
-    algorithm_1(&pieces, &longest_first(lengths), num_micro_batches, max_tokens, cost)
+    let documents = Costs::by(cost, &pieces);
+    algorithm_1(&pieces, &longest_first(lengths), num_micro_batches, max_tokens, &documents)
+}
+
+/// What the pieces of a step cost, and a micro-batch without any.
+pub(crate) struct Costs {
+    pub(crate) of: Vec<f64>,
+    pub(crate) empty: f64,
+}
+
+impl Costs {
+    fn by(model: &CostModel, pieces: &[Piece]) -> Self {
+        let of = pieces.iter().map(|piece| model.cost(piece.length)).collect();
+        Self { of, empty: model.micro_batch() }
+    }
 }
 
 /// Places `pieces` in the given order: least cost; else fewest tokens; else left over.
-fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
-    let mut plan = Plan::empty(pieces.len(), num_micro_batches, cost);
+fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_tokens: i32, costs: &Costs) -> Plan {
+    let mut plan = Plan::of_cost(pieces.len(), num_micro_batches, costs.empty);
     for &index in order {
         let piece = pieces[index];
         let fits = |j: usize| plan.tokens[j] + i64::from(piece.length) <= i64::from(max_tokens);
@@ -160,7 +179,7 @@ fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_
             plan.leftover.push(piece);
             continue;
         };
-        plan.put(j, piece, cost.cost(piece.length));
+        plan.put(j, piece, costs.of[index]);
         plan.assignment[index] = j as i32;
     }
     // Listed as they came, not as they were placed.
@@ -366,10 +385,17 @@ fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {
     }
 }
 
-/// The best of the eight cuts with the lowest bounds. Each is made, whole, from nothing. `others` are longest first.
-fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: u64, config: &PackerConfig) -> Plan {
+/// The best of the eight cuts with the lowest bounds. Each is made, whole, from nothing. `others` are costliest first.
+pub(crate) fn adaptive(
+    listing: &[Waiting],
+    urgent: &[usize],
+    others: &[usize],
+    iteration: u64,
+    config: &PackerConfig,
+    costs: &Costs,
+) -> Plan {
     let n = config.num_micro_batches;
-    let cost = |i: usize| config.cost_model.cost(listing[i].piece.length);
+    let cost = |i: usize| costs.of[i];
     let debt = |i: usize| listing[i].piece.length as u128 * u128::from(iteration - listing[i].arrived + 1);
     let price = |debt: u128| {
         let global_batch = n as f64 * f64::from(config.max_document_tokens);
@@ -380,7 +406,7 @@ fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: 
         (imbalance - 1.0).max(0.0) + price(debt)
     };
     let heaviest = |costs: &[f64]| costs.iter().copied().fold(0.0, f64::max);
-    let alone = urgent_only(listing, urgent, config);
+    let alone = urgent_only(listing, urgent, config, costs);
 
     let mut cuts: Vec<(f64, usize)> = Vec::new();
     for held in 0..=others.len() {
@@ -388,8 +414,7 @@ fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: 
         if leaves.is_empty() && alone.tokens.iter().sum::<i64>() == 0 {
             continue;
         }
-        let empty = config.cost_model.micro_batch();
-        let longest = leaves.first().map_or(0.0, |&i| empty + cost(i)).max(heaviest(&alone.costs));
+        let longest = leaves.first().map_or(0.0, |&i| costs.empty + cost(i)).max(heaviest(&alone.costs));
         let of_others: f64 = leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
         let total = alone.costs.iter().sum::<f64>() + of_others;
         let tokens: i64 =
@@ -435,7 +460,14 @@ fn adaptive(listing: &[Waiting], urgent: &[usize], others: &[usize], iteration: 
 }
 
 /// A plan of so few tokens is made fuller: by tokens alone, or into the first micro-batch with room.
-fn fuller(given: Plan, pieces: &[Piece], order: &[usize], min_tokens: i64, config: &PackerConfig) -> Plan {
+pub(crate) fn fuller(
+    given: Plan,
+    pieces: &[Piece],
+    order: &[usize],
+    min_tokens: i64,
+    config: &PackerConfig,
+    costs: &Costs,
+) -> Plan {
     let n = config.num_micro_batches;
     let tokens = |plan: &Plan| plan.tokens.iter().sum::<i64>();
     let mut fullest = given;
@@ -443,7 +475,7 @@ fn fuller(given: Plan, pieces: &[Piece], order: &[usize], min_tokens: i64, confi
         if tokens(&fullest) >= min_tokens || !fullest.assignment.contains(&-1) {
             return fullest;
         }
-        let mut plan = Plan::empty(pieces.len(), n, &config.cost_model);
+        let mut plan = Plan::of_cost(pieces.len(), n, costs.empty);
         for &i in order {
             let length = i64::from(pieces[i].length);
             let has_room = |j: &usize| plan.tokens[*j] + length <= i64::from(config.max_tokens);
@@ -455,7 +487,7 @@ fn fuller(given: Plan, pieces: &[Piece], order: &[usize], min_tokens: i64, confi
                 continue;
             };
             plan.length_fallbacks += usize::from(first_fit || j != lightest);
-            plan.put(j, pieces[i], config.cost_model.cost(pieces[i].length));
+            plan.put(j, pieces[i], costs.of[i]);
             plan.assignment[i] = j as i32;
         }
         for (j, listed) in plan.micro_batches.iter_mut().enumerate() {
@@ -469,13 +501,13 @@ fn fuller(given: Plan, pieces: &[Piece], order: &[usize], min_tokens: i64, confi
 }
 
 /// Only what is carried over or due: Algorithm 1, and by tokens where that finds no room for all.
-fn urgent_only(listing: &[Waiting], urgent: &[usize], config: &PackerConfig) -> Plan {
+fn urgent_only(listing: &[Waiting], urgent: &[usize], config: &PackerConfig, costs: &Costs) -> Plan {
     let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
-    let plan = algorithm_1(&pieces, urgent, config.num_micro_batches, config.max_tokens, &config.cost_model);
+    let plan = algorithm_1(&pieces, urgent, config.num_micro_batches, config.max_tokens, costs);
     if plan.leftover.is_empty() {
         return plan;
     }
-    let mut plan = Plan::empty(listing.len(), config.num_micro_batches, &config.cost_model);
+    let mut plan = Plan::of_cost(listing.len(), config.num_micro_batches, costs.empty);
     for &i in urgent {
         let piece = pieces[i];
         let fewest = first_least(plan.tokens.iter().copied().enumerate()).unwrap_or(0);
@@ -484,7 +516,7 @@ fn urgent_only(listing: &[Waiting], urgent: &[usize], config: &PackerConfig) -> 
             continue;
         }
         plan.length_fallbacks += usize::from(Some(fewest) != first_least(plan.costs.iter().copied().enumerate()));
-        plan.put(fewest, piece, config.cost_model.cost(piece.length));
+        plan.put(fewest, piece, costs.of[i]);
         plan.assignment[i] = fewest as i32;
     }
     plan
@@ -682,14 +714,15 @@ impl Packer {
 
         let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
         let config = &self.config;
+        let costs = Costs::by(config.cost_model.as_ref().unwrap(), &pieces);
         let mut plan = if config.release == Release::Fifo || flushed {
-            let plan = algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &config.cost_model);
-            fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config)
+            let plan = algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &costs);
+            fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
             let others: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 == 2).collect();
-            let mut plan = adaptive(&listing, &urgent, &others, self.iteration, config);
-            plan = fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config);
+            let mut plan = adaptive(&listing, &urgent, &others, self.iteration, config, &costs);
+            plan = fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs);
             plan.leftover.retain(|piece| urgent.iter().any(|&i| pieces[i] == *piece));
             let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);
             self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];
@@ -741,7 +774,7 @@ fn refine_step(plan: Plan, pieces: &[Piece], config: &PackerConfig) -> Plan {
     };
     let place_of = |piece: Piece| pieces.iter().position(|&other| other == piece).unwrap();
     let start = rename(plan, &|piece| whole(place_of(piece), piece.length));
-    let plan = refine(start, &lengths, config.max_tokens, &config.cost_model);
+    let plan = refine(start, &lengths, config.max_tokens, config.cost_model.as_ref().unwrap());
     rename(plan, &|piece| pieces[piece.id as usize])
 }
 

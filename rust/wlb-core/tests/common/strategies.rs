@@ -269,7 +269,8 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
                 delay_price,
                 max_delay,
                 method,
-                cost_model,
+                cost_model: Some(cost_model),
+                limits: None,
             }
         },
     )

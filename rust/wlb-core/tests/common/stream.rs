@@ -105,10 +105,10 @@ impl Both {
                 let before = self.packer.clone();
                 self.packer.set_cost_model(cost_model.clone()).unwrap();
                 let changes = |packer: &Packer| packer.cost_history().map_or(0, |history| history.changes);
-                let changed = *cost_model != before.config().cost_model;
+                let changed = before.config().cost_model.as_ref() != Some(cost_model);
                 assert_eq!(changes(&self.packer), changes(&before) + u64::from(changed));
                 assert_eq!(self.packer.fingerprint() != before.fingerprint(), changed);
-                self.oracle.config.cost_model = cost_model.clone();
+                self.oracle.config.cost_model = Some(cost_model.clone());
             }
             Event::Flush => {
                 let packings = self.packer.flush();
@@ -144,7 +144,11 @@ impl Both {
         }
 
         let lengths_checked = checked(&lengths);
-        assert_eq!(self.packer.admits(&lengths_checked), self.oracle.admits(&lengths), "admitted documents");
+        assert_eq!(
+            self.packer.admits(&lengths_checked, None).unwrap(),
+            self.oracle.admits(&lengths),
+            "admitted documents"
+        );
         let there = self.packer.pending_tokens() + tokens_of(&lengths, &config);
         let push = Push { ids, min_step_tokens, ..Push::new(&lengths_checked) };
         let packing = self.packer.push_pieces(&push).unwrap();
@@ -188,7 +192,7 @@ impl Both {
 
     fn emit(&mut self, packing: &Packing, plan: &naive::Plan) {
         check::same_plan(packing, plan);
-        check::packing_is_legal(packing, &self.packer.config().cost_model);
+        check::packing_is_legal(packing, self.packer.config().cost_model.as_ref().unwrap());
         assert_eq!(packing.num_micro_batches(), self.packer.config().num_micro_batches);
         self.emitted.extend(&packing.pieces);
     }
@@ -228,7 +232,7 @@ impl Both {
     fn made_with(&self) -> PackerConfig {
         let mut config = self.packer.config().clone();
         if let Some(history) = self.packer.cost_history() {
-            config.cost_model = history.first.clone();
+            config.cost_model = Some(history.first.clone());
         }
         config
     }

@@ -5,6 +5,8 @@
 //! micro-batch with the least cost in the leading column: it is there that it does the most harm. Many documents led by
 //! each column level them all. With one column that is Algorithm 1, by cost instead of by length.
 
+use std::borrow::Cow;
+
 use crate::cost::DocumentCosts;
 use crate::costliest_first::costliest_first;
 use crate::ladder::Ladder;
@@ -35,6 +37,13 @@ pub(in crate::packing) struct Placed {
     pub(in crate::packing) loads: Vec<f64>,
 }
 
+impl From<Placement> for Placed {
+    /// With costs in one column.
+    fn from(placement: Placement) -> Self {
+        Self { loads: placement.costs.clone(), placement }
+    }
+}
+
 impl Priced<'_> {
     /// Algorithm 1. Where documents are left over, the same from the document on that takes most of what is limited
     /// (tokens, memory): whichever leaves fewer over, then the shorter step.
@@ -42,17 +51,25 @@ impl Priced<'_> {
     /// # Complexity
     /// O(n) for the sort, and a few steps for each document and column; O(n N) at worst, and where memory is limited.
     pub(in crate::packing) fn place(&self) -> Placed {
-        // Of one column, the costs are the parts.
-        let (leading, parts) = if self.costs.columns() == 1 { (Vec::new(), Vec::new()) } else { self.leading() };
-        let parts = if self.costs.columns() == 1 { self.costs.values() } else { &parts };
-        let placed = self.place_in_order(costliest_first(parts), &leading);
+        self.place_after(&[])
+    }
+
+    /// The same, but for the documents that are `urgent`: they go first, as they are listed.
+    pub(in crate::packing) fn place_after(&self, urgent: &[usize]) -> Placed {
+        let (leading, parts) = self.parts();
+        let placed = self.place_in_order(costliest_after(urgent, &parts), &leading);
         if placed.placement.leftover.is_empty() {
             return placed;
         }
         let bulks: Vec<f64> = (0..self.lengths.len()).map(|index| self.bulk(index)).collect();
-        let other = self.place_in_order(costliest_first(&bulks), &leading);
+        let other = self.place_in_order(costliest_after(urgent, &bulks), &leading);
         let rank = |placed: &Placed| (placed.placement.leftover.len(), self.step_cost(&placed.loads));
         if rank(&other) < rank(&placed) { other } else { placed }
+    }
+
+    /// The order in which [`Priced::place_after`] tries documents first.
+    pub(in crate::packing) fn order_after(&self, urgent: &[usize]) -> Vec<usize> {
+        costliest_after(urgent, &self.parts().1).collect()
     }
 
     /// Each document, in the order given, to the micro-batch with the least cost in its leading column. If it does not
@@ -63,7 +80,7 @@ impl Priced<'_> {
         if columns == 1 {
             let mut bins = Bins::resume(self.nothing().placement, self.max_tokens);
             order.for_each(|index| bins.place(index, self.lengths[index], self.costs.values()[index]));
-            return Placed { loads: bins.placement.costs.clone(), placement: bins.placement };
+            return bins.placement.into();
         }
         let mut placed = self.nothing();
         // A document changes all columns of a micro-batch, and where it stands in the others is looked up only when it
@@ -128,7 +145,7 @@ impl Priced<'_> {
     }
 
     #[inline]
-    fn has_room(&self, placed: &Placed, micro_batch: usize, index: usize) -> bool {
+    pub(in crate::packing) fn has_room(&self, placed: &Placed, micro_batch: usize, index: usize) -> bool {
         let tokens = placed.placement.tokens[micro_batch] + i64::from(self.lengths[index]);
         tokens <= i64::from(self.max_tokens)
             && (!self.costs.is_limited() || self.has_memory(&placed.loads, micro_batch, self.costs.row(index)))
@@ -164,6 +181,15 @@ impl Priced<'_> {
             None => 1.0 / sum,
         });
         scale.collect()
+    }
+
+    /// Of each document its leading column, and the part that orders it. Of one column, the costs are the parts.
+    fn parts(&self) -> (Vec<u8>, Cow<'_, [f64]>) {
+        if self.costs.columns() == 1 {
+            return (Vec::new(), Cow::Borrowed(self.costs.values()));
+        }
+        let (leading, parts) = self.leading();
+        (leading, Cow::Owned(parts))
     }
 
     /// Of each document, the column in which it is the greatest part, the first of several, and that part.
@@ -203,7 +229,8 @@ impl Priced<'_> {
     ) -> Packing {
         let Placed { placement, loads } = placed;
         let columns = self.costs.columns();
-        let mut largest = if placement.leftover.is_empty() {
+        // In a stream some documents wait, which are not left over.
+        let mut largest = if !placement.assignment.contains(&-1) {
             self.costs.largest().to_vec()
         } else {
             let mut largest = vec![0.0; columns];
@@ -227,6 +254,14 @@ pub(in crate::packing) fn by_column(
     column: usize,
 ) -> impl ExactSizeIterator<Item = f64> {
     loads.iter().skip(column).step_by(columns).copied()
+}
+
+/// What is `urgent`, as it is listed; then all others from the greatest weight to the least.
+fn costliest_after<'a>(urgent: &'a [usize], weights: &[f64]) -> impl Iterator<Item = usize> + use<'a> {
+    let mut is_urgent = vec![false; if urgent.is_empty() { 0 } else { weights.len() }];
+    urgent.iter().for_each(|&index| is_urgent[index] = true);
+    let others = costliest_first(weights).filter(move |&index| is_urgent.is_empty() || !is_urgent[index]);
+    urgent.iter().copied().chain(others)
 }
 
 fn rows(costs: &DocumentCosts) -> impl Iterator<Item = &[f64]> {

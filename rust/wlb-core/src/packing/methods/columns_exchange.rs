@@ -17,11 +17,15 @@ impl Priced<'_> {
     /// [`Priced::place`], made better. Where one column never falls with the length, as with a cost model, as
     /// [`refine`] does it: then lengths tell what costs more, and searches are shorter.
     pub(in crate::packing) fn refine(&self) -> Placed {
-        let start = self.place();
+        self.refine_from(self.place())
+    }
+
+    /// The same for what was placed by other rules; what is neither placed nor left over stays where it is.
+    pub(in crate::packing) fn refine_from(&self, start: Placed) -> Placed {
         let by_length = longest_first(self.lengths).map(|(_, index)| self.costs.values()[index]);
         if self.costs.columns() == 1 && by_length.is_sorted_by(|a, b| a >= b) {
             let placement = refine(start.placement, self.lengths, self.costs.values(), self.max_tokens);
-            return Placed { loads: placement.costs.clone(), placement };
+            return placement.into();
         }
         self.exchange(start)
     }

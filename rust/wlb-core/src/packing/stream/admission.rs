@@ -5,7 +5,7 @@
 //! refuse what was read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within
 //! [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
 
-use crate::error::{Error, named_choices};
+use crate::error::{Error, Result, named_choices};
 use crate::ladder::Ladder;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first_of;
@@ -13,6 +13,7 @@ use crate::packing::piece::Piece;
 use crate::packing::split::split;
 
 use super::config::{Oversize, PackerConfig, Release};
+use super::cost_rows::{CostTable, share};
 use super::packer::Packer;
 
 /// How many full global batches (`N * max_tokens`) may wait under [`Release::Adaptive`]. Two are enough for the rule to
@@ -61,7 +62,12 @@ impl Bounds {
                 let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));
                 let tokens = queued.saturating_add(capacity);
                 let queue_delay = if config.outlier_thresholds.is_empty() { Some(0) } else { config.max_delay };
-                let drain = service(tokens, capacity);
+                // Of each column with a limit as much may wait, in steps that are full of it.
+                let limited = config.limits.iter().flatten().flatten().count() as i64;
+                let levels = config.outlier_thresholds.len() as i64;
+                let full = kept.saturating_mul(levels).saturating_add(config.num_micro_batches as i64);
+                let full = full.saturating_mul(limited).saturating_mul(i64::from(config.max_tokens));
+                let drain = service(tokens.saturating_add(full), capacity);
                 Self { tokens, delay: queue_delay.map(|delay| delay.saturating_add(drain)), drain }
             }
         }
@@ -99,13 +105,20 @@ impl Packer {
     /// How many of the first of these documents the next push may bring, so that the packer keeps its
     /// [`Packer::bounds`].
     ///
-    /// Their tokens are at most its [`Packer::room`]. Under [`Release::Adaptive`] they also fit into the micro-batches
+    /// Their tokens are at most its [`Packer::room`], and their costs in each column with a limit what a step may have of it
+    /// less what is carried over. Under [`Release::Adaptive`] they also fit into the micro-batches
     /// of one step by themselves, longest first where the tokens are fewest: then they all find room in the step in
     /// which `max_delay` makes them leave. Where nothing waits at least one, however long.
     ///
+    /// # Arguments
+    /// * `costs` - of these documents, as a push takes them; needed only where a column has a limit.
+    ///
+    /// # Errors
+    /// As those of a push about costs.
+    ///
     /// # Complexity
     /// O(n + pending), with a sort and log(n) placements where they do not all fit.
-    pub fn admits(&self, lengths: &Lengths) -> usize {
+    pub fn admits(&self, lengths: &Lengths, costs: Option<CostTable<'_>>) -> Result<usize> {
         let limit = self.config.max_document_tokens;
         let counted = |length: i32| match self.config.oversize {
             Oversize::Truncate => length.min(limit),
@@ -117,6 +130,15 @@ impl Packer {
             room >= 0
         });
         let mut admitted = within.count();
+        let limited = self.config.limits.iter().flatten().any(Option::is_some);
+        if limited || costs.is_some() {
+            self.check_costs(lengths, costs, |length| length.min(limit))?;
+        }
+        if let Some(costs) = costs
+            && limited
+        {
+            admitted = admitted.min(self.within_limits(lengths, costs, counted));
+        }
         if self.config.release == Release::Adaptive {
             let fit = |count: usize| {
                 let documents =
@@ -134,7 +156,25 @@ impl Packer {
                 admitted = fits;
             }
         }
-        if self.pending() == 0 { admitted.max(lengths.len().min(1)) } else { admitted }
+        Ok(if self.pending() == 0 { admitted.max(lengths.len().min(1)) } else { admitted })
+    }
+
+    /// How many of the first documents have no more of a limited column than a step may have beside what is carried over;
+    /// of a document the `counted` tokens enter.
+    fn within_limits(&self, lengths: &[i32], costs: CostTable<'_>, counted: impl Fn(i32) -> i32) -> usize {
+        let micro_batches = self.config.num_micro_batches as f64;
+        let mut admitted = lengths.len();
+        let limits = self.config.limits.iter().flatten().enumerate();
+        for (column, limit) in limits.filter_map(|(column, limit)| Some((column, (*limit)?))) {
+            let carried: f64 = self.carried.iter().map(|waiting| self.costs(waiting)[column]).sum();
+            let mut room = micro_batches * limit - carried;
+            let within = lengths.iter().enumerate().take_while(|&(index, &length)| {
+                room -= costs.row(index)[column] * share(counted(length), length);
+                room >= 0.0
+            });
+            admitted = admitted.min(within.count());
+        }
+        admitted
     }
 }
 

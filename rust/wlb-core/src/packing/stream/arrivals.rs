@@ -6,6 +6,7 @@ use crate::limits::MAX_ITERATION;
 use crate::packing::split::check_cuts;
 
 use super::config::Oversize;
+use super::cost_rows::CostTable;
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
 
@@ -22,19 +23,22 @@ pub struct Push<'a> {
     /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
     /// must not be nearly empty and has nothing further to read. 0: as the rule says.
     pub min_step_tokens: i64,
+    /// What each costs in every column, where documents bring their costs, and only there. A document that is cut shares
+    /// them among its pieces by their tokens; one that is truncated has the share of what is kept.
+    pub costs: Option<CostTable<'a>>,
 }
 
 impl<'a> Push<'a> {
     /// Whole documents, named by a running number.
     pub fn new(lengths: &'a Lengths) -> Self {
-        Self { lengths, ids: None, starts: None, min_step_tokens: 0 }
+        Self { lengths, ids: None, starts: None, min_step_tokens: 0, costs: None }
     }
 }
 
 impl Packer {
     /// Everything that can be wrong with a push, before anything changes. Gives the first default id and the next.
     pub(super) fn check_push(&self, push: &Push<'_>) -> Result<(i64, Option<i64>)> {
-        let Push { lengths, ids, starts, min_step_tokens } = *push;
+        let Push { lengths, ids, starts, min_step_tokens, costs } = *push;
         let config = &self.config;
         let limit = config.max_document_tokens;
         if config.oversize == Oversize::Error
@@ -52,6 +56,7 @@ impl Packer {
         if config.oversize == Oversize::Split {
             check_cuts(lengths, limit)?;
         }
+        self.check_costs(lengths, costs, |length| length.min(limit))?;
         check_range("iteration", self.iteration as i64, 0, MAX_ITERATION as i64 - 1)?;
         check_range("min_step_tokens", min_step_tokens, 0, i64::MAX)?;
         let exhausted =

@@ -2,12 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cost::CostModel;
+use crate::cost::{CostModel, check_limits};
 use crate::error::{Error, Result, check_range, named_choices};
-use crate::limits::{MAX_ITERATION, MAX_TOKENS};
-use crate::packing::methods::bins::Bins;
+use crate::limits::{MAX_COLUMNS, MAX_ITERATION, MAX_TOKENS};
 use crate::packing::options::check_micro_batches;
-use crate::packing::placement::Placement;
 
 /// The default of [`PackerConfig::delay_price`]: a global batch of tokens may wait one iteration if that makes the step
 /// 3 % shorter.
@@ -100,8 +98,15 @@ pub struct PackerConfig {
     /// How the documents that leave are placed.
     #[serde(default, skip_serializing_if = "StreamMethod::is_default")]
     pub method: StreamMethod,
-    /// What documents cost.
-    pub cost_model: CostModel,
+    /// What documents cost by their lengths; none where they bring their costs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cost_model: Option<CostModel>,
+    /// Where documents bring their costs: the limit of each column, if it has one. In place of `cost_model`.
+    ///
+    /// That belongs to the configuration, and not to the first push: ranks compare what they are before they begin, and
+    /// what a packer cannot do with columns is refused before a document is read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<Vec<Option<f64>>>,
 }
 
 impl PackerConfig {
@@ -130,15 +135,38 @@ impl PackerConfig {
         if let Some(delay) = self.max_delay {
             check_range("max_delay", i64::try_from(delay).unwrap_or(i64::MAX), 0, MAX_ITERATION as i64)?;
         }
-        self.cost_model.check()?;
+        let wrong = |argument, requirement| Err(Error::Combination { argument, requirement });
+        match (&self.cost_model, &self.limits) {
+            (Some(model), None) => self.check_model(model),
+            (None, Some(limits)) => self.check_limits(limits),
+            (Some(_), Some(_)) => wrong("cost_model", "has no meaning beside cost_columns: pass one of the two"),
+            (None, None) => {
+                wrong("cost_model", "is missing: pass it, or cost_columns where documents bring their costs")
+            }
+        }
+    }
+
+    fn check_model(&self, model: &CostModel) -> Result<()> {
+        model.check()?;
         // Then no sum of costs can overflow, however long documents wait.
         let most = |model: &CostModel| model.cost(self.max_document_tokens) + model.micro_batch();
-        let value = self.cost_model.models().iter().map(most).fold(0.0, f64::max) * MAX_ITERATION as f64;
+        let value = model.models().iter().map(most).fold(0.0, f64::max) * MAX_ITERATION as f64;
         if !value.is_finite() {
             let requirement = "the longest document's cost is so high that sums of costs would overflow";
             return Err(Error::Number { argument: "cost_model", value, requirement });
         }
         Ok(())
+    }
+
+    fn check_limits(&self, limits: &[Option<f64>]) -> Result<()> {
+        check_range("cost_columns", limits.len() as i64, 1, MAX_COLUMNS as i64)?;
+        if self.release == Release::Adaptive && limits.len() > 1 {
+            let requirement = "release=\"adaptive\" weighs one column: take release=\"fifo\", or push one column, the sum \
+                               of those that take time";
+            return Err(Error::Combination { argument: "cost_columns", requirement });
+        }
+        let numbers: Vec<f64> = limits.iter().map(|limit| limit.unwrap_or(f64::INFINITY)).collect();
+        check_limits(&numbers, limits.len()).map(|_| ())
     }
 
     fn check_release(&self) -> Result<()> {
@@ -169,14 +197,9 @@ impl PackerConfig {
         self.num_micro_batches as i64 * i64::from(self.max_tokens)
     }
 
-    /// Micro-batches that hold none of `documents` yet.
-    pub(super) fn empty(&self, documents: usize) -> Placement {
-        Placement::new(documents, self.num_micro_batches, self.cost_model.micro_batch())
-    }
-
-    /// The same, to be filled by Algorithm 1's rule.
-    pub(super) fn bins(&self, documents: usize) -> Bins {
-        Bins::resume(self.empty(documents), self.max_tokens)
+    /// The limits of the columns that documents bring; none of a column whose costs a model gives.
+    pub(super) fn column_limits(&self) -> Vec<Option<f64>> {
+        self.limits.clone().unwrap_or_else(|| vec![None])
     }
 
     /// A hash of everything that must not change on resume: all but the number of micro-batches.

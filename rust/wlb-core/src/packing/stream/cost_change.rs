@@ -1,7 +1,7 @@
 //! A packer goes on under another cost model.
 
 use crate::cost::CostModel;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 use super::config::PackerConfig;
 use super::cost_history::{CostHistory, fingerprint, hash};
@@ -17,7 +17,8 @@ impl Packer {
     /// The change is part of the state and of the fingerprint. The present cost model again is no change.
     ///
     /// # Errors
-    /// [`crate::Error::Number`] where sums of costs could overflow; the packer is then unchanged.
+    /// [`crate::Error::Number`] where sums of costs could overflow, [`crate::Error::Combination`] where documents bring
+    /// their costs; the packer is then unchanged.
     ///
     /// # Example
     /// ```
@@ -26,7 +27,8 @@ impl Packer {
     /// # let mut packer = Packer::new(PackerConfig {
     /// #     num_micro_batches: 2, max_tokens: 100, max_document_tokens: 100, oversize: Oversize::Error,
     /// #     outlier_thresholds: vec![], release: Release::Fifo, delay_price: None, max_delay: None,
-    /// #     method: StreamMethod::VarLength, cost_model: CostModel::analytic(0.0, 1.0, Mask::Causal)?,
+    /// #     method: StreamMethod::VarLength, limits: None,
+    /// #     cost_model: Some(CostModel::analytic(0.0, 1.0, Mask::Causal)?),
     /// # })?;
     /// let lengths = Lengths::new("lengths", &[40, 20, 20])?;
     /// assert_eq!(packer.push(&lengths, None)?.tokens, [40, 40]);
@@ -36,17 +38,20 @@ impl Packer {
     /// # Ok::<(), wlb_core::Error>(())
     /// ```
     pub fn set_cost_model(&mut self, cost_model: CostModel) -> Result<()> {
-        if cost_model == self.config.cost_model {
+        let Some(first) = self.first_config().cost_model else {
+            let requirement = "has no meaning for this packer, whose documents bring their costs: push other costs";
+            return Err(Error::Combination { argument: "cost_model", requirement });
+        };
+        if self.config.cost_model.as_ref() == Some(&cost_model) {
             return Ok(());
         }
-        let config = PackerConfig { cost_model, ..self.config.clone() };
+        let config = PackerConfig { cost_model: Some(cost_model), ..self.config.clone() };
         config.check()?;
         let (changes, before) = match &self.cost_history {
             None => (0, ""),
             Some(history) => (history.changes, history.digest.as_str()),
         };
         let digest = hash(&(before, self.iteration, &config.cost_model));
-        let first = self.first_config().cost_model;
         self.cost_history = Some(CostHistory { first, changes: changes + 1, since: self.iteration, digest });
         self.config = config;
         self.metrics.forget_models();
@@ -68,7 +73,7 @@ impl Packer {
     pub(super) fn first_config(&self) -> PackerConfig {
         let mut config = self.config.clone();
         if let Some(history) = &self.cost_history {
-            config.cost_model = history.first.clone();
+            config.cost_model = Some(history.first.clone());
         }
         config
     }

@@ -5,10 +5,9 @@
 //! in each micro-batch, and then no document of the full `max_tokens` finds room. The gradient of a handful of tokens
 //! is noise, so there the number of tokens matters more than balance.
 
-use crate::packing::placement::Placement;
-
-use super::config::PackerConfig;
-use super::outlier_queue::Waiting;
+use crate::ladder::Ladder;
+use crate::packing::methods::bins::Bins;
+use crate::packing::methods::columns::{Placed, Priced};
 
 /// The first of three placements of a step with `min_tokens` or more: the one given; all that is there, in `order`,
 /// where the tokens are fewest; the same into the first micro-batch with room. If none has so many, the one with the
@@ -19,50 +18,71 @@ use super::outlier_queue::Waiting;
 /// of the second found no room in the first. In all three a document that finds no room was tried after documents that
 /// leave too little of it in every micro-batch: who was first in `order` waits for nobody behind.
 ///
+/// Columns with a limit are kept too, and then nothing is said of how many tokens a step holds.
+///
 /// # Complexity
-/// O(n log N).
-pub(super) fn fuller(
-    given: Placement,
-    pieces: &[Waiting],
-    order: &[usize],
-    min_tokens: i64,
-    config: &PackerConfig,
-) -> Placement {
-    let cost = |index: usize| config.cost_model.cost(pieces[index].piece.length);
-    let by_tokens = || {
-        let mut bins = config.bins(pieces.len());
-        for &index in order {
-            bins.place_by_tokens(index, pieces[index].piece.length, cost(index));
-        }
-        bins.placement
-    };
-    let first_fit = || {
-        let mut placement = config.empty(pieces.len());
-        let mut rooms = Rooms::new(config.num_micro_batches, config.max_tokens);
-        for &index in order {
-            let length = pieces[index].piece.length;
-            match rooms.take_first(length) {
-                Some(micro_batch) => {
-                    placement.put(index, micro_batch, length, cost(index));
-                    placement.length_fallbacks += 1; // none was placed by its cost
-                }
-                None => placement.leftover.push(index),
-            }
-        }
-        placement
-    };
-    let tokens = |placement: &Placement| placement.tokens.iter().sum::<i64>();
+/// O(n log N); O(n N) where there are such columns.
+pub(super) fn fuller(given: Placed, priced: &Priced<'_>, order: &[usize], min_tokens: i64) -> Placed {
+    let tokens = |placed: &Placed| placed.placement.tokens.iter().sum::<i64>();
     let mut fullest = given;
-    for other in [&by_tokens as &dyn Fn() -> Placement, &first_fit] {
+    for other in [by_tokens, first_fit] {
         if tokens(&fullest) >= min_tokens {
             break;
         }
-        let other = other();
+        let other = other(priced, order);
         if tokens(&other) > tokens(&fullest) {
             fullest = other;
         }
     }
     fullest
+}
+
+/// Each document where the tokens are fewest; where there are limits, among the micro-batches that keep them.
+fn by_tokens(priced: &Priced<'_>, order: &[usize]) -> Placed {
+    let mut placed = priced.nothing();
+    if priced.costs.columns() == 1 {
+        let mut bins = Bins::resume(placed.placement, priced.max_tokens);
+        for &index in order {
+            bins.place_by_tokens(index, priced.lengths[index], priced.costs.values()[index]);
+        }
+        return bins.placement.into();
+    }
+    let mut by_tokens = Ladder::new(placed.placement.tokens.iter().map(|_| 0.0));
+    for &index in order {
+        // Without limits none has room where the emptiest has none.
+        let tried = if priced.costs.is_limited() { priced.num_micro_batches } else { 1 };
+        let found = by_tokens.ascending().take(tried).find(|&j| priced.has_room(&placed, j, index));
+        put(priced, &mut placed, index, found);
+        if let Some(j) = found {
+            by_tokens.set(j, placed.placement.tokens[j] as f64);
+        }
+    }
+    placed
+}
+
+/// Each document into the first micro-batch with room.
+fn first_fit(priced: &Priced<'_>, order: &[usize]) -> Placed {
+    let mut placed = priced.nothing();
+    let mut rooms = Rooms::new(priced.num_micro_batches, priced.max_tokens);
+    for &index in order {
+        let found = if priced.costs.is_limited() {
+            (0..priced.num_micro_batches).find(|&j| priced.has_room(&placed, j, index))
+        } else {
+            rooms.take_first(priced.lengths[index])
+        };
+        put(priced, &mut placed, index, found);
+    }
+    placed
+}
+
+fn put(priced: &Priced<'_>, placed: &mut Placed, index: usize, found: Option<usize>) {
+    match found {
+        Some(j) => {
+            priced.put(placed, index, j);
+            placed.placement.length_fallbacks += 1; // none was placed by its cost
+        }
+        None => placed.placement.leftover.push(index),
+    }
 }
 
 /// Finds the first micro-batch with room: a tree over them, with the most room below every node.

@@ -1,7 +1,9 @@
 //! One iteration of a packer: of all that may leave, what does, and where it goes.
 
+use crate::cost::CostModel;
 use crate::interrupt::check;
 use crate::longest_first::longest_first_of;
+use crate::packing::methods::columns::Priced;
 use crate::packing::methods::minimax::even_out;
 use crate::packing::methods::refined::refine;
 use crate::packing::options::Method;
@@ -11,7 +13,7 @@ use super::config::{Release, StreamMethod};
 use super::fuller::fuller;
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
-use super::{release_adaptive, release_fifo};
+use super::release_adaptive;
 
 /// Why an iteration is made.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -40,69 +42,86 @@ impl Packer {
     /// Then what is due by `max_delay`, so that it is not crowded out.
     pub(super) fn pack(&mut self, batch: Batch, occasion: Occasion) -> Packing {
         let Batch { pieces, carried, released } = batch;
+        let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
+        let costs = self.costs_of(&pieces, &lengths);
         let config = &self.config;
+        let priced = Priced {
+            lengths: &lengths,
+            costs: &costs,
+            num_micro_batches: config.num_micro_batches,
+            max_tokens: config.max_tokens,
+            empty_cost: config.cost_model.as_ref().map_or(0.0, CostModel::micro_batch),
+        };
         let due = |index: usize| {
             let waited = self.iteration - pieces[index].arrived;
             config.max_delay.is_some_and(|delay| waited >= delay)
         };
         let first_new = carried + released;
-        let of_length = |index: usize| (index, pieces[index].piece.length);
+        let of_length = |index: usize| (index, lengths[index]);
         let overdue = longest_first_of((carried..first_new).filter(|&index| due(index)).map(of_length));
         let urgent: Vec<usize> = (0..carried).chain(overdue.map(|(_, index)| index)).collect();
-        let others = || {
+        // Under a cost model the longest are the costliest, and lengths sort faster.
+        let order = || -> Vec<usize> {
+            if config.cost_model.is_none() {
+                return priced.order_after(&urgent);
+            }
             let others = (carried..pieces.len()).filter(|&index| index >= first_new || !due(index));
-            longest_first_of(others.map(of_length)).map(|(_, index)| index)
+            let others = longest_first_of(others.map(of_length)).map(|(_, index)| index);
+            urgent.iter().copied().chain(others).collect()
         };
         let adaptive = config.release == Release::Adaptive && occasion != Occasion::Drain;
-        let mut placement = if adaptive {
-            release_adaptive::place(&pieces, &urgent, self.iteration, config)
+        let mut placed = if adaptive {
+            release_adaptive::place(&priced, &pieces, &order(), urgent.len(), self.iteration, config).into()
+        } else if config.cost_model.is_some() {
+            priced.place_in_order(order().into_iter(), &[])
         } else {
-            release_fifo::place(&pieces, urgent.iter().copied().chain(others()), config)
+            priced.place_after(&urgent)
         };
         if let Occasion::Push { min_step_tokens } = occasion
-            && placement.tokens.iter().sum::<i64>() < min_step_tokens
-            && placement.assignment.contains(&-1)
+            && placed.placement.tokens.iter().sum::<i64>() < min_step_tokens
+            && placed.placement.assignment.contains(&-1)
         {
-            let order: Vec<usize> = urgent.iter().copied().chain(others()).collect();
-            placement = fuller(placement, &pieces, &order, min_step_tokens, config);
+            placed = fuller(placed, &priced, &order(), min_step_tokens);
             if adaptive {
                 // Only what had to leave is carried over; all others wait in the queue.
                 let mut is_urgent = vec![false; pieces.len()];
                 urgent.iter().for_each(|&index| is_urgent[index] = true);
-                placement.leftover.retain(|&index| is_urgent[index]);
+                placed.placement.leftover.retain(|&index| is_urgent[index]);
             }
         }
 
         check();
-        let lengths = || pieces.iter().map(|waiting| waiting.piece.length).collect::<Vec<i32>>();
-        let (method, mut placement) = match config.method {
-            StreamMethod::VarLength => (Method::VarLength, placement),
-            StreamMethod::Refined => {
-                let lengths = lengths();
-                let costs = config.cost_model.costs(&lengths);
-                (Method::Refined, refine(placement, &lengths, &costs, config.max_tokens))
+        let (method, mut placed) = match (config.method, &config.cost_model) {
+            (StreamMethod::VarLength, _) => (Method::VarLength, placed),
+            (StreamMethod::Refined, Some(_)) => {
+                let refined = refine(placed.placement, &lengths, costs.values(), config.max_tokens);
+                (Method::Refined, refined.into())
             }
+            (StreamMethod::Refined, None) => (Method::Refined, priced.refine_from(placed)),
         };
-        if config.cost_model.is_range() {
-            placement = even_out(placement, &lengths(), &config.cost_model, config.max_tokens);
+        let range = config.cost_model.as_ref().filter(|model| model.is_range());
+        if let Some(range) = range {
+            placed = even_out(placed.placement, &lengths, range, config.max_tokens).into();
         }
 
-        self.carried = placement.leftover.iter().map(|&index| pieces[index]).collect();
-        let assignment = &placement.assignment;
+        self.carried = placed.placement.leftover.iter().map(|&index| pieces[index]).collect();
+        let assignment = &placed.placement.assignment;
         let emitted = pieces.iter().zip(assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
         let delays: Vec<(i32, u64)> =
             emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration - waiting.arrived)).collect();
         let piece = |index: usize| pieces[index].piece;
         if adaptive {
             let mut waits: Vec<bool> = assignment.iter().map(|&micro_batch| micro_batch < 0).collect();
-            placement.leftover.iter().for_each(|&index| waits[index] = false);
+            placed.placement.leftover.iter().for_each(|&index| waits[index] = false);
             let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
-        let packing = placement
-            .into_packing(Some(method), config.max_tokens, &config.cost_model, piece)
-            .scored(&config.cost_model);
+        let mut packing = priced.packing(placed, Some(method), piece);
+        if let Some(range) = range {
+            packing = packing.scored(range);
+        }
         self.iteration += 1;
+        self.keep_rows();
         let backlog = self.pending_tokens();
         self.metrics.record(&packing, occasion == Occasion::Drain, delays.into_iter(), backlog);
         packing

@@ -6,7 +6,8 @@ use std::collections::BinaryHeap;
 use crate::ladder::Ladder;
 use crate::packing::placement::Placement;
 
-/// Micro-batches being filled with documents from longest to shortest, so that want of room makes none the heaviest.
+/// Micro-batches being filled with documents from the costliest to the cheapest, so that want of room makes none the
+/// heaviest.
 pub(super) struct Level {
     pub(super) placement: Placement,
     max_tokens: i64,
@@ -33,12 +34,13 @@ impl Level {
         self.heaviest
     }
 
-    /// Puts a document, not longer than the one before, where the cost is least among the micro-batches with room for
+    /// Puts a document where the cost is least among the micro-batches with room for
     /// it. Unless that is not where the cost is least of all, and would make it heavier than the heaviest by more than
     /// `tolerated`. Gives whether the document was put.
     ///
     /// # Complexity
-    /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most.
+    /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most, where none is longer
+    /// than the one before; else O(N log N).
     #[inline]
     pub(super) fn place(&mut self, index: usize, length: i32, cost: f64, tolerated: impl FnOnce() -> f64) -> bool {
         while let Some(&(room, Reverse(micro_batch))) = self.full.peek()

@@ -5,6 +5,7 @@
 //! | `config` | how a stream is packed |
 //! | `packer` | what a [`Packer`] holds |
 //! | `arrivals`, `push` | a global batch enters |
+//! | `cost_rows` | what its documents cost, where they bring their costs |
 //! | `outlier_queue` | where documents wait that are too long to be balanced |
 //! | `release_fifo`, `release_adaptive`, `level` | which of them leave, and where these go |
 //! | `iteration`, `fuller` | one packing, made of what leaves |
@@ -19,6 +20,7 @@ mod arrivals;
 mod config;
 mod cost_change;
 mod cost_history;
+mod cost_rows;
 mod drain;
 mod fuller;
 mod iteration;
@@ -35,6 +37,7 @@ pub use admission::{Bounds, OnBacklog};
 pub use arrivals::Push;
 pub use config::{Oversize, PackerConfig, Release, StreamMethod};
 pub use cost_history::CostHistory;
+pub use cost_rows::CostTable;
 pub use metrics::{IMBALANCE_RESOLUTION, Metrics};
 pub use outlier_queue::{OutlierQueue, Waiting};
 pub use packer::Packer;

@@ -4,6 +4,7 @@ use crate::error::Result;
 
 use super::config::PackerConfig;
 use super::cost_history::CostHistory;
+use super::cost_rows::CostRows;
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
 
@@ -25,7 +26,8 @@ use super::outlier_queue::{OutlierQueue, Waiting};
 ///     delay_price: None,
 ///     max_delay: None,
 ///     method: StreamMethod::VarLength,
-///     cost_model: CostModel::analytic(1.0, 100.0, Mask::Causal)?,
+///     cost_model: Some(CostModel::analytic(1.0, 100.0, Mask::Causal)?),
+///     limits: None,
 /// })?;
 /// let first = packer.push(&Lengths::new("lengths", &[900, 300, 200, 100])?, None)?;
 /// assert_eq!((first.tokens.as_slice(), packer.pending_tokens()), (&[300, 300][..], 900));
@@ -45,6 +47,8 @@ pub struct Packer {
     pub(super) queue: OutlierQueue,
     /// What did not fit in its iteration, in the order it was tried; goes first in the next.
     pub(super) carried: Vec<Waiting>,
+    /// What pieces that wait cost, where documents bring their costs.
+    pub(super) rows: CostRows,
     pub(super) metrics: Metrics,
 }
 
@@ -56,6 +60,7 @@ impl Packer {
     pub fn new(config: PackerConfig) -> Result<Self> {
         config.check()?;
         let queue = OutlierQueue::of(&config);
+        let rows = CostRows::new(config.limits.as_ref().map_or(0, Vec::len));
         Ok(Self {
             config,
             cost_history: None,
@@ -63,6 +68,7 @@ impl Packer {
             next_id: Some(0),
             queue,
             carried: Vec::new(),
+            rows,
             metrics: Metrics::default(),
         })
     }

@@ -11,6 +11,7 @@ use crate::packing::split::split;
 
 use super::arrivals::Push;
 use super::config::{Oversize, Release};
+use super::cost_rows::share;
 use super::iteration::{Batch, Occasion};
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
@@ -38,7 +39,8 @@ impl Packer {
     /// # Errors
     /// [`crate::Error::TooLong`] under [`Oversize::Error`], [`crate::Error::Number`] for a split into too many pieces,
     /// [`crate::Error::Mismatch`], [`crate::Error::Combination`], [`crate::Error::Entry`],
-    /// [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`]; the packer is then unchanged.
+    /// [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`], and [`crate::Error::Cell`] for costs; the packer is then
+    /// unchanged.
     ///
     /// Interrupted ([`crate::interruptible`]), the packer is half changed: push to a copy.
     ///
@@ -48,7 +50,7 @@ impl Packer {
     /// pending documents.
     pub fn push_pieces(&mut self, push: &Push<'_>) -> Result<Packing> {
         let (first_id, next_id) = self.check_push(push)?;
-        let Push { lengths, ids, starts, min_step_tokens } = *push;
+        let Push { lengths, ids, starts, min_step_tokens, costs } = *push;
         let arrived = self.iteration;
 
         let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
@@ -66,7 +68,12 @@ impl Packer {
             let document = (!cut).then_some(index);
             let kept = if cut { length } else { length.min(limit) };
             for piece in split(Piece { id, start, length: kept }, limit) {
-                let waiting = Waiting { piece, arrived };
+                let row = costs.map_or(0, |costs| {
+                    let share = share(piece.length, length);
+                    // Minus zero is the zero that it equals.
+                    self.rows.push(costs.row(index).iter().map(|cost| cost * share + 0.0))
+                });
+                let waiting = Waiting { piece, arrived, row };
                 match self.queue.level(piece.length) {
                     Some(level) => {
                         self.queue.push(level, waiting);

@@ -1,7 +1,7 @@
 //! The adaptive release: in every iteration, hold back the longest documents while that gains more than it costs.
 //!
 //! Thresholds fix once what an outlier is. This rule looks at every document that waits or is new, and holds back the
-//! `k` longest. It chooses the `k` with the least loss
+//! `k` longest; where documents bring their costs, the `k` costliest. It chooses the `k` with the least loss
 //!
 //! `imbalance - 1 + delay_price * sum(length * iterations) / (N * max_document_tokens)`.
 //!
@@ -12,15 +12,15 @@
 //! Only eight values of `k` are tried: those with the smallest lower bound on the loss. The bound uses that the
 //! heaviest document that leaves cannot be split, and that tokens beyond the room of all micro-batches have to wait.
 //!
-//! The documents that leave are placed longest first, each where the cost is least. If the light micro-batches are full
+//! The documents that leave are placed in that order, each where the cost is least. If the light micro-batches are full
 //! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
 //! by less than the wait costs. So short documents make room in a step that trains many long ones.
 
 use std::cmp::Ordering;
 
 use crate::interrupt::check;
-use crate::longest_first::longest_first_of;
 use crate::packing::methods::bins::Bins;
+use crate::packing::methods::columns::Priced;
 use crate::packing::placement::Placement;
 
 use super::config::{DELAY_PRICE, PackerConfig};
@@ -33,16 +33,24 @@ const MOST_CUTS: usize = 8;
 /// Places the documents that leave in this iteration. Those without a place wait.
 ///
 /// # Arguments
-/// * `pieces` - everything that waits and everything new.
-/// * `urgent` - indices of the documents that must leave, whatever it costs. They are placed first and in this order,
-///   as Algorithm 1 does; if one of them finds no room, all of them are placed again by tokens alone. Those that find
-///   none then either are in `leftover`.
+/// * `priced` - everything that waits and everything new, with costs in one column.
+/// * `pieces` - the same.
+/// * `order` - all of them, in the order in which they are placed. The first `urgent` must leave, whatever it costs; they
+///   are placed as Algorithm 1 does, and if one of them finds no room, all of them again by tokens alone. Those that find
+///   none then either are in `leftover`. The others come from the costliest to the cheapest.
 ///
 /// # Complexity
 /// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
 /// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up.
-pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &PackerConfig) -> Placement {
-    let search = Search::new(pieces, urgent, iteration, config);
+pub(super) fn place(
+    priced: &Priced<'_>,
+    pieces: &[Waiting],
+    order: &[usize],
+    urgent: usize,
+    iteration: u64,
+    config: &PackerConfig,
+) -> Placement {
+    let search = Search::new(priced, pieces, order.split_at(urgent), iteration, config);
     check();
     let mut cuts = search.cuts();
     check();
@@ -76,7 +84,7 @@ pub(super) fn place(pieces: &[Waiting], urgent: &[usize], iteration: u64, config
     best.map_or(search.urgent, |(_, placement)| placement)
 }
 
-/// The longest `held` documents wait, and the loss is this or more.
+/// The costliest `held` documents wait, and the loss is this or more.
 #[derive(Clone, Copy)]
 struct Cut {
     held: usize,
@@ -105,19 +113,25 @@ struct Search<'a> {
     config: &'a PackerConfig,
     /// Nothing but what is urgent, placed.
     urgent: Placement,
-    /// The others, longest first.
+    /// The others, costliest first.
     documents: Vec<Document>,
     /// By how much two ways to sum the costs may differ in the loss.
     rounding: f64,
 }
 
 impl<'a> Search<'a> {
-    fn new(pieces: &[Waiting], urgent: &[usize], iteration: u64, config: &'a PackerConfig) -> Self {
+    fn new(
+        priced: &Priced<'_>,
+        pieces: &[Waiting],
+        (urgent, others): (&[usize], &[usize]),
+        iteration: u64,
+        config: &'a PackerConfig,
+    ) -> Self {
+        let costs = priced.costs.values();
         let place_urgent = |place: fn(&mut Bins, usize, i32, f64)| {
-            let mut bins = config.bins(pieces.len());
+            let mut bins = Bins::resume(priced.nothing().placement, config.max_tokens);
             for &index in urgent {
-                let length = pieces[index].piece.length;
-                place(&mut bins, index, length, config.cost_model.cost(length));
+                place(&mut bins, index, priced.lengths[index], costs[index]);
             }
             bins.placement
         };
@@ -125,18 +139,12 @@ impl<'a> Search<'a> {
         if !placement.leftover.is_empty() {
             placement = place_urgent(Bins::place_by_tokens);
         }
-        let mut is_urgent = vec![false; pieces.len()];
-        urgent.iter().for_each(|&index| is_urgent[index] = true);
-        let others = pieces.iter().enumerate().filter(|&(index, _)| !is_urgent[index]);
-        let mut documents: Vec<Document> =
-            longest_first_of(others.map(|(index, waiting)| (index, waiting.piece.length)))
-                .map(|(length, index)| {
-                    let iterations = u128::from(iteration - pieces[index].arrived) + 1;
-                    let cost = config.cost_model.cost(length);
-                    let debt = length as u128 * iterations;
-                    Document { index, length, cost, debt, cost_from_here: 0.0, tokens_from_here: 0 }
-                })
-                .collect();
+        let document = |&index: &usize| {
+            let (length, cost) = (priced.lengths[index], costs[index]);
+            let debt = length as u128 * (u128::from(iteration - pieces[index].arrived) + 1);
+            Document { index, length, cost, debt, cost_from_here: 0.0, tokens_from_here: 0 }
+        };
+        let mut documents: Vec<Document> = others.iter().map(document).collect();
         let (mut cost, mut tokens) = (0.0, 0);
         for document in documents.iter_mut().rev() {
             cost += document.cost;

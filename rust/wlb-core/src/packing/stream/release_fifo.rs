@@ -2,9 +2,6 @@
 
 use std::collections::VecDeque;
 
-use crate::packing::placement::Placement;
-
-use super::config::PackerConfig;
 use super::outlier_queue::{OutlierQueue, Waiting};
 
 impl OutlierQueue {
@@ -39,14 +36,4 @@ impl OutlierQueue {
             released.push(waiting);
         }
     }
-}
-
-/// Algorithm 1's placement, in the given order.
-pub(super) fn place(pieces: &[Waiting], order: impl Iterator<Item = usize>, config: &PackerConfig) -> Placement {
-    let mut bins = config.bins(pieces.len());
-    for index in order {
-        let length = pieces[index].piece.length;
-        bins.place(index, length, config.cost_model.cost(length));
-    }
-    bins.placement
 }

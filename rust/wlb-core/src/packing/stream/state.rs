@@ -8,6 +8,7 @@ use crate::packing::piece::Piece;
 
 use super::config::PackerConfig;
 use super::cost_history::{CostHistory, fingerprint};
+use super::cost_rows::{CostRows, MOST_COST};
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
 use super::packer::Packer;
@@ -43,6 +44,9 @@ struct Columns {
     starts: Vec<i32>,
     lengths: Vec<i32>,
     arrived: Vec<u64>,
+    /// Row by row, where documents bring their costs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    costs: Option<Vec<f64>>,
 }
 
 impl Packer {
@@ -58,8 +62,8 @@ impl Packer {
             config: self.config.clone(),
             iteration: self.iteration,
             next_id: self.next_id,
-            carried: Columns::of(&self.carried),
-            queues: self.queue.levels().iter().map(Columns::of).collect(),
+            carried: Columns::of(self, &self.carried),
+            queues: self.queue.levels().iter().map(|level| Columns::of(self, level)).collect(),
             metrics: self.metrics.clone(),
             cost_history: self.cost_history.clone(),
             digest: String::new(),
@@ -96,6 +100,7 @@ impl Packer {
             }
             saved.refile(&self.config)?;
         }
+        saved.rows_under(&self.config)?;
         let mut config = self.config.clone();
         if saved_first.cost_model == first.cost_model {
             config.cost_model = saved.config.cost_model.clone();
@@ -106,6 +111,32 @@ impl Packer {
         }
         saved.config = config;
         *self = saved;
+        Ok(())
+    }
+
+    /// Keeps the costs of what waits for a packer of this configuration, which has to take them.
+    fn rows_under(&mut self, config: &PackerConfig) -> Result<()> {
+        if self.config.limits == config.limits {
+            return Ok(());
+        }
+        let refuse = |problem: &str| Err(Error::State { path: "queues".to_owned(), problem: problem.to_owned() });
+        let columns = |config: &PackerConfig| config.limits.as_ref().map_or(0, Vec::len);
+        let waiting = || self.queue.levels().iter().flatten().chain(&self.carried);
+        let limits = config.limits.iter().flatten();
+        let exceeds = |(cost, limit): (&f64, &Option<f64>)| limit.is_some_and(|limit| *cost > limit);
+        if columns(config) > 0 && columns(&self.config) != columns(config) && self.pending() > 0 {
+            return refuse("documents wait that brought no costs, or another number of columns");
+        }
+        if waiting().any(|waiting| self.costs(waiting).iter().zip(limits.clone()).any(exceeds)) {
+            return refuse("a document waits whose cost exceeds the limit of its column");
+        }
+        if columns(config) != columns(&self.config) {
+            // Nothing waits, or a cost model prices it from here on.
+            for waiting in self.queue.levels.iter_mut().flatten().chain(&mut self.carried) {
+                waiting.row = 0;
+            }
+            self.rows = CostRows::new(columns(config));
+        }
         Ok(())
     }
 
@@ -171,14 +202,14 @@ impl State {
         if let Some(problem) = self.metrics.problem() {
             return wrong("metrics", problem);
         }
-        let carried = self.carried.waiting("carried", &self)?;
+        let mut rows = CostRows::new(self.config.limits.as_ref().map_or(0, Vec::len));
         let mut queue = OutlierQueue::of(&self.config);
         if self.queues.len() != queue.levels().len() {
             return wrong("queues", "there is not one for each level");
         }
         for (level, columns) in self.queues.iter().enumerate() {
             let path = format!("queues[{level}]");
-            let waiting = columns.waiting(&path, &self)?;
+            let waiting = columns.waiting(&path, &self, &mut rows)?;
             if !waiting.is_sorted_by_key(|waiting| waiting.arrived) {
                 return wrong(&path, "is not in order of arrival");
             }
@@ -187,6 +218,7 @@ impl State {
             }
             waiting.into_iter().for_each(|waiting| queue.push(level, waiting));
         }
+        let carried = self.carried.waiting("carried", &self, &mut rows)?;
         let mut spans: Vec<Piece> = queue.levels().iter().flatten().chain(&carried).map(|w| w.piece).collect();
         spans.sort_unstable_by_key(|piece| (piece.id, piece.start));
         let overlap = |pair: &[Piece]| pair[0].id == pair[1].id && pair[0].start + pair[0].length > pair[1].start;
@@ -206,6 +238,7 @@ impl State {
             next_id: self.next_id,
             queue,
             carried,
+            rows,
             metrics: self.metrics,
         })
     }
@@ -217,18 +250,20 @@ impl State {
 }
 
 impl Columns {
-    fn of<'a>(waiting: impl IntoIterator<Item = &'a Waiting>) -> Self {
-        let mut columns = Self::default();
-        for Waiting { piece, arrived } in waiting {
-            columns.ids.push(piece.id);
-            columns.starts.push(piece.start);
-            columns.lengths.push(piece.length);
-            columns.arrived.push(*arrived);
+    fn of<'a>(packer: &Packer, all: impl IntoIterator<Item = &'a Waiting>) -> Self {
+        let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Vec::new()), ..Self::default() };
+        for waiting in all {
+            columns.ids.push(waiting.piece.id);
+            columns.starts.push(waiting.piece.start);
+            columns.lengths.push(waiting.piece.length);
+            columns.arrived.push(waiting.arrived);
+            columns.costs.iter_mut().for_each(|costs| costs.extend(packer.costs(waiting)));
         }
         columns
     }
 
-    fn waiting(&self, path: &str, state: &State) -> Result<Vec<Waiting>> {
+    /// The pieces; their costs go to `kept`.
+    fn waiting(&self, path: &str, state: &State, kept: &mut CostRows) -> Result<Vec<Waiting>> {
         fn wrong<T>(path: &str, problem: String) -> Result<T> {
             Err(Error::State { path: path.to_owned(), problem })
         }
@@ -237,6 +272,13 @@ impl Columns {
             return wrong(path, "its columns differ in length".to_owned());
         }
         let limit = state.config.max_document_tokens;
+        let limits = state.config.limits.as_deref().unwrap_or_default();
+        let costs = match (&self.costs, &state.config.limits) {
+            (None, None) => &[],
+            (Some(costs), Some(limits)) if costs.len() == rows * limits.len() => costs.as_slice(),
+            _ => return wrong(path, "its costs are not those of its documents".to_owned()),
+        };
+        let columns = limits.len();
         (0..rows)
             .map(|row| {
                 let piece = Piece { id: self.ids[row], start: self.starts[row], length: self.lengths[row] };
@@ -253,7 +295,14 @@ impl Columns {
                         format!("arrived[{row}] = {arrived} is not before the iteration {}", state.iteration),
                     );
                 }
-                Ok(Waiting { piece, arrived })
+                let own = &costs[row * columns..][..columns];
+                let exceeds = |cost: f64, limit: Option<f64>| limit.is_some_and(|limit| cost > limit);
+                let wrong_cost =
+                    |(cost, limit): (&f64, &Option<f64>)| !(0.0..=MOST_COST).contains(cost) || exceeds(*cost, *limit);
+                if let Some(at) = own.iter().zip(limits).position(wrong_cost) {
+                    return wrong(path, format!("costs[{}] = {} is out of range", row * columns + at, own[at]));
+                }
+                Ok(Waiting { piece, arrived, row: kept.push(own.iter().copied()) })
             })
             .collect()
     }
@@ -272,6 +321,7 @@ fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
             ("max_delay", config.max_delay.map_or("None".to_owned(), |delay| delay.to_string())),
             ("method", config.method.as_str().to_owned()),
             ("cost_model", serde_json::to_string(&config.cost_model).unwrap_or_default()),
+            ("limits", serde_json::to_string(&config.limits).unwrap_or_default()),
         ]
     };
     fields(saved)

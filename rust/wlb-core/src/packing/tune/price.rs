@@ -53,7 +53,8 @@ const REFINEMENTS: u32 = 3;
 ///     delay_price: None,
 ///     max_delay: Some(8),
 ///     method: StreamMethod::VarLength,
-///     cost_model: CostModel::analytic(1.0, 100.0, Mask::Causal)?,
+///     cost_model: Some(CostModel::analytic(1.0, 100.0, Mask::Causal)?),
+///     limits: None,
 /// };
 /// let sample: Vec<i64> = (0..40).map(|i| [1000, 300, 200, 100][i % 4]).collect();
 /// let options = TuneOptions { packer, max_mean_delay: 1.0, tokens_per_batch: 2000 };

@@ -95,7 +95,7 @@ impl Reading {
     /// How many of the offered documents enter: those admitted, or fewer where what stays outside would be less than a
     /// step by itself.
     fn entering(&self, packer: &Packer, read: usize, end: usize, last: bool) -> Result<usize> {
-        let admitted = packer.admits(&self.slice(read, end)?);
+        let admitted = packer.admits(&self.slice(read, end)?, None)?;
         let total = self.ends[end - 1];
         // Tokens of the offered documents from the `count`-th on.
         let rest = |count: usize| total - self.ends[read + count] + i64::from(self.lengths[read + count]);

@@ -31,7 +31,12 @@ impl Search {
         let (release, outlier_thresholds, delay_price) = (Release::Fifo, Vec::new(), None);
         let config = PackerConfig { release, outlier_thresholds, delay_price, ..options.packer.clone() };
         config.check()?;
-        config.cost_model.check_finite(lengths)?;
+        let Some(cost_model) = &config.cost_model else {
+            let requirement = "is missing: tuning prices a sample by its lengths. Tune with a model of the column that takes \
+                               the most time, and take what it finds for documents that bring their costs";
+            return Err(Error::Combination { argument: "cost_model", requirement });
+        };
+        cost_model.check_finite(lengths)?;
         if lengths.is_empty() {
             return Err(Error::Combination {
                 argument: "lengths",
