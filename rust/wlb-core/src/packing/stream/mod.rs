@@ -5,7 +5,7 @@
 //! | `config` | how a stream is packed |
 //! | `packer` | what a [`Packer`] holds |
 //! | `arrivals`, `push` | a global batch enters |
-//! | `cost_rows` | what its documents cost, where they bring their costs |
+//! | `brought_costs`, `cost_rows` | what its documents cost, where they bring their costs |
 //! | `outlier_queue` | where documents wait that are too long to be balanced |
 //! | `release_fifo`, `release_adaptive`, `level` | which of them leave, and where these go |
 //! | `iteration`, `fuller` | one packing, made of what leaves |
@@ -17,6 +17,7 @@
 
 mod admission;
 mod arrivals;
+mod brought_costs;
 mod config;
 mod cost_change;
 mod cost_history;
