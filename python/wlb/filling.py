@@ -21,6 +21,7 @@ class Offer:
         ids: int64 [pieces], the packer's names of their documents.
         starts: int [pieces], where each begins in its document; None: all are whole documents.
         lengths: int64 [pieces], tokens.
+        costs: float64 [pieces, columns], where documents bring their costs to the packer; else None.
         more: Whether there are further ones.
         rest_waits: Whether what does not enter now has to make a step of its own later: more than a few tokens, then.
     """
@@ -30,6 +31,7 @@ class Offer:
     lengths: NDArray[np.int64]
     more: bool
     rest_waits: bool
+    costs: NDArray[np.float64] | None = None
 
 
 class Source(Protocol):
@@ -76,7 +78,7 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
 
 def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
     """How many of the first pieces enter."""
-    admitted = packer.admits(offer.lengths)
+    admitted = packer.admits(offer.lengths, costs=offer.costs)
     if offer.rest_waits and admitted < offer.lengths.size:
         after = offer.lengths[::-1].cumsum()[::-1]  # tokens of each and all that follow
         if after[admitted] < min_step_tokens:
@@ -87,7 +89,10 @@ def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
 
 def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Packing:
     starts = None if offer.starts is None else offer.starts[:pieces]
-    return packer.push(offer.lengths[:pieces], offer.ids[:pieces], starts=starts, min_step_tokens=min_step_tokens)
+    costs = None if offer.costs is None else offer.costs[:pieces]
+    return packer.push(
+        offer.lengths[:pieces], offer.ids[:pieces], starts=starts, costs=costs, min_step_tokens=min_step_tokens
+    )
 
 
 def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:

@@ -160,6 +160,9 @@ class CostTracker:
             message = f"is a {type(packer).__name__}: give a StepLoader, BalancedBatchSampler, BalancedStream or Packer"
             raise error("packer", message, value=type(packer).__name__)
         self._packer = packer
+        if self._latest() is None:
+            message = "documents bring their costs to it, and there is no cost model to correct"
+            raise error("packer", message)
         self._every = every
         self._switch_above = switch_above
         self._terms: dict[str, Any] = {"windows": tuple(windows), "chunks": tuple(chunks)}
@@ -280,7 +283,13 @@ class CostTracker:
 
     def _cost_model(self) -> wlb.CostModel:
         """What the latest plans were, or will be, made by."""
-        return self._packer.cost_model if self._switches is None else self._switches.latest
+        latest = self._latest()
+        assert latest is not None  # it was looked at first
+        return latest
+
+    def _latest(self) -> wlb.CostModel | None:
+        latest: wlb.CostModel | None = self._packer.cost_model if self._switches is None else self._switches.latest
+        return latest
 
     def _gather(self, begun: int) -> tuple[list[_Gathered], list[_Rank], int]:
         """Timings of all ranks since the last look, by step; those of a rank that are not known yet are missing."""

@@ -73,8 +73,11 @@ class CostSwitches:
         """Steps from `step` on are planned by `cost_model`. The same on every rank.
 
         Raises:
-            wlb.WlbError: That step has a plan already, or its costs are known to change to others.
+            wlb.WlbError: That step has a plan already, or its costs are known to change to others, or documents bring
+                their costs.
         """
+        if self._cost_model is None:
+            raise error("cost_model", "has no meaning for a loader whose documents bring their costs")
         check_integer("step", step, minimum=0)
         with self._open:
             if step < self._begun:
@@ -85,8 +88,8 @@ class CostSwitches:
             self._changes[step] = cost_model
 
     @property
-    def latest(self) -> wlb.CostModel:
-        """What steps are planned by once all changes have come into effect."""
+    def latest(self) -> wlb.CostModel | None:
+        """What steps are planned by once all changes have come into effect; None where documents bring their costs."""
         with self._open:
             return self._changes[max(self._changes)] if self._changes else self._cost_model
 
@@ -95,7 +98,7 @@ class CostSwitches:
         with self._open:
             return {at: cost_model for at, cost_model in sorted(self._changes.items()) if at >= step}
 
-    def restart(self, step: int, cost_model: wlb.CostModel, changes: Mapping[int, wlb.CostModel]) -> None:
+    def restart(self, step: int, cost_model: wlb.CostModel | None, changes: Mapping[int, wlb.CostModel]) -> None:
         """Planning begins anew at `step`, by these costs; and these changes are to come."""
         with self._open:
             self._cost_model = cost_model

@@ -16,6 +16,7 @@ from wlb.filling import Offer, next_packing
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.costs import CostSwitches
+from wlb.torch.data.given_costs import CorpusCosts
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 
@@ -36,6 +37,7 @@ class ReadingOrder:
         num_epochs: Epochs of the run.
         oversize: What happens to documents over `limit`, as the packer has it.
         limit: Longest document, in tokens.
+        costs: What they cost, where they bring that to the packer.
     """
 
     corpus: Corpus
@@ -46,6 +48,7 @@ class ReadingOrder:
     num_epochs: int
     oversize: str
     limit: int
+    costs: CorpusCosts | None = None
 
     @property
     def longest(self) -> int | None:
@@ -59,6 +62,18 @@ class ReadingOrder:
             documents = Permutation(self.corpus.lengths.size, seed=self.seed, epoch=epoch)(documents)
         lengths = np.asarray(self.corpus.lengths[documents], np.int64)
         return documents, lengths if self.longest is None else np.minimum(lengths, self.longest)
+
+    def costs_of(
+        self, documents: NDArray[np.int64], at: NDArray[np.integer[Any]], lengths: NDArray[np.int64]
+    ) -> NDArray[np.float64] | None:
+        """float64 [pieces, columns] of pieces of `documents[at]`: the share of their tokens. None without costs."""
+        if self.costs is None:
+            return None
+        documents = documents[: at.max(initial=-1) + 1]
+        share: NDArray[np.float64] = lengths / np.asarray(self.corpus.lengths[documents], np.int64)[at]
+        rows = self.costs.rows(documents)[at]
+        rows *= share[:, None]
+        return rows
 
 
 class Ahead:
@@ -116,6 +131,7 @@ class Ahead:
             lengths=lengths[:taken],
             more=not last,
             rest_waits=last,
+            costs=order.costs_of(documents, at[:taken], lengths[:taken]),
         )
 
     def advance(self, pieces: int) -> None:
@@ -155,8 +171,8 @@ class StepReader:
         self.step = 0
 
     @property
-    def cost_model(self) -> wlb.CostModel:
-        """What the last step was planned by, or the first is."""
+    def cost_model(self) -> wlb.CostModel | None:
+        """What the last step was planned by, or the first is; None where documents bring their costs."""
         return self._packer.cost_model
 
     @property
@@ -282,9 +298,15 @@ class StepReader:
                     "step": self.step,
                     "micro_batches": 0,
                     "packer": self._packer.state_dict(),
+                    **self._costs(),
                 }
             )
         return self._saved
+
+    def _costs(self) -> dict[str, Any]:
+        """Which costs documents bring, if they do."""
+        costs = self._order.costs
+        return {} if costs is None else {"costs": costs.fingerprint}
 
     def _outside(self) -> dict[str, list[int]]:
         """The rest of the document that has entered in part."""
@@ -305,6 +327,8 @@ class StepReader:
         check_seal(state)
         same(field(state, "lengths", dict), self._lengths(), "this corpus")
         same(state, {"shuffle": self._order.shuffle, "seed": self._order.seed}, "this sampler")
+        if not allow_config_change:
+            same(state, self._costs(), "this sampler")
         total, position, epoch = (
             self._order.corpus.lengths.size,
             field(state, "position", int),

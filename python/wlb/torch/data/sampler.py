@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from wlb.filling import batch_tokens, least_tokens, warn_of_long
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Piece
+from wlb.torch.data.given_costs import CorpusCosts, check_given
 from wlb.torch.data.reader import ReadingOrder, StepReader
 from wlb.torch.data.state import Link, field
 
@@ -56,6 +57,11 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         shuffle: Another order in every epoch; else documents come as they are numbered.
         seed: Of these orders.
         num_epochs: Epochs of the run; more may be added when it is resumed.
+        costs: float [documents] or [documents, columns], what each costs, where the packer was made with
+            `cost_columns`; the same on every rank. Or a function of a document's number that gives its float, or
+            floats: it is asked whenever a step is planned, in workers too, and has to answer alike every time. A piece
+            of a document has the share of its tokens. A state knows an array by its hash; a function is taken at its
+            word.
 
     Attributes:
         cost_switches: From which step on other costs hold; see `CostTracker`.
@@ -76,6 +82,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         shuffle: bool = True,
         seed: int = 0,
         num_epochs: int = 1,
+        costs: ArrayLike | Callable[[int], Any] | None = None,
     ) -> None:
         micro_batches = packer.num_micro_batches
         check_integer("dp_size", dp_size, minimum=1)
@@ -89,13 +96,15 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         tokens_per_batch = batch_tokens(packer, tokens_per_batch)
+        check_given(costs, packer)
         limit = packer.max_document_tokens
+        corpus = Corpus.of(lengths, longest=limit if packer.oversize == "error" else None)
         self.num_epochs = num_epochs
         self.num_micro_batches_per_rank = micro_batches // dp_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         order = ReadingOrder(
-            corpus=Corpus.of(lengths, longest=limit if packer.oversize == "error" else None),
+            corpus=corpus,
             tokens_per_batch=tokens_per_batch,
             min_step_tokens=least_tokens(packer, tokens_per_batch, min_step_tokens),
             shuffle=bool(shuffle),
@@ -103,6 +112,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             num_epochs=num_epochs,
             oversize=packer.oversize,
             limit=limit,
+            costs=None if costs is None else CorpusCosts(costs, packer, corpus.lengths),
         )
         if packer.oversize == "split":
             warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)

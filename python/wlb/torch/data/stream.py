@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from wlb.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Document, as_arrays, cut
+from wlb.torch.data.given_costs import check_given, cost_row
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step
@@ -31,6 +33,7 @@ VERSION: Final = 2
 _END = object()
 
 T = TypeVar("T")
+Floats = NDArray[np.float64]
 
 
 class BalancedStream(Generic[T]):
@@ -70,6 +73,10 @@ class BalancedStream(Generic[T]):
             By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
             steps after the end of all streams may hold fewer, and those of a single micro-batch where a short
             document and one of `max_tokens` cannot share it.
+        costs: What a document of a stream costs, where the packer was made with `cost_columns`: a function of what the
+            stream gives, `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]` say, to a float or
+            floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
+            the share of its tokens. What waits keeps its costs, in states too.
         timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
@@ -92,8 +99,12 @@ class BalancedStream(Generic[T]):
         group: dist.ProcessGroup | None = None,
         tokens_per_batch: int | None = None,
         min_step_tokens: int | None = None,
+        costs: Callable[[Any], Any] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
+        check_given(costs, packer)
+        if costs is not None and not callable(costs):
+            raise error("costs", 'is not a function of a document: lambda row: row["costs"], say', value=costs)
         self._peers = Peers(group, timeout=timeout, description="balanced_stream")
         self._rank, self._size = self._peers.rank, self._peers.size
         if packer.num_micro_batches % self._size:
@@ -109,7 +120,9 @@ class BalancedStream(Generic[T]):
         self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
-        self._streams = [_Stream(stream, self._longest) for stream in streams]
+        columns = packer.cost_columns or 0
+        of_document = None if costs is None else partial(_costs_of, costs, columns)
+        self._streams = [_Stream(stream, self._longest, of_document) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, _Waiting] = {}
         self._warned = False  # of a document longer than a global batch
@@ -182,7 +195,7 @@ class BalancedStream(Generic[T]):
         waiting = {}
         for saved in saved_documents:
             id = field(saved, "id", int)
-            waiting[id] = _Waiting.of(saved, len(streams), rest.get(id))
+            waiting[id] = _Waiting.of(saved, len(streams), rest.get(id), self._config.cost_columns or 0)
         changes = read_changes(state)
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
         if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
@@ -220,6 +233,7 @@ class BalancedStream(Generic[T]):
                     "id": id,
                     "stream": document.stream,
                     "left": document.left,
+                    **({"costs": list(document.costs)} if document.costs else {}),
                     **(document.hashes or {}),
                 }
                 for id, document in waiting.items()
@@ -280,7 +294,7 @@ class BalancedStream(Generic[T]):
         if not live:
             return None
         share = max(1, self._tokens_per_batch // live)
-        read: dict[int, list[Document]] = {}
+        read: dict[int, list[_Read]] = {}
         states: dict[int, dict[str, Any]] = {}
         failure: BaseException | None = None
         try:
@@ -301,8 +315,8 @@ class BalancedStream(Generic[T]):
                     self._number,
                 ),
                 "documents": {
-                    number: [(document.tokens.size, document.labels is not None) for document in documents]
-                    for number, documents in read.items()
+                    number: [(each.document.tokens.size, each.document.labels is not None, each.costs) for each in all]
+                    for number, all in read.items()
                 },
                 "streams": states,
             }
@@ -314,10 +328,10 @@ class BalancedStream(Generic[T]):
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
             stream.stands(part["streams"][number])
-            for at, (length, labelled) in enumerate(part["documents"][number]):
+            for at, (length, labelled, costs) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
-                document = read[number][at] if number in read else None
-                new[self._next_id] = _Waiting(number, length, labelled, left, left, 0, document, None)
+                document = read[number][at].document if number in read else None
+                new[self._next_id] = _Waiting(number, length, labelled, left, left, 0, document, None, costs)
                 self._next_id += 1
                 if self._config.oversize == "split" and not self._warned:
                     self._warned = length > self._tokens_per_batch
@@ -406,6 +420,7 @@ class _Waiting:
         entered: Tokens that have.
         document: Of arrays, under any name; None if another rank has read it in this step.
         hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
+        costs: Of what of it may be trained, in each column of the packer's.
     """
 
     stream: int
@@ -416,6 +431,7 @@ class _Waiting:
     entered: int
     document: Document | None
     hashes: dict[str, Hashed | None] | None
+    costs: tuple[float, ...] = ()
 
     def received(self, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
         """From the rank that reads the stream."""
@@ -443,7 +459,7 @@ class _Waiting:
         return {"tokens": _text(self.document.tokens), "labels": None if labels is None else _text(labels)}
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any], num_streams: int, outside: tuple[int, int] | None) -> _Waiting:
+    def of(cls, saved: Mapping[str, Any], num_streams: int, outside: tuple[int, int] | None, columns: int) -> _Waiting:
         """As it stands in a state; `outside`: where what has not entered the packer begins, and its tokens."""
         tokens, labels = _tokens(field(saved, "tokens", str)), None
         if field(saved, "labels", object) is not None:
@@ -457,7 +473,8 @@ class _Waiting:
             or (labels is not None and labels.size != tokens.size)
         ):
             raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
-        waiting = cls(stream, tokens.size, labels is not None, left, length, start, None, None)
+        costs = tuple(cost_row(field(saved, "costs", list), columns, "state", stream).tolist()) if columns else ()
+        waiting = cls(stream, tokens.size, labels is not None, left, length, start, None, None, costs)
         return waiting.kept(Document(tokens, 0, labels=labels))
 
 
@@ -473,6 +490,7 @@ class _Outside:
         self._waiting = waiting
         self._limit = packer.max_document_tokens
         self._split = packer.oversize == "split"
+        self._columns = packer.cost_columns or 0
         self._read = read
         self._ended = False
         self._extra = 0  # batches read for this step beyond the first
@@ -504,7 +522,14 @@ class _Outside:
             entered = np.array([self._waiting[id].entered for id in self.ids], np.int64)
             ids, starts = ids[at], starts + entered[at]
         self._offered = ids.tolist(), lengths.tolist()
-        return Offer(ids, starts, lengths, more=not self._ended, rest_waits=False)
+        costs = self._costs(*self._offered) if self._columns else None
+        return Offer(ids, starts, lengths, more=not self._ended, rest_waits=False, costs=costs)
+
+    def _costs(self, ids: list[int], lengths: list[int]) -> NDArray[np.float64]:
+        """Of pieces: the share of their tokens, where documents are cut."""
+        whole = [self._waiting[id].length for id in ids] if self._split else lengths
+        rows = np.array([self._waiting[id].costs for id in ids], np.float64).reshape(len(ids), self._columns)
+        return rows * (np.array(lengths, np.float64) / np.array(whole, np.float64))[:, None]
 
     def advance(self, pieces: int) -> None:
         """See `Source`."""
@@ -524,11 +549,26 @@ def _rows(document: Document) -> list[NDArray[Any]]:
     return [row for row in (document.tokens, document.labels) if row is not None]
 
 
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A document as its rank has read it, and what it costs in each column."""
+
+    document: Document
+    costs: tuple[float, ...]
+
+
+def _costs_of(costs: Callable[[Any], Any], columns: int, document: Any, argument: str, index: int) -> Floats:
+    return cost_row(costs(document), columns, f"{argument}.costs", index)
+
+
 class _Stream:
     """One stream and how far it was read. Not opened before it is read."""
 
-    def __init__(self, documents: Iterable[Any], longest: int | None) -> None:
+    def __init__(
+        self, documents: Iterable[Any], longest: int | None, costs: Callable[[Any, str, int], Floats] | None
+    ) -> None:
         self._documents: Any = documents
+        self._costs = costs
         self._longest = longest  # what a document counts for at most; None: all that it has
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # documents so far
@@ -536,14 +576,14 @@ class _Stream:
         self._saved: Any = None
         self.ended = False
 
-    def read(self, tokens: int, number: int) -> list[Document]:
+    def read(self, tokens: int, number: int) -> list[_Read]:
         """Documents until its share is used up; a long one is paid for in the steps after."""
         if self.ended:
             return []
         if self._iterator is None:
             self._iterator = self._open()
         self._credit += tokens
-        documents = []
+        documents: list[_Read] = []
         while self._credit > 0:
             document = next(self._iterator, _END)
             if document is _END:
@@ -551,10 +591,16 @@ class _Stream:
                 break
             if isinstance(document, Document):
                 raise error(f"streams[{number}]", "is a Document: give what it is made of", index=self._read)
-            documents.append(self._kept(as_arrays(document, self._read, f"streams[{number}]")))
+            read = as_arrays(document, self._read, f"streams[{number}]")
+            size = read.tokens.size
+            kept = size if self._longest is None else min(size, self._longest)
+            costs: tuple[float, ...] = ()
+            if self._costs is not None:
+                share = kept / size
+                costs = tuple((self._costs(document, f"streams[{number}]", self._read) * share).tolist())
+            documents.append(_Read(self._kept(read), costs))
             self._read += 1
-            size = documents[-1].tokens.size
-            self._credit -= size if self._longest is None else min(size, self._longest)
+            self._credit -= kept
         if all(hasattr(self._documents, f"{verb}state_dict") for verb in ("", "load_")):
             self._saved = copy.deepcopy(self._documents.state_dict())
         return documents
@@ -577,7 +623,7 @@ class _Stream:
 
     def restored(self, state: Mapping[str, Any]) -> _Stream:
         """The same stream where the state was saved."""
-        result = _Stream(self._documents, self._longest)
+        result = _Stream(self._documents, self._longest, self._costs)
         result.stands(state)
         return result
 
