@@ -106,7 +106,8 @@ impl PackerCase {
             delay_price: settings.delay_price.or(release.default_price()),
             max_delay: settings.max_delay.flatten().or(release.default_max_delay()),
             method: settings.method.unwrap_or_default(),
-            cost_model: self.cost.model(),
+            cost_model: Some(self.cost.model()),
+            limits: None,
         }
     }
 }
