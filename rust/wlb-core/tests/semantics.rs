@@ -106,7 +106,8 @@ fn config(outlier_thresholds: Vec<i32>, delay_price: Option<f64>, max_delay: Opt
         delay_price,
         max_delay,
         method: StreamMethod::VarLength,
-        cost_model: pairs(),
+        cost_model: Some(pairs()),
+        limits: None,
     }
 }
 
