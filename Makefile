@@ -87,6 +87,9 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	$(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --quiet --upgrade pip
 	$(TRAINERS)/bin/python -m pip install --quiet '.[test,trainers]'
+	# verl asks for whole inference engines: without what its planner does not import. Its tests are skipped without it.
+	$(TRAINERS)/bin/python -m pip install --quiet tensordict ray pandas codetiming hydra-core peft dill || true
+	$(TRAINERS)/bin/python -m pip install --quiet --no-deps verl || true
 	touch $@
 
 # Whole training stacks that cannot be installed side by side: without what they depend on; the bench imports one file of each.

@@ -229,6 +229,8 @@ class Packing:
     @property
     def costs(self) -> NDArray[np.float64]: ...
     @property
+    def padded_tokens(self) -> NDArray[np.int64]: ...
+    @property
     def column_costs(self) -> NDArray[np.float64]: ...
     @property
     def step_cost(self) -> float: ...
@@ -278,6 +280,8 @@ def pack(
     groups: ArrayLike | None = None,
     equal_documents: bool = False,
     max_documents: int | None = None,
+    multiple_of_tokens: int = 1,
+    token_buckets: ArrayLike | None = None,
     leftover: Leftover = "error",
 ) -> Packing: ...
 

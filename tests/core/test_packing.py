@@ -203,6 +203,44 @@ def test_ranks_are_level_where_they_wait() -> None:
     assert own == step, "costs that documents bring, the same as the model's"
 
 
+@given(batches(), testing.cost_models(), st.integers(1, 9), st.lists(st.integers(1, 200), unique=True, max_size=3))
+def test_padding_counts_against_max_tokens(batch: Batch, cost: wlb.CostModel, multiple: int, extra: list[int]) -> None:
+    lengths, sizes = batch
+    limit = sizes["max_tokens"] + multiple  # the largest size within it is no less than max_tokens, which all fit
+    buckets = sorted({multiple * (-(-size // multiple)) for size in [*extra, limit - multiple]}) if extra else None
+    limit = max(limit, buckets[-1]) if buckets else limit
+    arguments: dict[str, Any] = {"cost_model": cost, "multiple_of_tokens": multiple, "token_buckets": buckets}
+    packing = wlb.pack(lengths, num_micro_batches=None, max_tokens=limit, **arguments)
+    check_is_a_partition(packing, lengths)
+    padded = packing.padded_tokens
+    assert ((packing.tokens <= padded) & (padded <= limit) & (padded % multiple == 0)).all()
+    if buckets:
+        assert set(padded.tolist()) <= set(buckets)
+        assert padded.tolist() == [min(size for size in buckets if size >= tokens) for tokens in packing.tokens]
+    else:
+        assert (padded - packing.tokens < multiple).all()
+    assert packing.max_tokens <= limit
+    assert packing == pickle.loads(pickle.dumps(packing))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"multiple_of_tokens": 0}, "multiple_of_tokens = 0: must be from 1"),
+        ({"multiple_of_tokens": 128}, "max_tokens = 100: must be from 128"),
+        ({"token_buckets": [64, 32]}, r"token_buckets\[1\] = 32: must be above 0, and above the size before it"),
+        ({"token_buckets": [48], "multiple_of_tokens": 32}, r"token_buckets\[0\] = 48: must be a multiple of"),
+        ({"token_buckets": [128]}, "max_tokens = 100: must be from 128"),
+        ({"multiple_of_tokens": 64}, r"lengths\[1\] = 90 exceeds max_tokens = 64"),
+    ],
+)
+def test_padding_names_what_is_wrong(options: Any, message: str) -> None:
+    with pytest.raises(wlb.WlbError, match=message):
+        wlb.pack(
+            [10, 90], num_micro_batches=2, max_tokens=100, cost_model=wlb.CostModel(attention=1, linear=1), **options
+        )
+
+
 @given(batches(), testing.cost_models(exact=True))
 def test_var_length_certificate(batch: Batch, cost: wlb.CostModel) -> None:
     """Without fallbacks, W_max <= W_placed / N + (1 - 1 / N) * (last document put into the heaviest)."""

@@ -69,6 +69,7 @@ arguments! {
     min_micro_batches: usize = count(MAX_MICRO_BATCHES);
     min_step_tokens: i64 = integer();
     multiple_of: usize = count(MAX_MICRO_BATCHES);
+    multiple_of_tokens: i32 = positive();
     num_heads: i64 = integer();
     num_kv_heads: i64 = integer();
     num_layers: i64 = integer();
@@ -81,6 +82,7 @@ arguments! {
     query_lengths: Lengths = read_lengths();
     seconds: Vec<f64> = floats();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
+    token_buckets: Vec<i32> = narrow("sizes are int32");
     tokens_per_batch: i64 = integer();
     vocab_size: i64 = integer();
     window: usize = count(MAX_MICRO_BATCHES);
@@ -126,6 +128,7 @@ pub(crate) mod optional {
         num_micro_batches: usize;
         outlier_thresholds: Vec<i32>;
         starts: Vec<i32>;
+        token_buckets: Vec<i32>;
         tokens_per_batch: i64;
     }
 }

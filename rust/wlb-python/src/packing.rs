@@ -58,6 +58,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size`` does not divide
 ///         them. Groups whose sizes cannot be dealt so are refused.
 ///     max_documents: most documents of a micro-batch.
+///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128), and
+///         ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens`` has the sizes; who
+///         makes the batches pads them.
+///     token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured once for
+///         each; padded up to the next, ``max_tokens`` as above.
 ///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists them: they are in
 ///         no micro-batch, and will not be trained unless the caller sees to it.
 ///
@@ -78,7 +83,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None, method = "var_length",
     window = 1, multiple_of = 1, dp_size = None, sync = None, groups = None, equal_documents = false,
-    max_documents = None, leftover = "error",
+    max_documents = None, multiple_of_tokens = 1, token_buckets = None, leftover = "error",
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn pack(
@@ -97,12 +102,19 @@ fn pack(
     #[pyo3(from_py_with = arguments::optional::groups)] groups: Option<Vec<i64>>,
     equal_documents: bool,
     #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
     leftover: &str,
 ) -> PyResult<Packing> {
     let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
     if num_micro_batches.is_some() && multiple_of != 1 {
         return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
     }
+    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let max_tokens = padding.most(max_tokens).map_err(raise)?;
+    let padded = |packing: core::Packing| {
+        Packing::from(core::Packing { padding: (!padding.is_none()).then(|| padding.clone()), ..packing })
+    };
     let options = core::PackOptions {
         num_micro_batches: num_micro_batches.unwrap_or(1),
         max_tokens,
@@ -143,14 +155,14 @@ fn pack(
         return run(py, lengths.len().saturating_add(micro_batches), || {
             core::pack_for_ranks(&lengths, &options, pricing)
         })?
-        .map(Packing::from)
+        .map(padded)
         .map_err(raise);
     }
     run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
         None => core::pack_whole(&lengths, multiple_of, &options, pricing),
         Some(_) => core::pack(&lengths, &options, pricing),
     })?
-    .map(Packing::from)
+    .map(padded)
     .map_err(raise)
 }
 
@@ -194,6 +206,8 @@ properties! {
         let micro_batches = packing.0.num_micro_batches();
         Table(costs.clone(), [micro_batches, costs.len() / micro_batches])
     };
+    /// int64[M]: tokens of each micro-batch when it runs, padded as ``multiple_of_tokens`` and ``token_buckets`` ask.
+    padded_tokens: Array<Vec<i64>> = |packing| Array(packing.0.padded_tokens());
     /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in each.
     step_cost: f64 = |packing| packing.0.step_cost();
     /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its

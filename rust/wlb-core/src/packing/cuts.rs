@@ -93,6 +93,7 @@ impl Cuts {
             columns,
             by_model: Vec::new(),
             ranks: None,
+            padding: None,
         }
     }
 }

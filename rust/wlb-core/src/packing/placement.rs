@@ -122,6 +122,7 @@ impl Placement {
             columns: None,
             by_model: Vec::new(),
             ranks: None,
+            padding: None,
         }
     }
 }

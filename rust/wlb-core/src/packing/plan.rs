@@ -9,6 +9,7 @@ use crate::error::{Error, Result, from_json};
 
 use super::columns::Columns;
 use super::options::{Method, Ranks, Sync};
+use super::padding::Padding;
 use super::piece::Piece;
 
 /// The micro-batches of one global batch.
@@ -48,6 +49,9 @@ pub struct Packing {
     /// The ranks that it was made for, if it was: the first micro-batches are those of the first rank, and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<Ranks>,
+    /// What its micro-batches are padded to when they run, if they are; `max_tokens` is then the largest such size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub padding: Option<Padding>,
 }
 
 /// What the micro-batches of a packing cost under one model of a range.
@@ -96,6 +100,12 @@ impl Packing {
     /// The pieces of micro-batch `j`.
     pub fn micro_batch(&self, micro_batch: usize) -> &[Piece] {
         &self.pieces[self.range(micro_batch)]
+    }
+
+    /// Tokens of each micro-batch when it runs, padding included.
+    pub fn padded_tokens(&self) -> Vec<i64> {
+        let padded = |&tokens: &i64| self.padding.as_ref().map_or(tokens, |padding| padding.padded(tokens));
+        self.tokens.iter().map(padded).collect()
     }
 
     /// Tokens of all micro-batches.
@@ -238,6 +248,10 @@ impl Packing {
             && packing.pieces.iter().chain(&packing.leftover).all(is_part)
             && (0..micro_batches).all(counted)
             && packing.columns.as_ref().is_none_or(|columns| columns.fit(micro_batches))
+            && packing
+                .padding
+                .as_ref()
+                .is_none_or(|padding| padding.most(packing.max_tokens) == Ok(packing.max_tokens))
             && packing.ranks.is_none_or(|ranks| {
                 packing.global_batches == 1 && ranks.dp_size > 0 && micro_batches.is_multiple_of(ranks.dp_size)
             })

@@ -1,0 +1,71 @@
+"""Micro-batches of a batch of samples, for trainers of reinforcement learning and fine-tuning: lists of indices.
+
+OpenRLHF, SkyRL, slime and their like pack samples by tokens and take such lists. Needs no framework.
+
+    for micro_batch in rl.plan(lengths, dp_size=8, max_tokens=16384, cost_model=cost, groups=prompts)[rank]:
+        train(samples[index] for index in micro_batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from numpy.typing import ArrayLike
+
+import wlb
+
+if TYPE_CHECKING:
+    from wlb._choices import Sync
+
+__all__ = ["plan"]
+
+
+def plan(
+    lengths: ArrayLike,
+    *,
+    dp_size: int,
+    max_tokens: int,
+    cost_model: wlb.CostModel | Sequence[wlb.CostModel] | None = None,
+    costs: ArrayLike | None = None,
+    sync: Sync = "step",
+    groups: ArrayLike | None = None,
+    equal_samples: bool = False,
+    max_samples: int | None = None,
+    multiple_of: int = 1,
+) -> list[list[list[int]]]:
+    """The micro-batches of every data-parallel rank, from the lengths of all samples. Every rank may compute it alone.
+
+    Args:
+        lengths: int[n], tokens of each sample, prompt and answer.
+        dp_size: data-parallel ranks.
+        max_tokens: most tokens of a micro-batch: a hard limit.
+        cost_model: what samples cost, by their lengths; or
+        costs: float64[n], what each costs.
+        sync: where ranks wait for each other: once a "step", or in every "micro_batch" (FSDP).
+        groups: int[n]: samples with the same number stay on one rank (those of one prompt).
+        equal_samples: every rank has as many samples; they differ by one where `dp_size` does not divide them.
+        max_samples: most samples of a micro-batch.
+        multiple_of: the micro-batches of all ranks are a multiple of it.
+
+    Returns:
+        For each rank, for each of its micro-batches in the order to run them, the indices of its samples, ascending.
+        All ranks have as many micro-batches, as few as were found. One is empty only on a rank with fewer samples.
+
+    Raises:
+        WlbError: as :func:`wlb.pack`.
+    """
+    packing = wlb.pack(
+        lengths,
+        num_micro_batches=None,
+        max_tokens=max_tokens,
+        cost_model=cost_model,
+        costs=costs,
+        dp_size=dp_size,
+        sync=sync,
+        groups=groups,
+        equal_documents=equal_samples,
+        max_documents=max_samples,
+        multiple_of=multiple_of,
+    )
+    return [[packing[index].document_ids.tolist() for index in row] for row in packing.deal(dp_size).tolist()]

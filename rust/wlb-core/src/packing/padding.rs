@@ -1,0 +1,81 @@
+//! Sizes that a micro-batch may have when it runs: what kernels, exchanges and captured graphs ask for.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result, check_range};
+use crate::limits::MAX_TOKENS;
+
+/// Sizes that micro-batches are padded up to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Padding {
+    /// A micro-batch is a multiple of so many tokens.
+    multiple_of: i32,
+    /// It has one of these sizes, ascending; empty for any multiple.
+    buckets: Vec<i32>,
+}
+
+impl Padding {
+    /// Checks the sizes.
+    ///
+    /// # Arguments
+    /// * `multiple_of` - micro-batches are padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128).
+    /// * `buckets` - the only sizes that they may have, for steps that are compiled or captured for each; empty for any.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for `multiple_of_tokens`; [`Error::Entry`] for a bucket that is not above the one before it,
+    /// or not such a multiple.
+    pub fn new(multiple_of: i32, buckets: &[i32]) -> Result<Self> {
+        check_range("multiple_of_tokens", i64::from(multiple_of), 1, MAX_TOKENS)?;
+        let refused = |index: usize, requirement| {
+            let (argument, value) = ("token_buckets", f64::from(buckets[index]));
+            Err(Error::Entry { argument, index, value, requirement })
+        };
+        let falls = |&index: &usize| buckets[index] <= if index == 0 { 0 } else { buckets[index - 1] };
+        if let Some(index) = (0..buckets.len()).find(falls) {
+            return refused(index, "must be above 0, and above the size before it");
+        }
+        if let Some(index) = buckets.iter().position(|bucket| bucket % multiple_of != 0) {
+            return refused(index, "must be a multiple of multiple_of_tokens");
+        }
+        Ok(Self { multiple_of, buckets: buckets.to_vec() })
+    }
+
+    /// The largest size within `max_tokens`: so many tokens a micro-batch can have.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where no size is within them.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::packing::Padding;
+    ///
+    /// let padding = Padding::new(128, &[])?;
+    /// assert_eq!(padding.most(1000)?, 896);
+    /// assert_eq!([0, 1, 896].map(|tokens| padding.padded(tokens)), [0, 128, 896]);
+    /// let padding = Padding::new(1, &[256, 1024])?;
+    /// assert_eq!(padding.most(1000)?, 256);
+    /// assert_eq!([0, 256, 257].map(|tokens| padding.padded(tokens)), [256, 256, 1024]);
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
+    pub fn most(&self, max_tokens: i32) -> Result<i32> {
+        let least = self.buckets.first().copied().unwrap_or(self.multiple_of);
+        check_range("max_tokens", i64::from(max_tokens), i64::from(least), MAX_TOKENS)?;
+        let within = self.buckets.iter().rev().find(|&&bucket| bucket <= max_tokens);
+        Ok(within.copied().unwrap_or(max_tokens / self.multiple_of * self.multiple_of))
+    }
+
+    /// The size of a micro-batch of so many tokens, which are at most the largest size. An empty one has the smallest
+    /// bucket, and without buckets no tokens.
+    pub fn padded(&self, tokens: i64) -> i64 {
+        match self.buckets.iter().find(|&&bucket| i64::from(bucket) >= tokens) {
+            Some(&bucket) => i64::from(bucket),
+            None => (tokens as u64).next_multiple_of(self.multiple_of as u64) as i64,
+        }
+    }
+
+    /// Whether it asks for nothing.
+    pub fn is_none(&self) -> bool {
+        self.multiple_of == 1 && self.buckets.is_empty()
+    }
+}

@@ -1,0 +1,131 @@
+"""Batches of verl, split by wlb in the place of its planners: inside the real package, with its TensorDicts."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import wlb
+from wlb.integrations import rl
+from wlb.integrations import verl as ours
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The planner of verl with ours in its place; afterwards its own again."""
+    pytest.importorskip("verl", reason="verl is not installed: pip install verl")
+    balancing = importlib.import_module("verl.utils.seqlen_balancing")
+    for name in ("get_seqlen_balanced_partitions", "rearrange_micro_batches"):
+        monkeypatch.setattr(balancing, name, getattr(balancing, name))
+    ours.install()
+    assert balancing.rearrange_micro_batches is ours.rearrange_micro_batches
+    return balancing
+
+
+def batch_of(lengths: np.ndarray) -> dict[str, torch.Tensor]:
+    positions = torch.arange(int(lengths.max()))
+    mask = (positions < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": torch.randint(0, 1000, mask.shape), "attention_mask": mask}
+
+
+def samples(count: int = 96, longest: int = 400) -> np.ndarray:
+    return np.random.default_rng(0).lognormal(4.5, 0.9, count).astype(np.int64).clip(1, longest)
+
+
+@pytest.mark.parametrize("equal_size", [False, True])
+def test_partitions_are_no_less_even_than_verls(equal_size: bool) -> None:
+    lengths = samples(256)
+    work = (lengths * (24576 + lengths)).tolist()
+    parts = ours.get_seqlen_balanced_partitions(work, 8, equal_size)
+    assert sorted(item for part in parts for item in part) == list(range(256))
+    assert all(part == sorted(part) for part in parts)
+    assert not equal_size or {len(part) for part in parts} == {32}
+    sums = [sum(work[item] for item in part) for part in parts]
+    assert max(sums) <= 1.001 * sum(sums) / 8
+    planner = pytest.importorskip("verl.utils.seqlen_balancing", reason="verl is not installed: pip install verl")
+    theirs = planner.karmarkar_karp(work, 8, equal_size)
+    assert max(sums) <= 1.0001 * max(sum(work[item] for item in part) for part in theirs)
+
+
+def test_a_batch_survives_its_micro_batches(verl: Any) -> None:
+    protocol = importlib.import_module("verl.protocol")
+    lengths = samples()
+    data = protocol.DataProto.from_single_dict(batch_of(lengths))
+    micro_batches, indices = verl.prepare_dynamic_batch(data, max_token_len=1000)
+    assert all(indices)
+    assert all(lengths[held].sum() <= 1000 for held in indices)
+    assert len(indices) == -(-lengths.sum() // 1000), "as few as the tokens need"
+    together = torch.cat([micro_batch.batch["input_ids"] for micro_batch in micro_batches])
+    torch.testing.assert_close(verl.restore_dynamic_batch(together, indices), data.batch["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_batches_divided_by": 4}, {"min_num_micro_batch": 23}, {"force_group_size": 4}]
+)
+def test_counts_and_groups(verl: Any, options: dict[str, int]) -> None:
+    tensordict = importlib.import_module("tensordict")
+    lengths = samples()
+    batch = tensordict.TensorDict(batch_of(lengths), batch_size=[lengths.size])
+    micro_batches, indices = verl.rearrange_micro_batches(batch, 1600, **options)
+    assert sorted(sample for held in indices for sample in held) == list(range(lengths.size))
+    assert all(lengths[held].sum() <= 1600 for held in indices)
+    assert len(indices) % options.get("num_batches_divided_by", 1) == 0
+    assert len(indices) >= options.get("min_num_micro_batch", 1)
+    size = options.get("force_group_size", 1)
+    assert all(len({sample // size for sample in held}) * size == len(held) for held in indices)
+    for micro_batch, held in zip(micro_batches, indices, strict=True):
+        torch.testing.assert_close(micro_batch["input_ids"], batch["input_ids"][held])
+
+
+def test_ranks_have_as_many(verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks' answers are put in: this one takes the greatest number."""
+    tensordict = importlib.import_module("tensordict")
+    lengths = samples()
+    batch = tensordict.TensorDict(batch_of(lengths), batch_size=[lengths.size])
+    alone = len(verl.rearrange_micro_batches(batch, 1000)[1])
+    answers = iter([lambda values: values, lambda values: [values[0] + 3], lambda values: values])
+    monkeypatch.setattr(ours, "_most", lambda values, group: next(answers)(values))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert len(verl.rearrange_micro_batches(batch, 1000, dp_group=object())[1]) == alone + 3
+
+
+def test_wrong_calls_are_refused() -> None:
+    for values, parts, equal, message in (
+        ([1, 2], 3, False, "seqlen_list has 2 items, fewer than k_partitions = 3"),
+        ([1, 2, 3], 2, True, "seqlen_list has 3 items, which k_partitions = 2 does not divide"),
+        ([1, -2, 3], 2, False, r"costs\[1\] = -2"),
+    ):
+        with pytest.raises(wlb.WlbError, match=message):
+            ours.get_seqlen_balanced_partitions(values, parts, equal)
+    batch = batch_of(np.array([5, 90, 7]))
+    with pytest.raises(wlb.WlbError, match="max_token_len = 80: a group of samples has 90 tokens"):
+        ours.rearrange_micro_batches(batch, 80)
+    with pytest.raises(wlb.WlbError, match="force_group_size = 2: does not divide the 3 samples"):
+        ours.rearrange_micro_batches(batch, 200, force_group_size=2)
+    with pytest.raises(wlb.WlbError, match="4 micro-batches are needed, and a rank has 3 groups"):
+        ours.rearrange_micro_batches(batch, 200, min_num_micro_batch=4)
+
+
+def test_another_verl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(get_seqlen_balanced_partitions=lambda lengths, parts: None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: old)
+    with pytest.raises(wlb.WlbError, match=r"verl .* has get_seqlen_balanced_partitions\(lengths, parts\), and 0.9"):
+        ours.install()
+
+
+def test_plans_for_any_trainer() -> None:
+    lengths, prompts = samples(), np.arange(96) // 4
+    cost = wlb.CostModel(attention=1, linear=1000)
+    plans = rl.plan(lengths, dp_size=4, max_tokens=1000, cost_model=cost, groups=prompts, equal_samples=True)
+    assert {len(plan) for plan in plans} == {len(plans[0])}
+    held = [[sample for micro_batch in plan for sample in micro_batch] for plan in plans]
+    assert [len(samples) for samples in held] == [24] * 4
+    assert sorted(sample for samples in held for sample in samples) == list(range(96))
+    assert sum(len(set(prompts[rank].tolist())) for rank in held) == 24
+    assert all(lengths[micro_batch].sum() <= 1000 for plan in plans for micro_batch in plan)
