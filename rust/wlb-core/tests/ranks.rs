@@ -58,7 +58,7 @@ proptest! {
         planned(&lengths, &RankOptions { max_tokens: longest + room, groups, num_micro_batches, ..options }, &cost);
     }
 
-    /// Without a binding limit, sums of ranks and rounds are as even as their largest document lets them be.
+    /// Where tokens do not run out, sums of ranks and rounds are even.
     #[test]
     fn many_light_documents_are_even(
         lengths in prop::collection::vec(50_i32..400, 200..400), dp_size in 2_usize..9, sync in sync(),
@@ -66,9 +66,9 @@ proptest! {
     ) {
         let cost = CostModel::analytic(1.0, 300.0, Mask::Causal).unwrap();
         let options = RankOptions {
-            num_micro_batches: None,
+            num_micro_batches: Some(3 * dp_size),
             multiple_of: 1,
-            max_tokens: 4000,
+            max_tokens: 100_000,
             method: Method::VarLength,
             ranks: Some(Ranks { dp_size, sync }),
             groups: vec![],
@@ -76,7 +76,7 @@ proptest! {
             max_documents: None,
         };
         let packing = planned(&lengths, &options, &cost).unwrap();
-        let most = match sync { Sync::Step => 1.01, Sync::MicroBatch => 1.05 };
+        let most = match sync { Sync::Step => 1.001, Sync::MicroBatch => 1.01 };
         prop_assert!(packing.rank_imbalance() <= most, "{}", packing.rank_imbalance());
     }
 }
