@@ -318,7 +318,14 @@ def test_repetitions_follow_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -
     assert repetitions(0.0, round_seconds=1.0) == 5
     assert repetitions(22.0, round_seconds=1.0) == 20
     assert repetitions(1.0, round_seconds=0.0) == 50
-    timed = Device.open("cpu").time({"a": lambda: time.sleep(0.001), "b": lambda: None}, seconds=0.0)
+    assert torch.get_num_threads() == 1  # so that processor time counts, and sleeping takes none
+
+    def work() -> None:
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            pass
+
+    timed = Device.open("cpu").time({"a": work, "b": lambda: time.sleep(0.001)}, seconds=0.0)
     assert {name: len(samples) for name, samples in timed.items()} == {"a": 5, "b": 5}
     assert min(timed["a"]) >= 0.001 > min(timed["b"])
 
