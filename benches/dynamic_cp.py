@@ -10,8 +10,10 @@ figures, and a plan that prices it is another plan. *Path* is the time of a step
 GPUs that never wait, not even for the pipeline to fill; *over filled* is the same over `(m + 7) / m` of it, what `m`
 equal micro-batches would take. *Bound* is proved by wlb for every plan; *over bound* is how far above it wlb's own step
 is, on average and in the worst of the global batches. The second table is for other numbers of ranks, most no power of
-two; the third for exchange at the price that `wlb simulate` gives it on H100s (TP 8 fills a node, so that groups reach
-over the network), none of it hidden, or as much as attention takes.
+two; the third for exchange at 7 us a token, and at the price that `wlb simulate` gives it on H100s (TP 8 fills a node,
+so that groups reach over the network), none of it hidden, or as much as attention takes. *Over the best count* is how
+far each step is above the best of all numbers of micro-batches that the same solver is made to take, one by one. The
+fourth is for what every micro-batch takes on every stage whatever is in it: launches, hooks, FSDP's gathers.
 Times are CPU times, the least of five calls, the mean of all batches.
 
 The released scheduler of Megatron (BalancedCPScheduler) plans for no pipeline and does not limit the tokens that a rank
@@ -37,6 +39,7 @@ from wlb.simulation import planner_options
 
 WORLD, STAGES, TOKENS = 64, 8, 8192
 WORLDS = (24, 32, 48, 64, 96, 128, 768)
+OVERHEADS = (0.0, 1e-3, 5e-3, 20e-3)  # seconds of every micro-batch on every stage
 LAYOUT = wlb.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
 COSTS = {
     "13B": wlb.CostModel.from_flops(
@@ -62,7 +65,7 @@ def documents(count: int, seed: int) -> Lengths:
 
 
 def planned(
-    lengths: Lengths, cost: wlb.CostModel, world_size: int = WORLD, exchange: dict[str, float] | None = None
+    lengths: Lengths, cost: wlb.CostModel, world_size: int = WORLD, exchange: dict[str, Any] | None = None
 ) -> wlb.DynamicCpPlan:
     return wlb.plan_dynamic_cp(
         lengths,
@@ -204,16 +207,46 @@ def measure_priced(seeds: int) -> list[dict[str, Any]]:
     for count in (2048, 256):
         batches = [documents(count, seed) for seed in range(seeds)]
         told = planner_options(cluster, batches[0])
-        price = {name: told[name] for name in ("cp_seconds_per_token", "cp_seconds_per_exchange")}
-        for hidden in (0.0, 1.0):
-            exchange = price | {"cp_overlap": hidden}
-            plans = [planned(lengths, COSTS["13B"], exchange=exchange) for lengths in batches]
-            timed = [partial(planned, lengths, COSTS["13B"], exchange=exchange) for lengths in batches]
-            row: dict[str, Any] = {"documents": count, "cost": "13B"} | exchange
-            row["ms"] = [milliseconds(work, 5) for work in timed]
-            row["exact"] = [plan.seconds / plan.balanced_seconds for plan in plans]
-            rows.append(row)
+        simulated = {name: told[name] for name in ("cp_seconds_per_token", "cp_seconds_per_exchange")}
+        for price in ({"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}, simulated):
+            for hidden in (1.0, 0.0):
+                exchange = price | {"cp_overlap": hidden}
+                row: dict[str, Any] = {"documents": count, "cost": "13B"} | exchange
+                rows.append(row | measured(batches, exchange) | {"best": [best(each, exchange) for each in batches]})
     return rows
+
+
+def measure_overheads(seeds: int) -> list[dict[str, Any]]:
+    """The 13B rows again, where every micro-batch takes something on every stage."""
+    batches = [documents(2048, seed) for seed in range(seeds)]
+    return [
+        {"documents": 2048, "cost": "13B", "overhead": seconds}
+        | measured(batches, {"micro_batch_seconds": seconds * STAGES})
+        for seconds in OVERHEADS
+    ]
+
+
+def measured(batches: list[Lengths], options: dict[str, Any]) -> dict[str, Any]:
+    plans = [planned(lengths, COSTS["13B"], exchange=options) for lengths in batches]
+    return {
+        "ms": [milliseconds(partial(planned, lengths, COSTS["13B"], exchange=options), 5) for lengths in batches],
+        "exact": [plan.seconds / plan.balanced_seconds for plan in plans],
+        "bounds": [plan.lower_bound / plan.balanced_seconds for plan in plans],
+        "micro_batches": [plan.num_micro_batches for plan in plans],
+    }
+
+
+def best(lengths: Lengths, exchange: dict[str, Any]) -> float:
+    """The shortest step of all numbers of micro-batches from what memory needs to four times that, over even work."""
+    least = max(STAGES, -(-int(lengths.sum()) // (WORLD * TOKENS)))
+    found = []
+    for count in range(least, 4 * least + 1):
+        try:
+            plan = planned(lengths, COSTS["13B"], exchange=exchange | {"num_micro_batches": count})
+        except wlb.WlbError:
+            continue  # too few for the memory
+        found.append(plan.seconds / plan.balanced_seconds)
+    return min(found)
 
 
 def over(row: dict[str, Any]) -> str:
@@ -230,12 +263,15 @@ def main() -> None:
         rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds, progress)]
         worlds = measure_worlds(arguments.seeds)
         priced = measure_priced(arguments.seeds)
+        overheads = measure_overheads(arguments.seeds)
     record = {"machine": machine(["megatron-core"]), "rows": rows, "worlds": worlds, "priced": priced}
+    record["overheads"] = overheads
     write_record(arguments.record, record)
     console = tables(150)
     report(console, rows)
     report_worlds(console, worlds)
     report_priced(console, priced)
+    report_overheads(console, overheads)
 
 
 def report(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -276,18 +312,36 @@ def report_worlds(console: Console, worlds: list[dict[str, Any]]) -> None:
 
 
 def report_priced(console: Console, priced: list[dict[str, Any]]) -> None:
-    price = priced[0]
-    table = Table(
-        "documents",
-        "hidden behind attention",
-        "ms",
-        "path",
-        title=f"wlb, {WORLD} ranks, 13B, exchange {price['cp_seconds_per_token'] * 1e6:.2f} us a token"
-        f" + {price['cp_seconds_per_exchange'] * 1e3:.2f} ms a rank",
-    )
+    columns = ("documents", "us a token", "ms a rank", "hidden", "ms", "m", "path", "bound", "over the best count")
+    table = Table(*columns, title=f"wlb, {WORLD} ranks, 13B, exchange at a price")
     for row in priced:
-        hidden = "all that fits" if row["cp_overlap"] else "nothing"
-        table.add_row(f"{row['documents']:,}", hidden, f"{np.mean(row['ms']):,.2f}", f"{np.mean(row['exact']):.4f}")
+        regret = np.asarray(row["exact"]) / np.asarray(row["best"]) - 1
+        table.add_row(
+            f"{row['documents']:,}",
+            f"{row['cp_seconds_per_token'] * 1e6:.2f}",
+            f"{row['cp_seconds_per_exchange'] * 1e3:.2f}",
+            "all that fits" if row["cp_overlap"] else "nothing",
+            f"{np.mean(row['ms']):,.2f}",
+            f"{np.mean(row['micro_batches']):.0f}",
+            f"{np.mean(row['exact']):.4f}",
+            f"{np.mean(row['bounds']):.4f}",
+            f"{regret.mean():.2%} ({regret.max():.2%})",
+        )
+    console.print(table)
+
+
+def report_overheads(console: Console, overheads: list[dict[str, Any]]) -> None:
+    columns = ("ms a micro-batch and stage", "ms", "m", "path", "bound")
+    table = Table(*columns, title=f"wlb, {WORLD} ranks, 2,048 documents, 13B, overheads")
+    for row in overheads:
+        means = {key: np.mean(row[key]) for key in ("ms", "micro_batches", "exact", "bounds")}
+        table.add_row(
+            f"{row['overhead'] * 1e3:.0f}",
+            f"{means['ms']:,.2f}",
+            f"{means['micro_batches']:.0f}",
+            f"{means['exact']:.4f}",
+            f"{means['bounds']:.4f}",
+        )
     console.print(table)
 
 

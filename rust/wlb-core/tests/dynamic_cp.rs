@@ -299,6 +299,42 @@ fn exchange_makes_groups_small() {
     assert!(dear <= 2.0 && dear < free, "mean group of {dear} ranks, {free} where exchange is free");
 }
 
+/// Where exchange costs, no number of micro-batches that anybody fixes gives much less than the one that was found.
+#[test]
+fn the_number_of_micro_batches_suits_what_exchange_costs() {
+    let lengths: Vec<i32> = (0..512_i32).map(|i| if i % 128 == 0 { 131_072 } else { 128 + i * i % 40_009 }).collect();
+    for (seconds_per_token, overlap) in [(0.1, 1.0), (0.3, 1.0), (0.3, 0.0), (1.0, 0.5)] {
+        let mut options = plain(64, 8, 8192);
+        let seconds_per_token = seconds_per_token * llama_7b().linear_cost(1);
+        options.communication =
+            Communication { seconds_per_exchange: 256.0 * seconds_per_token, seconds_per_token, overlap };
+        let plan = planned(&lengths, &options, &llama_7b(), false).unwrap();
+        let most = plan.sweep.iter().map(|&(m, _)| m).max().unwrap();
+        let fixed = |m: usize| {
+            let options = DynamicCpOptions { num_micro_batches: Some(m), ..options.clone() };
+            planned(&lengths, &options, &llama_7b(), false).map_or(f64::INFINITY, |plan| plan.seconds)
+        };
+        let best = (plan.sweep[0].0..=most).step_by(2).map(fixed).fold(f64::INFINITY, f64::min);
+        assert!(plan.seconds < 1.05 * best, "{} is far above {best}", plan.seconds);
+    }
+}
+
+/// Documents that no rank can hold alone have to exchange, whatever the plan, and the bound knows it.
+#[test]
+fn exchange_that_nothing_hides_is_in_the_bound() {
+    let lengths = [8000; 64];
+    let mut options = plain(8, 1, 1000);
+    let free = planned(&lengths, &options, &llama_7b(), false).unwrap();
+    options.communication.seconds_per_token = llama_7b().linear_cost(1);
+    let dear = planned(&lengths, &options, &llama_7b(), false).unwrap();
+    // Seven tokens come in for each that a rank computes.
+    let exchanged = 7.0 / 8.0 * 8000.0 * 64.0 * llama_7b().linear_cost(1);
+    assert!((dear.lower_bound - free.lower_bound - exchanged).abs() < 1e-9 * exchanged);
+    assert!(dear.seconds < 1.001 * dear.lower_bound);
+    options.communication.overlap = 1.0;
+    assert!(planned(&lengths, &options, &llama_7b(), false).unwrap().lower_bound < dear.lower_bound);
+}
+
 #[test]
 fn a_world_that_is_no_power_of_two_is_used_to_the_last_rank() {
     let lengths: Vec<i32> = (0..200).map(|i| 100 + i * 13 % 900).collect();

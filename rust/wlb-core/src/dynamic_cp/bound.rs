@@ -10,13 +10,15 @@
 //! after the other; on the first stage the forward of micro-batch `j` comes behind all forwards before it and the
 //! backwards up to `j - p`.
 
+use super::cost::Communication;
 use super::options::DynamicCpOptions;
 use super::solver::{Document, Problem};
 
 /// A step takes at least this long, whatever the plan, in seconds.
 ///
 /// The largest of
-/// - all work spread evenly over all ranks of all stages, and the constant part of `least` micro-batches;
+/// - all work, and what has to be exchanged at least ([`exchanged`]), spread evenly over all ranks of all stages, and the
+///   constant part of `least` micro-batches;
 /// - the way of the longest document through the pipeline on its best group;
 /// - where the pipeline is not interleaved, what it takes to fill and drain it with `most` micro-batches
 ///   ([`fill_and_drain`]), and around the `k` longest documents, for every `k` ([`around`]).
@@ -32,7 +34,7 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     let hops = |hops: usize| if num_stages == 1 { 0.0 } else { hops as f64 * p2p_seconds };
     let (to_the_last, whole_way) = (hops(2 * (num_stages - 1)), hops(2 * (num_stages * num_virtual_stages - 1)));
     let constant = problem.cost.micro_batch_seconds / stages;
-    let share = problem.total_work / problem.world_size as f64 / stages;
+    let share = (problem.total_work + exchanged(problem)) / problem.world_size as f64 / stages;
     let sum = share + least as f64 * constant;
     let mut bound = sum + to_the_last;
     // Where documents bring their own costs, a long one of little work may need ranks that have to exchange a lot.
@@ -65,6 +67,27 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
         bound = bound.max(around(longer.mean, shortest.mean)).max(whole);
     }
     bound
+}
+
+/// Seconds of exchange that no plan hides, of all ranks together.
+///
+/// A group of `c` ranks with documents of `T` tokens and attention `a` in all takes, of all its ranks together,
+/// `c (c - 1) l + T (c - 1) s - h a` for exchange, if that is above 0: latency `l`, `s` a token, a part `h` of attention
+/// hides it. As a rank has no more than `M` tokens, `T <= c M`, and the first is at least `T (c - 1) l / M`. So it takes
+/// no less than the sum of `t (c - 1) (s + l / M) - h a` over its documents, which grows with `c`; and nothing for
+/// `c = 1`. All groups together take no less than the sum of each document's least of these; nor than nothing.
+fn exchanged(problem: &Problem) -> f64 {
+    let Communication { seconds_per_exchange, seconds_per_token, overlap } = problem.cost.communication;
+    let per_token = seconds_per_token + seconds_per_exchange / problem.max_tokens_per_rank as f64;
+    let of = |document: &Document| {
+        let load = &document.load;
+        let on = |cp_size: usize| load.tokens as f64 * (cp_size - 1) as f64 * per_token - overlap * load.attention;
+        let alone = problem.fits(load, 1);
+        let shared = problem.group_sizes().find(|&cp_size| cp_size > 1 && problem.fits(load, cp_size)).map(on);
+        let least = shared.unwrap_or(0.0);
+        if alone { least.min(0.0) } else { least }
+    };
+    problem.documents.iter().map(of).sum::<f64>().max(0.0)
 }
 
 /// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a

@@ -107,7 +107,7 @@ impl Costs<'_> {
 /// The work of some documents together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Load {
-    attention: f64,
+    pub(super) attention: f64,
     linear: f64,
     /// The documents' constants: every rank of a group has a part of each, so that more ranks do not share them.
     constant: f64,

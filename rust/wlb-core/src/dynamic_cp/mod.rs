@@ -10,6 +10,7 @@
 //! | `check` | what can be wrong with it |
 //! | `counts` | which numbers of micro-batches to try |
 //! | `cost` | seconds of a group: its documents' cost over its ranks, and the exchange that attention does not hide |
+//! | `demand` | how much work documents are where exchange makes it more |
 //! | `shape` | how much work each micro-batch should get: less where the pipeline fills and drains |
 //! | `relaxed` | from there to the best, if short documents could be divided at will |
 //! | `solver` | documents to groups, for one number of micro-batches |
@@ -22,6 +23,7 @@ mod bound;
 mod check;
 mod cost;
 mod counts;
+mod demand;
 mod options;
 mod plan;
 mod relaxed;

@@ -24,9 +24,10 @@ pub(super) struct Relaxed {
 }
 
 impl Relaxed {
-    pub(super) fn new(problem: &Problem, shape: &[f64]) -> Self {
-        let floors = problem.floors(shape);
-        let movable = problem.above(&floors, shape);
+    /// From `work`, spread evenly over the ranks, in that shape.
+    pub(super) fn new(problem: &Problem, shape: &[f64], work: f64) -> Self {
+        let floors = problem.floors(shape, work);
+        let movable = problem.above(&floors, shape, work);
         let total = movable.iter().sum();
         let start: Vec<f64> = floors.iter().zip(&movable).map(|(floor, more)| floor + more).collect();
         Self { floors, movable, total, hope: HOPE, targets: start.clone(), start, seconds: f64::INFINITY }

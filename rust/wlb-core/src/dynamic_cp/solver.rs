@@ -23,17 +23,22 @@ pub(super) struct Document {
     pub(super) load: Load,
 }
 
+/// The gain of a problem whose targets are those of an exchange that costs nothing.
+const AS_IF_FREE: f64 = 1.0;
+
 /// What is the same for every number of micro-batches.
 pub(super) struct Problem {
     /// Costliest first; of equal costs longest first, then as they came.
     pub(super) documents: Vec<Document>,
     /// Their positions, longest first, where that is another order.
     by_tokens: Option<Vec<u32>>,
+    /// A document that is not done in time on any group gets twice the ranks while that makes it so much faster.
+    pub(super) gain: f64,
     pub(super) total_work: f64,
     pub(super) cost: GroupCost,
     pub(super) world_size: usize,
     pub(super) largest_group: usize,
-    max_tokens_per_rank: i64,
+    pub(super) max_tokens_per_rank: i64,
 }
 
 /// Documents together on a group of ranks.
@@ -102,7 +107,14 @@ impl Problem {
         });
         let total_work = documents.iter().map(|document| document.load.work()).sum();
         let max_tokens_per_rank = i64::from(max_tokens_per_rank);
-        Self { documents, by_tokens, total_work, cost, world_size, largest_group, max_tokens_per_rank }
+        let gain = AS_IF_FREE;
+        Self { documents, by_tokens, gain, total_work, cost, world_size, largest_group, max_tokens_per_rank }
+    }
+
+    /// The same with another gain.
+    pub(super) fn with_gain(&self, gain: f64) -> Self {
+        let (documents, by_tokens) = (self.documents.clone(), self.by_tokens.clone());
+        Self { documents, by_tokens, gain, ..*self }
     }
 
     /// Whether a document that costs more is longer, too.
@@ -116,10 +128,39 @@ impl Problem {
         if work > 0.0 { work * self.world_size as f64 / (self.largest_group as f64 * self.total_work) } else { 0.0 }
     }
 
-    /// Seconds of documents on the largest group, costliest first; of those that can be side by side, the costliest.
+    /// Seconds of documents on groups where they are about as fast as they can be, costliest first; of those that can be
+    /// side by side, the longest.
     pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
-        let side_by_side = self.world_size / self.largest_group;
-        self.documents.iter().step_by(side_by_side).map(|document| document.load.on(self.largest_group as f64))
+        let largest = self.largest_group;
+        let alone = move |document: &Document| match self.gain {
+            AS_IF_FREE => (largest, document.load.on(largest as f64)),
+            _ => self.fastest(&document.load),
+        };
+        let mut documents = self.documents.iter().map(alone).peekable();
+        std::iter::from_fn(move || {
+            let (mut ranks, mut longest) = (0, None);
+            while let Some((size, seconds)) = documents.next_if(|(size, _)| ranks + size <= self.world_size) {
+                ranks += size;
+                longest = Some(longest.map_or(seconds, |longest: f64| longest.max(seconds)));
+            }
+            longest
+        })
+    }
+
+    /// The group that a document is on where none is fast enough, and its seconds there, without what every micro-batch
+    /// takes: the smallest of which twice the ranks are not much faster. Beyond that they exchange more than they save.
+    pub(super) fn fastest(&self, load: &Load) -> (usize, f64) {
+        let constant = self.cost.micro_batch_seconds;
+        let seconds = |size: usize| self.cost.seconds(load, size) - constant;
+        let mut sizes = self.group_sizes().filter(|&size| self.fits(load, size)).map(|size| (size, seconds(size)));
+        let mut best = sizes.next().unwrap_or((self.largest_group, 0.0));
+        for next in sizes {
+            if next.1 * self.gain > best.1 {
+                break;
+            }
+            best = next;
+        }
+        best
     }
 
     /// Powers of two.
@@ -178,10 +219,10 @@ impl Problem {
 
     /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of
     /// all work even on the largest group, the longest where the shape is fullest, and so on.
-    pub(super) fn floors(&self, shape: &[f64]) -> Vec<f64> {
+    pub(super) fn floors(&self, shape: &[f64], work: f64) -> Vec<f64> {
         let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
         fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
-        let share = self.total_work / self.world_size as f64 / shape.len() as f64;
+        let share = work / shape.len() as f64;
         let mut floors = vec![self.cost.micro_batch_seconds; shape.len()];
         for (seconds, &j) in self.longest().zip(&fullest_first) {
             if seconds <= share {
@@ -193,9 +234,8 @@ impl Problem {
     }
 
     /// What the shape, scaled to the work, has above the floors.
-    pub(super) fn above(&self, floors: &[f64], shape: &[f64]) -> Vec<f64> {
+    pub(super) fn above(&self, floors: &[f64], shape: &[f64], mut work: f64) -> Vec<f64> {
         let constant = self.cost.micro_batch_seconds;
-        let mut work = self.total_work / self.world_size as f64;
         let mut left: f64 = shape.iter().sum();
         // Floors above the level lower it for all others: highest first, relative to the shape.
         let mut heights: Vec<(f64, f64)> =
@@ -433,19 +473,11 @@ impl Problem {
     }
 
     /// The smallest group from `base` to `most` ranks on which a document takes at most `full` seconds; if there is
-    /// none, the one where it takes least.
+    /// none, one where it is about as fast as it can be.
     fn wanted(&self, load: &Load, base: usize, most: usize, full: f64) -> usize {
-        let mut best = (most, f64::INFINITY);
-        for size in self.group_sizes().filter(|&size| (base..=most).contains(&size) && self.fits(load, size)) {
-            let seconds = self.cost.seconds(load, size);
-            if seconds <= full * SLACK {
-                return size;
-            }
-            if seconds < best.1 {
-                best = (size, seconds);
-            }
-        }
-        best.0
+        let in_time = |&size: &usize| self.cost.seconds(load, size) <= full * SLACK;
+        let mut sizes = self.group_sizes().filter(|&size| (base..=most).contains(&size) && self.fits(load, size));
+        sizes.find(in_time).unwrap_or_else(|| self.fastest(load).0.clamp(base, most))
     }
 }
 

@@ -8,7 +8,8 @@ use crate::pipeline::{Buffers, Pipeline, Times};
 use super::bound;
 use super::check::check;
 use super::cost::{Costs, GroupCost};
-use super::counts::{Counts, candidates, limit, price};
+use super::counts::{Counts, candidates, limit, price, whole};
+use super::demand::Demand;
 use super::options::DynamicCpOptions;
 use super::plan::{DynamicCpPlan, Group};
 use super::relaxed::Relaxed;
@@ -21,8 +22,12 @@ const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.998;
-/// Where exchange costs, the size of blocks that suits the best number of micro-batches is tried for others that were
-/// so close to it.
+/// Where exchange costs: how much faster twice the ranks have to make a document that is not done in time on them either.
+/// Much, where many documents share the ranks; little, where the step waits for a few.
+const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
+/// Where exchange costs, so few documents are also planned by the targets of one that costs nothing.
+const FEW: usize = 1024;
+/// Of those, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
 const CLOSE: f64 = 1.1;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
@@ -96,12 +101,23 @@ pub fn plan_dynamic_cp<'a>(
     let mut counts = candidates(options, least, start - 1);
     counts.extend(candidates(options, start, most));
     counts.dedup();
-    let mut search = Search { problem: &problem, options, best: None, sweep: Vec::new(), buffers: Buffers::default() };
-    let candidates = search.all(&counts, largest_group)?;
+    let gains: &[f64] = if problem.cost.is_free() { &GAINS[..1] } else { &GAINS };
+    let problems: Vec<Problem> = gains.iter().map(|&gain| problem.with_gain(gain)).collect();
+    let mut search = Search::new(&problem, options);
+    if !problem.cost.is_free() && problem.documents.len() <= FEW {
+        search.as_if_free(&counts)?;
+    }
+    for problem in &problems {
+        search.problem = problem;
+        search.demand = (!problem.cost.is_free()).then(|| Demand::new(problem, most));
+        search.all(&counts)?;
+    }
     if search.best.is_none() && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
         search.more(most)?;
     }
-    search.smaller_blocks(&candidates)?;
+    if options.num_micro_batches.is_none() {
+        search.between(most)?;
+    }
     let Search { best, mut sweep, .. } = search;
     let Some(best) = best else {
         let argument = match options {
@@ -169,9 +185,20 @@ struct Search<'a> {
     best: Option<Best>,
     sweep: Vec<(usize, f64)>,
     buffers: Buffers,
+    /// Where exchange costs.
+    demand: Option<Demand>,
+    /// What each number of micro-batches promised with the gain before.
+    promises: Vec<f64>,
+    /// The problem and the size of blocks that suited the best so far.
+    suited: Option<(&'a Problem, usize)>,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    fn new(problem: &'a Problem, options: &'a DynamicCpOptions) -> Self {
+        let (sweep, promises, buffers) = (Vec::new(), Vec::new(), Buffers::default());
+        Self { problem, options, best: None, sweep, buffers, demand: None, promises, suited: None }
+    }
+
     fn pipeline(&self, num_micro_batches: usize) -> Result<Pipeline> {
         Pipeline::new(&self.options.pipeline(num_micro_batches))
     }
@@ -181,8 +208,13 @@ impl Search<'_> {
         let options = self.options.pipeline(num_micro_batches);
         let pipeline = Pipeline::new(&options)?;
         let problem = self.problem;
+        let demand = self.demand.take();
         let mut begin = |shape: Vec<f64>| {
-            let mut relaxed = Relaxed::new(problem, &shape);
+            let work = match &demand {
+                Some(demand) => demand.work(shape.iter().sum()),
+                None => problem.total_work / problem.world_size as f64,
+            };
+            let mut relaxed = Relaxed::new(problem, &shape, work);
             self.descend(&mut relaxed, 1, &pipeline);
             relaxed
         };
@@ -196,6 +228,7 @@ impl Search<'_> {
             relaxed = other;
         }
         self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
+        self.demand = demand;
         Ok(Candidate { num_micro_batches, relaxed })
     }
 
@@ -204,9 +237,38 @@ impl Search<'_> {
         relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
     }
 
-    /// The candidate whose targets promise most first; of those that would be slower than the best before, no more than
-    /// the promise.
-    fn all(&mut self, counts: &[usize], base: usize) -> Result<Vec<Candidate>> {
+    /// The candidate whose targets promise most first.
+    fn all(&mut self, counts: &[usize]) -> Result<()> {
+        let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
+        // What promises the same as with the gain before is the same problem.
+        let before = std::mem::replace(&mut self.promises, candidates.iter().map(|c| c.relaxed.seconds).collect());
+        let mut before = before.into_iter();
+        candidates.retain(|candidate| before.next() != Some(candidate.relaxed.seconds));
+        candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
+        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate))
+    }
+
+    /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise.
+    fn attempt(&mut self, mut candidate: Candidate) -> Result<()> {
+        let Candidate { num_micro_batches, ref mut relaxed } = candidate;
+        let promised = price(self.options, num_micro_batches, relaxed.seconds) * PROMISE;
+        if self.best.as_ref().is_some_and(|best| promised >= best.price(self.options)) {
+            let seconds = relaxed.seconds;
+            self.note(num_micro_batches, seconds);
+            return Ok(());
+        }
+        let pipeline = self.pipeline(num_micro_batches)?;
+        self.descend(relaxed, STEPS, &pipeline);
+        match self.demand {
+            Some(_) => self.sizes(&candidate, &pipeline),
+            None => self.solve(&candidate, self.problem.largest_group, &pipeline).map(|_| ()),
+        }
+    }
+
+    /// Plans by targets that know nothing of the exchange, then by them as much longer as the first solution took: largest
+    /// blocks for all numbers of micro-batches, smaller ones for the best, and the best size for those close to it.
+    fn as_if_free(&mut self, counts: &[usize]) -> Result<()> {
+        let largest = self.problem.largest_group;
         let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
         for candidate in &mut candidates {
@@ -214,39 +276,108 @@ impl Search<'_> {
             if self.best.as_ref().is_none_or(|best| promised < best.price(self.options)) {
                 let pipeline = self.pipeline(candidate.num_micro_batches)?;
                 self.descend(&mut candidate.relaxed, STEPS, &pipeline);
-                self.attempt(candidate, base, false)?;
-            } else {
-                self.sweep.push((candidate.num_micro_batches, candidate.relaxed.seconds));
+                self.scaled(candidate, largest, false)?;
             }
         }
-        Ok(candidates)
+        let Some(best) = &self.best else { return Ok(()) };
+        let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
+        let others: Vec<usize> =
+            self.sweep.iter().filter(|other| other.0 != count && other.1 <= close).map(|other| other.0).collect();
+        let mut base = None;
+        for size in self.problem.group_sizes().filter(|&size| size < largest) {
+            for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
+                if self.scaled(candidate, size, true)? {
+                    base = Some(size);
+                }
+            }
+        }
+        for candidate in candidates.iter().filter(|candidate| others.contains(&candidate.num_micro_batches)) {
+            if let Some(base) = base {
+                self.scaled(candidate, base, true)?;
+            }
+        }
+        Ok(())
     }
 
-    /// Solves for one number of micro-batches and size of blocks. Whether that is the best so far.
-    ///
-    /// The targets are those that the descent came to; those that it began with, if `start`; and where exchange costs,
-    /// which they know nothing of, those it came to, as much longer as the first solution took.
-    fn attempt(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
-        let &Candidate { num_micro_batches, ref relaxed } = candidate;
-        let pipeline = self.pipeline(num_micro_batches)?;
-        let seconds = self.solve(candidate, &relaxed.targets, base, &pipeline)?;
+    /// Solves for the targets, for those that they began with, if `start`, and for the longer ones. Whether one is best.
+    fn scaled(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
+        let pipeline = self.pipeline(candidate.num_micro_batches)?;
+        let relaxed = &candidate.relaxed;
+        let seconds = self.solve(candidate, base, &pipeline)?;
         let mut least = seconds;
         if start {
-            least = least.min(self.solve(candidate, &relaxed.start, base, &pipeline)?);
+            least = least.min(self.solve_for(candidate, &relaxed.start, base, &pipeline)?);
         }
         let longer = seconds / relaxed.seconds;
-        if !self.problem.cost.is_free() && longer.is_finite() {
+        if longer.is_finite() {
             let targets: Vec<f64> = relaxed.targets.iter().map(|target| target * longer).collect();
-            least = least.min(self.solve(candidate, &targets, base, &pipeline)?);
+            least = least.min(self.solve_for(candidate, &targets, base, &pipeline)?);
         }
         Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
+    }
+
+    /// Tries sizes of blocks, where exchange costs: larger ones are more even, smaller ones exchange less. All of them
+    /// at first; then from the one that suited the best so far, as long as it gets faster.
+    fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
+        let sizes: Vec<usize> = self.problem.group_sizes().collect();
+        let Some(middle) = self.suited.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
+            for &size in &sizes {
+                self.solve(candidate, size, pipeline)?;
+            }
+            return Ok(());
+        };
+        let seconds = self.solve(candidate, sizes[middle], pipeline)?;
+        for larger in [true, false] {
+            let (mut at, mut least) = (middle, seconds);
+            while let Some(next) = if larger { Some(at + 1).filter(|&at| at < sizes.len()) } else { at.checked_sub(1) }
+            {
+                let seconds = self.solve(candidate, sizes[next], pipeline)?;
+                if seconds >= least {
+                    break;
+                }
+                (at, least) = (next, seconds);
+            }
+        }
+        Ok(())
+    }
+
+    /// Where exchange costs, tries numbers of micro-batches between the best and those beside it that were tried, ever
+    /// closer to it.
+    fn between(&mut self, most: usize) -> Result<()> {
+        if let Some((problem, _)) = self.suited.filter(|_| self.demand.is_some()) {
+            self.problem = problem;
+            self.demand = Some(Demand::new(problem, most));
+        }
+        while let Some(best) = self.best.as_ref().filter(|_| self.demand.is_some()) {
+            let count = best.num_micro_batches;
+            let tried = || self.sweep.iter().map(|&(tried, _)| tried);
+            let below = tried().filter(|&tried| tried < count).max().map(|below| below + (count - below) / 2);
+            let above = tried().filter(|&tried| tried > count).min().map(|above| count + (above - count) / 2);
+            let new = |count: usize| {
+                whole(self.options, count, usize::MAX).filter(|&count| !tried().any(|tried| tried == count))
+            };
+            let new: Vec<usize> = [below, above].into_iter().flatten().filter_map(new).collect();
+            if new.is_empty() {
+                break;
+            }
+            for count in new {
+                let candidate = self.candidate(count)?;
+                self.attempt(candidate)?;
+            }
+        }
+        Ok(())
     }
 
     /// The seconds of a solution, infinite if there is none.
     ///
     /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and
     /// close where micro-batches are balanced.
-    fn solve(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
+    fn solve(&mut self, candidate: &Candidate, base: usize, pipeline: &Pipeline) -> Result<f64> {
+        self.solve_for(candidate, &candidate.relaxed.targets, base, pipeline)
+    }
+
+    /// The same with other targets.
+    fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
         let num_micro_batches = candidate.num_micro_batches;
         let Some(draft) = self.problem.solve(targets, base) else { return Ok(f64::INFINITY) };
         let costs = draft.costs();
@@ -257,16 +388,22 @@ impl Search<'_> {
         let p2p = [self.options.p2p_seconds];
         let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
         let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
-        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
-            Some((_, least)) => *least = least.min(seconds),
-            None => self.sweep.push((num_micro_batches, seconds)),
-        }
+        self.note(num_micro_batches, seconds);
         let price = price(self.options, num_micro_batches, seconds);
         let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
         if self.best.as_ref().is_none_or(beats) {
             self.best = Some(Best { num_micro_batches, draft, order, seconds });
+            self.suited = Some((self.problem, base));
         }
         Ok(seconds)
+    }
+
+    /// What a number of micro-batches takes, or promises to.
+    fn note(&mut self, num_micro_batches: usize, seconds: f64) {
+        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+            Some((_, least)) => *least = least.min(seconds),
+            None => self.sweep.push((num_micro_batches, seconds)),
+        }
     }
 
     /// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory
@@ -299,35 +436,12 @@ impl Search<'_> {
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);
             let candidate = self.candidate(count)?;
-            self.attempt(&candidate, self.problem.largest_group, true)?;
-        }
-        Ok(())
-    }
-
-    /// Tries smaller blocks, where exchange costs: first for the best number of micro-batches, then the best size for
-    /// those that were close to it.
-    fn smaller_blocks(&mut self, candidates: &[Candidate]) -> Result<()> {
-        let Some(best) = self.best.as_ref().filter(|_| !self.problem.cost.is_free()) else {
-            return Ok(());
-        };
-        let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
-        let others: Vec<usize> = self
-            .sweep
-            .iter()
-            .filter(|(other, seconds)| *other != count && *seconds <= close)
-            .map(|(other, _)| *other)
-            .collect();
-        let mut base = None;
-        for size in self.problem.group_sizes().filter(|&size| size < self.problem.largest_group) {
-            for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
-                if self.attempt(candidate, size, true)? {
-                    base = Some(size);
-                }
-            }
-        }
-        for candidate in candidates.iter().filter(|candidate| others.contains(&candidate.num_micro_batches)) {
-            if let Some(base) = base {
-                self.attempt(candidate, base, true)?;
+            let (pipeline, base) = (self.pipeline(count)?, self.problem.largest_group);
+            self.solve(&candidate, base, &pipeline)?;
+            self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
+            if self.best.is_some() && self.demand.is_some() {
+                self.suited = None;
+                self.sizes(&candidate, &pipeline)?;
             }
         }
         Ok(())
