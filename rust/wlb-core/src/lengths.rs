@@ -21,19 +21,38 @@ impl Lengths {
     /// # Complexity
     /// O(n), one pass.
     pub fn new(argument: &'static str, values: &[i64]) -> Result<Self> {
+        let mut lengths = Self::with_capacity(values.len());
+        lengths.extend(argument, values)?;
+        Ok(lengths)
+    }
+
+    /// None yet, with room for so many.
+    pub fn with_capacity(documents: usize) -> Self {
+        Self(Vec::with_capacity(documents))
+    }
+
+    /// Checks, narrows and adds `values`, where they come in parts; errors count from the first part.
+    ///
+    /// # Errors
+    /// [`Error::Length`] at the first value below 1 or above [`MAX_TOKENS`]; what was there stays.
+    ///
+    /// # Complexity
+    /// O(n), one pass.
+    pub fn extend(&mut self, argument: &'static str, values: &[i64]) -> Result<()> {
+        let before = self.0.len();
         // A branch per value would stop vectorisation: accumulate "all good?" and look for the culprit only then.
         let mut all_in_range = true;
-        let narrowed = values.iter().map(|value| {
+        self.0.extend(values.iter().map(|value| {
             all_in_range &= (1..=MAX_TOKENS).contains(value);
             *value as i32
-        });
-        let narrowed = Self(narrowed.collect());
-        if all_in_range {
-            return Ok(narrowed);
-        }
-        match values.iter().enumerate().find(|(_, value)| !(1..=MAX_TOKENS).contains(*value)) {
-            None => Ok(narrowed),
-            Some((index, &value)) => Err(Error::Length { argument, index, value }),
+        }));
+        let culprit = || values.iter().enumerate().find(|(_, value)| !(1..=MAX_TOKENS).contains(*value));
+        match (!all_in_range).then(culprit).flatten() {
+            None => Ok(()),
+            Some((index, &value)) => {
+                self.0.truncate(before);
+                Err(Error::Length { argument, index: before + index, value })
+            }
         }
     }
 

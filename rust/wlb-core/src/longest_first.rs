@@ -21,7 +21,8 @@ where
     I: Iterator<Item = (usize, i32)>,
 {
     // The complement of the length above the index: ascending keys are descending lengths, ties by index.
-    let keys: Vec<u64> = documents.map(|(index, length)| u64::from(!(length as u32)) << 32 | index as u64).collect();
+    let mut keys = documents.map(|(index, length)| u64::from(!(length as u32)) << 32 | index as u64);
+    let keys = collect(&mut keys);
     check();
     // Each of them is then placed, or something like it.
     let (mut meter, long) = (Meter::default(), keys.len() >= STEPS);
@@ -33,6 +34,19 @@ where
         }
         (!((key >> 32) as u32) as i32, key as u32 as usize)
     })
+}
+
+/// All that an iterator gives, with a check now and then.
+fn collect(values: &mut impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut collected = Vec::with_capacity(values.size_hint().0);
+    loop {
+        let before = collected.len();
+        collected.extend(values.by_ref().take(STEPS));
+        if collected.len() < before + STEPS {
+            return collected;
+        }
+        check();
+    }
 }
 
 /// Ascending keys, if those that have the same `bits` above the lowest 32 come in order of these.

@@ -12,21 +12,35 @@ use wlb_core::Lengths;
 
 use crate::error::{raise, refuse};
 
+/// Lengths that are copied at a time, so that the copy stays in a cache until it is checked.
+const PART: usize = 1 << 16;
+
 /// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
 /// without the GIL.
 pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
-    let values = integers(argument, object)?;
-    // So many take some tenths of a second each time that they are passed over.
+    let Some(values) = int64_values(object) else {
+        return Lengths::new(argument, &integers(argument, object)?).map_err(raise);
+    };
+    let mut lengths = Lengths::with_capacity(values.len());
+    for part in values.chunks(PART) {
+        lengths.extend(argument, &part.to_vec()).map_err(raise)?;
+    }
+    // So many take some tenths of a second each time that they are passed over. Not within the loop: a handler may do
+    // anything, also to the array.
     object.py().check_signals()?;
-    Lengths::new(argument, &values).map_err(raise)
+    Ok(lengths)
+}
+
+/// The values of an int64 array where they lie.
+fn int64_values<'a>(object: &'a Bound<'_, PyAny>) -> Option<&'a [i64]> {
+    let array = object.cast_exact::<PyArray1<i64>>().ok()?;
+    // SAFETY: read once, by who asks, with the GIL. That the memory is aligned and contiguous is checked.
+    unsafe { array.as_slice() }.ok()
 }
 
 /// Any int64 values, copied.
 pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-    if let Ok(array) = object.cast_exact::<PyArray1<i64>>()
-        // SAFETY: read once, here, with the GIL. That the memory is aligned and contiguous is checked.
-        && let Ok(values) = unsafe { array.as_slice() }
-    {
+    if let Some(values) = int64_values(object) {
         return Ok(values.to_vec());
     }
     let array = as_array(argument, object, 1..=1)?;

@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 
 use crate::cost::Mask;
-use crate::interrupt::Meter;
+use crate::interrupt::{Meter, parts};
 use crate::longest_first::longest_first;
 
 use super::builder::Ranks;
@@ -22,8 +22,9 @@ const ATTEMPTS: usize = 32;
 /// Lays every document on as few ranks as leave none with more than `max_imbalance` times the mean pairs. Where no
 /// share does that, the evenest way that was tried is taken; every document on all ranks is among them.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32], mask: Mask, max_imbalance: f64) {
-    let documents: Vec<_> = longest_first(lengths).collect();
-    let mut layer = Layer::new(&documents, ranks.cp_size(), mask);
+    // There are at most as many as tokens: an index has 31 bits.
+    let documents: Vec<_> = longest_first(lengths).map(|(length, index)| (length, index as u32)).collect();
+    let mut layer = Layer::new(&documents, ranks.cp_size(), mask, max_imbalance);
     match layer.largest_share(lengths, max_imbalance) {
         Some(share) => {
             layer.lay(ranks, share, u64::MAX);
@@ -32,11 +33,21 @@ pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32], mask: Mask, max_imbal
     }
 }
 
+/// The shares that are tried, from the largest.
+fn shares(max_imbalance: f64) -> impl Iterator<Item = f64> {
+    std::iter::successors(Some(max_imbalance), |share| Some(share * STEP)).take(ATTEMPTS)
+}
+
+/// So many that no part of a document exceeds the share of an even rank's pairs or tokens.
+fn parts_of((pairs, tokens): (f64, f64), share: f64) -> usize {
+    (pairs / share).max(tokens / share.min(1.0)).ceil() as usize
+}
+
 /// Lays documents on ranks.
 struct Layer<'a> {
     /// `(length, index)`, longest first.
-    documents: &'a [(i32, usize)],
-    /// Pairs and tokens of each of these, over those of an even rank.
+    documents: &'a [(i32, u32)],
+    /// Pairs and tokens of the longest, over those of an even rank; all others are whole whatever the share.
     work: Vec<(f64, f64)>,
     mask: Mask,
     tokens: i64,
@@ -52,16 +63,20 @@ struct Layer<'a> {
 }
 
 impl<'a> Layer<'a> {
-    fn new(documents: &'a [(i32, usize)], cp_size: usize, mask: Mask) -> Self {
-        let tokens = documents.iter().map(|&(length, _)| i64::from(length)).sum();
-        let all_pairs: u64 = documents.iter().map(|&(length, _)| mask.pairs(length)).sum();
+    fn new(documents: &'a [(i32, u32)], cp_size: usize, mask: Mask, max_imbalance: f64) -> Self {
+        let (mut tokens, mut all_pairs) = (0, 0);
+        for part in parts(documents) {
+            tokens += part.iter().map(|&(length, _)| i64::from(length)).sum::<i64>();
+            all_pairs += part.iter().map(|&(length, _)| mask.pairs(length)).sum::<u64>();
+        }
         let of_even = |amount: f64, all: f64| amount * cp_size as f64 / all;
-        let work = |&(length, _): &(i32, usize)| {
+        let work = |&(length, _): &(i32, u32)| {
             (of_even(mask.pairs_f64(length), all_pairs as f64), of_even(f64::from(length), tokens as f64))
         };
+        let least = shares(max_imbalance).last().unwrap_or(max_imbalance);
         Self {
             documents,
-            work: documents.iter().map(work).collect(),
+            work: documents.iter().map(work).take_while(|&work| parts_of(work, least) > 1).collect(),
             mask,
             tokens,
             all_pairs,
@@ -80,8 +95,8 @@ impl<'a> Layer<'a> {
     /// document on all ranks is as even.
     fn largest_share(&mut self, lengths: &[i32], max_imbalance: f64) -> Option<f64> {
         let enough = (self.all_pairs as f64 / self.cp_size() as f64 * max_imbalance) as u64;
-        let (mut share, mut evenest, mut least) = (max_imbalance, None, u64::MAX);
-        for _ in 0..ATTEMPTS {
+        let (mut evenest, mut least) = (None, u64::MAX);
+        for share in shares(max_imbalance) {
             let heaviest = self.lay(&mut Nowhere { cp_size: self.cp_size() }, share, least.max(enough));
             if heaviest <= enough {
                 return Some(share);
@@ -89,7 +104,6 @@ impl<'a> Layer<'a> {
             if heaviest < least {
                 (evenest, least) = (Some(share), heaviest);
             }
-            share *= STEP;
         }
         let mut on_all = PairsOfRanks { lengths, mask: self.mask, pairs: vec![0; self.cp_size()] };
         per_document::cut(&mut on_all, lengths);
@@ -105,12 +119,10 @@ impl<'a> Layer<'a> {
             *room = self.tokens / cp_size + i64::from(rank < self.tokens % cp_size);
         }
         let mut heaviest = 0;
-        let all_tokens = share.min(1.0);
         for (&(length, document), number) in self.documents.iter().zip(0..) {
             self.meter.spend(self.pairs.len());
-            let (pairs, tokens) = self.work[number];
-            // So many that no part exceeds the share of an even rank's pairs or tokens.
-            let parts = (pairs / share).max(tokens / all_tokens).ceil() as usize;
+            let document = document as usize;
+            let parts = self.work.get(number).map_or(1, |&work| parts_of(work, share));
             let laid = match parts.min(self.pairs.len()).min(length as usize) {
                 0 | 1 => self.lay_whole(ranks, document, length),
                 parts => self.lay_cut(ranks, document, length, parts),
