@@ -194,7 +194,7 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
     refine(var_length(lengths, num_micro_batches, max_tokens, cost), lengths, max_tokens, cost)
 }
 
-/// Plans by slope, for up to three targets; then exchanges with the heaviest micro-batch. Pieces are `whole`.
+/// Plans by slope, for up to three targets, where tokens ran out; then exchanges with the heaviest micro-batch. Pieces are `whole`.
 fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Plan {
     let placed = start.micro_batches.iter().flatten().map(|piece| cost.micro_batch() + cost.cost(piece.length));
     let bound = placed.fold(start.costs.iter().sum::<f64>() / start.costs.len() as f64, f64::max);
@@ -205,7 +205,8 @@ fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Pl
     let mut best = start.clone();
     let (mut below, mut above) = (bound, bound.max(max(&start)));
     let mut target = bound;
-    for number in 0..3 {
+    let ran_out = start.length_fallbacks > 0 || !start.leftover.is_empty();
+    for number in 0..if ran_out { 3 } else { 0 } {
         // A better plan is enough; if it leaves something over, it is the second that is.
         if best != start && (best.leftover.is_empty() || number == 2) {
             break;

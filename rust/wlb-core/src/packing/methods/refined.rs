@@ -53,10 +53,11 @@ pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64
     improve(start, || Documents::new(lengths, costs, max_tokens))
 }
 
-/// Where every micro-batch has tokens to spare, `start` is next to optimal and is given back. Where tokens run out,
-/// Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`] looks at both from the
-/// first document on. Its target is the lower bound, and more only where that leaves documents over: a plan that misses its
-/// target is hardly worse than one that meets a higher one. [`exchange`] then works on the heaviest micro-batch of the best.
+/// Where every micro-batch has tokens to spare, `start` is next to optimal and at most some documents are exchanged. Where
+/// tokens run out, Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`] looks at
+/// both from the first document on. Its target is the lower bound, and more only where that leaves documents over: a plan
+/// that misses its target is hardly worse than one that meets a higher one. [`exchange`] then works on the heaviest
+/// micro-batch of the best.
 fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement {
     let ceiling = start.max_cost();
     let mean = start.costs.iter().sum::<f64>() / start.costs.len() as f64;
@@ -73,7 +74,8 @@ fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement
 
     let mut best: Option<Placement> = None;
     let (mut below, mut above, mut target) = (bound, bound.max(ceiling), bound);
-    for number in 1..=TARGETS {
+    let tokens_ran_out = start.length_fallbacks > 0 || !start.leftover.is_empty();
+    for number in 1..=if tokens_ran_out { TARGETS } else { 0 } {
         let found = steepest(&documents, &start, target, ceiling);
         if found.as_ref().is_some_and(|found| found.max_cost() <= target) {
             above = target;

@@ -105,7 +105,13 @@ where
     W: Fn(&Placement, usize) -> f64,
 {
     fn new(documents: &'a Documents, placement: &Placement, rank: usize, fits: F, weight: W) -> Self {
-        let mut takers = Self { documents, fits, weight, ready: BinaryHeap::new(), waiting: BinaryHeap::new() };
+        let mut takers = Self {
+            documents,
+            fits,
+            weight,
+            ready: BinaryHeap::with_capacity(placement.tokens.len()),
+            waiting: BinaryHeap::new(),
+        };
         (0..placement.tokens.len()).for_each(|j| takers.changed(placement, j, rank));
         takers
     }
