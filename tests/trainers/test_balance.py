@@ -142,6 +142,15 @@ def test_the_trainer_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_p
     assert found[0][4] == 2
 
 
+def test_what_it_logs_has_the_figures_of_the_step(tmp_path: Path) -> None:
+    trainer = balanced(tmp_path, max_steps=4, logging_steps=1)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 4
+    assert all(line["wlb/imbalance"] >= 1 and line["wlb/lost_time"] >= 1 for line in lines)
+    assert {"wlb/delay_max", "wlb/backlog_tokens", "wlb/planning_ms"} <= lines[-1].keys()
+
+
 def killed(rank: int, folder: Path) -> None:
     """Saves at step 7 and dies in step 11."""
 

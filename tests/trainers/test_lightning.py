@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
 import signal
@@ -68,7 +69,8 @@ def fit(folder: Path, *, stop: int = STEPS, resume: bool = False, callbacks: Any
         strategy=strategy,
         max_epochs=EPOCHS,
         max_steps=stop,
-        logger=False,
+        logger=options.pop("logger", False),
+        log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -116,6 +118,17 @@ def test_lightning_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_pat
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         np.testing.assert_allclose(found_weights, weights, rtol=0, atol=1e-5 * np.abs(weights).max())
         assert epoch >= 1
+
+
+def test_its_loggers_get_a_line_a_step(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, stop=5, logger=logger)
+    lines = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    lines = [line for line in lines if line["wlb/imbalance"]]
+    assert len(lines) == 5
+    assert all(float(line["wlb/imbalance"]) >= 1 and float(line["wlb/tokens"]) > 0 for line in lines)
 
 
 def killed(rank: int, folder: Path) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
 
@@ -26,9 +27,10 @@ from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.rows import lengths_of
-from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, StepLoader, collate
-from wlb.torch.data.state import Snapshot, field
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
+from wlb.torch.metrics import StepMetrics
 
 __all__ = ["BalancedDataModule"]
 
@@ -44,6 +46,7 @@ class BalancedDataModule(LightningDataModule):
     """Micro-batches of equal work for Lightning, which trains, accumulates, checkpoints and resumes them as its own.
 
     `accumulate_grad_batches` becomes the micro-batches of a rank in a step. An epoch of Lightning is one of the data.
+    The loggers get each step's figures (:class:`wlb.torch.StepMetrics`).
     A checkpoint holds the documents that wait after the last step that the optimizer took, whatever Lightning has
     fetched since; on another number of ranks it goes on with the next one.
 
@@ -181,33 +184,53 @@ class _MicroBatches:
 
     def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, divided: int, row: Row) -> None:
         self._steps, self._trainer, self._divided, self._row = steps, trainer, divided, row
-        self._given: deque[Snapshot] = deque()  # after the steps that were given and not yet known to be trained
+        # Steps, without their micro-batches, that were given and are not yet known to be trained.
+        self._given: deque[Step[Any]] = deque()
+        self._metrics = StepMetrics(steps)
+        # Not beside that of an earlier run of the same trainer.
+        trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Figures)] + [_Figures(self)]
         self._done = 0  # optimizer steps before the first of them
         self._state: dict[str, Any] | None = None  # after the last one that was trained
 
     def __iter__(self) -> Iterator[Any]:
-        self._note_trained()
+        self.note_trained()
         if not self._given:
             self._done, self._state = self._trainer.global_step, self._steps.state_dict()
         for step, labels in labelled_steps(self._steps):
-            assert step.snapshot is not None
-            self._given.append(step.snapshot)
+            self._given.append(replace(step, micro_batches=[]))
             for batch in step.micro_batches:
                 yield self._row(batch, (labels or 1) / self._divided)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last step stands that the optimizer took, however many were fetched since."""
-        self._note_trained()
+        self.note_trained()
         return {"steps": self._steps.state_dict() if self._state is None else self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration begins there."""
         self._steps.load_state_dict(field(state, "steps", dict))
 
-    def _note_trained(self) -> None:
+    def note_trained(self) -> dict[str, float]:
+        """Figures of the last step that the optimizer took since this was asked, if it took any."""
+        line: dict[str, float] = {}
         while self._given and self._done < self._trainer.global_step:
-            self._state = self._given.popleft().state
+            step = self._given.popleft()
+            self._state, line = step.state, self._metrics.end_step(step)
             self._done += 1
+        return line
+
+
+class _Figures(Callback):
+    """Logs the figures of each step through the module, and so to whatever the Trainer's loggers are."""
+
+    def __init__(self, micro_batches: _MicroBatches) -> None:
+        self._micro_batches = micro_batches
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """After each micro-batch: the last of a step is the one after which the optimizer has taken it."""
+        line = self._micro_batches.note_trained()
+        if line:
+            pl_module.log_dict(line, batch_size=1)
 
 
 class _Validation:

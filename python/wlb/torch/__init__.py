@@ -13,6 +13,7 @@ else receives plans and runs them on torch.distributed.
 | a global batch under any wrapper | :mod:`wlb.torch.training` |
 | a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
 | what micro-batches take, costs learnt from it | :mod:`wlb.torch.timing`, `.tracker` |
+| figures for loggers | :mod:`wlb.torch.metrics` |
 | model FLOPs, agreement of plans | :mod:`wlb.torch.flops`, `.agreement` |
 
 Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
@@ -40,6 +41,7 @@ from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
+from wlb.torch.metrics import StepMetrics
 from wlb.torch.pipeline import (
     PipelineMicroBatch,
     VarlenPipelineStage,
@@ -71,6 +73,7 @@ __all__ = [
     "Proof",
     "Step",
     "StepLoader",
+    "StepMetrics",
     "StepTimer",
     "TimedStep",
     "VarlenPipelineStage",

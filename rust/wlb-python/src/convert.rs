@@ -22,8 +22,11 @@ pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) ->
         return Lengths::new(argument, &integers(argument, object)?).map_err(raise);
     };
     let mut lengths = Lengths::with_capacity(values.len());
+    let mut copy = Vec::with_capacity(values.len().min(PART));
     for part in values.chunks(PART) {
-        lengths.extend(argument, &part.to_vec()).map_err(raise)?;
+        copy.clear();
+        copy.extend_from_slice(part);
+        lengths.extend(argument, &copy).map_err(raise)?;
     }
     // So many take some tenths of a second each time that they are passed over. Not within the loop: a handler may do
     // anything, also to the array.

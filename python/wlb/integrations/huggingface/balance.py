@@ -53,6 +53,8 @@ def balance(
       `eval_strategy="epoch"` and `save_strategy="epoch"` come where an epoch ends.
     - Checkpoints hold what waits (`trainer_state.json`), and `train(resume_from_checkpoint=...)` goes on with the next
       document, pieces of long ones included, on another number of ranks or workers too.
+    - What the trainer logs of a step has its figures: `wlb/imbalance`, `wlb/lost_time`, `wlb/delay_max` and others
+      (:class:`wlb.torch.StepMetrics`), wherever it reports to.
     - Evaluation is a mean over tokens, on packed rows. With `compute_metrics`, or on data without a length, the
       trainer's own batches are kept; their losses are weighted by labels.
 
@@ -117,7 +119,8 @@ def balance(
     trainer.__class__ = type(own.__name__, (_Balanced, own), {"__doc__": own.__doc__, "__module__": own.__module__})
     balanced: Any = trainer
     balanced._wlb_plan, balanced._wlb_limits, balanced._wlb_plain, balanced._wlb_verify = plan, limits, plain, verify
-    trainer.add_callback(MicroBatchCallback())
+    balanced._wlb_callback = MicroBatchCallback()
+    trainer.add_callback(balanced._wlb_callback)
     return trainer
 
 
@@ -167,6 +170,7 @@ class _Balanced(Trainer):
     _wlb_limits: Limits
     _wlb_plain: bool
     _wlb_verify: bool
+    _wlb_callback: MicroBatchCallback
     _wlb_losses: list[tuple[float, int]] | None = None  # of the evaluation that runs: sum, and number of labels
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,6 +180,12 @@ class _Balanced(Trainer):
         if isinstance(loader.steps, BalancedStream):
             loader.steps.close()
         return result
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the figures of the last step to a line of training, for whatever the trainer reports to."""
+        if "loss" in logs:
+            logs.update(self._wlb_callback.line)
+        super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """The micro-batches of the plan."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,6 +15,7 @@ from wlb.integrations.labelled import labelled_steps
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.documents import as_arrays
 from wlb.torch.data.state import Snapshot, field
+from wlb.torch.metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class MicroBatchLoader:
 
     Attributes:
         steps: As above.
-        untrained: Of the steps that were given and of which it is not known that they were trained, the state after
-            them and the epochs done; None: nobody asks.
+        untrained: The steps, without their micro-batches, that were given and of which it is not known that they were
+            trained, and the epochs done after them; None: nobody asks.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class MicroBatchLoader:
         before_first: Callable[[Step[Any]], None] | None = None,
     ) -> None:
         self.steps = steps
-        self.untrained: deque[tuple[Snapshot, float | None]] | None = None
+        self.untrained: deque[tuple[Step[Any], float | None]] | None = None
         self._plain = plain
         self._before_first = before_first
         self._documents: int | None = steps.describe()["documents"]
@@ -86,7 +87,7 @@ class MicroBatchLoader:
                 self._before_first(step)
                 self._before_first = None
             if self.untrained is not None and step.snapshot is not None:
-                self.untrained.append((step.snapshot, self._epochs_after(step)))
+                self.untrained.append((replace(step, micro_batches=[]), self._epochs_after(step)))
             for batch in step.micro_batches:
                 yield batch.as_hf(plain=self._plain) if isinstance(batch, PackedBatch) else batch
 
@@ -103,10 +104,15 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
     A step counts as trained once the optimizer has taken it, however many micro-batches the Trainer, or what stands
     between it and the :class:`MicroBatchLoader`, has fetched since. The Trainer asks one rank alone for the state,
     which needs no communication.
+
+    Attributes:
+        line: Figures of the last step that was trained (:class:`wlb.torch.StepMetrics`).
     """
 
     def __init__(self) -> None:
-        self._untrained: deque[tuple[Snapshot, float | None]] = deque()
+        self.line: dict[str, float] = {}
+        self._metrics = StepMetrics()
+        self._untrained: deque[tuple[Step[Any], float | None]] = deque()
         self._trained: Snapshot | None = None  # after the last step since training began
         self._began: dict[str, Any] | None = None  # where it did
         self._steps: StepLoader[Any] | BalancedStream[Any] | None = None
@@ -138,12 +144,14 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
         loader.untrained = self._untrained
         self._steps = loader.steps
+        self._metrics = StepMetrics(loader.steps)
         if isinstance(loader.steps, StepLoader):
             state.num_train_epochs = loader.steps.num_epochs
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The optimizer has taken a step: the first of those that were given and not yet trained."""
-        self._trained, epochs = self._untrained.popleft()
+        step, epochs = self._untrained.popleft()
+        self._trained, self.line = step.snapshot, self._metrics.end_step(step)
         if epochs is not None:
             state.epoch = epochs  # the Trainer takes all its steps for one epoch
 

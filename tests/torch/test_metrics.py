@@ -1,0 +1,114 @@
+"""Figures of a run: what they are, and how the loggers that people use take them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import wlb
+import wlb.torch as wt
+
+LENGTHS = np.random.default_rng(0).integers(1, 200, 400)
+
+
+def loader(rank: int = 0, ranks: int = 1) -> wt.StepLoader[Any]:
+    cost = wlb.CostModel(attention=1.0, linear=50.0)
+    packer = wlb.Packer(num_micro_batches=4, max_tokens=512, cost_model=cost, release="adaptive", max_delay=4)
+    sampler = wt.BalancedBatchSampler(
+        LENGTHS, packer=packer, dp_rank=rank, dp_size=ranks, tokens_per_batch=1600, num_epochs=1
+    )
+    documents = wt.Documents([{"input_ids": np.zeros(length, np.int64)} for length in LENGTHS])
+    return wt.StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=wt.collate))
+
+
+def test_figures_are_those_of_the_plans() -> None:
+    steps = loader()
+    lines: dict[int, dict[str, float]] = {}
+    metrics = wt.StepMetrics(steps, lambda line, number: lines.__setitem__(number, line), every=3)
+    heaviest, mean, work = [], [], []
+    for step in steps:
+        line = metrics.end_step(step)
+        costs = step.packing.costs
+        heaviest.append(costs.max())
+        mean.append(costs.mean())
+        work.append(costs.sum())
+        if (step.number + 1) % 3:
+            assert line == {}
+            continue
+        assert line is lines[step.number]
+        assert line["wlb/imbalance"] == pytest.approx(step.packing.imbalance)
+        assert line["wlb/lost_time"] == pytest.approx(sum(heaviest) / sum(mean))
+        assert line["wlb/step_work"] == pytest.approx(work[-1] / np.mean(work))
+        assert line["wlb/tokens"] == step.packing.tokens.sum()
+        assert line["wlb/backlog_tokens"] == step.snapshot.progress.tokens  # type: ignore[union-attr]
+        assert line["wlb/delay_max"] == steps.metrics().delay_max
+        assert "wlb/measured_imbalance" not in line
+    assert sorted(lines) == list(range(2, len(work), 3))
+
+
+class Told(wt.StepTimer):
+    """Tells times a step late, as a device does: those of the plan's costs, on rank 1 three times as long."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("cpu")
+        self.factor = 1e-6 * (1 + 2 * rank)
+        self.known: list[wt.TimedStep] = []
+
+    def end_step(self, step: Any) -> None:
+        self.known.append(wt.TimedStep(step.number, self.factor * step.packing.costs[step.indices]))
+
+    def read(self) -> list[wt.TimedStep]:
+        told, self.known = self.known[:-1], self.known[-1:]
+        return told
+
+
+def measured(rank: int) -> tuple[list[dict[str, float]], list[Any]]:
+    steps = loader(rank, 2)
+    metrics = wt.StepMetrics(steps, timer=Told(rank), every=2)
+    lines, costs = [], []
+    for step in steps:
+        lines.append(metrics.end_step(step))
+        costs.append(step.packing.costs[step.packing.deal(2)] * [[1e-6], [3e-6]])
+        if step.number == 3:
+            break
+    dist.barrier()
+    return lines, costs
+
+
+def test_times_are_those_of_all_ranks() -> None:
+    (first, costs), (second, _) = processes.run(2, measured)
+    assert [bool(line) for line in first] == [False, True, False, True]
+    for mine, other in zip(first, second, strict=True):
+        assert mine == {**other, **{name: mine[name] for name in ("wlb/planning_ms",) if name in mine}}
+    imbalances = [seconds.max() / seconds.mean() for seconds in costs]
+    lost = sum(seconds.max() for seconds in costs[:3]) / sum(seconds.mean() for seconds in costs[:3])
+    assert first[1]["wlb/measured_imbalance"] == pytest.approx(imbalances[0])
+    assert first[3]["wlb/measured_imbalance"] == pytest.approx(np.mean(imbalances[1:3]))
+    assert first[3]["wlb/measured_lost_time"] == pytest.approx(lost)
+    assert first[3]["wlb/planned_error"] == pytest.approx(0, abs=1e-9)
+
+
+def test_every_kind_of_logger() -> None:
+    seen: list[Any] = []
+    board = SimpleNamespace(add_scalar=lambda name, value, step: seen.append((name, step)))
+    lightning = SimpleNamespace(log_metrics=lambda line, step: seen.append(("lightning", step)))
+    wandb = SimpleNamespace(log=lambda line, step: seen.append(("wandb", step)))
+    steps = loader()
+    metrics = wt.StepMetrics(steps, board, lightning, wandb)
+    line = metrics.end_step(next(iter(steps)))
+    assert seen == [*((name, 0) for name in line), ("lightning", 0), ("wandb", 0)]
+
+
+def test_what_is_no_logger_is_refused() -> None:
+    with pytest.raises(wlb.WlbError, match=r"sinks\[1\] is a int: has none of add_scalar, log_metrics and log"):
+        wt.StepMetrics(None, print, 3)
+    with pytest.raises(wlb.WlbError, match="every"):
+        wt.StepMetrics(every=0)
+    with pytest.raises(wlb.WlbError, match="step is a object without a plan"):
+        wt.StepMetrics().end_step(object())
