@@ -3,11 +3,12 @@
     python benches/data_path.py                  # prints the tables, writes benches/records/data_path.json
     python benches/data_path.py --step 0.5       # a shorter step to hide the work behind
 
-Two questions. What do planning and `collate` take, as a share of a step? And how long does a step wait for its
-micro-batches when one worker prepares them while the step before runs? Documents are tokens in memory, so that the
-numbers are those of this code and not of a disk. Timings on shared machines are noisy: tables show the least and the
-median, the record keeps every sample. The training step is a sleep: like a GPU's, it leaves the CPU
-to others.
+Three questions. What do planning and `collate` take, as a share of a step? How long does a step wait for its
+micro-batches when one worker prepares them while the step before runs? And what does one micro-batch take from rows of
+Hugging Face's datasets (where they are installed), read from their tables and item by item? Documents are tokens in
+memory, so that the numbers are those of this code and not of a disk. Timings on shared machines are noisy: tables show
+the least and the median, the record keeps every sample. The training step is a sleep: like a GPU's, it leaves the CPU to
+others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 from common import CONTEXT, COST, machine, options, parse, synthetic, write_record
@@ -96,6 +101,30 @@ def stalls(lengths: NDArray[np.int64], cp_size: int, steps: int, step_seconds: f
     return waited
 
 
+def from_rows(lengths: NDArray[np.int64], rounds: int) -> dict[str, list[float]]:
+    """Seconds of reading and collating one micro-batch, round by round in turn."""
+    datasets = import_module("datasets")
+    documents = lengths[: np.searchsorted(np.cumsum(lengths), CONTEXT, side="right")]
+    # What is asked for lies scattered among others, as a plan asks for it.
+    numbers = np.random.default_rng(0).permutation(8 * documents.size)[: documents.size].tolist()
+    of_number = dict(zip(numbers, documents.tolist(), strict=True))
+    dataset = datasets.Dataset.from_dict(
+        {"input_ids": [[number % 32000] * of_number.get(number, 100) for number in range(8 * documents.size)]}
+    )
+    read_together = Documents(dataset).__getitems__
+    rows: dict[str, Callable[[], Any]] = {
+        "from tables": lambda: read_together(numbers),
+        "item by item": lambda: [dataset[i] for i in numbers],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(rounds):
+        for name, read in rows.items():
+            started = time.perf_counter()
+            collate(read())
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
 def main() -> None:
     parser = options(__doc__, record="data_path.json")
     parser.add_argument("--step", type=float, default=3.0, help="seconds of a training step (default: %(default)s)")
@@ -125,7 +154,17 @@ def main() -> None:
         table.add_row(str(workers), *cells, f"{middle / arguments.step:.3%}")
     console.print(table)
 
+    rows = from_rows(lengths, arguments.steps) if find_spec("datasets") else {}
+    if rows:
+        table = Table(title=f"{CONTEXT} tokens in rows of Hugging Face's datasets: reading and collate, ms")
+        for column in ("rows", "least", "median"):
+            table.add_column(column, justify="right")
+        for name, seconds in rows.items():
+            table.add_row(name, f"{min(seconds) * 1e3:.2f}", f"{statistics.median(seconds) * 1e3:.2f}")
+        console.print(table)
+
     record = {
+        "rows_seconds": rows,
         "machine": machine(["torch"]),
         "context": CONTEXT,
         "micro_batches": MICRO_BATCHES,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.torch.data import Documents
+from wlb.torch.data.arrow import arrow_lengths
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -132,18 +132,6 @@ def _flat(value: Any) -> NDArray[Any]:
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     return np.asarray(value).reshape(-1)
-
-
-def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
-    """Of Hugging Face's `Dataset`, without making its documents; None of others, or if a transform makes them."""
-    if not all(hasattr(dataset, name) for name in ("with_format", "column_names", "select_columns", "format")):
-        return None
-    if dataset.format["type"] == "custom" or "input_ids" not in dataset.column_names:
-        return None
-    compute = import_module("pyarrow.compute")  # comes with the data set
-    tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
-    lengths = [compute.list_value_length(table["input_ids"]).to_numpy() for table in tables]
-    return np.concatenate(lengths).astype(np.int64) if lengths else np.empty(0, np.int64)
 
 
 def lengths_of(documents: Documents) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 import wlb
 from wlb._errors import error
+from wlb.torch.data.arrow import ArrowRows
 from wlb.torch.data.batch import IGNORE
 
 
@@ -56,10 +57,13 @@ class Documents(Dataset[Document]):
     Args:
         dataset: `dataset[i]` gives document `i`: a one-dimensional array, tensor or sequence of token ids; or a mapping
             with these as `"input_ids"` and maybe `"labels"` (see `Document`), such as a row of Hugging Face's datasets.
+            Those are read from their Arrow tables as arrays, whatever format they are set to, unless a function of
+            your own (`set_transform`) makes the rows.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._rows = ArrowRows.of(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -72,11 +76,12 @@ class Documents(Dataset[Document]):
                 has not as many labels as tokens, or is a mapping without `"input_ids"`.
         """
         number = index.document if isinstance(index, Piece) else index
-        return self._made(self.dataset[number], index)
+        row = self.dataset[number] if self._rows is None else self._rows([number])[0]
+        return self._made(row, index)
 
     def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
         """Those of a micro-batch, read at once where the data set can: a `DataLoader` asks so."""
-        together = getattr(self.dataset, "__getitems__", None)
+        together = self._rows or getattr(self.dataset, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
         numbers = [index.document if isinstance(index, Piece) else index for index in indices]
