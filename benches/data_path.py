@@ -7,8 +7,8 @@ Three questions. What do planning and `collate` take, as a share of a step? How 
 micro-batches when one worker prepares them while the step before runs? And what does one micro-batch take from rows of
 Hugging Face's datasets (where they are installed), read from their tables and item by item? Documents are tokens in
 memory, so that the numbers are those of this code and not of a disk. Timings on shared machines are noisy: tables show
-the least and the median, the record keeps every sample. The training step is a sleep: like a GPU's, it leaves the CPU to
-others.
+the least and the median, the record keeps every sample. The training step is a sleep: like a GPU's, it leaves the CPU
+to others.
 """
 
 from __future__ import annotations
