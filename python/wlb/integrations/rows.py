@@ -81,8 +81,25 @@ class ResumableRowStream(RowStream):
         self._dataset.load_state_dict(state)
 
 
-def streams_of(dataset: Any, collator: Collator) -> list[RowStream]:
-    """One for each shard of the data set, or the data set itself: read by several ranks, or by one.
+def tokens_and_labels(features: list[Any]) -> Mapping[str, Any]:
+    """Of one document, what a packed row keeps; its other columns are left."""
+    return {name: features[0][name] for name in ("input_ids", "labels", "attention_mask") if name in features[0]}
+
+
+def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[RowStream]:
+    """What `wlb.torch.BalancedStream` reads of a tokenised data set without a length.
+
+        data = load_dataset(..., streaming=True).map(tokenise)
+        stream = BalancedStream(streams_of(data), packer=packer, collate_fn=collate, group=group)
+
+    Args:
+        dataset: Hugging Face's `IterableDataset`, the whole of it on every rank; or any iterable of rows with
+            `input_ids` and maybe `labels`, of which the tokens that an `attention_mask` hides are padding.
+        collator: Makes what is learnt of a list of one row, as a trainer's.
+
+    Returns:
+        One for each shard of the data set, or the data set itself: read by several ranks, or by one. They go on from
+        the data set's own state where that is exact; from others (shuffle buffers) what was read is read again.
 
     Raises:
         wlb.WlbError: It gives every rank its own part already.

@@ -21,5 +21,6 @@ Layers that are no attention (convolutions, state-space layers) mix documents un
 
 from wlb.integrations.huggingface.balance import balance
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader, PackedCollator
+from wlb.integrations.rows import streams_of
 
-__all__ = ["MicroBatchCallback", "MicroBatchLoader", "PackedCollator", "balance"]
+__all__ = ["MicroBatchCallback", "MicroBatchLoader", "PackedCollator", "balance", "streams_of"]
