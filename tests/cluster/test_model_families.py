@@ -238,6 +238,8 @@ def test_older_files_have_the_keys_of_the_language_model_outside() -> None:
         ("mistral", {"sliding_window": -1}, "sliding_window = -1"),
         ("jamba", {"attn_layer_period": 0}, "attn_layer_period = 0"),
         ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size = 0"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+        ("deepseek_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1"),
         ("gemma3", {"vision_config": 3}, "vision_config 3, not an object"),
         ("llama4_text", {"moe_layers": [1, "x"]}, "moe_layers 'x', not an integer"),
     ],

@@ -82,7 +82,7 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
     if vision is not None:  # the outer key decides; some families pass it on from inside
         outer = keys.flag("tie_word_embeddings", default=model_type in _TIED_OUTSIDE)
         tied = outer or (tied and model_type in _TIED_INSIDE)
-    heads = text_keys.integer("num_nextn_predict_layers", default=0) if text.prediction is not None else 0
+    heads = text_keys.count("num_nextn_predict_layers", default=0) if text.prediction is not None else 0
     shape = {
         "name": name,
         "hidden_size": text_keys.integer("hidden_size"),

@@ -119,10 +119,21 @@ class Keys:
         Raises:
             Refused: it is below 1.
         """
+        return self._at_least(1, names, default)
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A whole number of what there may be none of.
+
+        Raises:
+            Refused: it is below 0.
+        """
+        return self._at_least(0, names, default)
+
+    def _at_least(self, minimum: int, names: tuple[str, ...], default: int | None) -> int:
         number = self.integer(*names, default=default)
-        if number < 1:
+        if number < minimum:
             key = next((name for name in names if name in self), names[-1])
-            raise Refused(f"has {key} = {number}: must be at least 1", number)
+            raise Refused(f"has {key} = {number}: must be at least {minimum}", number)
         return number
 
     def flag(self, *names: str, default: bool = False) -> bool:

@@ -118,7 +118,7 @@ def _qwen_feed_forward(keys: Keys, index: int) -> FeedForward:
 
 def _deepseek_feed_forward(keys: Keys) -> Callable[[int], FeedForward]:
     """Leading dense layers, then experts of which some are shared."""
-    leading = keys.integer("first_k_dense_replace", default=0)
+    leading = keys.count("first_k_dense_replace", default=0)
     count = _count(keys)
     kinds = keys.per_layer(["mlp_layer_types"], count, lambda index: "dense" if index < leading else "sparse")
     keys.only("moe_layer_freq", 1)
