@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.integrations.megatron.packed import padded_lengths
-from wlb.integrations.rows import arrow_lengths
+from wlb.torch.data.arrow import arrow_lengths
 from wlb.torch.data.batch import IGNORE
 from wlb.torch.data.documents import Document, Documents, Piece, cut
 

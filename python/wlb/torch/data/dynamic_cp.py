@@ -347,8 +347,8 @@ class DynamicCpLoader(Generic[T]):
         parts = self._peers.gather(part)
         self._peers.agree(parts, failure, argument="batches", what="step")
         columns = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
-        rows = [part["rows"] for part in parts]
-        return documents, _Table.of(rows, columns, ended=all(part["ended"] for part in parts))
+        everyone = [part["rows"] for part in parts]
+        return documents, _Table.of(everyone, columns, ended=all(part["ended"] for part in parts))
 
     def _planned(self, table: _Table) -> tuple[wlb.DynamicCpPlan, float]:
         """The plan, once all ranks have it."""
