@@ -133,7 +133,7 @@ class Device:
     def _timed(self, call: Callable[[], object], sleep: float) -> Callable[[], float]:
         """Makes the call; what is returned gives its seconds once the device is done."""
         if self._flushed is None:
-            elapsed = _host_seconds(call)
+            elapsed = _cpu_seconds(call)
             return lambda: elapsed
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._flushed.zero_()
@@ -149,11 +149,19 @@ class Device:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    """What it takes the host: on one thread, of that thread's processor time."""
-    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = now()
+    """On the wall's clock."""
+    start = time.perf_counter()
     call()
-    return now() - start
+    return time.perf_counter() - start
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    """Of a call that computes on the CPU: on one thread of that thread's processor time, else on the wall's clock."""
+    if torch.get_num_threads() > 1:
+        return _host_seconds(call)
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
 
 
 def repetitions(seconds: float, *, round_seconds: float) -> int:
