@@ -71,7 +71,7 @@ class ReadingOrder:
             return None
         documents = documents[: at.max(initial=-1) + 1]
         share: NDArray[np.float64] = lengths / np.asarray(self.corpus.lengths[documents], np.int64)[at]
-        rows = self.costs.rows(documents)[at]
+        rows: NDArray[np.float64] = self.costs.rows(documents)[at]
         rows *= share[:, None]
         return rows
 
