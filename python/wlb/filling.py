@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import Packer, Packing
+from wlb._core import Packer, Packing, WlbError
 from wlb._errors import check_integer, error
 
 
@@ -24,6 +24,7 @@ class Offer:
         costs: float64 [pieces, columns], where documents bring their costs to the packer; else None.
         more: Whether there are further ones.
         rest_waits: Whether what does not enter now has to make a step of its own later: more than a few tokens, then.
+        numbers: int64 [pieces], documents as who gave them counts them, for errors; None: as `ids`.
     """
 
     ids: NDArray[np.int64]
@@ -32,6 +33,7 @@ class Offer:
     more: bool
     rest_waits: bool
     costs: NDArray[np.float64] | None = None
+    numbers: NDArray[np.int64] | None = None
 
 
 class Source(Protocol):
@@ -56,14 +58,20 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
 
     Complexity:
         A copy of what waits and one push; a few where much has to be read.
+
+    Raises:
+        WlbError: The packer refuses a document, of which the index is the number in `Offer.numbers`.
     """
     extra = 0
     while True:
         offer = source.offer(extra)
-        entering = _entering(packer, offer, min_step_tokens)
-        may_read = offer.more and entering == offer.lengths.size
         after = packer.copy()
-        packing = _push(after, offer, entering, 0 if may_read else max(min_step_tokens, 1))
+        try:
+            entering = _entering(packer, offer, min_step_tokens)
+            may_read = offer.more and entering == offer.lengths.size
+            packing = _push(after, offer, entering, 0 if may_read else max(min_step_tokens, 1))
+        except WlbError as cause:
+            raise _refused(offer, cause) from cause
         tokens = int(packing.tokens.sum())
         if not may_read or tokens >= max(min_step_tokens, 1):
             source.advance(entering)
@@ -85,6 +93,17 @@ def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
             fewer = int(np.searchsorted(-after, -min_step_tokens, side="right")) - 1
             return fewer if fewer > 0 else admitted
     return admitted
+
+
+def _refused(offer: Offer, cause: WlbError) -> WlbError:
+    """The same said of the document: nobody else knows what stands where in an offer."""
+    row, column = cause.index if isinstance(cause.index, tuple) else (cause.index, None)
+    if row is None or cause.argument not in ("lengths", "costs"):
+        return cause
+    number = int((offer.ids if offer.numbers is None else offer.numbers)[row])
+    problem = str(cause).partition(": ")[2]
+    found = f"= {cause.value}" if column is None else f"has {cause.value} in column {column}"
+    return error(cause.argument, f"{found}: {problem}", index=number, value=cause.value)
 
 
 def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Packing:

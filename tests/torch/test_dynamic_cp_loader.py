@@ -497,6 +497,21 @@ def test_a_plan_takes_what_documents_cost() -> None:
     assert by_tokens.digest() != expected.digest()
 
 
+def costs_of_some(rank: int) -> str:
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=2, num_stages=1, max_tokens_per_rank=48)
+    of: dict[str, Any] = {} if rank else {"costs": lambda document: 1.0}
+    loader = DynamicCpLoader([[Document([1, 2], id=rank)]], plan=plan, group=dist.group.WORLD, **of)
+    with pytest.raises(wlb.WlbError) as caught:
+        next(loader)
+    loader.close()
+    return str(caught.value)
+
+
+def test_ranks_of_which_some_have_costs_are_told() -> None:
+    for message in processes.run(2, costs_of_some):
+        assert "has ranks [1] with another step or kind of costs than rank 0" in message
+
+
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf"), None, "3", True])
 def test_a_cost_that_is_none_is_named(cost: Any) -> None:
     plan = functools.partial(wlb.plan_dynamic_cp, world_size=1, num_stages=1, max_tokens_per_rank=48)

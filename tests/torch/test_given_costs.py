@@ -114,6 +114,31 @@ def test_a_function_that_gives_no_costs_is_named() -> None:
         steps(sampler(costs=lambda document: [1.0, 2.0, 3.0]))
     with pytest.raises(wlb.WlbError, match="must be finite numbers"):
         steps(sampler(costs=lambda document: [1.0, -2.0]))
+    for wrong in ("12", True, None, [[1.0], [2.0, 3.0]]):
+        with pytest.raises(wlb.WlbError, match=r"costs\[\d+\] are .*: no numbers"):
+            steps(sampler(costs=lambda document, wrong=wrong: wrong))
+    with pytest.raises(wlb.WlbError, match="costs are rows of several lengths"):
+        sampler(costs=[[1.0, 2.0], [3.0]])
+
+
+def test_what_the_packer_refuses_is_named_by_its_document() -> None:
+    of = packer(1, cost_columns=2, limits=[np.inf, 10.0])
+    with pytest.raises(wlb.WlbError, match=r"costs\[137\] has 10\d*\.\d+ in column 1: exceeds the limit") as caught:
+        steps(sampler(costs=lambda document: [1.0, 1e5 if document == 137 else 1.0], of=of))
+    assert caught.value.index == 137
+    of = packer(oversize="error", max_document_tokens=299)
+    with pytest.raises(wlb.WlbError, match=rf"lengths\[{LENGTHS.argmax()}\] = 300"):
+        list(stream(of=of))
+
+
+def test_one_file_may_be_lengths_and_costs(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    lengths = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    for _ in range(2):  # the second time by what is kept beside the file
+        of = wt.BalancedBatchSampler(lengths, packer=packer(1), dp_rank=0, dp_size=1, costs=lengths)
+        assert [step.packing.digest() for step in steps(of)] == [
+            step.packing.digest() for step in steps(sampler(costs=LENGTHS, of=packer(1)))
+        ]
 
 
 def test_other_cost_models_are_refused() -> None:

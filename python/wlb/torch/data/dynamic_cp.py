@@ -339,13 +339,13 @@ class DynamicCpLoader(Generic[T]):
         rows = np.array([(d.tokens.size, d.id, d.start, num_labels(d), name) for d, name in named], np.int64)
         part = {
             "failure": failure_text(failure),
-            "agreement": self._number,
+            "agreement": (self._number, list(self._costs)),
             "rows": rows.reshape(-1, 5),
             "costs": costs,
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
-        self._peers.agree(parts, failure, argument="batches", what="step")
+        self._peers.agree(parts, failure, argument="batches", what="step or kind of costs")
         columns = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
         return documents, _Table.of(everyone, columns, ended=all(part["ended"] for part in parts))

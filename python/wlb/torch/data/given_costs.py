@@ -37,9 +37,12 @@ def cost_row(costs: Any, columns: int, argument: str, index: int) -> Floats:
         wlb.WlbError: These are not so many numbers, or one is negative or not finite.
     """
     try:
-        row = np.asarray(costs, np.float64).reshape(-1)
-    except (TypeError, ValueError):
-        raise error(argument, f"are {costs!r}: no numbers", index=index, value=costs) from None
+        given = np.asarray(costs)
+    except (TypeError, ValueError, RuntimeError):  # rows of several lengths, or a tensor elsewhere
+        given = np.empty(0, object)
+    if given.dtype.kind not in "fiu":
+        raise error(argument, f"are {costs!r}: no numbers", index=index, value=costs)
+    row = given.astype(np.float64).reshape(-1)
     if row.size != columns:
         message = f"are {row.size} numbers for a document; the packer has cost_columns={columns}"
         raise error(argument, message, index=index, value=row.size)
@@ -75,13 +78,18 @@ class CorpusCosts:
         if callable(costs):
             self._function = costs
             return
-        array = np.asanyarray(costs)
+        try:
+            array = np.asanyarray(costs)
+        except ValueError:
+            raise error("costs", "are rows of several lengths", value=costs) from None
         shapes = [(lengths.size, self._columns)] + ([(lengths.size,)] if self._columns == 1 else [])
         if array.shape not in shapes or array.dtype.kind not in "fiu":
             message = f"is {array.dtype} of shape {array.shape}, not numbers {list(shapes[-1])}"
             raise error("costs", message, value=array.shape)
         self._array = array.reshape(-1, self._columns)
-        sidecar = Sidecar.of(self._array.reshape(-1)) if self._array.flags.c_contiguous else None
+        sidecar = (
+            Sidecar.of(self._array.reshape(-1), f" costs[{self._columns}]") if self._array.flags.c_contiguous else None
+        )
         facts = self._read() if sidecar is None else sidecar.facts(self._read)
         self.fingerprint = facts["fingerprint"]
         largest = np.array(facts["largest"])

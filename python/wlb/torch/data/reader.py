@@ -132,6 +132,7 @@ class Ahead:
             more=not last,
             rest_waits=last,
             costs=order.costs_of(documents, at[:taken], lengths[:taken]),
+            numbers=documents[at[:taken]],
         )
 
     def advance(self, pieces: int) -> None:

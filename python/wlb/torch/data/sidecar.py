@@ -41,16 +41,17 @@ class Sidecar:
         path: The mapped file.
         array: Mapped from it, contiguous.
         offset: Of its first element in the file, in bytes.
+        use: What its numbers mean. One file may be lengths to one reader and costs to another, who want other facts.
     """
 
-    def __init__(self, path: Path, array: NDArray[Any], offset: int) -> None:
+    def __init__(self, path: Path, array: NDArray[Any], offset: int, use: str = "") -> None:
         self._path = path.with_name(f"{path.name}.wlb.json")
         self._mapped = path
         self._array = array
-        self._key = f"{array.dtype.str}[{array.size}]@{offset}"  # of the array among those of the file
+        self._key = f"{array.dtype.str}[{array.size}]@{offset}{use}"  # of the array among those of the file
 
     @classmethod
-    def of(cls, array: NDArray[Any]) -> Sidecar | None:
+    def of(cls, array: NDArray[Any], use: str = "") -> Sidecar | None:
         """That of an array, or of a view of one, that `np.load(..., mmap_mode="r")` or `np.memmap(..., mode="r")` gave.
 
         None if it is in memory, is not contiguous, or may be written to: then memory need not be what the file is.
@@ -63,7 +64,7 @@ class Sidecar:
         if not array.flags.c_contiguous:
             return None
         inside = array.__array_interface__["data"][0] - mapped.__array_interface__["data"][0]
-        return cls(Path(mapped.filename), array, mapped.offset + inside)
+        return cls(Path(mapped.filename), array, mapped.offset + inside, use)
 
     def facts(self, find: Callable[[], Facts]) -> Facts:
         """What is kept, or else what `find` gives, plain JSON values, which is kept then.
