@@ -17,6 +17,8 @@ from processes import run as run_processes
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron_run import CONTEXT, Run, build, configuration, documents, initialize, on_cpu
 
 import wlb
@@ -97,6 +99,18 @@ def test_padding_is_never_learnt(lengths: list[int], multiple: int, data: st.Dat
     assert batch.labels.tolist() == [*learnt, *[wt.IGNORE] * (size - len(learnt))]
     padding = source.padding(np.array([number]), np.array([start]), np.array([size]))
     assert padding == size - len(own)
+
+
+def test_padding_hides_no_other_length(tmp_path: Path) -> None:
+    source = PaddedDocuments(wt.Documents([np.arange(5), np.arange(9)]), np.array([7, 7]), multiple=8, token=0)
+    for number, tokens in ((0, 5), (1, 9)):
+        for read in (lambda index: source[index], lambda index: source.__getitems__([index])):
+            with pytest.raises(wlb.WlbError, match=f"has {tokens} tokens, but lengths says 7") as refused:
+                read(number)
+            assert refused.value.index == number
+    files_of = files(tmp_path, [[np.arange(5)]])
+    with pytest.raises(wlb.WlbError, match=r"lengths are in the \.idx file"):
+        megatron.documents.source(files_of, [5])  # type: ignore[attr-defined]
 
 
 class World:
@@ -201,6 +215,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, {"max_tokens_per_rank": 48}, "max_tokens_per_rank"),
     ({}, {"model": 3}, "model"),
     ({}, {"dataset": "no/such_files"}, "dataset"),
+    ({}, {"lengths": [3, 4]}, "lengths"),
+    ({}, {"lengths": np.full(len(documents()), 3.5)}, "lengths"),
 ]
 
 
@@ -299,6 +315,59 @@ def test_all_stages_are_told_what_failed() -> None:
     assert first["short"] in second["short"]
     assert first["steps"] == second["steps"] > 0
     assert (first["state"], second["state"]) == (True, False)
+
+
+def again(rank: int) -> dict[str, Any]:
+    """One that asks for a step once more: after an error, and after the state of an earlier step."""
+    with on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        initialize(Run())
+        config = configuration(Run(), finalize_model_grads_func=print)
+        options: dict[str, Any] = {"model": config, "cost_model": COST, "shuffle": False, "max_delay": 0}
+        options |= {"max_tokens_per_rank": 64, "tokens_per_batch": 128}
+        rows = [np.arange(20)] * 30
+        data = megatron.data_iterator([*rows[:12], np.arange(19), *rows[13:]], lengths=np.full(30, 20), **options)
+        failures: list[str] = []
+        for _ in range(2):
+            with pytest.raises(wlb.WlbError) as raised:
+                list(data)
+            failures.append(str(raised.value))
+        data.close()
+        data = megatron.data_iterator(rows, **options)
+        steps = [next(data) for _ in range(3)]
+        data.load_state_dict(steps[0].state)
+        resumed = next(data).number
+        data.close()
+        return {"failures": failures, "numbers": [step.number for step in steps], "resumed": resumed}
+
+
+def test_an_error_is_no_end_and_a_state_holds_at_any_time() -> None:
+    [found] = run_processes(1, again)
+    assert found["failures"][0] == found["failures"][1]
+    assert "document 12" in found["failures"][0]
+    assert found["numbers"] == [0, 1, 2]
+    assert found["resumed"] == 1
+
+
+def scores(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """What the attention of the third layer gives, ours and Megatron-Core's own."""
+    with on_cpu():
+        initialize(Run())
+        config = configuration(Run(config={"apply_query_key_layer_scaling": True}))
+        make = {"layer_number": 3, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+        shape = (12, 1, config.num_attention_heads, config.kv_channels)
+        q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+        hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
+        own = DotProductAttention(config, **make)(q, k[:, :, :2], v[:, :, :2], hidden)
+        packed = megatron.packed_seq_params(wlb.shard([12], cp_size=1), device="cpu")
+        rows = q.squeeze(1), k[:, 0, :2], v[:, 0, :2]
+        ours = megatron.PackedCoreAttention(config, **make)(*rows, packed_seq_params=packed)
+        return ours.detach().reshape(12, -1).numpy(), own.detach()[:, 0].numpy()
+
+
+def test_scores_are_megatrons_with_scaling_by_layers() -> None:
+    [(ours, own)] = run_processes(1, scores)
+    np.testing.assert_allclose(ours, own, atol=1e-6)
 
 
 def test_an_old_version_is_refused_and_a_new_one_warned_of() -> None:

@@ -95,11 +95,19 @@ def test_ranks_have_as_many(verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(verl.rearrange_micro_batches(batch, 1000, dp_group=object())[1]) == alone + 3
 
 
+def test_all_ranks_refuse_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has 3 samples, which are no pairs: this one raises too, rather than wait for it."""
+    monkeypatch.setattr(ours, "_most", lambda values, group: [*values[:2], 3])
+    with pytest.raises(wlb.WlbError, match="force_group_size = 2: does not divide the 3 samples"):
+        ours.rearrange_micro_batches(batch_of(np.array([5, 9, 7, 2])), 200, force_group_size=2)
+
+
 def test_wrong_calls_are_refused() -> None:
     for values, parts, equal, message in (
         ([1, 2], 3, False, "seqlen_list has 2 items, fewer than k_partitions = 3"),
         ([1, 2, 3], 2, True, "seqlen_list has 3 items, which k_partitions = 2 does not divide"),
-        ([1, -2, 3], 2, False, r"costs\[1\] = -2"),
+        ([1, -2, 3], 2, False, r"seqlen_list\[1\] = -2"),
+        ([1, float("nan")], 2, False, r"seqlen_list\[1\] = nan"),
     ):
         with pytest.raises(wlb.WlbError, match=message):
             ours.get_seqlen_balanced_partitions(values, parts, equal)

@@ -58,6 +58,10 @@ def get_seqlen_balanced_partitions(
         raise error("seqlen_list", f"has {weights.size} items, fewer than k_partitions = {k_partitions}")
     if equal_size and weights.size % k_partitions:
         raise error("seqlen_list", f"has {weights.size} items, which k_partitions = {k_partitions} does not divide")
+    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if bad.size:
+        index, value = int(bad[0]), float(weights[bad[0]])
+        raise error("seqlen_list", f"= {value}: must be finite, and 0 or above", index=index, value=value)
     packing = wlb.pack(
         np.ones(weights.size, np.int64),
         num_micro_batches=k_partitions,
@@ -97,20 +101,23 @@ def rearrange_micro_batches(
         that needs most; none is empty.
 
     Raises:
-        WlbError: a group of samples is longer than `max_token_len`, or a rank has fewer groups than micro-batches are
-            needed: on all ranks of `dp_group` alike. The samples of a rank are no multiple of `force_group_size`.
+        WlbError: the samples of a rank are no multiple of `force_group_size`, a group of them is longer than
+            `max_token_len`, or a rank has fewer groups than micro-batches are needed: on all ranks of `dp_group` alike.
     """
     lengths = _lengths(batch)
     divisor = num_batches_divided_by or 1
     check_integer("force_group_size", force_group_size, minimum=1)
-    if lengths.size % force_group_size:
-        raise error("force_group_size", f"= {force_group_size}: does not divide the {lengths.size} samples")
     together = dp_group if dist.is_initialized() and same_micro_num_in_dp else None
-    tokens = lengths.reshape(-1, force_group_size).sum(axis=1)
-    work = _workload(lengths).reshape(-1, force_group_size).sum(axis=1)
+    rest = lengths.size % force_group_size
+    grouped = lengths[: lengths.size - rest].reshape(-1, force_group_size)
+    tokens, work = grouped.sum(axis=1), _workload(grouped).sum(axis=1)
 
     # What a rank refuses, all refuse: one that raised alone would leave the others waiting.
-    longest, fewest = _most([int(tokens.max(initial=0)), -tokens.size], together)
+    uneven = lengths.size if rest else 0
+    longest, fewest, uneven = _most([int(tokens.max(initial=0)), -tokens.size, uneven], together)
+    if uneven:
+        message = f"= {force_group_size}: does not divide the {uneven} samples"
+        raise error("force_group_size", message, value=force_group_size)
     if longest > max_token_len:
         raise error("max_token_len", f"= {max_token_len}: a group of samples has {longest} tokens", value=max_token_len)
     whole = _packed(tokens, work, max_token_len, None, divisor)

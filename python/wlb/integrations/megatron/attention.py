@@ -91,8 +91,9 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise error("softmax_type", f"= {softmax!r}: wlb's attention has 'vanilla' alone", value=softmax)
         if getattr(attn_mask_type, "name", "causal") not in ("causal", "padding_causal"):
             raise error("attn_mask_type", f"= {attn_mask_type.name}: must be causal", value=attn_mask_type.name)
-        scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self._scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+        # With apply_query_key_layer_scaling Megatron-Core divides the scores by the layer's number, for the range of
+        # half precision, and multiplies the softmax's input by it: nothing changes, and here the range is float32's.
+        self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self._window: int | None = None
         sizes: Any = getattr(config, "window_size", None)
         if is_layer_window_attention(sizes, getattr(config, "window_attn_skip_freq", None), layer_number):

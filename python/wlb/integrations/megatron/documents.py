@@ -104,7 +104,7 @@ class PaddedDocuments(Dataset[Document]):
     def __getitem__(self, index: int | Piece) -> Document:
         """The document, or the piece of it, and its padding."""
         piece = self._wanted(index)
-        return self._padded(self._documents[self._own(piece)], piece.length)
+        return self._padded(self._documents[self._own(piece)], piece)
 
     def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
         """Those of a micro-batch, read at once where the documents can."""
@@ -113,7 +113,7 @@ class PaddedDocuments(Dataset[Document]):
             return [self[index] for index in indices]
         pieces = [self._wanted(index) for index in indices]
         found = together([self._own(piece) for piece in pieces])
-        return [self._padded(document, piece.length) for document, piece in zip(found, pieces, strict=True)]
+        return [self._padded(document, piece) for document, piece in zip(found, pieces, strict=True)]
 
     def padding(self, ids: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
         """Tokens of padding in these pieces."""
@@ -129,8 +129,12 @@ class PaddedDocuments(Dataset[Document]):
         length = min(piece.length, size - piece.start)
         return piece.document if length == size else Piece(piece.document, piece.start, length)
 
-    def _padded(self, document: Document, length: int) -> Document:
-        own = len(document.tokens)
+    def _padded(self, document: Document, piece: Piece) -> Document:
+        number, start, length = piece
+        own, wanted = len(document.tokens), min(length, int(self._real[number]) - start)
+        if own != wanted:  # padding would hide it
+            message = f"has {start + own} tokens, but lengths says {start + wanted}"
+            raise error("dataset", message, index=number, value=start + own)
         if own == length:
             return document
         tokens = np.asarray(document.tokens)
@@ -144,7 +148,8 @@ def source(dataset: Any, lengths: ArrayLike | None) -> tuple[Any, NDArray[Any]]:
     """Documents that understand pieces, and their lengths.
 
     Raises:
-        wlb.WlbError: It is a data set of Megatron's that packs documents by itself.
+        wlb.WlbError: It is a data set of Megatron's that packs documents by itself; or lengths are not of all its
+            documents, or of files that have their own.
     """
     for cls in type(dataset).__mro__:
         if cls.__module__.startswith("megatron.core.datasets") and cls.__name__ in _PACKS:
@@ -155,13 +160,21 @@ def source(dataset: Any, lengths: ArrayLike | None) -> tuple[Any, NDArray[Any]]:
     if isinstance(dataset, str | IndexedDataset):
         dataset = IndexedDocuments(dataset)
     if isinstance(dataset, IndexedDocuments):
+        if lengths is not None:
+            raise error("lengths", "are in the .idx file: leave them out")
         return dataset, dataset.lengths
     documents = dataset if isinstance(dataset, Documents) else Documents(dataset)
     if lengths is None:
         lengths = arrow_lengths(documents.dataset)
     if lengths is None:
         lengths = np.array([len(documents[index].tokens) for index in range(len(documents))], np.int64)
-    return documents, np.asarray(lengths)
+    known = np.asarray(lengths)
+    if known.shape != (len(documents),):
+        message = f"have shape {known.shape}, but there are {len(documents)} documents"
+        raise error("lengths", message, value=known.shape)
+    if known.dtype.kind not in "iu":  # padding would round them
+        raise error("lengths", f"are {known.dtype}, not integers", value=str(known.dtype))
+    return documents, known
 
 
 _PACKS = {"GPTDataset", "MockGPTDataset", "MegatronDataset", "BlendedDataset"}

@@ -130,6 +130,7 @@ class DataIterator:
             failure, header = cause, Header(failure=failure_text(cause))
         self._sharing.header(header)
         if failure is not None:
+            self._iterator = None  # it has ended: who asks again shall not take that for the end of the data
             raise failure
         return self._given(header, step)
 
@@ -148,7 +149,7 @@ class DataIterator:
         return self._steps.state_dict() if self._dynamic is None else self._dynamic.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on after the step that had this state. Every rank calls it, before the first step; some do nothing.
+        """The next step is the one after that which had this state. Every rank calls it; some do nothing.
 
         Raises:
             wlb.WlbError: This rank reads, and it is no state of these documents and settings.
@@ -158,6 +159,7 @@ class DataIterator:
         if state is None:
             raise error("state", "is None: it was saved on a rank that does not read; save that of rank 0")
         (self._steps if self._dynamic is None else self._dynamic).load_state_dict(state)
+        self._iterator = None  # a step that was begun elsewhere does not go on
 
     def close(self) -> None:
         """Ends what reads ahead; before the process groups are destroyed. The state stays."""
