@@ -155,7 +155,8 @@ class PackerMachine(RuleBasedStateMachine):
             unrefined.load_state_dict(state, allow_config_change=True)
             plan = unrefined.push(lengths, ids)
             assert max(packing.costs) <= max(plan.costs)
-            assert set(leftover_of(packing)) <= set(leftover_of(plan))
+            # Another configuration queues what arrived together by its ids: of equal documents others may be left.
+            assert len(leftover_of(packing)) <= len(leftover_of(plan))
             assert unrefined.queued == self.packer.queued
 
         fifo = self.packer.release == "fifo"
