@@ -98,6 +98,10 @@ proptest! {
         let small = lengths.len() < 20 && options.world_size <= 16 && stages <= 6;
         planned(&lengths, &options, &cost, small);
     }
+}
+
+proptest! {
+    #![proptest_config(config(150))]
 
     /// The same for many documents, where groups are halved often.
     #[test]
@@ -299,10 +303,12 @@ fn exchange_makes_groups_small() {
     assert!(dear <= 2.0 && dear < free, "mean group of {dear} ranks, {free} where exchange is free");
 }
 
-/// Where exchange costs, no number of micro-batches that anybody fixes gives much less than the one that was found.
+/// Where exchange costs, no number of micro-batches that anybody fixes gives much less than the one that was found: it is
+/// solved for with every size of blocks then, which the sweep has no time for.
 #[test]
 fn the_number_of_micro_batches_suits_what_exchange_costs() {
     let lengths: Vec<i32> = (0..512_i32).map(|i| if i % 128 == 0 { 131_072 } else { 128 + i * i % 40_009 }).collect();
+    let mut regrets = Vec::new();
     for (seconds_per_token, overlap) in [(0.1, 1.0), (0.3, 1.0), (0.3, 0.0), (1.0, 0.5)] {
         let mut options = plain(64, 8, 8192);
         let seconds_per_token = seconds_per_token * llama_7b().linear_cost(1);
@@ -315,8 +321,10 @@ fn the_number_of_micro_batches_suits_what_exchange_costs() {
             planned(&lengths, &options, &llama_7b(), false).map_or(f64::INFINITY, |plan| plan.seconds)
         };
         let best = (plan.sweep[0].0..=most).step_by(2).map(fixed).fold(f64::INFINITY, f64::min);
-        assert!(plan.seconds < 1.05 * best, "{} is far above {best}", plan.seconds);
+        regrets.push(plan.seconds / best - 1.0);
     }
+    let mean = regrets.iter().sum::<f64>() / regrets.len() as f64;
+    assert!(mean < 0.025 && regrets.iter().all(|&regret| regret < 0.08), "{regrets:?}");
 }
 
 /// Documents that no rank can hold alone have to exchange, whatever the plan, and the bound knows it.
