@@ -417,6 +417,16 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
 }
 
+/// Where memory does not bind, costs make the plan, and the longest documents may be the cheapest.
+#[test]
+fn costs_are_even_whatever_the_lengths() {
+    let lengths: Vec<i32> = (0..400_i32).map(|i| 100 + i * i % 4001).collect();
+    let costs: Vec<f64> = lengths.iter().map(|&length| f64::from(length).powi(2)).collect();
+    let seconds = |lengths: &[i32]| planned(lengths, &plain(8, 4, 1 << 20), &column(&costs), false).unwrap().seconds;
+    let others: Vec<i32> = lengths.iter().map(|&length| 5000 - length).collect();
+    assert_eq!(seconds(&lengths), seconds(&others));
+}
+
 #[test]
 fn errors_name_the_wrong_cost() {
     let lengths = of(&[50, 60]);
