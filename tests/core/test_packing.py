@@ -163,6 +163,7 @@ def test_a_plan_for_ranks_keeps_what_it_promises(
         ({"groups": [1, 1, 2, 2]}, "groups: needs dp_size"),
         ({"equal_documents": True}, "equal_documents: needs dp_size"),
         ({"dp_size": 0}, "dp_size = 0: must be from 1"),
+        ({"dp_size": -1}, "dp_size = -1: must be from 1"),
         ({"dp_size": 2, "sync": "rounds"}, 'sync = "rounds": must be one of "step", "micro_batch"'),
         ({"dp_size": 2, "groups": [1, 2]}, "groups has 2 entries, but lengths has 4"),
         ({"dp_size": 2, "groups": [1, 1, 1, 2], "equal_documents": True}, "equal_documents: found no way"),
@@ -239,6 +240,16 @@ def test_padding_names_what_is_wrong(options: Any, message: str) -> None:
         wlb.pack(
             [10, 90], num_micro_batches=2, max_tokens=100, cost_model=wlb.CostModel(attention=1, linear=1), **options
         )
+
+
+@pytest.mark.parametrize("padding", ['"multiple_of":0', '"multiple_of":-2', '"multiple_of":2,"buckets":[4,2]'])
+def test_a_pickle_of_no_padding_is_refused(padding: str) -> None:
+    packing = wlb.pack([4, 3], num_micro_batches=2, max_tokens=4, costs=[2.0, 1.0], multiple_of_tokens=2)
+    make, (text,) = packing.__reduce__()[:2]
+    old = '"multiple_of":2,"buckets":[]' if "buckets" in padding else '"multiple_of":2'
+    assert old in text
+    with pytest.raises(wlb.WlbError, match="arrays do not belong together"):
+        make(text.replace(old, padding))
 
 
 @given(batches(), testing.cost_models(exact=True))

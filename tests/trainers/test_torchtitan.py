@@ -224,6 +224,22 @@ def test_a_state_inside_a_step_is_refused() -> None:
             fresh.load_state_dict(changed)
 
 
+def test_the_state_of_the_last_step_begins_no_further_epoch() -> None:
+    def built() -> Any:
+        return loader_config(num_epochs=2).build(dp_world_size=1, dp_rank=0, seq_len=titan.CONTEXT)
+
+    whole = built()
+    given, states = 0, []
+    for given, _ in enumerate(whole, start=1):
+        if given % 4 == 0:
+            states.append(whole.state_dict())
+    assert given == 4 * len(states)
+    for state, left in ((whole.state_dict(), 0), (states[-1], 0), (states[-2], 4)):
+        resumed = built()
+        resumed.load_state_dict(state)
+        assert len(list(resumed)) == left
+
+
 def texts(path: str) -> Any:
     random = np.random.default_rng(3)
     lengths = random.lognormal(2.8, 1.0, 120).astype(int).clip(1, 150)

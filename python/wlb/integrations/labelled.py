@@ -17,7 +17,8 @@ from wlb.torch.loss import count_valid_tokens
 def labelled_steps(loader: StepLoader[Any] | BalancedStream[Any]) -> Iterator[tuple[Step[Any], int | None]]:
     """The rest of the epoch, or of the next one if it has none: a trainer would take that for the end of all data.
 
-    None once a stream has ended. With each step its labels that count, on all ranks; None where that cannot be known.
+    None once a stream has ended, or where nothing is left of the last epoch. With each step its labels that count, on
+    all ranks; None where that cannot be known.
 
     A step in which all documents wait, or no token has another to predict, is passed over: who divides by its labels,
     of which there are none, makes every weight NaN. If that is because all labels on all ranks are masked, it warns.
@@ -38,6 +39,8 @@ def labelled_steps(loader: StepLoader[Any] | BalancedStream[Any]) -> Iterator[tu
             if labels != 0:
                 given = True
                 yield step, labels
+        if not any_step and isinstance(loader, StepLoader) and loader.ended:
+            return  # it was restored after the last step of all
         barren, empty = barren + trained, 0 if any_step else empty + 1
 
 

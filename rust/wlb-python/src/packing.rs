@@ -6,6 +6,7 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
+use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{self as core, Method, Piece};
 use wlb_core::{CostModel, Lengths};
 
@@ -137,7 +138,9 @@ fn pack(
         }
         let ranks = match dp_size {
             Some(dp_size) => {
-                let dp_size = usize::try_from(dp_size).unwrap_or(0);
+                let (argument, maximum) = ("dp_size", MAX_MICRO_BATCHES as i64);
+                let negative = |_| raise(wlb_core::Error::OutOfRange { argument, value: dp_size, minimum: 1, maximum });
+                let dp_size = usize::try_from(dp_size).map_err(negative)?;
                 Some(core::Ranks { dp_size, sync: sync.map(choice).transpose()?.unwrap_or_default() })
             }
             None => None,

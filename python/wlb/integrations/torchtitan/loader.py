@@ -150,7 +150,13 @@ class WlbDataLoader(BaseDataLoader):
         local_batch_size: int = 1,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
-        for name, minimum in (("max_tokens", 1), ("max_delay", 0), ("micro_batches", 1), ("multiple_of_tokens", 1)):
+        for name, minimum in (
+            ("max_tokens", 1),
+            ("max_delay", 0),
+            ("micro_batches", 1),
+            ("num_workers", 0),
+            ("multiple_of_tokens", 1),
+        ):
             check_integer(name, getattr(config, name), minimum=minimum)
         self._config = config
         self._positions = min(_FILLER, seq_len)
@@ -209,7 +215,8 @@ class WlbDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """The micro-batches of this rank, step by step, to the end of the data; steps without a label are left out."""
-        ended = False
+        # By its state it may have: no epoch is begun beyond the last.
+        ended = isinstance(self.steps, StepLoader) and self.steps.ended
         while not ended:
             for step, _ in labelled_steps(self.steps):
                 self._report(step)

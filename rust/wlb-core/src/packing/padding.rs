@@ -74,6 +74,11 @@ impl Padding {
         }
     }
 
+    /// Whether it is one that [`Padding::new`] makes: what was read from a file may not be.
+    pub(super) fn is_sound(&self) -> bool {
+        Self::new(self.multiple_of, &self.buckets).is_ok()
+    }
+
     /// Whether it asks for nothing.
     pub fn is_none(&self) -> bool {
         self.multiple_of == 1 && self.buckets.is_empty()

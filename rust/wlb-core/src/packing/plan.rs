@@ -251,7 +251,7 @@ impl Packing {
             && packing
                 .padding
                 .as_ref()
-                .is_none_or(|padding| padding.most(packing.max_tokens) == Ok(packing.max_tokens))
+                .is_none_or(|padding| padding.is_sound() && padding.most(packing.max_tokens) == Ok(packing.max_tokens))
             && packing.ranks.is_none_or(|ranks| {
                 packing.global_batches == 1 && ranks.dp_size > 0 && micro_batches.is_multiple_of(ranks.dp_size)
             })
