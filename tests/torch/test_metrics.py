@@ -52,6 +52,19 @@ def test_figures_are_those_of_the_plans() -> None:
     assert sorted(lines) == list(range(2, len(work), 3))
 
 
+def test_each_column_has_a_heaviest() -> None:
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=10, cost_columns=2)
+    sampler = wt.BalancedBatchSampler(
+        [4, 4, 2, 2], packer=packer, dp_rank=0, dp_size=1, costs=[[9.0, 1.0], [1.0, 6.0], [1.0, 0.0], [0.0, 2.0]]
+    )
+    documents = wt.Documents([np.zeros(length, np.int64) for length in (4, 4, 2, 2)])
+    steps = wt.StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=wt.collate))
+    metrics = wt.StepMetrics(steps)
+    for step in steps:
+        assert step.packing.step_cost > step.packing.costs.max()  # else it shows nothing
+        assert metrics.end_step(step)["wlb/imbalance"] == pytest.approx(step.packing.imbalance)
+
+
 class Told(wt.StepTimer):
     """Tells times a step late, as a device does: those of the plan's costs, on rank 1 three times as long."""
 

@@ -163,10 +163,13 @@ class StepMetrics:
 
 
 def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float, int]:
-    """Work of the heaviest and of the mean micro-batch (or rank), of all, and tokens."""
+    """Work of the heaviest and of the mean micro-batch (or rank), of all, and tokens.
+
+    Where documents bring costs in columns, each column has a heaviest: these together, as in `Packing.imbalance`.
+    """
     if isinstance(plan, wlb.Packing):
         costs = plan.costs
-        return float(costs.max()), float(costs.mean()), float(costs.sum()), int(plan.tokens.sum())
+        return plan.step_cost, float(costs.mean()), float(costs.sum()), int(plan.tokens.sum())
     seconds = plan.rank_seconds.sum(axis=0)
     tokens = sum(int(group.lengths.sum()) for micro_batch in plan for group in micro_batch)
     return float(seconds.max()), float(seconds.mean()), float(seconds.sum()), tokens

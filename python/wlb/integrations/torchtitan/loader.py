@@ -267,7 +267,7 @@ class WlbDataLoader(BaseDataLoader):
         if step.snapshot is not None:
             waiting = step.snapshot.progress.tokens or 0
         tokens = int(step.packing.tokens.sum())
-        self.reports.append(StepReport(float(costs.max()), float(costs.mean()), tokens, waiting))
+        self.reports.append(StepReport(step.packing.step_cost, float(costs.mean()), tokens, waiting))
 
     def _row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
         tokens = batch.tokens.numel()
