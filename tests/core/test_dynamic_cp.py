@@ -172,6 +172,26 @@ def test_with_a_delay() -> None:
     assert sorted(seen) == list(range(4 * len(LENGTHS)))
 
 
+def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
+    # Of interleaved pipelines, between two numbers that fit, one may not.
+    lengths = [1, 82, 90, 20, 42, 28, 1, 66, 1, 27, 40, 40, 194, 23, 101, 1, 137, 1, 136]
+    attention = [0.41, 0, 0, 0, 0, 0.83, 2.58, 1.17, 0.3, 0, 0, 0.9, 0.46, 0, 0, 2.3, 0, 0, 1.6]
+    linear = [0.41, 0, 0, 0, 0, 0.83, 0, 0, 0.3, 0.88, 0, 0, 0.46, 1.28, 0, 0, 0, 0.81, 0]
+    plan = wlb.plan_dynamic_cp(
+        lengths,
+        costs=np.add(attention, linear),
+        attention_costs=attention,
+        world_size=4,
+        num_stages=2,
+        num_virtual_stages=2,
+        max_tokens_per_rank=200,
+        cp_seconds_per_token=1.0,
+        cp_overlap=0.5,
+    )
+    ids = [number for micro_batch in plan for group in micro_batch for number in group.document_ids.tolist()]
+    assert sorted(ids) == list(range(19))
+
+
 @pytest.mark.parametrize(
     ("change", "argument", "index", "value"),
     [

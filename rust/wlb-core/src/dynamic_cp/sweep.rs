@@ -348,9 +348,11 @@ impl<'a> Search<'a> {
             self.problem = problem;
             self.demand = Some(Demand::new(problem, most));
         }
+        // Those too that turned out not to fit, of which the sweep knows nothing: no number is tried twice.
+        let mut all: Vec<usize> = self.sweep.iter().map(|&(tried, _)| tried).collect();
         while let Some(best) = self.best.as_ref().filter(|_| self.demand.is_some()) {
             let count = best.num_micro_batches;
-            let tried = || self.sweep.iter().map(|&(tried, _)| tried);
+            let tried = || all.iter().copied();
             let below = tried().filter(|&tried| tried < count).max().map(|below| below + (count - below) / 2);
             let above = tried().filter(|&tried| tried > count).min().map(|above| count + (above - count) / 2);
             let new = |count: usize| {
@@ -361,6 +363,7 @@ impl<'a> Search<'a> {
                 break;
             }
             for count in new {
+                all.push(count);
                 let candidate = self.candidate(count)?;
                 self.attempt(candidate)?;
             }
