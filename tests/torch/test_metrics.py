@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_each_column_has_a_heaviest() -> None:
     for step in steps:
         assert step.packing.step_cost > step.packing.costs.max()  # else it shows nothing
         assert metrics.end_step(step)["wlb/imbalance"] == pytest.approx(step.packing.imbalance)
+
+
+def test_a_loader_without_a_packer_has_no_delays() -> None:
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=1, num_stages=1, max_tokens_per_rank=50)
+    steps = wt.DynamicCpLoader([[np.arange(3)]], plan=plan, costs=lambda document: 1.0)
+    metrics = wt.StepMetrics(steps)
+    (line,) = [metrics.end_step(step) for step in steps]
+    steps.close()
+    assert line["wlb/tokens"] == 3
+    assert "wlb/delay_mean" not in line
 
 
 class Told(wt.StepTimer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -120,9 +121,11 @@ class StepMetrics:
     def _waiting(self, step: Any) -> dict[str, float]:
         line: dict[str, float] = {}
         if hasattr(self._loader, "metrics"):
-            metrics = self._loader.metrics()
-            line |= {"delay_mean": metrics.delay_mean, "delay_max": float(metrics.delay_max)}
-        if step.snapshot is not None:
+            # A `DynamicCpLoader` over batches without a packer has none to tell: there nothing waits.
+            with contextlib.suppress(wlb.WlbError):
+                metrics = self._loader.metrics()
+                line |= {"delay_mean": metrics.delay_mean, "delay_max": float(metrics.delay_max)}
+        if step.snapshot is not None and step.snapshot.progress.tokens is not None:
             line["backlog_tokens"] = float(step.snapshot.progress.tokens)
         return line
 
