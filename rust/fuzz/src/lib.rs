@@ -14,19 +14,19 @@ mod forge;
 mod kernel;
 #[path = "../../wlb-core/tests/common/naive.rs"]
 mod naive;
+#[path = "../../wlb-core/tests/common/pipeline.rs"]
+mod pipeline;
 #[path = "../../wlb-core/tests/common/dynamic_cp.rs"]
 mod plan;
 #[path = "../../wlb-core/tests/common/ranks.rs"]
 mod ranks;
-#[path = "../../wlb-core/tests/common/pipeline.rs"]
-mod pipeline;
 #[path = "../../wlb-core/tests/common/stream.rs"]
 mod stream;
 
 use arbitrary::{Result, Unstructured};
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions};
-use wlb_core::packing::{RankOptions, Ranks, Sync};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::{RankOptions, Ranks, Sync};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask, Method};
 
