@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,8 @@ def test_every_kind_of_logger() -> None:
 def test_what_is_no_logger_is_refused() -> None:
     with pytest.raises(wlb.WlbError, match=r"sinks\[1\] is a int: has none of add_scalar, log_metrics and log"):
         wt.StepMetrics(None, print, 3)
+    with pytest.raises(wlb.WlbError, match=r"sinks\[0\] is a Logger"):  # its `log` takes a level and a text
+        wt.StepMetrics(None, logging.getLogger("wlb"))
     with pytest.raises(wlb.WlbError, match="every"):
         wt.StepMetrics(every=0)
     with pytest.raises(wlb.WlbError, match="step is a object without a plan"):

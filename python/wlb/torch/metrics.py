@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -207,7 +208,7 @@ def _write(sink: Any, index: int) -> Write:
         return scalars
     if hasattr(sink, "log_metrics"):  # Lightning
         return lambda line, number: sink.log_metrics(line, step=number)
-    if callable(getattr(sink, "log", None)):  # Weights & Biases, accelerate
+    if callable(getattr(sink, "log", None)) and not isinstance(sink, logging.Logger):  # Weights & Biases, accelerate
         return lambda line, number: sink.log(line, step=number)
     if callable(sink):
         written: Write = sink
