@@ -101,9 +101,11 @@ def _refused(offer: Offer, cause: WlbError) -> WlbError:
     if row is None or cause.argument not in ("lengths", "costs"):
         return cause
     number = int((offer.ids if offer.numbers is None else offer.numbers)[row])
-    problem = str(cause).partition(": ")[2]
-    found = f"= {cause.value}" if column is None else f"has {cause.value} in column {column}"
-    return error(cause.argument, f"{found}: {problem}", index=number, value=cause.value)
+    if column is None:
+        said = str(cause).partition("] ")[2]  # after `lengths[17]`, which is the place in the offer
+    else:
+        said = f"has {cause.value} in column {column}: {str(cause).partition(': ')[2]}"
+    return error(cause.argument, said, index=number, value=cause.value)
 
 
 def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Packing:
