@@ -32,12 +32,12 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**shape | changes))
 
 
-def documents() -> list[dict[str, list[int]]]:
+def documents(vocabulary: int = VOCABULARY) -> list[dict[str, list[int]]]:
     """Every second one with a prompt that is not learnt."""
     random = np.random.default_rng(0)
     result = []
     for number, length in enumerate(LENGTHS.tolist()):
-        tokens = random.integers(1, VOCABULARY, length).tolist()
+        tokens = random.integers(1, vocabulary, length).tolist()
         prompt = length // 3 if number % 2 else 0
         result.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
     return result

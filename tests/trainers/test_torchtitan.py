@@ -21,6 +21,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader
 from torchtitan.models.llama3 import model_registry
 
 import wlb
+from small_corpus import CONTEXT, LENGTHS
 from wlb.integrations.torchtitan import WlbDataLoader, balance, version
 from wlb.integrations.torchtitan.costs import cost_of_model
 from wlb.torch.data import BalancedBatchSampler, Piece
@@ -53,14 +54,14 @@ def reference(max_tokens: int = 64, micro_batches: int = 4, layers: int = 2) -> 
     packer = wlb.Packer(
         num_micro_batches=micro_batches,
         max_tokens=max_tokens,
-        max_document_tokens=titan.CONTEXT,
+        max_document_tokens=CONTEXT,
         oversize="split",
         cost_model=cost_of_model(shape),
         release="adaptive",
         max_delay=16,
     )
     sampler = BalancedBatchSampler(
-        titan.LENGTHS, packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=4 * titan.CONTEXT, num_epochs=100
+        LENGTHS, packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=4 * CONTEXT, num_epochs=100
     )
     shape.update_from_config(config=made)
     model: Any = shape.build()
@@ -90,7 +91,7 @@ def reference(max_tokens: int = 64, micro_batches: int = 4, layers: int = 2) -> 
 
 def alone(element: int | Piece) -> tuple[list[int], list[int]]:
     """Tokens of a document or a piece, and what each predicts: that of a piece's last one is in the next piece."""
-    number, start, length = element if isinstance(element, Piece) else (element, 0, int(titan.LENGTHS[element]))
+    number, start, length = element if isinstance(element, Piece) else (element, 0, int(LENGTHS[element]))
     row = titan.documents()[number]
     following = [*row["labels"][1:], -100]
     return row["input_ids"][start : start + length], following[start : start + length]
@@ -175,7 +176,7 @@ def test_tensor_parallel_ranks_and_chunks_of_the_loss_divide_rows(tmp_path: Path
 
 
 def rows_of(config: WlbDataLoader.Config, count: int, ranks: int = 1, rank: int = 0) -> list[Any]:
-    loader = config.build(dp_world_size=ranks, dp_rank=rank, tokenizer=None, seq_len=titan.CONTEXT, local_batch_size=1)
+    loader = config.build(dp_world_size=ranks, dp_rank=rank, tokenizer=None, seq_len=CONTEXT, local_batch_size=1)
     rows = iter(loader)
     return [next(rows) for _ in range(count)]
 
@@ -193,7 +194,7 @@ def test_compiled_models_see_the_shapes_of_the_buckets_alone() -> None:
         tokens = labels.shape[1]
         assert torch.equal(long["input"][:, :tokens], row["input"])
         assert (long_labels[:, tokens:] == -100).all()
-        assert (long["positions"] < titan.CONTEXT).all()
+        assert (long["positions"] < CONTEXT).all()
         assert tokens == long_labels.shape[1] or long["positions"][0, tokens] == 0  # a document of its own
 
 
@@ -210,7 +211,7 @@ def test_ranks_share_the_micro_batches_of_a_step() -> None:
 
 
 def test_a_state_inside_a_step_is_refused() -> None:
-    loader: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=titan.CONTEXT)
+    loader: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
     rows = iter(loader)
     next(rows)
     with pytest.raises(wlb.WlbError, match="micro_batches = 4: the Trainer saved after 1 of them"):
@@ -219,14 +220,14 @@ def test_a_state_inside_a_step_is_refused() -> None:
         next(rows)
     state = loader.state_dict()
     for changed in ({"wlb": state["wlb"][:-9]}, {"wlb": state["wlb"].replace('"step": 1', '"step": 2')}, {"other": ""}):
-        fresh: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=titan.CONTEXT)
+        fresh: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
         with pytest.raises(wlb.WlbError, match="state"):
             fresh.load_state_dict(changed)
 
 
 def test_the_state_of_the_last_step_begins_no_further_epoch() -> None:
     def built() -> Any:
-        return loader_config(num_epochs=2).build(dp_world_size=1, dp_rank=0, seq_len=titan.CONTEXT)
+        return loader_config(num_epochs=2).build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
 
     whole = built()
     given, states = 0, []
@@ -393,7 +394,7 @@ def page(rank: int, folder: Path) -> Any:
     small = titan.config(folder, steps=3)
     for name in ("tokenizer", "dump_folder", "debug"):
         setattr(made, name, getattr(small, name))
-    made.training.mixed_precision_param, made.training.seq_len, made.training.steps = "float32", titan.CONTEXT, 3
+    made.training.mixed_precision_param, made.training.seq_len, made.training.steps = "float32", CONTEXT, 3
     made.dataloader.max_tokens = 64
     losses, trainer, _ = titan.train(made)
     return losses, trainer.gradient_accumulation_steps

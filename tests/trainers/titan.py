@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
+import small_corpus
+
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-trainers installs it")
 
 import torchtitan.tools.utils as titan_utils
@@ -48,9 +50,7 @@ from torchtitan.models.common import attention as titan_attention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-CONTEXT = 48
 VOCABULARY = 2048
-LENGTHS = np.random.default_rng(5).lognormal(2.8, 1.0, size=90).astype(int).clip(1, 150)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
@@ -107,14 +107,8 @@ class Letters(BaseTokenizer):
 
 
 def documents() -> list[dict[str, list[int]]]:
-    """Every second one with a prompt that is not learnt."""
-    random = np.random.default_rng(0)
-    result = []
-    for number, length in enumerate(LENGTHS.tolist()):
-        tokens = random.integers(1, VOCABULARY, length).tolist()
-        prompt = length // 3 if number % 2 else 0
-        result.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
-    return result
+    """Those of the other trainers' tests, in this model's words."""
+    return small_corpus.documents(VOCABULARY)
 
 
 def config(
@@ -134,7 +128,7 @@ def config(
         training=TrainingConfig(
             local_batch_size=1,
             global_batch_size=4,
-            seq_len=CONTEXT,
+            seq_len=small_corpus.CONTEXT,
             steps=steps,
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
