@@ -8,14 +8,13 @@ from pathlib import Path
 import wlb
 
 PACKAGE = Path(wlb.__file__).parent
-ROOMS = {"cli", "cluster", "integrations", "profile", "simulation", "torch"}
+ROOMS = {"_results", "cli", "cluster", "integrations", "profile", "simulation", "torch"}
 FILES = {
     "__init__.py",
     "_attach.py",
     "_choices.py",
     "_core.pyi",
     "_errors.py",
-    "_results.py",
     "_seal.py",
     "audit.py",
     "filling.py",

@@ -20,9 +20,6 @@ from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
     CostModel,
-    CpGroup,
-    DynamicCpPlan,
-    DynamicMicroBatch,
     KernelModel,
     MicroBatch,
     Packer,
@@ -44,7 +41,18 @@ from wlb._core import (
     tune_delay_price,
     tune_outlier_thresholds,
 )
-from wlb._results import Bounds, CostFit, PackerMetrics, PipelineSteps, PipelineTimeline, TunedPoint, TuneResult
+from wlb._results import (
+    Bounds,
+    CostFit,
+    CpGroup,
+    DynamicCpPlan,
+    DynamicMicroBatch,
+    PackerMetrics,
+    PipelineSteps,
+    PipelineTimeline,
+    TunedPoint,
+    TuneResult,
+)
 from wlb.cluster import (
     Hardware,
     Link,

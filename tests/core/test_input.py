@@ -1,5 +1,6 @@
 """Every bad argument is an error that names argument, index and value; every harmless form is accepted."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -401,8 +402,12 @@ def test_an_infinite_cost_is_refused() -> None:
 def test_results_cannot_be_written_to_by_accident() -> None:
     """Writing into a returned array never changes the plan."""
     packing, shard = wlb.pack(LENGTHS, **SIZES), wlb.shard(LENGTHS, cp_size=2)
+    plan = wlb.plan_dynamic_cp(LENGTHS, world_size=2, num_stages=1, max_tokens_per_rank=100, cost_model=COST)
+    again = pickle.loads(pickle.dumps(plan))
     digests = packing.digest(), shard.digest()
     for array in (
+        plan.cp_sizes,
+        plan[0][0].lengths,
         packing.tokens,
         packing.assignment,
         packing.micro_batches[0].lengths,
@@ -412,6 +417,7 @@ def test_results_cannot_be_written_to_by_accident() -> None:
         if array.flags.writeable:
             array[:] = 0
     assert (packing.digest(), shard.digest()) == digests
+    assert plan == again
     assert packing.tokens.sum() == shard.num_tokens == sum(LENGTHS)
     assert packing.micro_batches[0].lengths.sum() > 0
     assert shard.rank(0).token_indices.sum() > 0

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from wlb._core import (
     MAX_TOKENS,
-    DynamicCpPlan,
     plan_dynamic_cp,
     shard,
     simulate_pipeline,
     simulate_steps,
 )
-from wlb._results import PipelineSteps, PipelineTimeline
+from wlb._results import DynamicCpPlan, PipelineSteps, PipelineTimeline
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.step_time import data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats

@@ -1,7 +1,7 @@
 //! `wlb._core`: numpy in, plans out. Conversion only; every decision is made in `wlb-core`.
 //!
-//! Plans (packings, shards, Dynamic-CP plans) and what makes them stay objects of the core, because plans are made in every
-//! step: their arrays are copied to numpy when somebody asks for them. What is read once (bounds, metrics, tuning, simulated
+//! Packings, shards and what makes them stay objects of the core, because other functions of it take them: their arrays are
+//! copied to numpy when somebody asks for them. What is only read (Dynamic-CP plans, bounds, metrics, tuning, simulated
 //! pipelines) crosses as numbers and arrays into dataclasses of `wlb._results`: see [`results`].
 
 use pyo3::prelude::*;

@@ -1,6 +1,5 @@
 //! `wlb.simulate_pipeline`, `wlb.simulate_steps`, `wlb.order_micro_batches`.
 
-use numpy::Element;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use wlb_core::Error;
@@ -12,7 +11,7 @@ use wlb_core::pipeline::{
 use crate::arguments;
 use crate::convert::{choice, count, floats_of_shape};
 use crate::error::{raise, refuse, refuse_entry};
-use crate::plain::{Array, Table};
+use crate::plain::{Array, Table, column};
 use crate::results::answer;
 use crate::run::{DETACH_FROM, run};
 
@@ -352,9 +351,4 @@ fn order_micro_batches<'py>(
     let place = || core::order_micro_batches(&layout, &question.part(0)?.0, ranks);
     let order = run(py, DETACH_FROM, place)?.map_err(|error| question.raise(error, 0))?;
     Ok(Table(order.into_iter().map(|micro_batch| micro_batch as i64).collect(), [ranks, total / ranks]))
-}
-
-/// An array of one number for each of `items`.
-fn column<S, T: Element>(items: &[S], number: impl Fn(&S) -> T) -> Array<Vec<T>> {
-    Array(items.iter().map(number).collect())
 }

@@ -31,6 +31,11 @@ impl<'py, T: Element> IntoPyObject<'py> for Array<&[T]> {
     }
 }
 
+/// An array of one number for each of `items`.
+pub(crate) fn column<S, T: Element>(items: &[S], number: impl Fn(&S) -> T) -> Array<Vec<T>> {
+    Array(items.iter().map(number).collect())
+}
+
 /// Numbers in C order, and the shape of the new array that they become.
 pub(crate) struct Table<T, const DIMENSIONS: usize = 2>(pub(crate) Vec<T>, pub(crate) [usize; DIMENSIONS]);
 

@@ -2,13 +2,8 @@
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
-use crate::error::{Error, Result, from_json};
-use crate::limits::MAX_TOKENS;
-
 /// Ranks that share the documents of one micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Group {
     /// First of its ranks, a multiple of `cp_size`.
     pub first_rank: u32,
@@ -26,8 +21,7 @@ impl Group {
 }
 
 /// Which documents run when, on which ranks of a stage, for one step.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct DynamicCpPlan {
     /// Ranks of a pipeline stage.
     pub world_size: usize,
@@ -76,12 +70,6 @@ impl DynamicCpPlan {
         self.document_offsets[group]..self.document_offsets[group + 1]
     }
 
-    /// The group that a rank belongs to in a micro-batch.
-    pub fn group_of(&self, micro_batch: usize, rank: usize) -> usize {
-        let range = self.groups_of(micro_batch);
-        range.start + self.groups[range].partition_point(|group| group.ranks().end <= rank)
-    }
-
     /// Tokens of a group.
     pub fn tokens(&self, group: usize) -> i64 {
         self.lengths[self.documents_of(group)].iter().map(|&length| i64::from(length)).sum()
@@ -113,45 +101,5 @@ impl DynamicCpPlan {
             bytes.extend_from_slice(&length.to_le_bytes());
         }
         blake3::hash(&bytes).to_hex().to_string()
-    }
-
-    /// The plan as JSON, for pickles.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string(self).unwrap_or_default()
-    }
-
-    /// The plan that [`DynamicCpPlan::to_json`] wrote.
-    ///
-    /// # Errors
-    /// [`Error::State`] for anything else.
-    pub fn from_json(json: &str) -> Result<Self> {
-        let plan: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
-        let cut = |offsets: &[usize], of: usize| {
-            offsets.first() == Some(&0) && offsets.last() == Some(&of) && offsets.is_sorted()
-        };
-        let covered = |j: usize| {
-            let mut next = 0;
-            let touch = |group: &Group| {
-                std::mem::replace(&mut next, group.first_rank as u64 + u64::from(group.cp_size))
-                    == u64::from(group.first_rank)
-            };
-            plan.groups[plan.groups_of(j)].iter().all(touch) && next == plan.world_size as u64
-        };
-        let allowed = |g: usize| {
-            let Group { first_rank, cp_size, .. } = plan.groups[g];
-            cp_size.is_power_of_two()
-                && first_rank.is_multiple_of(cp_size)
-                && plan.tokens(g) <= MAX_TOKENS
-                && plan.tokens_per_rank(g) <= i64::from(plan.max_tokens_per_rank)
-        };
-        let fits = cut(&plan.group_offsets, plan.groups.len())
-            && cut(&plan.document_offsets, plan.documents.len())
-            && plan.document_offsets.len() == plan.groups.len() + 1
-            && plan.lengths.len() == plan.documents.len()
-            && plan.lengths.iter().all(|&length| length > 0)
-            && (0..plan.groups.len()).all(allowed)
-            && (0..plan.num_micro_batches()).all(covered);
-        let problem = "its arrays do not belong together".to_owned();
-        if fits { Ok(plan) } else { Err(Error::State { path: "offsets".to_owned(), problem }) }
     }
 }

@@ -61,7 +61,6 @@ pub(crate) fn planned<'a>(
             let again = plan_dynamic_cp(&checked, None, options, costs).unwrap();
             assert_eq!(plan, again);
             assert_eq!(plan.digest(), again.digest());
-            assert_eq!(DynamicCpPlan::from_json(&plan.to_json()).unwrap(), plan);
             Some(plan)
         }
         Err(Error::TooLong { argument: "lengths", index, value, .. }) => {
@@ -131,7 +130,6 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
             assert!(cp_size as usize <= options.max_cp_size.unwrap_or(options.world_size));
             for rank in first_rank..first_rank + cp_size {
                 assert_eq!(owner[rank as usize].replace(g), None, "rank {rank} is in two groups of micro-batch {j}");
-                assert_eq!(plan.group_of(j, rank as usize), g);
             }
             let documents = &plan.documents[plan.documents_of(g)];
             assert!(documents.is_sorted(), "documents of group {g} are not in order of arrival");

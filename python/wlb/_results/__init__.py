@@ -1,0 +1,23 @@
+"""What the core answers with: numbers and arrays in frozen dataclasses, which print, compare and pickle by themselves.
+
+The core makes them. It knows each class by its name, which :func:`wlb._core.result` tells it, and imports nothing.
+"""
+
+from wlb._results.cost import CostFit
+from wlb._results.dynamic_cp import CpGroup, DynamicCpPlan, DynamicMicroBatch
+from wlb._results.packer import Bounds, PackerMetrics
+from wlb._results.pipeline import PipelineSteps, PipelineTimeline
+from wlb._results.tune import TunedPoint, TuneResult
+
+__all__ = [
+    "Bounds",
+    "CostFit",
+    "CpGroup",
+    "DynamicCpPlan",
+    "DynamicMicroBatch",
+    "PackerMetrics",
+    "PipelineSteps",
+    "PipelineTimeline",
+    "TuneResult",
+    "TunedPoint",
+]

@@ -1,0 +1,15 @@
+"""What results that hold arrays have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Copied:
+    """Hands out its public arrays as copies, which the caller may keep or change; others as they are."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        return value.copy() if isinstance(value, np.ndarray) and not name.startswith("_") else value

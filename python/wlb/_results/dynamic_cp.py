@@ -1,0 +1,263 @@
+"""What :func:`wlb.plan_dynamic_cp` answers with."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import result
+from wlb._errors import check_integer
+from wlb._results.copied import Copied
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CpGroup(Copied):
+    """Ranks that share the documents of one micro-batch.
+
+    Every array is a fresh copy that the caller may keep or change. Groups are equal where the same documents run on the
+    same ranks and take as long, in whatever plan.
+
+    Attributes:
+        first_rank: First of its ranks, a multiple of ``cp_size``.
+        cp_size: Number of ranks, a power of two; also ``len()``.
+        document_ids: int64[k]: the documents, in order of arrival.
+        lengths: int32[k]: tokens of each document.
+        tokens_per_rank: Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
+        seconds: Predicted time through the whole model, forward and backward, on each of its ranks.
+    """
+
+    first_rank: int
+    cp_size: int
+    document_ids: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    tokens_per_rank: int
+    seconds: float
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the stage that it is made of."""
+        return range(self.first_rank, self.first_rank + self.cp_size)
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """int32[k + 1]: where each document begins in the packed sequence, then its length."""
+        return np.concatenate([[0], self.lengths]).cumsum(dtype=np.int32)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document; 0 without documents."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def __len__(self) -> int:
+        """Number of ranks."""
+        return self.cp_size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpGroup) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[int, int, float, bytes, bytes]:
+        documents = self.document_ids.tobytes(), self.lengths.tobytes()
+        return self.first_rank, self.cp_size, self.seconds, *documents
+
+    def __repr__(self) -> str:
+        return (
+            f"CpGroup(first_rank={self.first_rank}, cp_size={self.cp_size}, documents={len(self.lengths)}, "
+            f"tokens={self.tokens}, seconds={self.seconds})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class DynamicMicroBatch:
+    """One micro-batch of a :class:`DynamicCpPlan`: groups that share the ranks of a stage.
+
+    A pickle holds the whole plan: to send several micro-batches of one, send that.
+    """
+
+    _plan: DynamicCpPlan
+    _index: int
+
+    @property
+    def groups(self) -> tuple[CpGroup, ...]:
+        """The groups in the order of their ranks, which are all ranks. A group may be empty."""
+        return tuple(self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of its slowest group through the whole model, forward and backward."""
+        groups = self._range
+        return float(self._plan._group_seconds[groups.start : groups.stop].max())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its groups."""
+        groups = self._range
+        first, end = self._plan._document_offsets[[groups.start, groups.stop]]
+        return int(self._plan._lengths[first:end].sum(dtype=np.int64))
+
+    def group_of(self, rank: int) -> CpGroup:
+        """The group that a rank of the stage belongs to.
+
+        Raises:
+            WlbError: no such rank.
+        """
+        check_integer("rank", rank, minimum=0, maximum=self._plan.world_size - 1)
+        groups = self._range
+        first_ranks = self._plan._first_ranks[groups.start : groups.stop]
+        return self._plan._group(groups[int(first_ranks.searchsorted(rank, side="right")) - 1])
+
+    @property
+    def _range(self) -> range:
+        """Where in the plan's groups its own are."""
+        first, end = self._plan._group_offsets[self._index : self._index + 2].tolist()
+        return range(first, end)
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self._range)
+
+    def __getitem__(self, index: int, /) -> CpGroup:
+        return self._plan._group(_item(self._range, index, "group"))
+
+    def __iter__(self) -> Iterator[CpGroup]:
+        return map(self._plan._group, self._range)
+
+    def __repr__(self) -> str:
+        groups = self._range
+        sizes = self._plan._cp_sizes[groups.start : groups.stop].tolist()
+        return f"DynamicMicroBatch(cp_sizes={sizes}, tokens={self.tokens})"
+
+
+@result
+@dataclass(frozen=True, eq=False, repr=False)
+class DynamicCpPlan(Copied):
+    """Which documents of a step run when, on which ranks of a stage: plain data.
+
+    It can be printed, compared, pickled and sent. Every array is a fresh copy that the caller may keep
+    or change.
+
+    Attributes:
+        world_size: Ranks of a pipeline stage, DP times CP.
+        num_stages: Pipeline stages.
+        num_virtual_stages: Parts of the model on each stage.
+        max_tokens_per_rank: Most tokens that a rank was allowed in a micro-batch.
+        seconds: Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a
+            group wait for one another.
+        lower_bound: But for rounding, no plan takes less that has at most as many micro-batches as were tried and at
+            least ``min_micro_batches`` (if ``num_micro_batches`` was given, exactly as many). Proved from the work, the
+            filling and draining of the pipeline, and the paths around the longest documents.
+        balanced_seconds: All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
+        sweep: The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each. An
+            estimate from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the
+            time if short documents could be divided at will, already more than that of the best.
+    """
+
+    world_size: int
+    num_stages: int
+    num_virtual_stages: int
+    max_tokens_per_rank: int
+    seconds: float
+    lower_bound: float
+    balanced_seconds: float
+    sweep: tuple[tuple[int, float], ...]
+    _digest: str
+    # Of each group, micro-batch by micro-batch, and where those of each micro-batch begin, then their number.
+    _first_ranks: NDArray[np.int32]
+    _cp_sizes: NDArray[np.int32]
+    _tokens_per_rank: NDArray[np.int64]
+    _group_seconds: NDArray[np.float64]
+    _group_offsets: NDArray[np.int64]
+    # Of each document, group by group, and where those of each group begin, then their number.
+    _document_ids: NDArray[np.int64]
+    _lengths: NDArray[np.int32]
+    _document_offsets: NDArray[np.int64]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step, ``m``, the same on every rank; also ``len()``."""
+        return len(self)
+
+    @property
+    def micro_batches(self) -> tuple[DynamicMicroBatch, ...]:
+        """The micro-batches in the order in which they run."""
+        return tuple(self)
+
+    @property
+    def cp_sizes(self) -> NDArray[np.int32]:
+        """int32[m, world_size]: ranks of the group of each rank."""
+        return self._of_ranks(self._cp_sizes)
+
+    @property
+    def tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[m, world_size]: most tokens of each rank; the ranks of a group differ by at most one."""
+        return self._of_ranks(self._tokens_per_rank)
+
+    @property
+    def rank_seconds(self) -> NDArray[np.float64]:
+        """float64[m, world_size]: seconds of each rank through the whole model, forward and backward."""
+        return self._of_ranks(self._group_seconds)
+
+    def digest(self) -> str:
+        """Hex hash of which documents run when and where: equal on two ranks iff their plans are equal."""
+        return self._digest
+
+    def _of_ranks(self, of_groups: NDArray[_Number]) -> NDArray[_Number]:
+        return of_groups.repeat(self._cp_sizes).reshape(len(self), self.world_size)
+
+    def _group(self, group: int) -> CpGroup:
+        first, end = self._document_offsets[group : group + 2]
+        return CpGroup(
+            first_rank=int(self._first_ranks[group]),
+            cp_size=int(self._cp_sizes[group]),
+            document_ids=self._document_ids[first:end],
+            lengths=self._lengths[first:end],
+            tokens_per_rank=int(self._tokens_per_rank[group]),
+            seconds=float(self._group_seconds[group]),
+        )
+
+    def __len__(self) -> int:
+        """Number of micro-batches."""
+        return len(self._group_offsets) - 1
+
+    def __getitem__(self, index: int, /) -> DynamicMicroBatch:
+        return DynamicMicroBatch(self, _item(range(len(self)), index, "micro-batch"))
+
+    def __iter__(self) -> Iterator[DynamicMicroBatch]:
+        return (DynamicMicroBatch(self, index) for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DynamicCpPlan):
+            return NotImplemented
+        return all(np.array_equal(value, vars(other)[name]) for name, value in vars(self).items())
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicCpPlan(world_size={self.world_size}, num_stages={self.num_stages}, "
+            f"num_micro_batches={len(self)}, documents={len(self._lengths)}, "
+            f"largest_cp_size={self._cp_sizes.max()}, seconds={self.seconds:.6f})"
+        )
+
+
+def _item(among: range, index: int, what: str) -> int:
+    try:
+        return among[operator.index(index)]
+    except IndexError:
+        raise IndexError(f"{what} {index} of {len(among)}") from None

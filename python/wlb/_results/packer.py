@@ -1,0 +1,118 @@
+"""What a packer answers with."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import result
+from wlb._errors import error
+
+_LONGEST_HISTOGRAM = 1_000_000
+"""Iterations: 8 MB of histogram."""
+
+
+@result
+@dataclass(frozen=True)
+class Bounds:
+    """What a packer promises as long as no push brings more than it admits.
+
+    Attributes:
+        tokens: Most tokens that ever wait after a push.
+        delay: Most iterations that a document waits while documents come; ``None``: nothing limits it (queues without
+            ``max_delay``). Draining the rest at the end of the stream adds ``drain`` at most.
+        drain: Most iterations that it takes to drain what waits: the global batches of a flush.
+    """
+
+    tokens: int
+    delay: int | None
+    drain: int
+
+
+@result
+@dataclass(frozen=True, repr=False)
+class PackerMetrics:
+    """Balance, delay and memory of a stream of packings.
+
+    Imbalance, tokens per step and memory skew are over the push steps that emitted a document; delays, documents and
+    tokens over everything emitted, flushed batches included. Delays are in iterations, weighted by tokens.
+
+    Attributes:
+        steps: Push steps that emitted a document.
+        documents: Documents (or pieces of split ones) emitted.
+        tokens: Tokens emitted.
+        imbalance_mean: Mean of ``max cost * N / total cost`` over steps; of a range of cost models, that of the worst.
+        imbalance_p95: 95th percentile of the imbalance, to 0.001.
+        imbalance_p99: 99th percentile of the imbalance, to 0.001.
+        imbalance_worst: Imbalance of the worst step.
+        delay_mean: Mean wait of a token, in iterations.
+        delay_p99: The wait that 99 % of the tokens do not exceed, in iterations.
+        delay_max: Longest wait of a document, in iterations.
+        backlog_mean: Mean over pushes of the tokens that waited after them.
+        backlog_max: Most tokens that waited after a push.
+        tokens_per_step_cv: Standard deviation over mean of the tokens in a step.
+        memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
+        memory_skew_worst: Most over mean tokens of a step's micro-batches, worst step.
+        length_fallbacks: Documents placed by token count instead of by cost, because they did not fit where the
+            cost was least.
+        carried_over: Documents that did not fit in their iteration, counted once for each such iteration.
+    """
+
+    steps: int
+    documents: int
+    tokens: int
+    imbalance_mean: float
+    imbalance_p95: float
+    imbalance_p99: float
+    imbalance_worst: float
+    delay_mean: float
+    delay_p99: int
+    delay_max: int
+    backlog_mean: float
+    backlog_max: int
+    tokens_per_step_cv: float
+    memory_skew_mean: float
+    memory_skew_worst: float
+    length_fallbacks: int
+    carried_over: int
+    _delays: tuple[tuple[int, int], ...]  # (iterations, tokens that waited so many), ascending
+    _imbalances: tuple[float, ...]  # mean under each model of a range
+
+    @property
+    def imbalance_mean_by_model(self) -> NDArray[np.float64]:
+        """float64[models]: the mean imbalance under each cost model of a range, over the steps since it was set.
+
+        Empty under a single cost model, and before the first step.
+        """
+        return np.array(self._imbalances, np.float64)
+
+    @property
+    def delay_histogram(self) -> NDArray[np.int64]:
+        """int64[delay_max + 1]: tokens emitted after each number of iterations.
+
+        Raises:
+            WlbError: a document waited a million iterations or more; the histogram would not fit in memory.
+        """
+        longest = self.delay_max
+        if longest >= _LONGEST_HISTOGRAM:
+            raise error("delay_max", f"= {longest}: is too long a wait for a histogram", value=longest)
+        histogram = np.zeros(longest + 1 if self._delays else 0, np.int64)
+        for delay, tokens in self._delays:
+            histogram[delay] = tokens
+        return histogram
+
+    def as_dict(self) -> dict[str, float | int]:
+        """All of the above but the histogram."""
+        names = (each.name for each in dataclasses.fields(self) if not each.name.startswith("_"))
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        return (
+            f"PackerMetrics(steps={self.steps}, imbalance_mean={self.imbalance_mean:.4f}, "
+            f"imbalance_p95={self.imbalance_p95:.3f}, imbalance_worst={self.imbalance_worst:.3f}, "
+            f"delay_mean={self.delay_mean:.3f}, delay_p99={self.delay_p99}, delay_max={self.delay_max}, "
+            f"memory_skew_mean={self.memory_skew_mean:.3f})"
+        )

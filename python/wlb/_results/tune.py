@@ -1,0 +1,70 @@
+"""What tuning answers with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wlb._core import result
+
+
+@result
+@dataclass(frozen=True, repr=False)
+class TunedPoint:
+    """One choice of thresholds, or of a price, and what it gives on the sample.
+
+    Attributes:
+        thresholds: Tokens, ascending; () with a price.
+        delay_price: The price of delay; None with thresholds.
+        imbalance_mean: Mean imbalance over steps.
+        imbalance_p95: 95th percentile of the imbalance.
+        imbalance_worst: Imbalance of the worst step.
+        delay_mean: Mean wait of a token, in iterations, documents flushed at the end of the sample included.
+        delay_max: Longest wait of a document, in iterations.
+        memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
+    """
+
+    thresholds: tuple[int, ...]
+    delay_price: float | None
+    imbalance_mean: float
+    imbalance_p95: float
+    imbalance_worst: float
+    delay_mean: float
+    delay_max: int
+    memory_skew_mean: float
+
+    def __repr__(self) -> str:
+        by_price = self.delay_price is not None
+        choice = f"delay_price={self.delay_price}" if by_price else f"thresholds={list(self.thresholds)}"
+        return (
+            f"TunedPoint({choice}, imbalance_mean={self.imbalance_mean:.4f}, delay_mean={self.delay_mean:.3f}, "
+            f"delay_max={self.delay_max})"
+        )
+
+
+@result
+@dataclass(frozen=True, repr=False)
+class TuneResult:
+    """What waits, chosen on a sample, and what else could be had.
+
+    Attributes:
+        best: The best choice, and what it gives on the sample.
+        pareto: Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
+        evaluated: Number of choices tried.
+    """
+
+    best: TunedPoint
+    pareto: tuple[TunedPoint, ...]
+    evaluated: int
+
+    @property
+    def thresholds(self) -> tuple[int, ...]:
+        """The best thresholds: tokens, ascending; () where a price was tuned."""
+        return self.best.thresholds
+
+    @property
+    def delay_price(self) -> float | None:
+        """The best price of delay; None where thresholds were tuned."""
+        return self.best.delay_price
+
+    def __repr__(self) -> str:
+        return f"TuneResult(best={self.best!r}, pareto of {len(self.pareto)} points)"
