@@ -8,7 +8,7 @@ use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, plan_dynamic_cp};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {
