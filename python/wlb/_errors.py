@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -63,3 +65,11 @@ def check_bool(argument: str, value: object) -> None:
     """Refuses what is not true or false, such as the word."""
     if not isinstance(value, bool | np.bool_):
         raise error(argument, f"= {value!r}: must be true or false", value=value)
+
+
+def check_options(options: Iterable[str], *functions: Callable[..., Any], but: Collection[str] = ()) -> None:
+    """Refuses an option that none of these functions has by name, or that is among those of them that are set here."""
+    known = {name for function in functions for name in inspect.signature(function).parameters} - set(but)
+    for name in options:
+        if name not in known:
+            raise error(name, f"is no option here; known are {', '.join(sorted(known))}")

@@ -55,6 +55,31 @@ def test_what_is_not_known_is_named(given: Any) -> None:
     assert refused.value.argument == "trainer"
 
 
+@pytest.mark.parametrize("kind", ["transformers", "lightning", "accelerate", "module"])
+def test_an_unknown_option_is_named(kind: str, tmp_path: Path) -> None:
+    data: Any = documents()
+    given: dict[str, tuple[Any, dict[str, Any]]] = {
+        "transformers": (
+            Trainer(llama(), arguments(tmp_path), train_dataset=data, data_collator=together),
+            {"max_tokens": 64},
+        ),
+        "lightning": (
+            lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False),
+            {"dataset": data, "max_tokens": 64, "tokens_per_batch": 100},
+        ),
+        "accelerate": (accelerate.Accelerator(cpu=True), {}),
+        "module": (Network(), {}),
+    }
+    trainer, options = given[kind]
+    with pytest.raises(wlb.WlbError, match="max_delais is no option here; known are") as refused:
+        wlb.attach(trainer, **options, max_delais=3)
+    assert refused.value.argument == "max_delais"
+    if options:
+        del options["max_tokens"]
+        with pytest.raises(wlb.WlbError, match="max_tokens is missing"):
+            wlb.attach(trainer, **options)
+
+
 def test_nothing_is_imported_before() -> None:
     program = "import sys, wlb; wlb.attach; assert not {'torch', 'transformers', 'lightning'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

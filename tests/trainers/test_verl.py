@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     balancing = importlib.import_module("verl.utils.seqlen_balancing")
     for name in ("get_seqlen_balanced_partitions", "rearrange_micro_batches"):
         monkeypatch.setattr(balancing, name, getattr(balancing, name))
-    ours.install()
+    package = importlib.import_module("verl")
+    assert wlb.attach(package) is package
     assert balancing.rearrange_micro_batches is ours.rearrange_micro_batches
     return balancing
 
@@ -83,23 +85,44 @@ def test_counts_and_groups(verl: Any, options: dict[str, int]) -> None:
         torch.testing.assert_close(micro_batch["input_ids"], batch["input_ids"][held])
 
 
-def test_ranks_have_as_many(verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks' answers are put in: this one takes the greatest number."""
+def on_rank(rank: int, counts: list[int], options: dict[str, Any]) -> tuple[int, int]:
+    """How many micro-batches a rank has alone, and how many with the others."""
     tensordict = importlib.import_module("tensordict")
-    lengths = samples()
+    lengths = samples(counts[rank])
     batch = tensordict.TensorDict(batch_of(lengths), batch_size=[lengths.size])
-    alone = len(verl.rearrange_micro_batches(batch, 1000)[1])
-    answers = iter([lambda values: values, lambda values: [values[0] + 3], lambda values: values])
-    monkeypatch.setattr(ours, "_most", lambda values, group: next(answers)(values))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert len(verl.rearrange_micro_batches(batch, 1000, dp_group=object())[1]) == alone + 3
+    group = dist.group.WORLD
+    alone = ours.rearrange_micro_batches(batch, 1000, dp_group=group, same_micro_num_in_dp=False, **options)
+    micro_batches, indices = ours.rearrange_micro_batches(batch, 1000, dp_group=group, **options)
+    assert sorted(sample for held in indices for sample in held) == list(range(lengths.size))
+    assert all(0 < lengths[held].sum() <= 1000 for held in indices)
+    assert all(
+        torch.equal(part["input_ids"], batch["input_ids"][held])
+        for part, held in zip(micro_batches, indices, strict=True)
+    )
+    return len(alone[1]), len(micro_batches)
 
 
-def test_all_ranks_refuse_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank has 3 samples, which are no pairs: this one raises too, rather than wait for it."""
-    monkeypatch.setattr(ours, "_most", lambda values, group: [*values[:2], 3])
-    with pytest.raises(wlb.WlbError, match="force_group_size = 2: does not divide the 3 samples"):
-        ours.rearrange_micro_batches(batch_of(np.array([5, 9, 7, 2])), 200, force_group_size=2)
+@pytest.mark.parametrize("options", [{}, {"num_batches_divided_by": 4}, {"min_num_micro_batch": 23}])
+def test_ranks_have_as_many(options: dict[str, int]) -> None:
+    pytest.importorskip("verl.utils.tensordict_utils", reason="verl is not installed: pip install verl")
+    (first, both), (second, other) = processes.run(2, on_rank, [96, 40], options)
+    assert first > second or "min_num_micro_batch" in options
+    assert both == other == max(first, second)
+
+
+def test_all_ranks_refuse_what_one_does() -> None:
+    """Rank 1 has 41 samples, which are no pairs: rank 0 raises too, rather than wait for it."""
+    pytest.importorskip("verl.utils.tensordict_utils", reason="verl is not installed: pip install verl")
+    refusals = processes.run(2, refused_together, [96, 41])
+    assert set(refusals) == {"force_group_size = 2: does not divide the 41 samples"}
+
+
+def refused_together(rank: int, counts: list[int]) -> str:
+    with pytest.raises(wlb.WlbError) as refused:
+        ours.rearrange_micro_batches(
+            batch_of(samples(counts[rank])), 1000, force_group_size=2, dp_group=dist.group.WORLD
+        )
+    return str(refused.value)
 
 
 def test_wrong_calls_are_refused() -> None:

@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 import wlb
 from wlb._choices import Oversize
-from wlb._errors import check_integer, error
+from wlb._errors import check_integer, check_options, error
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.plans import ROOM, Evaluation, KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.proof import prove
@@ -25,6 +25,7 @@ from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.training import meeting_place, takes_keywords
 
+_SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
@@ -85,6 +86,7 @@ def balance(
             left, dispatches batches, or shards sequences; data without `input_ids`; a model of which the costs are not
             known. Nothing has changed then. In `train`: what :func:`wlb.torch.verify` finds.
     """
+    check_options(packer, balance, wlb.Packer, but=_SET_HERE)
     check_trainer(trainer)
     check_integer("max_tokens", max_tokens, minimum=1)
     check_integer("max_delay", max_delay, minimum=0)

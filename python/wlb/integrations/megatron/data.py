@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 from wlb._choices import Oversize
-from wlb._errors import check_integer, error
+from wlb._errors import check_integer, check_options, error
 from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments, source
 from wlb.integrations.megatron.iterator import DataIterator, Header
@@ -25,6 +25,8 @@ from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import BalancedBatchSampler, DynamicCpLoader, PackedBatch, StepLoader, collate
 from wlb.torch.data.peers import Peers
 
+# Arguments of plans that follow from the model and the ranks.
+_SET_HERE: Final = ("planning", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
 _ROOM: Final = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
 
 
@@ -99,6 +101,7 @@ def data_iterator(
         wlb.WlbError: an argument makes no sense, the model is configured against packed rows, or megatron-core is too
             old; it names what. Before anything is read.
     """
+    check_options(planning, wlb.plan_dynamic_cp, data_iterator, but=_SET_HERE)
     check_version()
     config, chunks = _parts_of(model)
     check_config(config, dynamic_cp=dynamic_cp)
