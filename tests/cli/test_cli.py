@@ -303,6 +303,107 @@ def test_pack_measures_what_the_packer_measures(run: Any, npy: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_pack_by_the_documents_own_costs(run: Any, tmp_path: Path) -> None:
+    """Rows belong to document ids, empty ones counted; a piece has its share; figures are those of the packer."""
+    lengths = long_tailed(600)
+    lengths[::50] = 0
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in lengths.tolist()))
+    rng = np.random.default_rng(0)
+    costs = np.column_stack([lengths.astype(float) ** 2, rng.random(600) * lengths, lengths])
+    np.save(tmp_path / "costs.npy", costs)
+    options = ("--costs", "costs.npy", "--limits", "inf,inf,1400", "--thresholds", 700)
+    results = run("pack", "texts.jsonl", *SMALL, *options, "--json").json
+    ours, plan = results["methods"][-1], np.load(tmp_path / "wlb-pack/plans.npz")
+
+    place = plan["step"] * 4 + plan["micro_batch"]
+    share = (plan["length"] / lengths[plan["document_id"]])[:, None]
+    sums = np.zeros((plan["costs"].size, 3))
+    np.add.at(sums, place, costs[plan["document_id"]] * share)
+    np.testing.assert_allclose(plan["column_costs"].reshape(-1, 3), sums)
+    np.testing.assert_allclose(plan["costs"].ravel(), sums[:, :2].sum(axis=1))
+    assert sums[:, 2].max() <= 1400
+
+    stream = Reading().order(read(tmp_path / "texts.jsonl"), context=CONTEXT, tokens_per_batch=4 * CONTEXT)
+    packer = wlb.Packer(
+        num_micro_batches=4,
+        max_tokens=CONTEXT * 3 // 2,
+        max_document_tokens=CONTEXT,
+        outlier_thresholds=(700,),
+        cost_columns=3,
+        limits=[np.inf, np.inf, 1400],
+        on_backlog="error",
+    )
+    arrived = costs[stream.ids] * (stream.lengths / lengths[stream.ids])[:, None]
+    for first, last in zip(stream.offsets[:-1], stream.offsets[1:], strict=True):
+        packer.push(stream.lengths[first:last], costs=arrived[first:last])
+    assert ours["imbalance_mean"] == pytest.approx(packer.metrics().imbalance_mean)
+    assert ours["imbalance_worst"] == pytest.approx(packer.metrics().imbalance_worst)
+    lines = [json.loads(line) for line in (tmp_path / "wlb-pack/plans.jsonl").read_text().splitlines()]
+    np.testing.assert_array_equal([line["column_costs"] for line in lines], plan["column_costs"])
+    streamed = len(lines) - ours["steps_of_flush"]
+    assert np.mean([line["imbalance"] for line in lines[:streamed]]) == pytest.approx(ours["imbalance_mean"])
+
+    # Of the time that steps take, the columns have all; the third takes none.
+    columns = ours["columns"]
+    assert [column["limit"] for column in columns] == [None, None, 1400]
+    assert columns[0]["share"] + columns[1]["share"] == pytest.approx(1)
+    assert [column["share"] for column in results["methods"][0]["columns"]][2] is None
+    assert columns[2]["heaviest"] == pytest.approx(sums[:, 2].max())
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_given_costs_of_a_model_make_its_plans(run: Any, npy: Path, tmp_path: Path) -> None:
+    model = wlb.CostModel(attention=1.0, linear=2000.0)
+    (tmp_path / "cost.json").write_text(model.to_json())
+    np.save(tmp_path / "costs.npy", model.cost(long_tailed(2000)))
+    waiting = ("--release", "adaptive", "--delay-price", 0.03)
+    fitting = ("--oversize", "truncate", "--context", 2048, "--micro-batches", 4)  # nothing is cut
+    by_model, given = (
+        run("pack", npy, *fitting, *waiting, "--method", "refined", *costs, "--json").json["methods"][-1]
+        for costs in (("--cost-model", "cost.json"), ("--costs", "costs.npy"))
+    )
+    for name in ("imbalance_mean", "lost_time", "delay_mean", "memory_skew"):
+        assert given[name] == pytest.approx(by_model[name], rel=1e-12)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_batch_without_costs_is_a_batch(run: Any, tmp_path: Path) -> None:
+    """A column may be all zeros for a while: a batch without images."""
+    lengths = np.full(64, 256)
+    np.save(tmp_path / "lengths.npy", lengths)
+    images = np.where(np.arange(64) < 16, 0.0, 5.0)
+    np.save(tmp_path / "images.npy", images)
+    np.save(tmp_path / "both.npy", np.column_stack([images, lengths]))
+    for file in ("images.npy", "both.npy"):
+        results = run("pack", "lengths.npy", *SMALL, "--costs", file, "--thresholds", "", "--json").json
+        assert [method["imbalance_mean"] for method in results["methods"]] == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_range_of_costs_is_packed_for_its_worst(run: Any, npy: Path, tmp_path: Path) -> None:
+    """Rates with commas between, and several files, are a range of cost models."""
+    model = wlb.ModelConfig.preset("llama2-7b")
+    for rate in (0.4, 2.1):
+        (tmp_path / f"{rate}.json").write_text(model.cost_model(attention_efficiency=rate).to_json())
+    same = ("pack", npy, "--micro-batches", 4, "--context", 2048, "--queues", 0, "--json")
+    one, by_rate, by_file = (
+        run(*same, *told).json["methods"][-1]
+        for told in (
+            ("--attention-efficiency", 0.4),
+            ("--attention-efficiency", "0.4,2.1"),
+            ("--cost-model", "0.4.json", "--cost-model", "2.1.json"),
+        )
+    )
+    assert by_rate["digest"] == by_file["digest"] != one["digest"]
+    worst = by_rate["imbalance_band"][1]
+    assert worst <= by_rate["imbalance_mean"]
+    assert by_rate["lost_time"] == by_rate["lost_time_band"][1]
+    for command in (("tune", "--queues", 1, "--steps", 5), ("simulate", "--steps", 2, "--variants", "wlb")):
+        rates = run(*command, npy, "--context", 2048, "--attention-efficiency", "0.4,2.1", "--json")
+        assert rates.code == 0
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_pack_truncates_or_refuses_long_documents(run: Any, npy: Path, tmp_path: Path) -> None:
     arguments = ("pack", npy, *SMALL, "--thresholds", 512, "--quiet", "--oversize")
     result = run(*arguments, "truncate")
@@ -680,6 +781,12 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     np.save(tmp_path / "matrix.npy", np.ones((2, 2), dtype=np.int64))
     np.save(tmp_path / "negative.npy", np.array([3, 4, -5]))
     np.save(tmp_path / "short.npy", np.array([3, 4]))
+    two = np.column_stack([long_tailed(2000), long_tailed(2000)]).astype(float)
+    np.save(tmp_path / "two.npy", two)
+    two[17, 1] = np.nan
+    np.save(tmp_path / "nan.npy", two)
+    np.save(tmp_path / "zeros.npy", np.column_stack([long_tailed(2000), np.zeros(2000)]))
+    np.savez(tmp_path / "several.npz", a=two)
     cases = {
         ("demo", "nowhere"): "nowhere: no such file or directory",
         ("demo", "bad.jsonl"): "bad.jsonl:2: not JSON",
@@ -708,6 +815,19 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--thresholds", 512, "--queues", 1): "--queues: --thresholds",
         ("pack", npy, *SMALL, "--thresholds", 512, "--max-mean-delay", 1): "--max-mean-delay: is for tuning",
         ("pack", npy, *SMALL, "--release", "adaptive", "--delay-price", "inf"): "--delay-price = inf",
+        ("pack", npy, *SMALL, "--costs", "none.npy"): "none.npy: no such file",
+        ("pack", npy, *SMALL, "--costs", "several.npz"): "several.npz: holds several arrays",
+        ("pack", npy, *SMALL, "--costs", "short.npy"): "short.npy: has 2 rows, and lengths.npy 2,000 documents",
+        ("pack", npy, *SMALL, "--costs", "nan.npy"): "nan.npy: costs[17, 1] = NaN",
+        ("pack", npy, *SMALL, "--costs", "zeros.npy"): "zeros.npy: costs[:, 1]: is 0 for every document",
+        ("pack", npy, *SMALL, "--costs", "two.npy", "--limits", "9"): "--limits has 1 entries",
+        ("pack", npy, *SMALL, "--costs", "two.npy", "--limits", "inf,9"): "--limits inf,9: document ",
+        ("pack", npy, *SMALL, "--limits", "9"): "--limits: are of the columns of --costs",
+        ("pack", npy, *SMALL, "--costs", "two.npy", "--gpu", "h100"): "--gpu: --costs says what documents cost",
+        ("pack", npy, *SMALL, "--costs", "two.npy", "--queues", "1"): "--queues: is for tuning, which goes by lengths",
+        ("pack", npy, *SMALL, "--costs", "two.npy", "--release", "adaptive"): "--release adaptive: weighs one column",
+        ("pack", npy, *SMALL, "--costs", "two.npy", "--method", "fixed_length"): "--costs: --method fixed_length",
+        ("pack", npy, *SMALL, "--attention-efficiency", "0.4,0"): "--attention-efficiency 0.4,0: give finite numbers",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",

@@ -74,6 +74,11 @@ def test_other_commands_take_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert '"cost_model"' in capsys.readouterr().out
     assert wlb_command("pack", *common, "--model", "llama2-7b") == 2
     assert "--model: --cost-model says what documents cost" in capsys.readouterr().err
+    for option, value in (("--gpu", "h100"), ("--attention-efficiency", "1")):
+        assert wlb_command("pack", *common, option, value) == 2
+        assert f"{option}: --cost-model says what documents cost" in capsys.readouterr().err
+    assert wlb_command("simulate", *common, "--attention-efficiency", "1") == 2
+    assert "--attention-efficiency: --cost-model says what documents cost" in capsys.readouterr().err
     assert wlb_command("tune", *common, "--gpu", "h100") == 2
     assert "--cost-model: tuning on a cluster fits" in capsys.readouterr().err
     cost.write_text("{}")

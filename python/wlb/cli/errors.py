@@ -8,7 +8,7 @@ import wlb
 from wlb.cluster.capacity import DoesNotFit
 
 _OPTIONS = {
-    "cost_file": "cost-model",
+    "cost_files": "cost-model",
     "gpu_count": "gpus",
     "kernel_model": "kernel-profile",
     "model_name": "model",

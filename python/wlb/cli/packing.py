@@ -70,10 +70,12 @@ def wlb_plan(
     """WLB as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any.
 
     The name of the plan has `queues`, by default as many as there are: tuning may do with fewer than it was given.
+    Nothing is tuned where documents bring their costs, since tuning goes by lengths.
     """
     levels, price = held.outlier_thresholds, held.delay_price
     adaptive = held.release == "adaptive"
-    if price is None if adaptive else levels is None and held.num_queues > 0:
+    open_ = price is None if adaptive else levels is None and held.num_queues > 0
+    if open_ and setup.cost_model is not None:
         most = None if adaptive else held.num_queues
         tuned = tune(stream, setup, held, bars, queues=most, batches=tuned_batches, method=method)
         levels, price = tuned.thresholds, tuned.delay_price

@@ -17,9 +17,9 @@ def readable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "replace")
 
 
-def listed(numbers: Iterable[int], between: str) -> str:
+def listed(items: Iterable[object], between: str) -> str:
     """`4,096 and 8,192`."""
-    return between.join(f"{number:,}" for number in numbers)
+    return between.join(f"{item:,}" if isinstance(item, int | float) else str(item) for item in items)
 
 
 def thresholds(of_queues: Iterable[int]) -> str:

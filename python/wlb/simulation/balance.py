@@ -24,7 +24,7 @@ class Balance:
 
     Args:
         heaviest: float64[steps] work of the heaviest micro-batch, or its seconds.
-        mean: float64[steps] that of the mean micro-batch, above 0.
+        mean: float64[steps] that of the mean micro-batch.
         work: float64[steps] that of all micro-batches together.
     """
 
@@ -34,8 +34,9 @@ class Balance:
 
     @classmethod
     def of(cls, costs: Floats) -> Balance:
-        """From float64[steps, micro-batches]."""
-        return cls(costs.max(axis=1), costs.mean(axis=1), costs.sum(axis=1))
+        """From float64[steps, micro-batches], or [steps, micro-batches, columns]: a step waits in each column."""
+        found = costs.max(axis=1), costs.mean(axis=1), costs.sum(axis=1)
+        return cls(*(of.sum(axis=1) for of in found)) if costs.ndim == 3 else cls(*found)
 
     def first(self, steps: int) -> Balance:
         """Of the first steps alone."""
@@ -43,8 +44,8 @@ class Balance:
 
     @property
     def imbalance(self) -> Floats:
-        """float64[steps]: the heaviest micro-batch over the mean."""
-        return self.heaviest / self.mean
+        """float64[steps]: the heaviest micro-batch over the mean; 1 where there is no work at all."""
+        return np.divide(self.heaviest, self.mean, out=np.ones_like(self.mean), where=self.mean > 0)
 
     @property
     def lost_time(self) -> float:

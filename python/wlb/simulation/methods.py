@@ -32,7 +32,7 @@ class Setup:
     num_micro_batches: int  # of one global batch
     context: int  # tokens: the longest document, and a micro-batch of the fixed-length methods
     max_tokens: int  # the most tokens of a micro-batch of variable length
-    cost_model: CostModel
+    cost_model: CostModel | None  # None: documents bring their costs
     dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
     split: int = 1  # so many times the micro-batches, where whole documents are packed
 
@@ -57,6 +57,7 @@ class Step:
     delays: NDArray[np.int64]  # [pieces] iterations from entering to training, micro-batch after micro-batch
     digest: str
     seconds: float | None  # of planning; None for what a flush yields
+    column_costs: NDArray[np.float64] | None = None  # [micro-batches, columns] where documents bring their costs
 
 
 def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iterator[Step]:
@@ -66,18 +67,28 @@ def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iter
     """
     for i in range(stream.batches):
         first, last = int(stream.offsets[i]), int(stream.offsets[i + 1])
+        costs = None
+        if stream.costs is not None:  # of a single batch a column may be all zeros, which `pack` refuses
+            present = stream.costs[first:last].any(axis=0)
+            costs = stream.costs[first:last, present] if present.any() else np.ones(last - first)
         began = time.perf_counter()
         packing = pack(
             stream.lengths[first:last],
             num_micro_batches=setup.num_micro_batches,
             max_tokens=setup.context,
             cost_model=setup.cost_model,
+            costs=costs,
             method="original",
         )
         seconds = time.perf_counter() - began
+        column_costs = None
+        if costs is not None:
+            column_costs = np.zeros((setup.num_micro_batches, present.size))
+            if present.any():
+                column_costs[:, present] = packing.column_costs
         order = packing.deal(setup.dp_size) if dealt else _as_they_come(setup)
         delays = np.zeros(sum(map(len, packing.micro_batches)), dtype=np.int64)
-        yield Step(packing.micro_batches, order, first, delays, packing.digest(), seconds)
+        yield Step(packing.micro_batches, order, first, delays, packing.digest(), seconds, column_costs)
 
 
 def whole(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
@@ -152,13 +163,16 @@ def var_length(
     Documents enter as the loaders of `wlb.torch` read them, see :class:`Reading`; only their order matters here, not
     the stream's global batches. `options` are further arguments of the packer.
     """
-    packer = Packer(**{**packer_options(setup, max_delay), "outlier_thresholds": thresholds, **(options or {})})
-    reading = Reading(stream.lengths, packer, setup.tokens_per_batch)
+    given = {} if stream.costs is None else {"cost_columns": len(stream.limits), "limits": stream.limits}
+    options = {**packer_options(setup, max_delay), **given, "outlier_thresholds": thresholds, **(options or {})}
+    packer = Packer(**options)
+    reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs)
     for read in reading.steps():
         micro_batches = read.packing.micro_batches
         delays = read.iteration - reading.arrival[document_ids(micro_batches)]
         order, digest = read.packing.deal(setup.dp_size), read.packing.digest()
-        yield Step(micro_batches, order, 0, delays, digest, read.seconds)
+        column_costs = None if stream.costs is None else read.packing.column_costs
+        yield Step(micro_batches, order, 0, delays, digest, read.seconds, column_costs)
 
 
 def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:

@@ -32,10 +32,18 @@ class Reading:
         lengths: int64[n] tokens; none is longer than the packer's documents.
         packer: new; it stays as it is.
         tokens_per_batch: most tokens that enter in a step, one document at least.
+        costs: float64[n, columns] for a packer that takes them.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], packer: Packer, tokens_per_batch: int) -> None:
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        packer: Packer,
+        tokens_per_batch: int,
+        costs: NDArray[np.float64] | None = None,
+    ) -> None:
         self._lengths = lengths
+        self._costs = costs
         self._ends = lengths.cumsum()
         self.packer = packer
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
@@ -54,7 +62,8 @@ class Reading:
             end = self._ends.size
         last = end == self._ends.size
         ids = np.arange(self._read, end)
-        return Offer(ids=ids, starts=None, lengths=self._lengths[ids], more=not last, rest_waits=last)
+        costs = None if self._costs is None else self._costs[ids]
+        return Offer(ids, starts=None, lengths=self._lengths[ids], more=not last, rest_waits=last, costs=costs)
 
     def advance(self, pieces: int) -> None:
         """See :class:`wlb.filling.Source`."""

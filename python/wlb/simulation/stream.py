@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from wlb._core import CostModel
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,8 @@ class GlobalBatches:
 
     lengths: NDArray[np.int64]  # [n] tokens
     offsets: NDArray[np.int64]  # [batches + 1]
+    costs: NDArray[np.float64] | None = field(default=None, kw_only=True)  # [n, columns] of documents that bring them
+    limits: tuple[float, ...] = field(default=(), kw_only=True)  # the most of a micro-batch in each column
 
     @property
     def batches(self) -> int:
@@ -28,6 +32,13 @@ class GlobalBatches:
     def head(self, batches: int) -> NDArray[np.int64]:
         """Lengths of the first `batches` global batches."""
         return self.lengths[: self.offsets[batches]]
+
+    def work(self, cost_model: CostModel | None) -> NDArray[np.float64]:
+        """float64[n]: what each document costs by itself, or else by the model; memory is no work."""
+        if self.costs is not None:
+            return np.asarray(self.costs[:, np.isinf(self.limits)].sum(axis=1))
+        assert cost_model is not None
+        return cost_model.cost(self.lengths)
 
     def full(self, tokens: int) -> PieceBatches:
         """The same tokens in global batches of exactly `tokens` each, the last one excepted.

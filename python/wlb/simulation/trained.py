@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,8 @@ class PackedRun(Trained):
     tokens: NDArray[np.int64]  # [steps, micro-batches]
     order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
     release: Release = "fifo"  # which outliers wait
+    column_costs: NDArray[np.float64] | None = None  # [steps, micro-batches, columns] where documents bring their costs
+    limits: tuple[float, ...] = ()  # of these columns
 
     @property
     def waits(self) -> bool:
@@ -85,7 +88,17 @@ class PackedRun(Trained):
     @property
     def balance(self) -> Balance:
         """Of the steps before those at the stream's end, by the packer's own costs."""
-        return Balance.of(self.costs).first(self.streamed)
+        return self.all_balance.first(self.streamed)
+
+    @property
+    def all_balance(self) -> Balance:
+        """The same of all steps; with several columns that take time, a step has the heaviest of each."""
+        return Balance.of(self.costs if self.column_costs is None else self.column_costs[..., self.timed])
+
+    @property
+    def timed(self) -> NDArray[np.bool_]:
+        """bool[columns]: of the costs that documents bring, those that take time and not memory."""
+        return np.isinf(self.limits)
 
     @property
     def imbalance(self) -> NDArray[np.float64]:
@@ -96,22 +109,57 @@ class PackedRun(Trained):
         """Balance by costs that the packer did not use: `cost_model`'s, were attention at other rates.
 
         Args:
-            cost_model: what the documents were packed by.
+            cost_model: what the documents were packed by; of a range, balance under each of its models.
             rates: of attention, relative to what `cost_model` has.
         """
-        slot = self.step * self.costs.shape[1] + self.micro_batch
-        of_pieces = np.asarray(cost_model.attention_cost(self.length))
-        attention = np.bincount(slot, weights=of_pieces, minlength=self.costs.size).reshape(self.costs.shape)
-        graded = (np.maximum(self.costs + (1 / rate - 1) * attention, 0.0) for rate in rates)
+        if len(cost_model.models) > 1:
+            graded = [self._sums(model.cost(self.length)) for model in cost_model.models]
+        else:
+            attention = self._sums(cost_model.attention_cost(self.length))
+            graded = [np.maximum(self.costs + (1 / rate - 1) * attention, 0.0) for rate in rates]
         return [Balance.of(costs).first(self.streamed) for costs in graded]
 
-    def bands(self, cost_model: CostModel) -> dict[str, list[float]]:
-        """The least and the most of balance at the rates of :meth:`graded`, as plain JSON values."""
+    def _sums(self, of_pieces: NDArray[np.float64]) -> NDArray[np.float64]:
+        slot = self.step * self.costs.shape[1] + self.micro_batch
+        return np.asarray(np.bincount(slot, weights=of_pieces, minlength=self.costs.size).reshape(self.costs.shape))
+
+    def bands(self, cost_model: CostModel) -> dict[str, Any]:
+        """The least and the most of balance that :meth:`graded` finds, as plain JSON values.
+
+        Of a range of cost models also the most of what :meth:`Balance.summary` has: the costs of a step are those under
+        its own worst model, and cannot be added up over steps.
+        """
         graded = self.graded(cost_model)
+        summaries = [balance.summary() for balance in graded] if len(cost_model.models) > 1 else []
         return {
             "imbalance_band": list(band([float(balance.imbalance.mean()) for balance in graded])),
             "lost_time_band": list(band([balance.lost_time for balance in graded])),
+            **{key: max(of[key] for of in summaries) for key in (summaries[0] if summaries else ())},
         }
+
+    def columns(self) -> list[dict[str, Any]]:
+        """What each column of the documents' costs takes, as plain JSON values.
+
+        Of a column that takes time, `share` is its part of the steps' time, and `lost_time` as :class:`Balance` has it;
+        `heaviest` is the most that a micro-batch has of it, in all steps.
+        """
+        if self.column_costs is None:
+            return []
+        streamed = self.column_costs[: self.streamed]
+        most = float(self.all_balance.first(self.streamed).heaviest.sum())
+        found = []
+        for column, limit in enumerate(self.limits):
+            balance, timed = Balance.of(streamed[..., column]), limit == math.inf
+            found.append(
+                {
+                    "column": column,
+                    "limit": None if timed else limit,
+                    "heaviest": float(self.column_costs[..., column].max()),
+                    "lost_time": balance.lost_time if timed else None,
+                    "share": float(balance.heaviest.sum()) / most if timed and most else None,
+                }
+            )
+        return found
 
     def micro_batch_pieces(self) -> Iterator[slice]:
         """Which pieces every micro-batch has, step by step; none where a micro-batch is empty."""
@@ -161,6 +209,11 @@ def collect(
         start += stream.firsts[document]
         document = stream.documents[document]
         seconds = seconds[: len(trained) - stream.remainder]
+    costs = np.array([m.cost for m in micro_batches]).reshape(shape)
+    column_costs = None
+    if stream.costs is not None:
+        column_costs = np.stack([step.column_costs for step in trained if step.column_costs is not None])
+        costs = column_costs[..., np.isinf(stream.limits)].sum(axis=2)
     return PackedRun(
         name=name,
         thresholds=thresholds,
@@ -170,10 +223,12 @@ def collect(
         start=start,
         length=np.concatenate([m.lengths for m in micro_batches]).astype(np.int64),
         delay=np.concatenate([step.delays for step in trained]),
-        costs=np.array([m.cost for m in micro_batches]).reshape(shape),
+        costs=costs,
         tokens=np.array([m.tokens for m in micro_batches]).reshape(shape),
         order=np.stack([step.order for step in trained]),
         digests=tuple(step.digest for step in trained),
         seconds=np.array(seconds),
         release=release,
+        column_costs=column_costs,
+        limits=stream.limits,
     )

@@ -80,7 +80,7 @@ def demo(
             cp_balance(plan, bars),
             settings=settings(batches, cost, reading, delay)
             | {
-                "attention_efficiency": cost.efficiency(),
+                "attention_efficiency": cost.shown_efficiency(),
                 "max_tokens": setup.max_tokens,
                 "tuned_batches": tuned,
             },

@@ -11,7 +11,7 @@ from cyclopts.types import PositiveInt
 
 from wlb._choices import StreamMethod
 from wlb.cli.errors import CliError, option
-from wlb.cli.inputs.model import Cost
+from wlb.cli.inputs.given import DocumentCosts
 from wlb.cli.inputs.options import PANELS, CommandLine, options, settings
 from wlb.cli.inputs.packing import Batches, Held
 from wlb.cli.inputs.stream import Reading, Source
@@ -49,11 +49,13 @@ def pack(
     reading: Reading = Reading(),
     batches: PackedBatches = PackedBatches(),
     held: Held = Held(),
-    cost: Cost = Cost(),
+    cost: DocumentCosts = DocumentCosts(),
     output: Output = Output(),
     command_line: CommandLine,
 ) -> None:
     """Packs the documents of SOURCE, each exactly once, and writes the plans.
+
+    With --costs, documents bring their costs, and no thresholds and no price of delay are tuned: that goes by lengths.
 
     plans.npz holds flat arrays: step, micro_batch, document_id, start and length of every piece of a document
     (docs/semantics.md); plans.jsonl a line per global batch; pack.html and pack.png compare the plan with the original
@@ -64,14 +66,20 @@ def pack(
         method: var_length: equal work, whole documents. refined: the same, balanced better where --max-tokens binds.
             The others fill and cut at the context.
     """
-    for name, reason in _useless(method, batches, held):
+    for name, reason in _useless(method, batches, held, cost):
         raise CliError(f"--{option(name)}: {reason}")
+    columns = cost.columns()
+    if columns is not None and held.release == "adaptive" and len(columns.limits) > 1:
+        raise CliError(
+            f"--release adaptive: weighs one column, and {cost.costs} has {len(columns.limits)}; take --release fifo,"
+            " or give the sum of those that take time"
+        )
     setup = batches.setup(cost, dp_size=batches.dp_size or 1)
     if setup.num_micro_batches % setup.dp_size:
         raise CliError(f"--dp-size {setup.dp_size}: does not divide --micro-batches {setup.num_micro_batches}")
     price = None
     with output.progress() as bars:
-        stream = reading.stream(source, setup, bars)
+        stream = reading.stream(source, setup, bars, columns=columns)
         output.folder("pack")
         plans = [collect("original", original(stream, setup), stream, bars)]
         if method == "fixed_length":
@@ -83,7 +91,9 @@ def pack(
             plans.append(plan)
         plan = plans[-1]
         flushed = len(plan.digests) - plan.streamed
-        remark = f"{len(plan.digests):,} global batches planned"
+        remark = (
+            f"{cost.in_words() if columns is None else columns.in_words()} {len(plan.digests):,} global batches planned"
+        )
         remark += f", the last {flushed:,} of them to empty the queues." if flushed else "."
         if plan.thresholds:
             remark += f" Documents wait in queues from {listed(plan.thresholds, ' and ')} tokens on."
@@ -97,7 +107,7 @@ def pack(
             cp_balance(plan, bars),
             settings={"method": method}
             | settings(batches, cost, reading, held)
-            | {"attention_efficiency": cost.efficiency()}
+            | {"attention_efficiency": None if columns is not None else cost.shown_efficiency()}
             | {"max_tokens": setup.max_tokens, "delay_price": price, "queues": len(plan.thresholds)},
             remark=remark,
             files=plan_files(plan, stream, dealt=batches.dp_size is not None),
@@ -105,7 +115,7 @@ def pack(
     output.write(report, command_line)
 
 
-def _useless(method: Method, batches: PackedBatches, held: Held) -> Iterator[tuple[str, str]]:
+def _useless(method: Method, batches: PackedBatches, held: Held, cost: DocumentCosts) -> Iterator[tuple[str, str]]:
     """Options that are given and have nothing to do beside the others, and why."""
     fills = method in ("original", "fixed_length")
     fixed = held.outlier_thresholds is not None or held.delay_price is not None
@@ -118,6 +128,13 @@ def _useless(method: Method, batches: PackedBatches, held: Held) -> Iterator[tup
         (not adaptive, ("delay_price",), "only --release adaptive has a price of delay"),
         (fixed, ("num_queues",), "--thresholds says how many there are"),
         (fixed, ("max_mean_delay",), "is for tuning, which --thresholds and --delay-price leave out"),
+        (
+            cost.costs is not None,
+            ("num_queues", "max_mean_delay"),
+            "is for tuning, which goes by lengths; beside --costs give --thresholds, or --release adaptive",
+        ),
+        (method == "fixed_length", ("costs",), "--method fixed_length goes by lengths alone"),
+        (fills, ("limits",), f"--method {method} cuts documents wherever they end"),
     )
-    given = batches.given | held.given
+    given = batches.given | held.given | cost.given
     yield from ((name, reason) for useless, names, reason in reasons if useless for name in names if name in given)

@@ -62,7 +62,7 @@ def simulate(
             stream,
             shown=max(names[1:] or names, key=simulation.speedup),
             settings=settings(cluster, reading)
-            | {"attention_efficiency": cluster.efficiency()}
+            | {"attention_efficiency": cluster.shown_efficiency()}
             | {
                 "model": scenario.model.name,
                 "schedule": scenario.pipeline_schedule,

@@ -22,7 +22,7 @@ _MICRO_BATCHES = 16
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
     "context",
-    "cost_file",
+    "cost_files",
     "max_delay",
     "max_mean_delay",
     "max_tokens",
@@ -73,7 +73,7 @@ def tune(
         steps: global batches to form.
     """
     on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
-    for name in ("attention_efficiency", "cost_file"):
+    for name in ("attention_efficiency", "cost_files"):
         if on_a_cluster and name in cluster.given:
             raise CliError(f"--{option(name)}: tuning on a cluster fits the packer's costs to it; leave this out")
     scenario = cluster.scenario() if on_a_cluster else None

@@ -12,7 +12,7 @@ from cyclopts import Parameter, Token, validators
 
 import wlb
 from wlb.cli.errors import CliError
-from wlb.cli.inputs.model import Cost, model_config
+from wlb.cli.inputs.model import Cost, model_config, one_of
 from wlb.cli.inputs.options import NotAnOption, Numbers, Options, options, plain, scaled
 from wlb.cli.inputs.packing import Limits
 from wlb.cluster.hardware import GIB
@@ -93,17 +93,21 @@ class Cluster(Cost, Limits, wlb.Scenario):
             raise CliError(f"--gpus {self.gpu_count}: {sizes} = {layout.world_size}")
         if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():
             raise CliError(f"--kernel-profile {self.profile}: no such file")
-        hardware = self.preset()
+        hardware, model, rates = self.preset(), model_config(self.model_name), self.efficiencies()
+        cost_model = self.told()
+        if cost_model is None and len(rates) > 1:
+            again = layout.recompute == "full"
+            cost_model = one_of([model.cost_model(attention_efficiency=rate, recompute=again) for rate in rates])
         return plain(
             self,
             wlb.Scenario,
-            model=model_config(self.model_name),
+            model=model,
             layout=layout,
             hardware=dataclasses.replace(
                 hardware,
-                attention_efficiency=self.efficiency(),
+                attention_efficiency=rates[0],
                 gemm_efficiency=self.gemm_efficiency or hardware.gemm_efficiency,
             ),
             max_tokens=self.token_limit(),
-            cost_model=self.told(),
+            cost_model=cost_model,
         )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,11 +94,25 @@ def read_documents(
     return Documents(title, unit, ids, measured[ids], names, empty=measured.size - ids.size)
 
 
-def _read_lengths(path: Path) -> Documents:
+def load_numbers(path: Path) -> NDArray[Any]:
+    """What a .npy holds.
+
+    Raises:
+        CliError: There is no such file, or it is none.
+    """
+    if not path.is_file():
+        raise CliError(f"{path}: no such file")
     try:
-        lengths = np.load(path, allow_pickle=False)
+        loaded = np.load(path, allow_pickle=False)
     except Exception as error:  # of a broken header's parser, or of more memory than there is
         raise CliError(f"{path}: {error}") from None
+    if not isinstance(loaded, np.ndarray):
+        raise CliError(f"{path}: holds several arrays; give a .npy with one")
+    return loaded
+
+
+def _read_lengths(path: Path) -> Documents:
+    lengths = load_numbers(path)
     try:
         wlb.split_documents(lengths, max_document_tokens=MAX_TOKENS)
     except wlb.WlbError as error:

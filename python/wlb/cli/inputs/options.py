@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter, Token
@@ -17,6 +17,8 @@ from wlb.cli.errors import CliError, option
 
 T = TypeVar("T", bound=type[Any])
 P = TypeVar("P")
+
+Settings = dict[str, str | int | float | None]
 
 PANELS = {"batches": "Global batches", "waiting": "Waiting", "methods": "Methods"}
 """Panels of the help that several classes have options in."""
@@ -77,9 +79,14 @@ def plain(given: Options, cls: type[P], **changes: Any) -> P:
     return cls(**values | changes)
 
 
-def settings(*given: Options) -> dict[str, str | int | float | None]:
+def joined(values: Iterable[object]) -> str:
+    """Values as an option takes them: with commas between."""
+    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def settings(*given: Options) -> Settings:
     """What options say, by their names in words with underscores, as plain JSON values."""
-    found: dict[str, str | int | float | None] = {}
+    found: Settings = {}
     for options_ in given:
         hints = get_type_hints(type(options_), include_extras=True)
         for field in dataclasses.fields(options_):  # type: ignore[arg-type]
@@ -89,21 +96,26 @@ def settings(*given: Options) -> dict[str, str | int | float | None]:
             elif NotAnOption not in getattr(hints[field.name], "__metadata__", ()):
                 name = option(field.name).replace("-", "_")
                 simple = value is None or isinstance(value, bool | int | float)
-                found[name] = value if simple else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                found[name] = value if simple else joined(value) if isinstance(value, tuple) else str(value)
     return found
 
 
-def _numbers(type_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
-    token = tokens[0]
-    try:
-        return tuple(int(part) for part in token.value.split(",") if part.strip())
-    except ValueError:
-        message = f"{token.keyword} {token.value}: give whole numbers with commas between, such as 49152,98304"
-        raise CliError(message) from None
+def _commas(of_text: Callable[[str], float], what: str) -> Parameter:
+    def convert(type_: object, tokens: Sequence[Token]) -> tuple[float, ...]:
+        token = tokens[0]
+        try:
+            return tuple(of_text(part) for part in token.value.split(",") if part.strip())
+        except ValueError:
+            raise CliError(f"{token.keyword} {token.value}: give {what}") from None
+
+    return Parameter(converter=convert, n_tokens=1, negative="")
 
 
-Numbers = Parameter(converter=_numbers, n_tokens=1, negative="")
+Numbers = _commas(int, "whole numbers with commas between, such as 49152,98304")
 """Whole numbers with commas between."""
+
+Reals = _commas(float, "numbers with commas between, such as 0.4,2.1")
+"""Numbers with commas between."""
 
 
 def scaled(option: str, value: float, unit: int) -> int:

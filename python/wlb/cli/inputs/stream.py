@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import wlb
 from wlb._choices import Oversize
 from wlb.cli.errors import CliError
 from wlb.cli.inputs.documents import Documents, read_documents
+from wlb.cli.inputs.given import Columns
 from wlb.cli.inputs.options import Options, options
 from wlb.cli.words import counted
 from wlb.simulation.methods import Setup
@@ -68,10 +70,27 @@ class Reading(Options):
             source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
         )
 
-    def stream(self, source: Path | None, setup: Setup, progress: Progress, *, steps: int | None = None) -> Stream:
-        """The documents of `source` in global batches, see :meth:`order`."""
+    def stream(
+        self,
+        source: Path | None,
+        setup: Setup,
+        progress: Progress,
+        *,
+        steps: int | None = None,
+        columns: Columns | None = None,
+    ) -> Stream:
+        """The documents of `source` in global batches, see :meth:`order`; with their costs, if they bring them."""
         documents = self.documents(source, progress)
-        return self.order(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+        stream = self.order(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+        if columns is None:
+            return stream
+        rows = np.searchsorted(documents.ids, stream.ids)
+        whole, costs = documents.lengths[rows][:, None], columns.of(documents)[rows]
+        pieces = stream.lengths[:, None]
+        # Of a document that is cut, a piece has the share of its tokens, as in a packer; whole ones keep the very bits.
+        costs = np.where(pieces == whole, costs, costs * pieces / whole)
+        columns.check_limits(costs, stream.ids)
+        return dataclasses.replace(stream, costs=costs, limits=columns.limits)
 
     def order(self, documents: Documents, *, context: int, tokens_per_batch: int, steps: int | None = None) -> Stream:
         """Orders the documents, fits them to `context` tokens and forms global batches of `tokens_per_batch`.

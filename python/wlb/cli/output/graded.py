@@ -17,11 +17,14 @@ LOST = (
 )
 """Time lost, and the spread of work between steps."""
 
+LOST_WORDS = (
+    "lost time: the sum of the steps' heaviest micro-batches over the sum of their means, so that heavy steps weigh"
+    " more. steps' work: coefficient of variation, and the heaviest over the mean; no packing of single steps evens"
+    " that out."
+)
 LOST_NOTE = (
     f"band: least and most, over attention at {', '.join(f'{rate:g}' for rate in ATTENTION_RATES)} times the assumed"
-    " rate, by which nothing was planned. lost time: the sum of the steps' heaviest micro-batches over the sum of their"
-    " means, so that heavy steps weigh more. steps' work: coefficient of variation, and the heaviest over the mean;"
-    " no packing of single steps evens that out."
+    f" rate, by which nothing was planned. {LOST_WORDS}"
 )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
-from wlb.cli.output.graded import LOST, LOST_NOTE, RATES, ends
-from wlb.cli.output.report import Column, Headline, Paragraphs, Picture, Report, Table
+from wlb.cli.output.graded import LOST, LOST_NOTE, LOST_WORDS, RATES, ends
+from wlb.cli.output.report import Block, Column, Headline, Paragraphs, Picture, Report, Table
 from wlb.cli.packing import CP_SIZES, STRATEGIES
 from wlb.cli.words import listed
 from wlb.simulation import ATTENTION_RATES
@@ -46,7 +46,11 @@ _NOTES = (
     " Reading g-1 batches ahead would hide g-1 of them; documents then train up to g-1 iterations before or"
     " after their turn.",
     "memory skew: most tokens of a micro-batch over the mean, mean over steps. planning: median per step.",
-    LOST_NOTE,
+)
+COLUMN_NOTE = (
+    "Every column has a barrier of its own: a step takes the sum over columns of its heaviest micro-batch in each, and"
+    " imbalance is that over the sum of the means. lost time: the same of one column, summed over the steps before the"
+    " flush. share: of the time of these steps. A column with a limit is memory, and takes no time."
 )
 
 
@@ -79,7 +83,18 @@ def packing_report(
     before, after = plans[0].summary(), shown.summary()
     documents = describe_documents(stream, setup.context)
     thresholds = {f"thresholds: {p.name}": listed(p.thresholds, ", ") for p in plans if p.thresholds}
-    graded = [plan.summary() | plan.bands(setup.cost_model) for plan in plans]
+    summaries = [plan.summary() for plan in plans]
+    if setup.cost_model is None:
+        columns = [plan.columns() for plan in plans]
+        graded = [{**of, "columns": of_columns} for of, of_columns in zip(summaries, columns, strict=True)]
+        closer: tuple[Block, ...] = (_column_table(plans, columns), Paragraphs((COLUMN_NOTE, *_NOTES), small=True))
+    else:
+        graded = [of | plan.bands(setup.cost_model) for of, plan in zip(summaries, plans, strict=True)]
+        models = len(setup.cost_model.models)
+        told = RATES if models == 1 else f"under each of the {models} cost models, one of which is true"
+        rows = [(plan.name, ends(of), plan.waits) for plan, of in zip(plans, graded, strict=True)]
+        note = LOST_NOTE if models == 1 else f"band: least and most, over the cost models. {LOST_WORDS}"
+        closer = (Table.of(f"The same plans, {told}", "method", _GRADED, rows), Paragraphs((*_NOTES, note), small=True))
     return Report(
         command=command,
         subject=shown.name,
@@ -89,25 +104,35 @@ def packing_report(
         blocks=(
             Picture(draw_comparison(stream, setup, plans, balance), f"{command}.png"),
             Table.of("Balance and delay", "method", _COLUMNS, [(p.name, p.summary(), p.waits) for p in plans]),
-            Table.of(
-                f"The same plans, {RATES}",
-                "method",
-                _GRADED,
-                [(p.name, ends(of), p.waits) for p, of in zip(plans, graded, strict=True)],
-            ),
-            Paragraphs(_NOTES, small=True),
+            *closer,
             _cp_table(balance, shown),
         ),
         numbers={
             "settings": settings,
             "documents": documents,
-            "attention_rates": list(ATTENTION_RATES),
+            "attention_rates": list(ATTENTION_RATES) if len(getattr(setup.cost_model, "models", ())) == 1 else None,
             "methods": graded,
             "context_parallel": {"method": shown.name, "balance": balance},
         },
         facts={"Settings": {**settings, **thresholds}, "Documents": documents},
         files=files or {},
     )
+
+
+def _column_table(plans: Sequence[PackedRun], columns: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+    """A row per plan and column of its documents' costs."""
+    shown = (
+        Column("", "share", "share", ".1%"),
+        Column("", "lost time", "lost_time", ".3f"),
+        Column("", "heaviest", "heaviest", ",.6g"),
+        Column("", "limit", "limit", ",.6g"),
+    )
+    rows = [
+        (f"{plan.name}: column {of['column']}", of, plan.waits)
+        for plan, of_plan in zip(plans, columns, strict=True)
+        for of in of_plan
+    ]
+    return Table.of("Columns of the documents' costs", "method", shown, rows)
 
 
 def _cp_table(balance: Sequence[Mapping[str, Any]], plan: PackedRun) -> Table:

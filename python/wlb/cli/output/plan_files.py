@@ -41,6 +41,7 @@ def write_npz(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
     offsets: int64[steps * micro-batches + 1]; micro-batch j of step s is rows offsets[k] to offsets[k + 1],
     k = s * micro-batches + j.
     costs: float64[steps, micro-batches]; tokens: int64[steps, micro-batches].
+    column_costs, where documents bring their costs: float64[steps, micro-batches, columns].
     deal, if dealt: int64[steps, dp, micro-batches / dp]; the micro-batches of each DP rank in schedule order.
     """
     document_id, start = _of_source(plan, stream)
@@ -54,6 +55,8 @@ def write_npz(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
         "costs": plan.costs,
         "tokens": plan.tokens,
     }
+    if plan.column_costs is not None:
+        arrays["column_costs"] = plan.column_costs
     if dealt:
         arrays["deal"] = plan.order
     with _at_once(path) as file:
@@ -68,17 +71,19 @@ def write_jsonl(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> Non
     pieces = np.stack([*_of_source(plan, stream), plan.length], axis=1)
     micro_batches = np.split(pieces, _offsets(plan)[1:-1])
     steps, n = plan.costs.shape
+    imbalance = plan.all_balance.imbalance.tolist()
     with _at_once(path) as file:
         for step in range(steps):
-            costs = plan.costs[step]
             line = {
                 "step": step,
                 "micro_batches": [rows.tolist() for rows in micro_batches[step * n : (step + 1) * n]],
                 "tokens": plan.tokens[step].tolist(),
-                "costs": costs.tolist(),
-                "imbalance": float(costs.max() / costs.mean()),
+                "costs": plan.costs[step].tolist(),
+                "imbalance": imbalance[step],
                 "digest": plan.digests[step],
             }
+            if plan.column_costs is not None:
+                line["column_costs"] = plan.column_costs[step].tolist()
             if dealt:
                 line["deal"] = plan.order[step].tolist()
             file.write(json.dumps(line).encode() + b"\n")

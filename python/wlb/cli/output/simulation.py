@@ -215,6 +215,14 @@ def kernel_sentence(scenario: Scenario) -> str:
     return f"Every time is predicted. Attention: {source} ({label}).{warning}"
 
 
+def _packer_costs(scenario: Scenario) -> str:
+    if scenario.cost_model is None:
+        rate = scenario.hardware.attention_efficiency
+        return f"FLOPs, attention at {rate:g} of the linear part's rate (assumed)"
+    models = len(scenario.cost_model.models)
+    return f"given, any of {models} models" if models > 1 else "given"
+
+
 def assumptions(scenario: Scenario) -> dict[str, str]:
     """What the predictions rest on, in words; the first says whether attention was measured."""
     hardware, layout = scenario.hardware, scenario.layout
@@ -225,9 +233,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)"
         if scenario.linear is None
         else f"measured: {scenario.profile}",
-        "packer's costs": "given"
-        if scenario.cost_model is not None
-        else f"FLOPs, attention at {hardware.attention_efficiency:g} of the linear part's rate (assumed)",
+        "packer's costs": _packer_costs(scenario),
         "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
         f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
         "hidden communication": f"CP {scenario.cp_overlap:.0%}, TP {scenario.tp_overlap:.0%},"

@@ -53,8 +53,9 @@ def draw_comparison(
 
 
 def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) -> None:
-    lengths = np.sort(stream.lengths)
-    tokens, work = (np.cumsum(x) / np.sum(x) for x in (lengths, setup.cost_model.cost(lengths)))
+    order = np.argsort(stream.lengths, kind="stable")
+    lengths = stream.lengths[order]
+    tokens, work = (np.cumsum(x) / np.sum(x) for x in (lengths, stream.work(setup.cost_model)[order]))
     heavy = (work > 0.5).mean()
     ax.set_title(f"Half of the work is in {heavy:.1%} of the documents")
     bins = np.geomspace(lengths[0], lengths[-1] + 1, 50)
@@ -88,7 +89,8 @@ def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
     colours = (ORIGINAL, ORIGINAL_PALE), (WLB, WLB_PALE)
     for ax, plan, (strong, pale) in zip(axes, plans, colours, strict=False):
         costs = plan.costs[: plan.streamed][shown]
-        ratios = costs / costs.mean(axis=1, keepdims=True)
+        mean = costs.mean(axis=1, keepdims=True)
+        ratios = np.divide(costs, mean, out=np.ones_like(costs), where=mean > 0)
         steps = np.arange(first, first + len(ratios))
         ax.plot(steps, ratios, ".", ms=4, color=pale)
         ax.vlines(steps, 1, ratios.max(axis=1), color=strong, lw=1.2, alpha=0.35)
