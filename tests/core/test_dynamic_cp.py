@@ -47,8 +47,9 @@ def test_plans_are_legal(machine: dict[str, Any], lengths: list[int], cost: wlb.
 
 
 def test_the_faces_of_a_plan_agree() -> None:
-    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE)
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, cp_seconds_per_token=3000.0, **MACHINE)
     m = len(plan)
+    assert {1, 2, 8} <= set(plan.cp_sizes.flat)
     assert m == plan.num_micro_batches == len(plan.micro_batches) >= 3
     assert (plan.world_size, plan.num_stages, plan.num_virtual_stages, plan.max_tokens_per_rank) == (8, 3, 1, 512)
     assert plan.cp_sizes.shape == plan.tokens_per_rank.shape == plan.rank_seconds.shape == (m, 8)
