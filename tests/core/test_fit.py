@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import wlb
 
@@ -94,20 +92,6 @@ def test_what_cannot_be_told_apart_is_named_and_stands_in_one_place() -> None:
     assert fit.rates["tokens"] * 8192 == pytest.approx(2e-6 * 8192 + 0.01)
     assert "could not be told apart: tokens, micro_batches" in fit.report()
     assert "in tokens" in fit.report()
-
-
-@given(st.integers(0, 10**6), st.sampled_from(sorted(MODELS)), st.integers(12, 60))
-def test_whatever_the_times_the_fit_is_a_cost(seed: int, name: str, count: int) -> None:
-    rows = micro_batches(count, seed, most=3000)
-    times = seconds(MODELS[name], rows) * np.random.default_rng(seed).lognormal(0, 1, count)
-    try:
-        fit = wlb.CostModel.fit(rows, times)
-    except wlb.WlbError as refused:
-        assert "do not grow with the documents" in str(refused)  # noqa: PT017
-        return
-    assert all(np.isfinite(rate) and rate >= 0 for rate in fit.rates.values())
-    assert {name: rate for name, rate in fit.rates.items() if rate} == fit.cost_model.terms
-    assert fit.report()
 
 
 ROWS = micro_batches(20, 3)

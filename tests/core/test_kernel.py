@@ -244,14 +244,3 @@ def test_a_truncated_or_absent_profile_is_refused(path: Path, tmp_path: Path) ->
 def test_profiles_that_came_with_wlb_are_read(name: str) -> None:
     assert wlb.KernelModel.from_profile(name).source.startswith("measured: ")
     wlb.CostModel.from_profile(name)
-
-
-def test_the_choice_is_made_without_the_order_of_anything(corpus: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """The same bytes every time, on lengths as long as they come."""
-    model = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
-    for start in range(0, 400, 20):
-        lengths = corpus[start : start + 20]
-        first, second = (wlb.shard(lengths, cp_size=8, strategy="adaptive", kernel_model=model) for _ in range(2))
-        assert first.digest() == second.digest()
-        static = [wlb.shard(lengths, cp_size=8, strategy=name) for name in ("per_sequence", "per_document")]  # type: ignore[arg-type]
-        assert model.rank_seconds(first).max() <= min(model.rank_seconds(shard).max() for shard in static)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
@@ -296,34 +295,6 @@ class PackerMachine(RuleBasedStateMachine):
 TestPackerMachine = PackerMachine.TestCase
 
 
-@given(
-    st.lists(testing.document_lengths(max_length=50, max_size=10), max_size=20),
-    st.lists(st.integers(10, 50), min_size=1, max_size=3, unique=True).map(sorted),
-    st.none() | st.integers(0, 3),
-)
-def test_a_level_is_first_in_first_out(batches: list[list[int]], thresholds: list[int], max_delay: int | None) -> None:
-    """Documents of one level leave in the order they came, into a micro-batch or to be carried over."""
-    packer = wlb.Packer(
-        num_micro_batches=3,
-        max_tokens=50,
-        cost_model=wlb.CostModel(attention=1.0, linear=1.0),
-        outlier_thresholds=thresholds,
-        max_delay=max_delay,
-    )
-    lengths: list[int] = []
-    left_at: dict[int, int] = {}
-    for batch in batches:
-        lengths += batch
-        packing = packer.push(batch)
-        emitted = [piece for micro_batch in packing.micro_batches for piece in pieces_of(micro_batch)]
-        for piece in [*emitted, *leftover_of(packing)]:
-            left_at.setdefault(piece.id, packer.iteration)
-    level = [sum(length >= threshold for threshold in thresholds) for length in lengths]
-    for queue in range(1, len(thresholds) + 1):
-        times = [left_at.get(i, packer.iteration + 1) for i in range(len(lengths)) if level[i] == queue]
-        assert times == sorted(times)
-
-
 @pytest.mark.parametrize("method", ["var_length", "refined"])
 def test_without_queues_a_packer_is_pack(corpus: NDArray[Any], llama_cost: wlb.CostModel, method: str) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": 16, "max_tokens": 200_000, "cost_model": llama_cost, "method": method}
@@ -369,34 +340,6 @@ def test_a_long_stream(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: di
         assert metrics.carried_over > 0
     else:
         assert (metrics.carried_over, metrics.delay_max) == (0, 6), "max_delay holds exactly"
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_refined_steps_are_no_worse(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: dict[str, Any]) -> None:
-    """The same documents leave, and the heaviest micro-batch is never heavier: often lighter."""
-    settings: dict[str, Any] = {
-        "num_micro_batches": 8,
-        "max_tokens": 53_000,
-        "max_document_tokens": 49_152,
-        "cost_model": llama_cost,
-        "max_delay": 6,
-        "oversize": "split",
-        **rule,
-    }
-    refined = wlb.Packer(method="refined", **settings)
-    lighter = 0
-    for start, end in itertools.pairwise(wlb.batch_offsets(corpus[:4000], tokens_per_batch=8 * 49_152)):
-        unrefined = wlb.Packer(**settings)
-        unrefined.load_state_dict(refined.state_dict(), allow_config_change=True)
-        after, before = refined.push(corpus[start:end]), unrefined.push(corpus[start:end])
-        assert (after.method, before.method) == ("refined", "var_length")
-        assert after.costs.max() <= before.costs.max()
-        assert max(after.tokens) <= 53_000
-        assert set(leftover_of(after)) <= set(leftover_of(before))
-        assert refined.queued == unrefined.queued
-        assert after.num_tokens >= before.num_tokens
-        lighter += after.costs.max() < before.costs.max()
-    assert lighter > 5
 
 
 def test_the_price_is_the_knob(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:

@@ -3,17 +3,16 @@
 import itertools
 import pickle
 import re
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from plain import Piece, leftover_of, pieces_of, plain
+from plain import leftover_of, pieces_of, plain
 from wlb import testing
 
 Batch = tuple[list[int], dict[str, Any]]  # lengths, and the arguments num_micro_batches and max_tokens
@@ -68,16 +67,6 @@ def test_fixed_length_over_a_window(lengths: list[int], cost: wlb.CostModel, max
         assert packing.tokens.tolist() == [max_tokens] * (3 * window), "something is left over, so all are full"
 
 
-@given(testing.document_lengths(max_length=300), testing.cost_models(), st.integers(1, 100))
-def test_original_cuts_long_documents(lengths: list[int], cost: wlb.CostModel, max_tokens: int) -> None:
-    sizes: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": max_tokens}
-    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost, method="original")
-    check_is_a_partition(packing, lengths)
-    in_order = [piece for batch in packing for piece in pieces_of(batch)] + leftover_of(packing)
-    assert in_order == sorted(in_order)
-    assert packing.tokens.tolist() == [min(max(sum(lengths) - j * max_tokens, 0), max_tokens) for j in range(3)]
-
-
 @given(batches(), testing.cost_models(), st.sampled_from(EVERY_METHOD))
 def test_every_token_once(batch: Batch, cost: wlb.CostModel, method: Any) -> None:
     lengths, sizes = batch
@@ -90,19 +79,6 @@ def test_every_token_once(batch: Batch, cost: wlb.CostModel, method: Any) -> Non
     assert packing.imbalance == (pytest.approx(packing.costs.max() / mean, rel=1e-12) if mean > 0 else 1.0)
     largest = max((float(of_documents.max()) for of_documents in costs if of_documents.size), default=0.0)
     assert packing.lower_bound == pytest.approx(max(mean, largest), rel=1e-12)
-
-
-@given(batches(), testing.cost_models(), st.sampled_from(EVERY_METHOD), st.integers(1, 4))
-def test_a_whole_batch_is_dealt_to_all_ranks(batch: Batch, cost: wlb.CostModel, method: Any, dp_size: int) -> None:
-    """`num_micro_batches=None`: nothing left over, equal counts, and one micro-batch less a rank would not do."""
-    lengths, sizes = batch
-    arguments = {"max_tokens": sizes["max_tokens"], "cost_model": cost, "method": method}
-    packing = wlb.pack(lengths, num_micro_batches=None, multiple_of=dp_size, **arguments)
-    check_is_a_partition(packing, lengths)
-    assert packing.leftover.size == 0
-    assert packing.deal(dp_size).shape == (dp_size, len(packing) // dp_size)
-    if len(packing) > dp_size:
-        assert wlb.pack(lengths, num_micro_batches=len(packing) - dp_size, leftover="return", **arguments).leftover.size
 
 
 @pytest.mark.parametrize(
@@ -185,25 +161,6 @@ def test_a_plan_for_ranks_names_what_is_wrong(options: Any, message: str) -> Non
         wlb.pack([10, 20, 30, 40], **options)
 
 
-def test_ranks_are_level_where_they_wait() -> None:
-    """Samples of a lognormal batch: far more even than micro-batches that are dealt, and no more of them."""
-    lengths = np.random.default_rng(0).lognormal(7.2, 1.0, 512).astype(int).clip(1, 16384)
-    arguments: dict[str, Any] = {"num_micro_batches": None, "max_tokens": 16384, "method": "refined"}
-    arguments["cost_model"] = wlb.ModelConfig.preset("llama2-7b").cost_model(attention_efficiency=0.55)
-    dealt = wlb.pack(lengths, multiple_of=8, **arguments)
-    rows = dealt.costs[dealt.deal(8)]
-    step = wlb.pack(lengths, dp_size=8, **arguments)
-    assert len(step) <= len(dealt)
-    assert step.rank_imbalance <= 1.001 < 1.01 < rows.sum(axis=1).max() / rows.sum(axis=1).mean()
-    rounds = wlb.pack(lengths, dp_size=8, sync="micro_batch", **arguments)
-    assert len(rounds) <= len(dealt)
-    assert rounds.rank_imbalance < rows.max(axis=0).sum() / rows.sum(axis=1).mean()
-    own = wlb.pack(
-        lengths, dp_size=8, **{**arguments, "cost_model": None, "costs": arguments["cost_model"].cost(lengths)}
-    )
-    assert own == step, "costs that documents bring, the same as the model's"
-
-
 @given(batches(), testing.cost_models(), st.integers(1, 9), st.lists(st.integers(1, 200), unique=True, max_size=3))
 def test_padding_counts_against_max_tokens(batch: Batch, cost: wlb.CostModel, multiple: int, extra: list[int]) -> None:
     lengths, sizes = batch
@@ -250,79 +207,6 @@ def test_a_pickle_of_no_padding_is_refused(padding: str) -> None:
     assert old in text
     with pytest.raises(wlb.WlbError, match="arrays do not belong together"):
         make(text.replace(old, padding))
-
-
-@given(batches(), testing.cost_models(exact=True))
-def test_var_length_certificate(batch: Batch, cost: wlb.CostModel) -> None:
-    """Without fallbacks, W_max <= W_placed / N + (1 - 1 / N) * (last document put into the heaviest)."""
-    lengths, sizes = batch
-    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost)
-    assume(packing.length_fallbacks == 0 and packing.num_tokens > 0)
-    n = len(packing)
-    heaviest = int(np.argmax(packing.costs))
-    last = max(pieces_of(packing.micro_batches[heaviest]), key=lambda piece: (-piece.length, piece.id))
-    mean = Fraction(sum(packing.costs.tolist())) / n
-    assert Fraction(packing.costs[heaviest]) <= mean + (1 - Fraction(1, n)) * Fraction(
-        float(cost.cost([last.length])[0])
-    )
-
-
-@given(batches(), testing.cost_models())
-def test_var_length_leaves_nothing_over_that_fits(batch: Batch, cost: wlb.CostModel) -> None:
-    lengths, sizes = batch
-    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost)
-    for piece in leftover_of(packing):
-        assert min(packing.tokens) + piece.length > sizes["max_tokens"]
-
-
-@st.composite
-def light_tails(draw: st.DrawFn) -> list[int]:
-    """Few heavy documents and many light ones: what `var_length_fast` is for."""
-    heavy = draw(testing.document_lengths(max_length=5000, max_size=20))
-    light = draw(st.lists(st.integers(1, 60), max_size=300))
-    return draw(st.permutations(heavy + light))
-
-
-@given(light_tails(), testing.cost_models(exact=True), st.integers(1, 8), st.sampled_from([5000, 7000, 40_000]))
-def test_var_length_fast_is_nearly_as_good(lengths: list[int], cost: wlb.CostModel, n: int, max_tokens: int) -> None:
-    sizes: dict[str, Any] = {"num_micro_batches": n, "max_tokens": max_tokens, "cost_model": cost}
-    fast = wlb.pack(lengths, **sizes, leftover="return", method="var_length_fast")
-    thorough = wlb.pack(lengths, **sizes, leftover="return", method="var_length")
-    check_is_a_partition(fast, lengths)
-    assert max(fast.costs) <= max(max(thorough.costs), 1.001 * fast.lower_bound)
-    if thorough.leftover.size or fast.length_fallbacks:
-        assert plain(fast) == plain(thorough)
-
-
-def test_var_length_fast_on_a_corpus(corpus: NDArray[np.int64], llama_cost: wlb.CostModel) -> None:
-    sizes: dict[str, Any] = {"num_micro_batches": 64, "max_tokens": 2_000_000, "cost_model": llama_cost}
-    fast = wlb.pack(corpus, **sizes, leftover="return", method="var_length_fast")
-    thorough = wlb.pack(corpus, **sizes, leftover="return", method="var_length")
-    assert sorted(p for b in fast.micro_batches for p in pieces_of(b)) == [
-        Piece(i, 0, length) for i, length in enumerate(corpus.tolist())
-    ]
-    assert max(fast.costs) <= max(max(thorough.costs), 1.001 * fast.lower_bound)
-
-
-@given(batches(), testing.cost_models(exact=True), st.sampled_from(EVERY_METHOD))
-def test_deal(batch: Batch, cost: wlb.CostModel, method: Any) -> None:
-    """Equal counts, each micro-batch once, and no rank further above another than one micro-batch costs."""
-    lengths, sizes = batch
-    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost, method=method)
-    n = len(packing)
-    for dp_size in range(1, n + 2):
-        if n % dp_size:
-            with pytest.raises(wlb.WlbError) as raised:
-                packing.deal(dp_size)
-            assert raised.value.argument == "dp_size"
-            assert raised.value.value == dp_size
-            continue
-        dealt = packing.deal(dp_size)
-        assert dealt.shape == (dp_size, n // dp_size)
-        assert dealt.dtype == np.int64
-        assert sorted(dealt.ravel()) == list(range(n))
-        rank_costs = packing.costs[dealt].sum(axis=1)
-        assert np.ptp(rank_costs) <= max(packing.costs)
 
 
 @given(
@@ -400,21 +284,6 @@ def test_digest_and_pickle(
     assert (packing == another) <= (packing.digest() == another.digest())
 
 
-@given(
-    testing.document_lengths(max_length=60, min_size=1), testing.cost_models(), st.integers(1, 6), st.integers(0, 100)
-)
-def test_refined_is_no_worse(lengths: list[int], cost: wlb.CostModel, n: int, spare: int) -> None:
-    """Where tokens run out: all that var_length places, and no higher maximum."""
-    max_tokens = max(max(lengths), sum(lengths) * (1000 + spare) // (1000 * n))
-    sizes: dict[str, Any] = {"num_micro_batches": n, "max_tokens": max_tokens}
-    start = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost)
-    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost, method="refined")
-    check_is_a_partition(packing, lengths)
-    assert max(packing.costs) <= max(start.costs)
-    assert set(packing.leftover) <= set(start.leftover)
-    assert packing.length_fallbacks == start.length_fallbacks
-
-
 @pytest.mark.parametrize(("documents", "n"), [(100, 4), (200, 8), (500, 16), (500, 64)])
 def test_refined_is_near_the_bound(documents: int, n: int, llama_cost: wlb.CostModel) -> None:
     """2 % more tokens than the mean: within 0.5 % of what no packing beats, where var_length is further off."""
@@ -446,34 +315,6 @@ def test_split_documents(lengths: list[int], limit: int) -> None:
     assert pieces.tolist() == [min(limit, lengths[i] - start) for i, start in zip(index, starts, strict=True)]
 
 
-def test_rounding_balances_no_better_than_perfectly(llama_cost: wlb.CostModel) -> None:
-    """Sums of equal costs are rounded, so that a mean may come out above the largest."""
-    for length in range(1000, 1100):
-        packing = wlb.pack([length] * 14, num_micro_batches=7, max_tokens=5000, cost_model=llama_cost)
-        assert packing.imbalance >= 1.0
-        assert packing.lower_bound <= packing.costs.max()
-
-
-@pytest.mark.parametrize("method", EVERY_METHOD)
-def test_no_documents(method: Any, llama_cost: wlb.CostModel) -> None:
-    packing = wlb.pack([], num_micro_batches=4, max_tokens=10, cost_model=llama_cost, method=method)
-    check_is_a_partition(packing, [])
-    assert packing.imbalance == 1.0
-    assert packing.lower_bound == 0.0
-    assert packing.tokens.tolist() == [0, 0, 0, 0]
-    assert packing.costs.tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize("method", EVERY_METHOD)
-def test_the_largest_numbers(method: Any) -> None:
-    """Documents of 2**31 - 1 tokens: nothing overflows."""
-    cost = wlb.CostModel(attention=1.0, linear=1.0, causal=False)
-    sizes: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 2**31 - 1}
-    lengths = [2**31 - 1] * 5 + [1]
-    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost, method=method)
-    check_is_a_partition(packing, lengths)
-
-
 @given(batches(), testing.cost_models(), st.sampled_from(EVERY_METHOD))
 def test_what_does_not_fit_is_an_error_that_says_what_would_hold_it(
     batch: Batch, cost: wlb.CostModel, method: Any
@@ -499,3 +340,11 @@ def test_what_does_not_fit_is_an_error_that_says_what_would_hold_it(
     if method in ("original", "fixed_length"):
         tight = enough | {"max_tokens": enough["max_tokens"] - 1}
         assert wlb.pack(lengths, **tight, **options, leftover="return").leftover.size > 0
+
+
+def test_rounding_balances_no_better_than_perfectly(llama_cost: wlb.CostModel) -> None:
+    """Sums of equal costs are rounded, so that a mean may come out above the largest."""
+    for length in range(1000, 1100):
+        packing = wlb.pack([length] * 14, num_micro_batches=7, max_tokens=5000, cost_model=llama_cost)
+        assert packing.imbalance >= 1.0
+        assert packing.lower_bound <= packing.costs.max()

@@ -92,14 +92,6 @@ def test_a_stream_is_resumed_under_its_range(release: Any) -> None:
     assert packer.metrics().imbalance_mean_by_model.size == 3
 
 
-def test_tuning_takes_a_range() -> None:
-    arguments: dict[str, Any] = {"tokens_per_batch": 16000, "max_mean_delay": 0.5, **SIZES}
-    lengths = documents(3, 1500)
-    both = wlb.tune_delay_price(lengths, cost_model=[LOW, HIGH], **arguments)
-    alone = wlb.tune_delay_price(lengths, cost_model=LOW, **arguments)
-    assert both.best.imbalance_mean >= alone.best.imbalance_mean  # by more models
-
-
 @pytest.mark.parametrize(
     ("models", "said"),
     [

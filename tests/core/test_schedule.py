@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import wlb
 
@@ -77,28 +76,6 @@ def test_callers_may_change_the_arrays() -> None:
         assert np.array_equal(copy.busy, before)
 
 
-@pytest.mark.parametrize("m", [8, 16, 64])
-def test_closed_forms(m: int) -> None:
-    p, v = 4, 2
-    costs = np.full(m, 3.0 * p * v)
-    one = {
-        name: wlb.simulate_pipeline(costs, schedule=name, num_stages=p) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")
-    }
-    assert one["gpipe"].bubble_ratio == one["1f1b"].bubble_ratio == (p - 1) / m
-    interleaved = wlb.simulate_pipeline(costs, schedule="interleaved_1f1b", num_stages=p, num_virtual_stages=v)
-    assert interleaved.bubble_ratio == (p - 1) / (v * m)
-    assert np.array_equal(one["zb_h1"].bubble * 3, one["1f1b"].bubble)
-    assert np.array_equal(one["zb_h2"].spans, one["zb_h2"].busy)
-    assert one["zb_h2"].period_seconds == costs.sum() / p
-    assert one["gpipe"].peak_activation.tolist() == [m] * p
-    assert one["1f1b"].peak_activation.tolist() == [4, 3, 2, 1]
-    assert one["zb_h1"].peak_activation.tolist() == [p] * p
-    assert one["zb_h2"].peak_activation.tolist() == [2 * p - 1] * p
-    tokens = np.arange(m, dtype=np.int64)
-    held = wlb.simulate_pipeline(costs, num_stages=p, activation=tokens)
-    assert held.peak_activation[0] == tokens[-p:].sum()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_details_of_costs_agree(layout: dict[str, Any]) -> None:
     costs = np.arange(1.0, 9) * 3 * stages(layout)
@@ -109,19 +86,6 @@ def test_the_details_of_costs_agree(layout: dict[str, Any]) -> None:
         other = wlb.simulate_pipeline(detailed, **layout)
         assert np.array_equal(other.ends, timeline.ends)
         assert other != timeline
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_critical_path_takes_the_whole_step(layout: dict[str, Any]) -> None:
-    costs = np.random.default_rng(0).lognormal(size=8)
-    timeline = wlb.simulate_pipeline(costs, p2p_seconds=0.01, **layout)
-    path = timeline.critical_path
-    assert timeline.starts[path[0]] == 0
-    assert timeline.ends[path[-1]] == timeline.seconds
-    gaps = timeline.starts[path[1:]] - timeline.ends[path[:-1]]
-    moved = timeline.ranks[path[1:]] != timeline.ranks[path[:-1]]
-    assert np.all(gaps[~moved] == 0)
-    assert np.allclose(gaps[moved], 0.01, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -172,26 +136,6 @@ def test_order_micro_batches(costs: list[float], layout: dict[str, Any], dp_size
     both = wlb.simulate_steps(np.array(costs)[np.stack([order, arrived])], **layout)
     if dp_size == 1:
         assert both.seconds[0] <= both.seconds[1]
-
-
-def test_what_placement_gains(llama_cost: wlb.CostModel, corpus: NDArray[np.int64]) -> None:
-    """On long-tailed documents; see benches/pipeline.py for real ones."""
-    offsets = wlb.batch_offsets(corpus, tokens_per_batch=8 * 131072)
-    for layout in LAYOUTS[2:5]:
-        chosen, light_ends, arrived = [], [], []
-        for a, b in itertools.pairwise(offsets[:11]):
-            plan = wlb.pack(
-                corpus[a:b], num_micro_batches=8, max_tokens=131072, cost_model=llama_cost, method="original"
-            )
-            chosen.append(plan.costs[wlb.order_micro_batches(plan.costs, **layout)])
-            light_ends.append(plan.costs[plan.deal(1)])
-            arrived.append(plan.costs[None])
-        best, dealt, naive_order = (
-            wlb.simulate_steps(np.array(costs), **layout).seconds for costs in (chosen, light_ends, arrived)
-        )
-        assert np.all(best <= dealt)
-        assert np.all(best <= naive_order)
-        assert np.mean(naive_order / best) > 1.02
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from plain import plain
 from wlb import testing
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
@@ -118,28 +117,6 @@ def test_a_changed_state_is_refused(packer: wlb.Packer, data: st.DataObject) -> 
         else:
             del parent[key:]
     check_refused_or_equal(damaged, valid)
-
-
-def test_every_number_of_a_state_is_guarded() -> None:
-    """Off by one anywhere, and the state is refused."""
-    valid = a_packer().state_dict()
-    numbers = [path for path in paths(valid) if type(at(valid, path)) in (int, float)]
-    assert len(numbers) > 40
-    for path in numbers:
-        for change in (1, -1):
-            damaged = copy.deepcopy(valid)
-            at(damaged, path[:-1])[path[-1]] += change
-            with pytest.raises(wlb.StateError):
-                wlb.Packer.from_state_dict(damaged)
-
-
-def test_every_key_of_a_state_is_needed() -> None:
-    valid = a_packer().state_dict()
-    for path in paths(valid):
-        damaged = copy.deepcopy(valid)
-        del at(damaged, path[:-1])[path[-1]]
-        with pytest.raises(wlb.StateError):
-            wlb.Packer.from_state_dict(damaged)
 
 
 def test_unknown_keys_are_refused() -> None:
@@ -270,14 +247,3 @@ def test_a_state_says_what_it_is() -> None:
     state["version"] = 2
     with pytest.raises(wlb.StateError, match="version"):
         wlb.Packer.from_state_dict(state)
-
-
-def test_loading_an_equal_state_gives_equal_plans() -> None:
-    """Also with table costs, whose floats must survive the text."""
-    packer = a_packer()
-    resumed = wlb.Packer.from_state_dict(json.loads(json.dumps(packer.state_dict())))
-    for lengths in ([80, 10, 41], [], [71, 72, 73], [5] * 20):
-        assert plain(resumed.push(lengths)) == plain(packer.push(lengths))
-    assert [plain(p) for p in resumed.flush()] == [plain(p) for p in packer.flush()]
-    assert resumed.state_dict() == packer.state_dict()
-    assert resumed.metrics().as_dict() == packer.metrics().as_dict()

@@ -105,21 +105,6 @@ def fields(point: wlb.TunedPoint) -> list[Any]:
     return [getattr(point, name) for name in ("thresholds", "delay_price", *POINT_FIELDS)]
 
 
-def test_tuning_pays_on_a_corpus(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
-    """Long documents that come one at a time unbalance every step; the tuned queues collect them."""
-    lengths = corpus[:4000]
-    packing: dict[str, Any] = {"num_micro_batches": 8, "max_tokens": 200_000, "cost_model": llama_cost}
-    result = wlb.tune_outlier_thresholds(lengths, **packing, tokens_per_batch=1_000_000, max_mean_delay=0.5)
-    check(result, lengths, 1_000_000, packing, 0.5)
-    unqueued = measure(lengths, (), 1_000_000, packing)[0]
-    assert result.best.imbalance_mean < unqueued
-    halfway = [100_000, 50_000, 25_000]
-    for first in halfway:
-        imbalance, *_, delay, _, _ = measure(lengths, (first,), 1_000_000, packing)
-        if delay <= 0.5:
-            assert result.best.imbalance_mean <= imbalance * 1.05, "near any threshold a person would try"
-
-
 def test_a_price_for_any_limit(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
     """The limit is kept, and spent: better than any price of the first, coarse round."""
     packing: dict[str, Any] = {"num_micro_batches": 8, "max_tokens": 200_000, "cost_model": llama_cost}
