@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeInt, PositiveInt
 from numpy.typing import NDArray
 
 import wlb
@@ -83,22 +85,22 @@ class Bench:
     Args:
         hidden: width of the model; its feed-forward block is 2.69 times as wide, as LLaMA2-7B's.
         layers: of the model.
-        context: longest document that is trained uncut, tokens.
+        context: longest document that is trained uncut, tokens; 32 for each of hidden is a 7B model's ratio at 128K.
         batches: global batches of the stream.
         micro_batches: of a global batch, over dp ranks; for each, as many as pipeline ranks unless it is given.
         memory: most tokens of a micro-batch, in contexts.
         seed: of the order of documents and of the weights.
-        bytes_per_number: 4 in float32, 2 in bfloat16.
+        bytes_per_number: 4 in float32, 2 in bfloat16; the device decides.
     """
 
-    hidden: int = 128
-    layers: int = 2
-    context: int = 4096
-    batches: int = 16
-    micro_batches: int | None = None
-    memory: float = 2.0
-    seed: int = 0
-    bytes_per_number: int = 4
+    hidden: PositiveInt = 128
+    layers: PositiveInt = 2
+    context: PositiveInt = 4096
+    batches: PositiveInt = 16
+    micro_batches: PositiveInt | None = None
+    memory: Annotated[float, Parameter(parse=False)] = 2.0
+    seed: NonNegativeInt = 0
+    bytes_per_number: Annotated[int, Parameter(parse=False)] = 4
 
     @property
     def config(self) -> LlamaConfig:

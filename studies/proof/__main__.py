@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ import torch
 from common import machine as this_machine
 from common import rounded, write_record
 from cyclopts import App, Parameter
-from cyclopts.types import NonNegativeInt, PositiveInt
+from cyclopts.types import PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
@@ -42,18 +42,12 @@ class Options:
         methods: what is compared, by a part of its name; default: everything.
         lengths: .npy of document lengths in tokens; default: the Python files of this machine.
         window: tokens of these documents that stand for a context.
-        hidden: width of the model.
-        layers: of the model.
-        context: context window, tokens; 32 for each of hidden is a 7B model's ratio at 128K.
-        batches: global batches of the stream.
-        micro_batches: of a replica in a step; default: as many as pipeline ranks.
         repeats: how often every step is trained, methods in turn.
         sliced_repeats: how often every part of a sliced layout is run.
         clock: of slices and profile on the CPU: processor time of the thread, or the wall's.
         device: cpu or cuda; default: cuda where there is one for every rank.
         profile: a profile of this machine for this model, from an earlier run; default: it is measured.
         profile_seconds: that measuring it may take.
-        seed: of the order of documents and of the weights.
         output_dir: where records of layouts go, and an interrupted run goes on from.
         record: where all records go together.
         page: where the page goes.
@@ -65,18 +59,12 @@ class Options:
     methods: tuple[str, ...] = ()
     lengths: Path | None = None
     window: PositiveInt = CONTEXT_OF_7B
-    hidden: PositiveInt = 128
-    layers: PositiveInt = 2
-    context: PositiveInt = 4096
-    batches: PositiveInt = 16
-    micro_batches: PositiveInt | None = None
     repeats: PositiveInt = 2
     sliced_repeats: PositiveInt = 1
     clock: Literal["thread", "wall"] = "thread"
     device: Literal["cpu", "cuda"] | None = None
     profile: Path | None = None
     profile_seconds: PositiveInt = 150
-    seed: NonNegativeInt = 0
     output_dir: Path = Path("wlb-proof")
     record: Path | None = None
     page: Path | None = None
@@ -87,13 +75,17 @@ app = App(name="python -m studies.proof", version_flags=[])
 
 
 @app.default
-def main(*, options: Annotated[Options, Parameter(name="*")] = Options()) -> None:
+def main(
+    *,
+    options: Annotated[Options, Parameter(name="*")] = Options(),
+    bench: Annotated[Bench, Parameter(name="*")] = Bench(),
+) -> None:
     """Measures what methods of packing take on this machine, and compares it with what was predicted."""
     if wlb.BUILD_PROFILE != "release":
         sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with Progress(console=Console(stderr=True), transient=True) as bars:
-        proof = Proof(options, bars)
+        proof = Proof(options, bench, bars)
         records = [proof.layout(name, kind) for kind, name in proof.layouts]
     record = {"machine": proof.about, "documents": proof.documents, "command": command(), "layouts": records}
     record = rounded(record)
@@ -108,7 +100,7 @@ def main(*, options: Annotated[Options, Parameter(name="*")] = Options()) -> Non
 class Proof:
     """One run of the command."""
 
-    def __init__(self, options: Options, bars: Progress) -> None:
+    def __init__(self, options: Options, bench: Bench, bars: Progress) -> None:
         self._options, self._bars = options, bars
         torch.set_num_threads(1)
         wanted = [("processes", name) for name in options.layouts] + [("slices", name) for name in options.sliced]
@@ -116,9 +108,7 @@ class Proof:
         ranks = max([Layout(name).world_size for name in options.layouts], default=1)
         self._device = options.device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
         self._methods = matching(options.methods)
-        width = 4 if self._device == "cpu" else 2
-        shape = ("hidden", "layers", "context", "batches", "micro_batches", "seed")
-        self._bench = Bench(**{name: getattr(options, name) for name in shape}, bytes_per_number=width)
+        self._bench = replace(bench, bytes_per_number=4 if self._device == "cpu" else 2)
         self.documents, lengths = self._lengths()
         window = options.window if options.lengths else options.window * BYTES_PER_TOKEN
         self._scaled = self._bench.scaled(lengths, window)
