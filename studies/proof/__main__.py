@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ from rich.progress import Progress
 import wlb
 from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, page, processes, slices
 from wlb.cli.inputs.documents import read_documents
+from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
 
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Bench):
     """What is run.
 
     Args:
@@ -75,17 +76,13 @@ app = App(name="python -m studies.proof", version_flags=[])
 
 
 @app.default
-def main(
-    *,
-    options: Annotated[Options, Parameter(name="*")] = Options(),
-    bench: Annotated[Bench, Parameter(name="*")] = Bench(),
-) -> None:
+def main(*, options: Annotated[Options, Parameter(name="*")] = Options()) -> None:
     """Measures what methods of packing take on this machine, and compares it with what was predicted."""
     if wlb.BUILD_PROFILE != "release":
         sys.exit("wlb is a debug build: its timings mean nothing. Build a wheel: pip install .")
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with Progress(console=Console(stderr=True), transient=True) as bars:
-        proof = Proof(options, bench, bars)
+        proof = Proof(options, bars)
         records = [proof.layout(name, kind) for kind, name in proof.layouts]
     record = {"machine": proof.about, "documents": proof.documents, "command": command(), "layouts": records}
     record = rounded(record)
@@ -100,7 +97,7 @@ def main(
 class Proof:
     """One run of the command."""
 
-    def __init__(self, options: Options, bench: Bench, bars: Progress) -> None:
+    def __init__(self, options: Options, bars: Progress) -> None:
         self._options, self._bars = options, bars
         torch.set_num_threads(1)
         wanted = [("processes", name) for name in options.layouts] + [("slices", name) for name in options.sliced]
@@ -108,7 +105,7 @@ class Proof:
         ranks = max([Layout(name).world_size for name in options.layouts], default=1)
         self._device = options.device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
         self._methods = matching(options.methods)
-        self._bench = replace(bench, bytes_per_number=4 if self._device == "cpu" else 2)
+        self._bench = plain(options, Bench, bytes_per_number=4 if self._device == "cpu" else 2)
         self.documents, lengths = self._lengths()
         window = options.window if options.lengths else options.window * BYTES_PER_TOKEN
         self._scaled = self._bench.scaled(lengths, window)

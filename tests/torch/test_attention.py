@@ -493,163 +493,41 @@ def test_slopes_are_as_exact_as_float64_queries() -> None:
     assert (out - right.transpose(0, 1)).abs().max() < 1e-13
 
 
-def flash_2_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size_left: Any = -1,
-    window_size_right: Any = -1,
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    return_softmax: Any = False,
-    block_table: Any = None,
-    leftpad_k: Any = None,
-    seqused_k: Any = None,
-) -> Any:
-    """The parameters of `flash_attn.flash_attn_interface._flash_attn_varlen_forward`, 2.7."""
-
-
-def flash_2_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    softmax_lse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size_left: Any,
-    window_size_right: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: Any,
-    rng_state: Any = None,
-) -> Any:
-    """The parameters of `flash_attn.flash_attn_interface._flash_attn_varlen_backward`, 2.7."""
-
-
-def flash_3_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    k_new: Any = None,
-    v_new: Any = None,
-    qv: Any = None,
-    out_: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    cu_seqlens_k_new: Any = None,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None,
-    page_table: Any = None,
-    kv_batch_idx: Any = None,
-    leftpad_k: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    seqlens_rotary: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size_left: Any = -1,
-    window_size_right: Any = -1,
-    attention_chunk: Any = 0,
-    softcap: Any = 0.0,
-    rotary_interleaved: Any = True,
-    scheduler_metadata: Any = None,
-    num_splits: Any = 1,
-    pack_gqa: Any = None,
-    sm_margin: Any = 0,
-) -> Any:
-    """The parameters of `flash_attn_interface._flash_attn_forward`, flash-attn 3."""
-
-
-def flash_3_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    softmax_lse: Any,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    sequed_q: Any = None,
-    sequed_k: Any = None,
-    max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    softmax_scale: Any = None,
-    is_causal: Any = False,
-    window_size_left: Any = -1,
-    window_size_right: Any = -1,
-    softcap: Any = 0.0,
-    deterministic: Any = False,
-    sm_margin: Any = 0,
-) -> Any:
-    """The parameters of `flash_attn_interface._flash_attn_backward`, flash-attn 3."""
-
-
-def torch_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    return_debug_mask: Any,
-    *,
-    scale: Any,
-    window_size_left: Any,
-    window_size_right: Any,
-) -> Any:
-    """The parameters of `torch.ops.aten._flash_attention_forward` that are used; the first by flash-attn's names."""
-
-
-def torch_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    softmax_lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    rng_state: Any,
-    unused: Any,
-    *,
-    scale: Any,
-    window_size_left: Any,
-    window_size_right: Any,
-) -> Any:
-    """The parameters of `torch.ops.aten._flash_attention_backward`, likewise."""
-
+# Module, beginning of the names, and parameters of the functions forward and backward: upstream's, 2.7 and 3; those of
+# torch that are used, the first by flash-attn's names.
+UPSTREAM: dict[int | str, tuple[str, str, str, str]] = {
+    2: (
+        "flash_attn.flash_attn_interface",
+        "_flash_attn_varlen_",
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
+        "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
+        "block_table=None, leftpad_k=None, seqused_k=None",
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+        "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+        "deterministic, rng_state=None",
+    ),
+    3: (
+        "flash_attn_interface",
+        "_flash_attn_",
+        "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+        "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+        "page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, "
+        "seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
+        "window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+        "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
+        "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
+        "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
+    ),
+    "torch": (
+        "torch.ops.aten",
+        "_flash_attention_",
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, is_causal, "
+        "return_debug_mask, *, scale, window_size_left, window_size_right",
+        "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
+        "is_causal, rng_state, unused, *, scale, window_size_left, window_size_right",
+    ),
+}
 
 # What the stand-in computes with; it refuses any other option that is not off.
 USED = {
@@ -673,19 +551,17 @@ class FlashStandIn:
     def __init__(self, version: int | str) -> None:
         self.version = version
         self.calls: Counter[str] = Counter()
-        module, function, forward, backward = {
-            2: ("flash_attn.flash_attn_interface", "_flash_attn_varlen_", flash_2_forward, flash_2_backward),
-            3: ("flash_attn_interface", "_flash_attn_", flash_3_forward, flash_3_backward),
-            "torch": ("torch.ops.aten", "_flash_attention_", torch_forward, torch_backward),
-        }[version]
+        module, function, forward, backward = UPSTREAM[version]
         self.module = ModuleType(module)
         setattr(self.module, f"{function}forward", self.bound(forward, self.forward))
         setattr(self.module, f"{function}backward", self.bound(backward, self.backward))
 
     @staticmethod
-    def bound(upstream: Callable[..., Any], compute: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    def bound(parameters: str, compute: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+        upstream = inspect.signature(eval(f"lambda {parameters}: None"))
+
         def function(*args: Any, **kwargs: Any) -> Any:
-            arguments = inspect.signature(upstream).bind(*args, **kwargs)
+            arguments = upstream.bind(*args, **kwargs)
             arguments.apply_defaults()
             options = arguments.arguments
             for name in options.keys() - USED:
