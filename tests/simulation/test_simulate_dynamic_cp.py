@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,9 +16,21 @@ from oracles.dynamic_cp import violations
 from profiles import profile as example
 from wlb import testing
 from wlb.cli.commands.simulate import not_compared
-from wlb.simulation import DEFAULT, KINDS, Scenario, Variant, defaults, planner_options, simulate, tune
+from wlb.simulation import (
+    DEFAULT,
+    KINDS,
+    Objective,
+    Scenario,
+    Tuning,
+    Variant,
+    defaults,
+    planner_options,
+    simulate,
+    tune,
+)
 from wlb.simulation.dynamic import DynamicOutcome, collect_dynamic, dynamic_steps, group_waits
 from wlb.simulation.stream import GlobalBatches
+from wlb.simulation.tuning import CUTTING
 
 BOTH = ("dynamic_cp", "wlb_dynamic_cp")
 ODD = wlb.ParallelLayout(dp=3, pp=1, cp=2, tp=4)
@@ -211,6 +223,27 @@ def test_tuning_keeps_the_budget_and_uses_it() -> None:
         speeds.append(tuning.best.outcome.tokens / tuning.best.outcome.steady_seconds)
     assert speeds[0] <= 1.003 * speeds[1] <= 1.003**2 * speeds[2]
     assert speeds[0] < speeds[2]
+
+
+def test_what_is_fastest_by_tokens_may_cut_documents_and_pays_for_it_by_flops() -> None:
+    # Many micro-batches, so that even ones gain little; no Dynamic-CP.
+    case = scenario(wlb.ParallelLayout(pp=2, cp=2), schedule="zb_h1", max_mean_delay=0, num_micro_batches=16)
+    lengths = documents(600)
+    tuned: dict[str, Tuning] = {by: tune(lengths, case, by=by) for by in get_args(Objective)}
+    for by, tuning in tuned.items():
+        shown = [choice for choice in (*tuning.by_plan, *tuning.tried) if choice.delay == 0]
+        assert {choice.kind for choice in shown} >= set(CUTTING)
+        trained = [MODEL.flops(choice.outcome.run.length).sum() if by == "flops" else 1.0 for choice in shown]
+        speeds = [work / choice.outcome.steady_seconds for work, choice in zip(trained, shown, strict=True)]
+        assert speeds[shown.index(tuning.best)] * 1.003 >= max(speeds)
+    whole, cut = (MODEL.flops(of).sum() for of in (lengths, tuned["tokens"].baseline.run.length))
+    released = next(choice for choice in tuned["flops"].by_plan if choice.kind == "adaptive_release")
+    gains = [released.speedup(tuned["flops"].baseline, by) for by in get_args(Objective)]
+    assert gains[1] / gains[0] == pytest.approx(whole / cut)
+    assert whole > 1.01 * cut, "the case shows the difference"
+    assert tuned["tokens"].best.cuts
+    with pytest.raises(wlb.WlbError, match="by = 'tokns': must be one of tokens, flops"):
+        tune(lengths, case, by="tokns")  # type: ignore[arg-type]
 
 
 def test_nothing_to_tune_on() -> None:

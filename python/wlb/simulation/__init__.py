@@ -6,7 +6,7 @@ from wlb.simulation.outcome import ATTRIBUTION, Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.run import Simulation, simulate
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.tuning import KINDS, Choice, Tuning, tune
+from wlb.simulation.tuning import KINDS, Choice, Objective, Tuning, tune
 from wlb.simulation.variants import DEFAULT, VARIANTS, Variant, defaults
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "KINDS",
     "VARIANTS",
     "Choice",
+    "Objective",
     "Outcome",
     "Scenario",
     "Schedule",

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from wlb._core import WlbError, simulate_pipeline
+from wlb._errors import error
 from wlb._results import TunedPoint, TuneResult
 from wlb.simulation.balance import band
 from wlb.simulation.dynamic import packer_before
@@ -20,11 +21,17 @@ from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import check_planner, obstacle, planner_options
 from wlb.simulation.run import Simulation, simulate, tune_scenario
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.variants import Strategy, Variant
+from wlb.simulation.variants import VARIANTS, Strategy, Variant
 
-Kind = Literal["no_waiting", "queues", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp"]
+Cutting = Literal["plain", "fixed", "per_document", "adaptive_cp"]
+Kind = Literal[Cutting, "no_waiting", "queues", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp"]
+Objective = Literal["tokens", "flops"]
+
+CUTTING: tuple[Cutting, ...] = get_args(Cutting)
+"""Kinds that cut documents where a context ends: names in :data:`wlb.simulation.VARIANTS`, the baseline first."""
 
 KINDS: dict[Kind, str] = {
+    **{name: VARIANTS[name].title for name in CUTTING},
     "no_waiting": "nothing waits",
     "queues": "outlier queues",
     "adaptive_release": "adaptive release",
@@ -49,7 +56,6 @@ the limit of the mean delay."""
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 _SHOWN_POINTS = 8
-_OTHERS = ("plain", "fixed", "per_document", "adaptive_cp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +75,15 @@ class Settings:
         return self.kind in ("dynamic_cp", "wlb_dynamic_cp")
 
     @property
+    def cuts(self) -> bool:
+        """Whether documents are cut."""
+        return self.kind in CUTTING
+
+    @property
     def variant(self) -> Variant:
         """What is simulated; `S_max` and thresholds are the scenario's."""
+        if self.cuts:
+            return VARIANTS[self.kind]
         return Variant(
             title=KINDS[self.kind],
             packing="dynamic_cp" if self.dynamic else "var_length",
@@ -96,6 +109,14 @@ class Choice(Settings):
         """Iterations that a token waits, on average."""
         return self.outcome.run.delay_mean
 
+    def speedup(self, baseline: Outcome, by: Objective = "tokens") -> float:
+        """Throughput over the baseline's, as in a long stream: of tokens, or of the FLOPs that these documents take.
+
+        By FLOPs a method pays for documents that it cuts: their tokens attend to less.
+        """
+        work = self.outcome.flops / baseline.flops if by == "flops" else 1.0
+        return work * baseline.steady_seconds / self.outcome.steady_seconds
+
     def speedup_band(self, baseline: Outcome) -> tuple[float, float]:
         """The least and the most of the speed-up, as :meth:`Simulation.speedup_band`, of a long stream."""
         pairs = zip(baseline.swept, self.outcome.swept, strict=True)
@@ -110,7 +131,8 @@ class Choice(Settings):
             "delay_price": self.delay_price,
             "split": self.split,
             "strategy": self.strategy,
-            "speedup": baseline.steady_seconds / self.outcome.steady_seconds,
+            "speedup": self.speedup(baseline),
+            "speedup_flops": self.speedup(baseline, "flops"),
             "speedup_band": list(self.speedup_band(baseline)),
             **self.outcome.summary(),
         }
@@ -121,6 +143,7 @@ class Tuning:
     """What was tried, one setting at a time, and what was chosen."""
 
     scenario: Scenario  # with the fitted costs
+    by: Objective  # what the best trains most of in a second
     attention_efficiency: float  # of the fitted costs
     by_memory: tuple[Choice, ...]  # S_max, ascending, of the queues; thresholds tuned for each
     by_delay: tuple[Choice, ...]  # thresholds at the chosen S_max: the Pareto front, by delay
@@ -128,7 +151,7 @@ class Tuning:
     by_plan: tuple[Choice, ...]  # of each kind the best within the limits, then the fastest if that is another
     tried: tuple[Choice, ...]  # all plans at the chosen S_max
     thresholds: TuneResult  # at the chosen S_max
-    simulation: Simulation  # methods that cut documents, then `by_plan` within the limits, by kind
+    simulation: Simulation  # `CUTTING`, then `by_plan` within the limits, by kind
     planner: dict[str, Any] | None  # what :func:`wlb.plan_dynamic_cp` was told; None where it cannot plan
     best: Choice
 
@@ -142,6 +165,7 @@ class Tuning:
         return {
             "kernel_model": self.scenario.attention.source,
             "attention_efficiency": self.attention_efficiency,
+            "by": self.by,
             "baseline": self.baseline.summary(),
             "best": self.best.summary(self.baseline),
             **{
@@ -151,17 +175,22 @@ class Tuning:
         }
 
 
-def tune(lengths: ArrayLike, scenario: Scenario, *, progress: Callable[[str, int, int], None] | None = None) -> Tuning:
-    """A fast plan that keeps documents whole, and its settings, within a limit of the mean delay.
+def tune(
+    lengths: ArrayLike,
+    scenario: Scenario,
+    *,
+    by: Objective = "tokens",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Tuning:
+    """The fastest of all plans here, and its settings, within a limit of the mean delay.
 
-    Tried are: whole documents packed for the layout's ranks, with outlier queues, with adaptive release or with nothing
-    waiting, in as many micro-batches as the scenario says or 2 or 4 times as many; Dynamic-CP, and both together. With
-    a limit of 0 every document is trained in the step that it arrives for.
+    Tried are: documents as they come, cut where a context ends (Plain-4D, the same with sharding per document or
+    adaptive, and Fixed-4D); whole documents packed for the layout's ranks, with outlier queues, with adaptive release
+    or with nothing waiting, in as many micro-batches as the scenario says or 2 or 4 times as many; Dynamic-CP, and both
+    together. With a limit of 0 every document is trained in the step that it arrives for.
 
-    What is chosen need not be the fastest there is. Methods that cut documents where a context ends (Plain-4D, and the
-    same with sharding per document or adaptive) are in `Tuning.simulation` for comparison and are never chosen, though
-    they can train more tokens a second. Settings are not tried in all combinations: `S_max` is chosen with queues and
-    then kept, and sharding strategies are tried for one plan only.
+    Settings are not tried in all combinations: `S_max` is chosen with queues and then kept, and sharding strategies are
+    tried for one plan only.
 
     One after the other, each with the best of those before: the packer's costs are fitted to the cluster
     (:meth:`Scenario.fitted_efficiency`); `S_max` from one context up to what fits; the Pareto front of thresholds;
@@ -176,25 +205,31 @@ def tune(lengths: ArrayLike, scenario: Scenario, *, progress: Callable[[str, int
         scenario: model, cluster, limits. `max_mean_delay` is kept by what is chosen. `max_tokens` is the most `S_max`
             that is tried, by default what fits into memory; `cost_model` and `outlier_thresholds` are not used.
             Dynamic-CP is left out on a cluster that it cannot plan for.
+        by: what counts as fast. "tokens": tokens a second, for which cutting documents pays, since their tokens then
+            attend to less. "flops": FLOPs of the documents as they are trained.
         progress: see :func:`wlb.simulate`.
 
     Returns:
         Tuning.
 
     Raises:
-        WlbError: see :func:`wlb.simulate`.
+        WlbError: see :func:`wlb.simulate`; `by` is none of these.
 
     Complexity:
         About fifty simulations of a variant, and as many as fourteen searches for thresholds or prices.
     """
-    return _Search(lengths, scenario, progress or (lambda *_: None)).run()
+    if by not in get_args(Objective):
+        raise error("by", f"= {by!r}: must be one of {', '.join(get_args(Objective))}", value=by)
+    return _Search(lengths, scenario, by, progress or (lambda *_: None)).run()
 
 
 class _Search:
     """One tuning."""
 
-    def __init__(self, lengths: ArrayLike, scenario: Scenario, progress: Callable[[str, int, int], None]) -> None:
-        self._lengths, self._progress, self._given = lengths, progress, scenario
+    def __init__(
+        self, lengths: ArrayLike, scenario: Scenario, by: Objective, progress: Callable[[str, int, int], None]
+    ) -> None:
+        self._lengths, self._progress, self._given, self._by = lengths, progress, scenario, by
         self._efficiency = scenario.fitted_efficiency(lengths)
         self._scenario = dataclasses.replace(
             scenario,
@@ -215,22 +250,25 @@ class _Search:
     def run(self) -> Tuning:
         """Everything, one after the other."""
         self._report("Plain-4D")
-        others = simulate(self._lengths, self._scenario, variants=_OTHERS)
+        others = simulate(self._lengths, self._scenario, variants=CUTTING)
+        self._baseline = others.baseline
+        cutting = [self._cutting(kind, others.outcomes[kind]) for kind in CUTTING]
 
         found: dict[int, TuneResult] = {}
         by_memory = []
         for limit in self._limits:
             found[limit] = self._thresholds(limit)
             by_memory.append(self._queues(limit, found[limit].thresholds))
-        limit = _least(self._allowed(by_memory), lambda choice: choice.max_tokens).max_tokens
+        limit = self._least(self._allowed(by_memory), lambda choice: choice.max_tokens).max_tokens
 
         by_delay = [self._queues(limit, point.thresholds) for point in _spread(found[limit].pareto, found[limit].best)]
         choices = [*by_delay, *self._static(limit)]
-        chosen = _least(self._allowed(choices), _need)
+        chosen = self._least(self._allowed(choices), _need)
         by_strategy = [self._choose(dataclasses.replace(_settings(chosen), strategy=name)) for name in STRATEGIES]
         choices += (choice for choice in by_strategy if choice is not chosen)
         choices += self._planned()
-        best = _least(self._allowed(choices), _need)
+        choices += cutting
+        best = self._least(self._allowed(choices), _need)
         by_plan = self._by_kind(choices)
         self._report("done")
         within = {choice.kind: choice for choice in self._allowed(by_plan)} | {best.kind: best}
@@ -238,6 +276,7 @@ class _Search:
         queues = within.get("queues")
         return Tuning(
             scenario=self._scenario,
+            by=self._by,
             attention_efficiency=self._efficiency,
             by_memory=tuple(by_memory),
             by_delay=tuple(by_delay),
@@ -254,6 +293,19 @@ class _Search:
             planner=self._planner,
             best=best,
         )
+
+    def _cutting(self, kind: Kind, outcome: Outcome) -> Choice:
+        # One for the whole run; "adaptive" counts under what it made of each micro-batch.
+        strategy = next((s for s in VARIANTS[kind].strategies if s in outcome.strategies), STRATEGIES[-1])
+        return Choice(kind=kind, max_tokens=self._scenario.context, strategy=strategy, outcome=outcome)
+
+    def _least(self, choices: list[Choice], need: Callable[[Choice], Any]) -> Choice:
+        """Of those as fast as the fastest, the one that needs least."""
+        most = max(self._speed(choice) for choice in choices)
+        return min((choice for choice in choices if self._speed(choice) * (1 + EQUAL) >= most), key=need)
+
+    def _speed(self, choice: Choice) -> float:
+        return choice.speedup(self._baseline, self._by)
 
     def _static(self, limit: int) -> Iterator[Choice]:
         """Plans for the layout's ranks, other than those of the first front of thresholds."""
@@ -299,9 +351,9 @@ class _Search:
             of_kind = [choice for choice in choices if choice.kind == kind]
             within = [choice for choice in of_kind if self._within(choice)]
             if within:
-                made.append(_least(within, _need))
+                made.append(self._least(within, _need))
             if of_kind:
-                fastest = min(of_kind, key=lambda choice: choice.outcome.steady_seconds)
+                fastest = max(of_kind, key=self._speed)
                 if not within or not self._within(fastest):
                     made.append(fastest)
         return made
@@ -378,9 +430,3 @@ def _spread(points: Iterable[TunedPoint], best: TunedPoint) -> list[TunedPoint]:
     picked = {int(index) for index in np.linspace(0, len(front) - 1, _SHOWN_POINTS - 1).round()}
     picked |= {index for index, point in enumerate(front) if point.thresholds == best.thresholds}
     return [front[index] for index in sorted(picked)]
-
-
-def _least(choices: list[Choice], need: Callable[[Choice], Any]) -> Choice:
-    """Of those as fast as the fastest, the one that needs least."""
-    fastest = min(choice.outcome.steady_seconds for choice in choices)
-    return min((choice for choice in choices if choice.outcome.steady_seconds <= fastest * (1 + EQUAL)), key=need)

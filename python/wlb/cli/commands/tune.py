@@ -16,6 +16,7 @@ from wlb.cli.output.console import Output
 from wlb.cli.output.tuning import tuning_report, waiting_report
 from wlb.cli.packing import tune as tune_waiting
 from wlb.cluster.hardware import GIB
+from wlb.simulation import Objective
 from wlb.simulation import tune as tune_cluster
 
 _MICRO_BATCHES = 16
@@ -54,6 +55,7 @@ def tune(
     *,
     reading: Reading = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 100,
+    by: Objective = "tokens",
     cluster: TunedCluster = TunedCluster(),
     output: Output = Output(),
     command_line: CommandLine,
@@ -64,13 +66,14 @@ def tune(
     the Pareto front of imbalance against delay. With any option of the panel "Cluster" but --model and
     --attention-efficiency, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
     micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
-    configuration to paste. On a cluster it chooses among plans that keep documents whole, one setting after the
-    other; the report also has methods that cut documents, which it never chooses, though they may be faster. Speed is
-    predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
+    configuration to paste. Plans that cut documents where a context ends are among those that it chooses from. Speed
+    is predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
     for.
 
     Args:
         steps: global batches to form.
+        by: on a cluster, what the best plan trains most of in a second: tokens, or FLOPs of the documents as they are
+            trained, fewer where they are cut.
     """
     on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
     for name in ("attention_efficiency", "cost_files"):
@@ -101,6 +104,7 @@ def tune(
             tuning = tune_cluster(
                 stream.lengths,
                 scenario,
+                by=by,
                 progress=lambda what, done, total: bars.update(
                     task, description=f"Tuning: {what}", completed=done, total=total
                 ),
@@ -111,6 +115,7 @@ def tune(
                 settings=settings(cluster, reading)
                 | {
                     "steps": steps,
+                    "by": by,
                     "reserved_gib": cluster.reserved_bytes / GIB,
                     "attention_efficiency": tuning.attention_efficiency,
                 },

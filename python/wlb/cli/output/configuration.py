@@ -11,7 +11,7 @@ import numpy as np
 from wlb._core import MAX_TOKENS
 from wlb.cli.output import loaders
 from wlb.cluster.models import presets
-from wlb.simulation import Choice, Scenario, Tuning
+from wlb.simulation import VARIANTS, Choice, Scenario, Tuning
 
 
 class _Code(str):
@@ -37,16 +37,26 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
     costs = f"attention_efficiency={tuning.attention_efficiency:.3f}"
     if scenario.layout.recompute == "full":
         costs += ", recompute=True"
-    packer = _packer(tuning, max_tokens=best.max_tokens, cost_model=_Code(f"model.cost_model({costs})"))
+    cost_model = _Code(f"model.cost_model({costs})")
     lines = [
         "import functools",
         "",
         "import wlb",
         "",
         f"model = wlb.ModelConfig.{preset}({_literal(model)})",
-        f"# For BalancedBatchSampler, with tokens_per_batch={scenario.tokens_per_batch}.",
-        f"packer = {packer}",
     ]
+    if best.cuts:
+        batch = {"num_micro_batches": scenario.micro_batches, "max_tokens": best.max_tokens, "cost_model": cost_model}
+        method = VARIANTS[best.kind].packing
+        lines += [
+            f"# For the lengths of a global batch of {scenario.tokens_per_batch} tokens; cuts the documents of it.",
+            f"pack = {_call('functools.partial', _Code('wlb.pack'), **batch, method=method)}",
+        ]
+    else:
+        lines += [
+            f"# For BalancedBatchSampler, with tokens_per_batch={scenario.tokens_per_batch}.",
+            f"packer = {_packer(tuning, max_tokens=best.max_tokens, cost_model=cost_model)}",
+        ]
     sharding: dict[str, Any] = {"cp_size": scenario.layout.cp, "strategy": best.strategy}
     if best.strategy == "adaptive":
         sharding["kernel_model"] = _Code("kernel")

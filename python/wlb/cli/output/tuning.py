@@ -19,14 +19,13 @@ from wlb.simulation import KINDS, Choice, Tuning
 from wlb.simulation.methods import Setup
 
 _NOTES = (
-    "x: predicted throughput over Plain-4D, on the same documents, as in a long stream. imbalance: predicted time of"
+    "x: predicted tokens/s over Plain-4D's, on the same documents, as in a long stream; FLOPs: the same of the FLOPs"
+    " that these take as they are trained, fewer where they are cut. imbalance: predicted time of"
     " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
     LOST_NOTE,
     "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
     " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
-    "Chosen among plans that keep documents whole, one setting after the other, not in all combinations. Methods that"
-    " cut documents where a context ends are in the simulation (tune.html, results.json) and may train more tokens a"
-    " second.",
+    "Chosen one setting after the other, not in all combinations.",
     "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
 )
 
@@ -44,6 +43,7 @@ _FRONT = (
 )
 _CHOICES = (
     Column("speed", "x", "speedup", ".3f"),
+    Column("speed", "FLOPs", "speedup_flops", ".3f"),
     Column("speed", "band", "speedup_ends", "s"),
     Column("step", "n", "micro_batches_mean", ".3g"),
     Column("imbalance", "MB", "micro_batch_imbalance_mean", ".3f"),
@@ -162,7 +162,8 @@ def _tables(tuning: Tuning) -> list[Table]:
 
     return [
         table(
-            f"Plans; the mean delay may be {tuning.scenario.max_mean_delay:g}",
+            f"Plans; the mean delay may be {tuning.scenario.max_mean_delay:g}; fastest by"
+            f" {'tokens' if tuning.by == 'tokens' else 'FLOPs'}",
             "plan",
             tuning.by_plan,
             name=lambda choice: _plan(tuning, choice),

@@ -23,6 +23,10 @@ from wlb.simulation import KINDS, Choice, Tuning
 from wlb.simulation.tuning import Kind
 
 _KIND_COLOURS: dict[Kind, str] = {
+    "plain": ORIGINAL,
+    "fixed": "#c9a0a0",
+    "per_document": "#b8b08a",
+    "adaptive_cp": "#7fa38a",
     "no_waiting": SOFT,
     "queues": "#5b9bc8",
     "adaptive_release": WLB,
@@ -56,7 +60,7 @@ def draw_choices(tuning: Tuning) -> Figure:
     """Two panels: what memory buys with queues, and what waiting buys with any plan."""
 
     def speed(choice: Choice) -> float:
-        return tuning.baseline.steady_seconds / choice.outcome.steady_seconds
+        return choice.speedup(tuning.baseline, tuning.by)
 
     with drawing(13, 5.4) as figure:
         memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
