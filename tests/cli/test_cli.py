@@ -649,6 +649,35 @@ def test_tune_takes_the_options_of_simulate(run: Any) -> None:
     }
 
 
+def test_tune_searches_the_layout(run: Any, npy: Path, tmp_path: Path) -> None:
+    arguments = (
+        "tune",
+        npy,
+        "--context",
+        CONTEXT,
+        "--gpus",
+        8,
+        "--global-batch",
+        "8K",
+        "--tp",
+        8,
+        "--cp",
+        1,
+        "--pp",
+        1,
+    )
+    printed = run(*arguments, "--dp", 1).out
+    results = json.loads((tmp_path / "wlb-tune/results.json").read_text())
+    assert results["best"] == results["ranked"][0]
+    assert results["own"]["layout"]["tp"] == 8
+    assert results["own"]["gain"] >= 1 <= results["without_wlb"]["gain"]
+    assert f"{results['simulated']} of them simulated" in " ".join(printed.split())
+    assert "(an assumption, measured nowhere)" in printed
+    sizes = results["best"]["layout"]
+    assert f"--tp {sizes['tp']} --cp {sizes['cp']} --pp {sizes['pp']} --dp {sizes['dp']}" in printed
+    assert "The fastest layouts" in (tmp_path / "wlb-tune/tune.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "option", [("--fsdp", "zero3"), ("--recompute", "full"), ("--reserved-gib", 2), ("--gpus", 64)]
 )
@@ -849,6 +878,10 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--stage-layers", "20,13"): "--stage-layers add up to 33",
         ("simulate", npy, *CLUSTER, "--stage-layers", "a"): "--stage-layers a: give whole numbers",
         ("simulate", npy, "--schedule", "zbv"): "--virtual-stages = 1",
+        ("tune", npy, "--global-batch", "8K"): "--global-batch: searches the layout of --gpus",
+        ("tune", npy, "--gpus", 8, "--global-batch", "8KB"): "--global-batch 8KB: must be a number of tokens",
+        ("tune", npy, "--gpus", 8, "--global-batch", "8K"): "--global-batch 8,192: is below --context 131,072",
+        ("tune", npy, *CLUSTER, "--gpus", 9, "--global-batch", "8K"): "= 9: dp 2 x pp 2 x cp 2 x tp 1 = 8 GPUs",
         ("tune", npy, *CLUSTER, "--attention-efficiency", 0.1): "--attention-efficiency: tuning on a cluster",
         ("tune", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
         ("tune", npy, *SMALL, "--oversize", "error"): "more than --context 1,024",

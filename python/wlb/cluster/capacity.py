@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wlb._choices import Schedule
 from wlb._core import WlbError
@@ -72,13 +75,10 @@ def max_tokens(
         except WlbError:  # a schedule that this layout cannot have
             return False
 
-    one = memory(layout, 1)
-    room = hardware.memory_bytes - memory(layout, 0).total
-    most = int(np.floor((room / (one.activations + one.workspace + one.logits)).min()))
+    most, needed = _most_tokens(functools.partial(memory, layout), hardware, at_least)
     if most >= at_least:
         return most
 
-    needed = memory(layout, at_least).total
     rank = int(needed.argmax())
     message = (
         f"layout does not fit: {at_least:,} tokens of {model.name} need {needed[rank] / GIB:.1f} GiB on pipeline rank"
@@ -90,6 +90,45 @@ def max_tokens(
     if schedule not in (None, default) and fits(layout, default):
         found.insert(0, Change({"schedule": default}))
     raise DoesNotFit(message, found, layout)
+
+
+def lacking_bytes(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    hardware: Hardware,
+    *,
+    tokens: int,
+    num_micro_batches: int | None = None,
+    schedule: Schedule | None = None,
+    reserved_bytes: int = RESERVED_BYTES,
+) -> float:
+    """Bytes that the fullest GPU lacks for micro-batches of so many tokens; 0 where :func:`max_tokens` has them fit.
+
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        hardware: `memory_bytes` of it.
+        tokens: of a micro-batch, over all context-parallel ranks.
+        num_micro_batches: as in :func:`wlb.memory_per_rank`.
+        schedule: as in :func:`wlb.memory_per_rank`.
+        reserved_bytes: as in :func:`wlb.memory_per_rank`.
+
+    Raises:
+        WlbError: as :func:`wlb.memory_per_rank`.
+    """
+    options: dict[str, Any] = {"schedule": schedule, "num_micro_batches": num_micro_batches}
+    memory = functools.partial(memory_per_rank, model, layout, reserved_bytes=reserved_bytes, **options)
+    most, needed = _most_tokens(memory, hardware, tokens)
+    return 0.0 if most >= tokens else float(needed.max()) - hardware.memory_bytes
+
+
+def _most_tokens(
+    memory: Callable[[int], RankMemory], hardware: Hardware, tokens: int
+) -> tuple[int, NDArray[np.float64]]:
+    """What fits, below 0 where not even the parameters do; and float64[pp], the bytes that so many tokens need."""
+    one = memory(1)
+    room = hardware.memory_bytes - memory(0).total
+    return int(np.floor((room / (one.activations + one.workspace + one.logits)).min())), memory(tokens).total
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from wlb._choices import Schedule
 from wlb.simulation.balance import ATTENTION_RATES
+from wlb.simulation.layouts import LayoutSearch, search_layouts
 from wlb.simulation.outcome import ATTRIBUTION, Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.run import Simulation, simulate
@@ -16,6 +17,7 @@ __all__ = [
     "KINDS",
     "VARIANTS",
     "Choice",
+    "LayoutSearch",
     "Objective",
     "Outcome",
     "Scenario",
@@ -25,6 +27,7 @@ __all__ = [
     "Variant",
     "defaults",
     "planner_options",
+    "search_layouts",
     "simulate",
     "tune",
 ]

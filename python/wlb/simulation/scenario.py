@@ -282,12 +282,13 @@ class Scenario:
         return sum(self.attention_by_mask(lengths).values())
 
     @cached_property
-    def _masks(self) -> tuple[tuple[Mask, ...], Floats]:
+    def masks(self) -> tuple[tuple[Mask, ...], Floats]:
+        """The model's masks, and float64[masks, kinds]: how often a layer of each of `model.kinds` has each."""
         return attention_of_kinds(self.model)
 
     def attention_by_mask(self, lengths: ArrayLike) -> dict[Mask, float]:
         """The same, of the pairs under each of the model's masks."""
-        masks, weights = self._masks
+        masks, weights = self.masks
         layers = weights @ np.array(list(self.model.kinds.values()))
         times = {"forward": 2 if self.layout.recompute == "full" else 1, "backward": 1}
         return {
@@ -301,7 +302,7 @@ class Scenario:
 
     def rank_seconds(self, shard: Shard, *, passes: Passes, kernel: KernelModel | None = None) -> Floats:
         """float64[cp, kinds]: seconds of attention of every rank, in a layer of each of `model.kinds`."""
-        masks, weights = self._masks
+        masks, weights = self.masks
         of_masks = [rank_seconds(kernel or self.attention, shard, mask, passes=passes) for mask in masks]
         return np.asarray(np.stack(of_masks, axis=1) @ weights)
 
@@ -310,7 +311,7 @@ class Scenario:
         """float64[kinds]: share of the layers that are of each of `model.kinds`."""
         return np.array(list(self.model.kinds.values())) / self.model.num_layers
 
-    def fitted_efficiency(self, lengths: ArrayLike) -> float:
+    def fitted_efficiency(self, lengths: ArrayLike, *, attention_seconds: float | None = None) -> float:
         """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.
 
         Everything else includes communication that nothing hides; so this is above the kernel's own relative rate. From
@@ -318,13 +319,16 @@ class Scenario:
 
         Args:
             lengths: int[n] tokens of the documents.
+            attention_seconds: what :meth:`attention_seconds` gives for them, where it is known.
 
         Raises:
             WlbError: there is no document.
         """
         if np.size(lengths) == 0:
             raise error("lengths", "must not be empty", value=lengths)
-        attention = self.attention_seconds(lengths) / self.layout.cp
+        if attention_seconds is None:
+            attention_seconds = self.attention_seconds(lengths)
+        attention = attention_seconds / self.layout.cp
         per_rank = [-(-self.context // self.layout.cp)]
         without = self.stage_seconds(per_rank, attention_forward=[0.0], attention_backward=[0.0])
         rest = float(without.seconds.sum()) / self.context * float(np.sum(lengths))

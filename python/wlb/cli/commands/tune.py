@@ -1,25 +1,34 @@
-"""`wlb tune`: settings for a user's documents, and with a cluster what each of them costs there."""
+"""`wlb tune`: settings for a user's documents, with a cluster what each costs there, with GPUs alone their layout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from cyclopts import Parameter, Token
 from cyclopts.types import PositiveInt
 
 from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, plain, settings
 from wlb.cli.inputs.packing import Batches, Delay
 from wlb.cli.inputs.stream import Reading, Source
 from wlb.cli.output.console import Output
+from wlb.cli.output.layouts import layouts_report
 from wlb.cli.output.tuning import tuning_report, waiting_report
 from wlb.cli.packing import tune as tune_waiting
 from wlb.cluster.hardware import GIB
-from wlb.simulation import Objective
+from wlb.cluster.parallel import ParallelLayout
+from wlb.simulation import Objective, search_layouts
 from wlb.simulation import tune as tune_cluster
 
 _MICRO_BATCHES = 16
+_STEPS = 100
+_SEARCHED = 1 << 26
+"""Tokens that layouts are compared on, in 2 to 8 global batches: time grows with them."""
+
+_SIZES = {"tp", "cp", "pp", "dp", "virtual_stages"}
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
     "context",
@@ -35,6 +44,15 @@ _WITHOUT_A_CLUSTER = {
 """Options that mean the same on a cluster and without one; any other of :class:`TunedCluster` asks for a cluster."""
 
 
+def _tokens(type_: object, tokens: Sequence[Token]) -> int:
+    text = tokens[0].value
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    try:
+        return int(text if unit == 1 else text[:-1]) * unit
+    except ValueError:
+        raise CliError(f"--global-batch {text}: must be a number of tokens, such as 4194304 or 4M") from None
+
+
 @options("Cluster")
 @dataclass(frozen=True, kw_only=True)
 class TunedCluster(Cluster):
@@ -42,8 +60,11 @@ class TunedCluster(Cluster):
 
     Args:
         num_micro_batches: micro-batches of a global batch; by default 16, on a cluster pp x dp.
+        global_batch: tokens of a global batch, such as 4M: then the layout of --gpus is searched; sizes that are given
+            (--tp, --cp, --pp, --dp) are those of the own layout, to compare with.
     """
 
+    global_batch: Annotated[int | None, Parameter(converter=_tokens)] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, NotAnOption] = None
     noise: Annotated[float, NotAnOption] = 0.0
     noise_seed: Annotated[int, NotAnOption] = 0
@@ -54,7 +75,7 @@ def tune(
     /,
     *,
     reading: Reading = Reading(),
-    steps: Annotated[PositiveInt, BATCHES] = 100,
+    steps: Annotated[PositiveInt | None, BATCHES] = None,
     by: Objective = "tokens",
     cluster: TunedCluster = TunedCluster(),
     output: Output = Output(),
@@ -68,13 +89,18 @@ def tune(
     micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
     configuration to paste. Plans that cut documents where a context ends are among those that it chooses from. Speed
     is predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
-    for.
+    for. With --gpus and --global-batch, the layout: tp, cp, pp, virtual stages and dp of the same GPUs, with
+    micro-batches and a method for each, as far as they fit into memory, beside the best layout without wlb.
 
     Args:
-        steps: global batches to form.
+        steps: global batches to form; by default 100, for layouts some that have 64M tokens together.
         by: on a cluster, what the best plan trains most of in a second: tokens, or FLOPs of the documents as they are
             trained, fewer where they are cut.
     """
+    if cluster.global_batch is not None:
+        _search(source, reading, steps, by, cluster, output, command_line)
+        return
+    steps = _STEPS if steps is None else steps
     on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
     for name in ("attention_efficiency", "cost_files"):
         if on_a_cluster and name in cluster.given:
@@ -122,4 +148,59 @@ def tune(
                 model=cluster.model_name,
                 profile=cluster.profile,
             )
+    output.write(report, command_line)
+
+
+def _search(
+    source: Source,
+    reading: Reading,
+    steps: int | None,
+    by: Objective,
+    cluster: TunedCluster,
+    output: Output,
+    command_line: str,
+) -> None:
+    """The layout of GPUs."""
+    tokens, context = cluster.global_batch or 0, cluster.context
+    if cluster.gpu_count is None:
+        raise CliError("--global-batch: searches the layout of --gpus; give their number")
+    if "num_micro_batches" in cluster.given:
+        raise CliError("--micro-batches: --global-batch says how large a global batch is; leave this out")
+    if tokens < context:
+        raise CliError(f"--global-batch {tokens:,}: is below --context {context:,}")
+    setup = Batches(num_micro_batches=tokens // context, context=context, max_tokens=cluster.token_limit()).setup(
+        cluster
+    )
+    if steps is None:
+        steps = min(max(_SEARCHED // tokens, 2), 8)
+    given = cluster.layout.given & _SIZES
+    layout = plain(cluster.layout, ParallelLayout)
+    with output.progress() as bars:
+        stream = reading.stream(source, setup, bars, steps=steps)
+        output.folder("tune")
+        task = bars.add_task("Layouts", total=None)
+        search = search_layouts(
+            stream.lengths,
+            gpus=cluster.gpu_count,
+            tokens_per_batch=tokens,
+            template=layout,
+            own=layout if given else None,
+            by=by,
+            progress=lambda what, done, total: bars.update(
+                task, description=f"Layouts: {what}", completed=done, total=total
+            ),
+            **cluster.search(),
+        )
+        found = search.best.outcome.scenario.layout
+        sizes = " ".join(
+            f"--{option(name)} {getattr(found, name)}" for name in ("tp", "cp", "pp", "dp", "virtual_stages")
+        )
+        continued = f"{command_line.partition(' --')[0]} --model {cluster.model_name} --gpu {cluster.gpu} {sizes}"
+        continued += f" --micro-batches {tokens // context} --context {context}"
+        report = layouts_report(
+            search,
+            stream,
+            settings=settings(cluster, reading) | {"steps": steps, "by": by},
+            continued=continued,
+        )
     output.write(report, command_line)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter, Token, validators
 
@@ -88,26 +88,43 @@ class Cluster(Cost, Limits, wlb.Scenario):
             WlbError: as :class:`wlb.Scenario`.
         """
         layout = plain(self.layout, wlb.ParallelLayout)
+        self._check_profile()
         if self.gpu_count not in (None, layout.world_size):
             sizes = " x ".join(f"{name.upper()} {getattr(layout, name)}" for name in ("dp", "pp", "cp", "tp"))
             raise CliError(f"--gpus {self.gpu_count}: {sizes} = {layout.world_size}")
+        return plain(self, wlb.Scenario, layout=layout, **self._named(layout))
+
+    def search(self) -> dict[str, Any]:
+        """What the options say to :func:`wlb.simulation.search_layouts`, but for the layout and the global batch.
+
+        Raises:
+            CliError: a name that there is not.
+        """
+        self._check_profile()
+        searched = ("context", "max_mean_delay", "max_delay", "profile", "schedule", "reserved_bytes")
+        hidden = ("cp_overlap", "tp_overlap", "dp_overlap")
+        return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named(
+            plain(self.layout, wlb.ParallelLayout)
+        )
+
+    def _check_profile(self) -> None:
         if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():
             raise CliError(f"--kernel-profile {self.profile}: no such file")
+
+    def _named(self, layout: wlb.ParallelLayout) -> dict[str, Any]:
+        """What is given by a name or a file, or in other units."""
         hardware, model, rates = self.preset(), model_config(self.model_name), self.efficiencies()
         cost_model = self.told()
         if cost_model is None and len(rates) > 1:
             again = layout.recompute == "full"
             cost_model = one_of([model.cost_model(attention_efficiency=rate, recompute=again) for rate in rates])
-        return plain(
-            self,
-            wlb.Scenario,
-            model=model,
-            layout=layout,
-            hardware=dataclasses.replace(
+        return {
+            "model": model,
+            "hardware": dataclasses.replace(
                 hardware,
                 attention_efficiency=rates[0],
                 gemm_efficiency=self.gemm_efficiency or hardware.gemm_efficiency,
             ),
-            max_tokens=self.token_limit(),
-            cost_model=cost_model,
-        )
+            "max_tokens": self.token_limit(),
+            "cost_model": cost_model,
+        }
