@@ -61,6 +61,7 @@ __all__ = [
     "order_micro_batches",
     "pack",
     "pairs",
+    "pass_weights",
     "plan_dynamic_cp",
     "result",
     "set_profile_reader",
@@ -503,6 +504,7 @@ class KernelModel:
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
 
+def pass_weights(passes: Passes, *, recompute: bool = False) -> tuple[float, float]: ...
 @overload
 def pairs(lengths: int, *, causal: bool = True) -> int: ...
 @overload

@@ -2,16 +2,12 @@
 
 import copy
 import warnings
-from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import wlb
-from wlb import testing
 
 COST = wlb.CostModel(attention=1.0, linear=100.0)
 
@@ -26,53 +22,6 @@ def push_often(packer: wlb.Packer) -> None:
     """Of every six documents four can be trained."""
     for _ in range(40):
         packer.push([60] * 6)
-
-
-@given(
-    testing.document_lengths(max_length=300),
-    st.integers(1, 5),
-    st.integers(100, 300),
-    st.sampled_from([(), (30,), (20, 70)]),
-    st.sampled_from(["fifo", "adaptive"]),
-    st.sampled_from([None, 0, 3]),
-    st.sampled_from(["split", "truncate"]),
-)
-def test_what_waits_stays_within_the_bounds(
-    lengths: list[int],
-    micro_batches: int,
-    max_tokens: int,
-    thresholds: tuple[int, ...],
-    release: str,
-    max_delay: int | None,
-    oversize: str,
-) -> None:
-    packer = tight(
-        num_micro_batches=micro_batches,
-        max_tokens=max_tokens,
-        max_document_tokens=100,
-        outlier_thresholds=thresholds if release == "fifo" else (),
-        release=release,
-        max_delay=max_delay,
-        oversize=oversize,
-        on_backlog="error",
-    )
-    bounds = packer.bounds()
-    # Cut where the packer would cut, so that no document is more than it can take at once.
-    pieces = [min(100, length - start) for length in lengths for start in range(0, length, 100)] or [1]
-    stream, ahead = cycle(pieces), list[int]()
-    for step in range(40):
-        ahead += islice(stream, 60 - len(ahead))
-        admitted = packer.admits(ahead)
-        packer.push(ahead[:admitted], min_step_tokens=(step % 3) * micro_batches * 20)
-        del ahead[:admitted]
-        assert packer.pending_tokens <= bounds.tokens
-        assert bounds.delay is None or packer.oldest_wait <= bounds.delay
-    assert bounds.delay is None or packer.metrics().delay_max <= bounds.delay
-    assert len(packer.flush()) <= bounds.drain
-    assert bounds.delay is None or packer.metrics().delay_max <= bounds.delay + bounds.drain
-    assert packer.metrics().backlog_max <= bounds.tokens
-    assert packer.pending_tokens == 0
-    assert packer.room == micro_batches * max_tokens * (2 if release == "adaptive" else 1)
 
 
 @pytest.mark.parametrize("release", ["fifo", "adaptive"])

@@ -34,21 +34,6 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_hundred_noisy_micro_batches_tell_new_ones_to_two_percent(name: str) -> None:
-    cost = MODELS[name]
-    for seed in range(5):
-        rows, new = micro_batches(200, seed), micro_batches(50, 1000 + seed)
-        noise = 1 + 0.05 * np.random.default_rng(seed).standard_normal(200)
-        fit = wlb.CostModel.fit(rows, seconds(cost, rows) * noise, windows=(1024,), chunks=(8192,))
-        off = np.abs(seconds(fit.cost_model, new) / seconds(cost, new) - 1)
-        assert off.mean() <= 0.02, (off.mean(), fit)
-        assert fit.cost_model.unit == "seconds"
-        assert sum(fit.shares.values()) == pytest.approx(1, abs=0.02)
-        assert 0.02 < fit.residual < 0.06
-        assert fit.held_out == 40
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_times_without_noise_give_the_model_back(name: str) -> None:
     cost, rows = MODELS[name], micro_batches(60, 1)
     fit = wlb.CostModel.fit(rows, seconds(cost, rows), windows=(1024,), chunks=(8192,))

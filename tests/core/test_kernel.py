@@ -9,16 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import wlb
 import wlb.profile
 from profiles import profile
-from wlb import testing
 
-PASSES: Any = st.sampled_from(["forward", "backward", "forward_backward"])
-LENGTHS = testing.document_lengths(max_length=600, max_size=8)
 PROFILE = profile()
 ROUNDING: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 """Sums in another order, of segments rounded to 57 fs each."""
@@ -34,60 +29,17 @@ def kernel_model(path: Path, content: Any, **arguments: Any) -> wlb.KernelModel:
     return wlb.KernelModel.from_profile(path, **arguments)
 
 
-def test_the_model_is_exact_where_it_was_measured(path: Path) -> None:
-    model = kernel_model(path, PROFILE)
-    assert model.source == "measured: Test GPU test kernel"
-    for name in ("forward", "backward"):
-        for queries, row in zip(PROFILE["query_lengths"], PROFILE[name]["median_seconds"], strict=True):
-            for keys, measured in zip(PROFILE["key_lengths"], row, strict=True):
-                if measured is not None:
-                    assert model.segment_seconds([queries], [keys], passes=name)[0] == pytest.approx(
-                        measured, rel=1e-14
-                    )
-
-
-@settings(max_examples=60)
-@given(LENGTHS, st.integers(1, 6), PASSES, st.sampled_from([None, "a100", "h100"]))
-def test_choices_are_the_best_of_all(
-    path: Path, lengths: list[int], cp_size: int, passes: Any, generation: Any
-) -> None:
-    """Adaptive is as fast as the best of everything there is, hybrid as fast as its best threshold."""
-    if generation is None:
-        model = kernel_model(path, PROFILE)
-    else:
-        model = wlb.KernelModel.analytic(generation, num_heads=32, head_dim=128)
-    same: dict[str, Any] = {"cp_size": cp_size, "causal": model.causal}
-    thresholds = [*sorted(set(lengths)), max(lengths, default=0) + 1]
-    variants: list[dict[str, Any]] = [{"strategy": "per_sequence"}, {"strategy": "per_document"}, {"strategy": "auto"}]
-    variants += [{"strategy": "hybrid", "hybrid_threshold": threshold} for threshold in thresholds]
-    slowest = [model.rank_seconds(wlb.shard(lengths, **same, **variant)).max() for variant in variants]
-
-    adaptive = wlb.shard(lengths, strategy="adaptive", kernel_model=model, **same)
-    assert model.rank_seconds(adaptive).max() == min(slowest)
-    hybrid = wlb.shard(lengths, strategy="hybrid", kernel_model=model, **same)
-    assert hybrid.strategy == "hybrid"
-    assert model.rank_seconds(hybrid).max() == min(slowest[3:])
-
-    for shard in (adaptive, hybrid):
-        chosen: Any = {"strategy": shard.strategy, "hybrid_threshold": shard.hybrid_threshold}
-        assert (shard.hybrid_threshold is None) == (shard.strategy != "hybrid")
-        assert shard == wlb.shard(lengths, **same, **chosen)
-        assert np.ptp(shard.tokens_per_rank) <= 1
-        assert shard.tokens_per_rank.sum() == sum(lengths)
-        again = pickle.loads(pickle.dumps(shard))
-        assert (again, again.hybrid_threshold) == (shard, shard.hybrid_threshold)
-        assert pickle.loads(pickle.dumps(shard.rank(0))) == shard.rank(0)
-
-    split = sum(model.rank_seconds(adaptive, passes=part) for part in ("forward", "backward"))
-    np.testing.assert_allclose(model.rank_seconds(adaptive), split, **ROUNDING)
-    np.testing.assert_allclose(
-        model.rank_seconds(adaptive, passes=passes).sum(),
-        sum(model.rank_seconds(adaptive, passes=part).sum() for part in NAMES[passes]),
-        **ROUNDING,
-    )
-
-
 NAMES = {"forward": ["forward"], "backward": ["backward"], "forward_backward": ["forward", "backward"]}
+
+
+@pytest.mark.parametrize("strategy", ["adaptive", "hybrid"])
+def test_a_choice_is_kept_by_pickles(strategy: Any) -> None:
+    model = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+    shard = wlb.shard([5, 900, 40, 3000, 70], cp_size=4, strategy=strategy, kernel_model=model)
+    assert (shard.hybrid_threshold is None) == (shard.strategy != "hybrid")
+    again = pickle.loads(pickle.dumps(shard))
+    assert (again, again.hybrid_threshold) == (shard, shard.hybrid_threshold)
+    assert pickle.loads(pickle.dumps(shard.rank(0))) == shard.rank(0)
 
 
 def test_only_one_threshold_is_reported() -> None:
@@ -187,37 +139,10 @@ def test_a_cost_model_from_the_same_profile(path: Path) -> None:
         wlb.CostModel.from_profile(path)
 
 
-DAMAGE: dict[str, tuple[str, Any]] = {
-    "format": ("format", "wlb.cost_profile"),
-    "version": ("version", 999),
-    "num_heads": ("num_heads", 0),
-    "tile": ("tile", 2.5),
-    "query_lengths[1]": ("query_lengths", [16, 16, 1024]),
-    "query_lengths": ("query_lengths", []),
-    "query_lengths[2]": ("query_lengths", [16, 128, 10_000]),
-    "key_lengths[0]": ("key_lengths", [0, 1024, 8192]),
-    "forward.median_seconds": ("forward", {"median_seconds": [[1.0]]}),
-    "forward": ("forward", {}),
-    "backward": ("backward", None),
-    "offset": ("offset", 1.0),
-}
-
-
-@pytest.mark.parametrize("place", DAMAGE)
-def test_what_is_wrong_with_a_profile_is_named(path: Path, place: str) -> None:
-    key, value = DAMAGE[place]
-    with pytest.raises(wlb.WlbError, match=re.escape(f"profile: {place}: ")) as raised:
-        kernel_model(path, PROFILE | {key: value})
-    assert raised.value.argument == "profile"
-
-
-REQUIRED = [key for key in PROFILE if key not in {"linear", "dtype", "versions", "clocks", "held_out"}]
-
-
-@pytest.mark.parametrize("missing", REQUIRED)
-def test_what_is_missing_is_named(path: Path, missing: str) -> None:
-    with pytest.raises(wlb.WlbError, match=missing):
-        kernel_model(path, {key: PROFILE[key] for key in PROFILE if key != missing})
+def test_what_is_missing_is_named(path: Path) -> None:
+    for missing in PROFILE.keys() - {"linear", "dtype", "versions", "clocks", "held_out"}:
+        with pytest.raises(wlb.WlbError, match=missing):
+            kernel_model(path, {key: PROFILE[key] for key in PROFILE if key != missing})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, None, "1", 1e-320, [1.0]])

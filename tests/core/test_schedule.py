@@ -30,37 +30,8 @@ def stages(layout: dict[str, Any]) -> int:
     return int(layout["num_stages"] * layout.get("num_virtual_stages", 1))
 
 
-@st.composite
-def work(draw: st.DrawFn) -> dict[str, Any]:
-    """Seconds per pass that are whole numbers, so that no sum rounds."""
-    layout = draw(st.sampled_from(LAYOUTS))
-    m = draw(st.sampled_from([1, 2, 4, 6, 8]))
-    shape = (m, stages(layout), 3)
-    seconds = draw(st.lists(st.integers(0, 9), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
-    p2p = draw(st.one_of(st.integers(0, 5), st.lists(st.integers(0, 5), min_size=m, max_size=m)))
-    return {"costs": np.reshape(np.array(seconds, dtype=np.float64), shape), "p2p_seconds": p2p, **layout}
-
-
 def rounds_divide(m: int, layout: dict[str, Any]) -> bool:
     return "interleaved" not in layout["schedule"] or m % max(1, m // layout["num_stages"]) == 0
-
-
-@given(work())
-def test_every_pass_runs_once_and_every_second_counts(work: dict[str, Any]) -> None:
-    costs = work["costs"]
-    if not rounds_divide(len(costs), work):
-        return
-    timeline = wlb.simulate_pipeline(**work)
-    per_cell = np.zeros(costs.shape[:2])
-    np.add.at(per_cell, (timeline.micro_batches, timeline.stages), timeline.ends - timeline.starts)
-    assert np.array_equal(per_cell, costs.sum(axis=2))
-    assert timeline.seconds == timeline.ends.max()
-    assert timeline.busy.sum() == costs.sum()
-    assert np.array_equal(timeline.bubble, timeline.seconds - timeline.busy)
-    assert pickle.loads(pickle.dumps(timeline)) == timeline
-    again = wlb.simulate_pipeline(**work)
-    assert again == timeline
-    assert again.ends.tobytes() == timeline.ends.tobytes()
 
 
 def test_callers_may_change_the_arrays() -> None:

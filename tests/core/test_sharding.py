@@ -1,14 +1,12 @@
 """Sharding over context-parallel ranks: every token once, legal input for kernels. Shards are held by the goldens."""
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import wlb
 from plain import plain_rank
@@ -25,7 +23,6 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 LENGTHS = testing.document_lengths(max_length=90, max_size=12)
 CP_SIZES = st.integers(1, 8)
-Floats = NDArray[np.float64]
 
 
 @pytest.mark.parametrize("variant", VARIANTS + AUTO, ids=str)
@@ -74,54 +71,6 @@ def test_what_a_kernel_is_given_is_legal(
         )
         keys = [range(start, start + n) for start, n in zip(rank.k_starts, k_lengths, strict=True)]
         assert len(set().union(*keys) - set(rank.token_indices.tolist())) == shard.keys_moved[i]
-
-
-def document_attention(q: Floats, k: Floats, v: Floats, lengths: Sequence[int], *, causal: bool) -> Floats:
-    """Softmax attention of a packed sequence `[tokens, head_dim]`, under one mask over all of it."""
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    mask = document[:, None] == document[None, :]
-    if causal:
-        mask &= np.arange(len(q))[:, None] >= np.arange(len(q))[None, :]
-    return softmax_attention(q, k, v, mask)
-
-
-def rank_attention(q: Floats, k: Floats, v: Floats, rank: wlb.RankShard, *, causal: bool) -> Floats:
-    """What a variable-length kernel computes for one rank: `q` holds its tokens, `k` and `v` the packed ones.
-
-    A causal mask is aligned to the last key, as flash attention does.
-    """
-    out = np.empty((len(q), v.shape[1]))
-    for i, k_start in enumerate(rank.k_starts):
-        rows = slice(rank.cu_seqlens_q[i], rank.cu_seqlens_q[i + 1])
-        keys = slice(k_start, k_start + rank.cu_seqlens_k[i + 1] - rank.cu_seqlens_k[i])
-        num_q, num_k = rows.stop - rows.start, keys.stop - keys.start
-        mask = np.ones((num_q, num_k), dtype=bool)
-        if causal:
-            mask = np.tril(mask, num_k - num_q)
-        out[rows] = softmax_attention(q[rows], k[keys], v[keys], mask)
-    return out
-
-
-def softmax_attention(q: Floats, k: Floats, v: Floats, mask: NDArray[np.bool_]) -> Floats:
-    scores = np.where(mask, q @ k.T / np.sqrt(q.shape[1]), -np.inf)
-    weights = np.exp(scores - scores.max(axis=1, initial=-np.inf, keepdims=True))
-    out: Floats = weights @ v / weights.sum(axis=1, keepdims=True)
-    return out
-
-
-@given(LENGTHS, CP_SIZES, st.sampled_from(VARIANTS), st.booleans(), st.integers(0, 2**32 - 1))
-def test_attention_is_that_of_whole_documents(
-    lengths: list[int], cp_size: int, variant: dict[str, Any], causal: bool, seed: int
-) -> None:
-    """Each rank attends from its own queries to its K ranges; put together, that is the masked attention."""
-    shard = wlb.shard(lengths, cp_size=cp_size, causal=causal, **variant)
-    rng = np.random.default_rng(seed)
-    q, k, v = rng.standard_normal((3, sum(lengths), 4))
-    parts = [
-        rank_attention(q[rank.token_indices], k, v, rank, causal=causal) for rank in map(shard.rank, range(cp_size))
-    ]
-    restored = np.concatenate(parts)[shard.restore_indices]
-    np.testing.assert_allclose(restored, document_attention(q, k, v, lengths, causal=causal), rtol=1e-10, atol=1e-12)
 
 
 @given(st.lists(st.integers(200, 60_000), min_size=20, max_size=80), st.sampled_from([2, 4, 7, 8, 16]), st.booleans())

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PySequence};
 use wlb_core::Lengths;
 use wlb_core::cost::fit::{FitOptions, FittedTerm};
-use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Rates, Unit};
+use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Passes, Rates, Unit};
 use wlb_core::packing::Pricing;
 
 use crate::arguments::{self, Table};
@@ -19,6 +19,7 @@ use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<CostModel>()?;
+    module.add_function(wrap_pyfunction!(pass_weights, module)?)?;
     module.add_function(wrap_pyfunction!(pairs, module)?)
 }
 
@@ -402,6 +403,20 @@ impl CostModel {
     fn __repr__(&self) -> String {
         format!("CostModel({})", self.0.to_json())
     }
+}
+
+/// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products.
+///
+/// Args:
+///     passes: "forward", "backward" or "forward_backward".
+///     recompute: the backward runs the forward once more.
+///
+/// Raises:
+///     WlbError: other passes.
+#[pyfunction]
+#[pyo3(signature = (passes, *, recompute = false))]
+fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)> {
+    choice::<Passes>(passes).map(|passes| passes.weights(recompute))
 }
 
 /// Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeInt, PositiveInt
 
+from wlb._core import pass_weights
 from wlb.cli.errors import CliError
 from wlb.cli.inputs.model import ModelName, model_config
 from wlb.cli.inputs.options import Options, options
@@ -110,13 +111,14 @@ def profile(
 def rate_table(measured: dict[str, Any]) -> Table:
     """TFLOP/s of attention, forward and backward together, counting only the pairs that were asked for."""
     queries, keys = (thin(measured[f"{name}_lengths"]) for name in ("query", "key"))
+    weight, _ = pass_weights("forward_backward")
 
     def cell(i: int, j: int) -> str:
         seconds = [measured[name]["median_seconds"][i][j] for name in ("forward", "backward")]
         if None in seconds:
             return ""
         q, k = measured["query_lengths"][i], measured["key_lengths"][j]
-        flops = 3.5 * 4 * measured["num_heads"] * measured["head_dim"] * (q * (k - q) + q * (q + 1) / 2)
+        flops = weight * 4 * measured["num_heads"] * measured["head_dim"] * (q * (k - q) + q * (q + 1) / 2)
         return f"{flops / sum(seconds) / 1e12:.3g}"
 
     return Table(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Passes
-from wlb._core import CostModel
+from wlb._core import CostModel, pass_weights
 from wlb._errors import check_bool, check_integer, check_positive, error
 from wlb.cluster.models.attention import Attention, LatentAttention
 from wlb.cluster.models.blocks import Mask
@@ -319,27 +319,23 @@ class ModelConfig:
         """
         for name, value in (("attention_efficiency", attention_efficiency), ("flops_per_second", flops_per_second)):
             check_positive(name, value)
-        if passes not in _WEIGHTS:
-            raise error("passes", f"= {passes!r}: must be one of {', '.join(_WEIGHTS)}", value=passes)
         check_bool("recompute", recompute)
+        pair_weight, token_weight = pass_weights(passes, recompute=recompute)
         check_bool("causal", causal)
         by_kind = {kind: {m.size: f for m, f in self.pair_flops.items() if m.kind == kind} for kind in _LOCAL}
         if not causal and any(by_kind.values()):
             found = ", ".join(f"{kind} {size}" for kind, sizes in by_kind.items() for size in sizes)
             raise error("causal", f"= False: {self.name} has layers with {found}, which are causal", value=causal)
-        forward, backward = _WEIGHTS[passes]
-        again = backward if recompute else 0.0
 
         def attention(flops: int) -> float:
-            # Flash attention's backward runs five matrix products to the forward's two, since it recomputes the scores.
-            return flops * (forward + again + 2.5 * backward) / attention_efficiency / flops_per_second
+            return flops * pair_weight / attention_efficiency / flops_per_second
 
         local = {
             f"{kind}s": {size: attention(flops) for size, flops in sizes.items()} for kind, sizes in by_kind.items()
         }
         return CostModel(
             attention=attention(self.pair_flops.get(Mask(), 0)),
-            linear=self.token_flops * (forward + again + 2.0 * backward) / flops_per_second,
+            linear=self.token_flops * token_weight / flops_per_second,
             causal=causal,
             unit="flops" if flops_per_second == 1 else "seconds",
             windows=local["windows"],
@@ -376,13 +372,6 @@ _OF_EQUAL_LAYERS = (
 )
 
 _LOCAL = ("window", "chunk")
-
-_WEIGHTS: dict[str, tuple[float, float]] = {
-    "forward": (1.0, 0.0),
-    "backward": (0.0, 1.0),
-    "forward_backward": (1.0, 1.0),
-}
-"""How often each pass is counted: forward, backward."""
 
 
 def _check_layers(name: str, layers: object) -> None:

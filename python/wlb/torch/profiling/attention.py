@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wlb._core import pass_weights
 from wlb.cluster.memory import kv_width
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
@@ -67,7 +68,7 @@ class AttentionBench:
     def _segment_flops(self, shape: Shape) -> float:
         queries = math.ceil(shape.tokens / TILE) * TILE
         pairs = queries * (shape.keys - shape.tokens) + queries * (queries + 1) / 2
-        return (1 + 2.5) * 4 * self.heads * self.head_dim * pairs
+        return pass_weights("forward_backward")[0] * 4 * self.heads * self.head_dim * pairs
 
     def segments(self, shape: Shape) -> int:
         """How many a call has: enough to be timed and to fill the GPU, as far as memory goes."""

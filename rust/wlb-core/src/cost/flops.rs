@@ -21,6 +21,19 @@ named_choices! {
     }
 }
 
+impl Passes {
+    /// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products; with
+    /// `recompute` the backward runs the forward once more.
+    ///
+    /// Flash attention's backward runs five matrix products to the forward's two, since it recomputes the scores.
+    pub fn weights(self, recompute: bool) -> (f64, f64) {
+        let forward = if self == Self::Backward { 0.0 } else { 1.0 };
+        let backward = if self == Self::Forward { 0.0 } else { 1.0 };
+        let again = if recompute { backward } else { 0.0 };
+        (forward + again + 2.5 * backward, forward + again + 2.0 * backward)
+    }
+}
+
 /// The shape of a transformer and how its FLOPs become a cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FlopsOptions {
@@ -88,12 +101,9 @@ impl CostModel {
         let forward_per_pair = 4.0 * heads * head_dim * layers;
         let forward_per_token = 2.0 * (layers * layer_parameters + hidden * vocabulary);
 
-        let forward = if options.passes == Passes::Backward { 0.0 } else { 1.0 };
-        let backward = if options.passes == Passes::Forward { 0.0 } else { 1.0 };
-        let again = if options.recompute { backward } else { 0.0 };
-        // Flash attention's backward runs five matrix products to the forward's two, since it recomputes the scores.
-        let attention = forward_per_pair * (forward + again + 2.5 * backward) / options.attention_efficiency;
-        let linear = forward_per_token * (forward + again + 2.0 * backward);
+        let (pair, token) = options.passes.weights(options.recompute);
+        let attention = forward_per_pair * pair / options.attention_efficiency;
+        let linear = forward_per_token * token;
         Self::analytic(attention / options.flops_per_second, linear / options.flops_per_second, options.mask)
     }
 }
