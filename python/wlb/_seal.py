@@ -19,7 +19,7 @@ class Hashed(str):
 
     @classmethod
     def of(cls, text: str) -> Hashed:
-        """Of a long text."""
+        """The hash of a long text."""
         return cls(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
@@ -61,10 +61,10 @@ def check_seal(state: Mapping[str, Any]) -> None:
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("digest"), str):
         raise error("state", "has no 'digest': not what state_dict() gave")
-    told, found = state["digest"], digest_of(state)
-    if told != found:
-        message = f"has digest {told!r}, but its content has {found!r}: it was changed after it was saved"
-        raise error("state", message, value=told)
+    saved, found = state["digest"], digest_of(state)
+    if saved != found:
+        message = f"has digest {saved!r}, but its content has {found!r}: it was changed after it was saved"
+        raise error("state", message, value=saved)
 
 
 def _by_hash(record: Any) -> Any:

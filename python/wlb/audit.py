@@ -223,8 +223,8 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     """The line, if it is whole and nobody changed it."""
     try:
         line = json.loads(text)
-        told = line.pop("check")
-        return line if told == line_check(line) else None
+        written = line.pop("check")
+        return line if written == line_check(line) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -324,7 +324,7 @@ class _Coverage:
         waiting: Pieces | None,
         lengths: NDArray[Any] | None,
     ) -> _Coverage:
-        """Of steps that agree."""
+        """Which documents these steps trained; all ranks agree on the steps."""
         if not steps:
             return cls([], (), "no step was recorded by all ranks")
         if any(part is None for line in steps for part in line["parts"]):
@@ -438,7 +438,7 @@ class _CompleteDocuments:
         self.ids, self.complete, self.tokens = self._complete(trained)
 
     def _complete(self, pieces: Pieces) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-        """Of each document its id, whether it is complete, and its tokens."""
+        """The ids of the documents that have pieces, whether each is complete, and its tokens in these pieces."""
         ids, row = np.unique(pieces.ids, return_inverse=True)
         tokens, ends = np.zeros(ids.size, np.int64), np.zeros(ids.size, np.int64)
         np.add.at(tokens, row, pieces.lengths)

@@ -52,7 +52,7 @@ class Pieces:
 
     @property
     def tokens(self) -> int:
-        """Of all pieces."""
+        """Tokens of all pieces."""
         return int(self.lengths.sum())
 
     def encode(self) -> str:

@@ -34,12 +34,12 @@ class Balance:
 
     @classmethod
     def of(cls, costs: Floats) -> Balance:
-        """From float64[steps, micro-batches], or [steps, micro-batches, columns]: a step waits in each column."""
+        """From costs [steps, micro-batches], or [steps, micro-batches, columns], where a step waits in each column."""
         found = costs.max(axis=1), costs.mean(axis=1), costs.sum(axis=1)
         return cls(*(of.sum(axis=1) for of in found)) if costs.ndim == 3 else cls(*found)
 
     def first(self, steps: int) -> Balance:
-        """Of the first steps alone."""
+        """The balance of the first steps alone."""
         return Balance(self.heaviest[:steps], self.mean[:steps], self.work[:steps])
 
     @property

@@ -322,7 +322,7 @@ def score_dynamic(
 
 
 def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Priced) -> DynamicOutcome:
-    """The same, where it is known what every group takes."""
+    """What a run takes, where the seconds of every group are known."""
     layout = scenario.layout
     steps = run.micro_batches.size
     seconds, bubble, dp_wait, busy = np.zeros((4, steps))

@@ -110,7 +110,7 @@ class Outcome(ABC):
 
     @cached_property
     def swept(self) -> tuple[Swept, ...]:
-        """Times and balance at each of :data:`ATTENTION_RATES`, by which nothing was planned."""
+        """Times and balance of the same plan at each of :data:`ATTENTION_RATES`; it was made for the rate 1."""
         graded = ((rate, self if rate == 1 else self.at_attention_rate(rate)) for rate in ATTENTION_RATES)
         return tuple(Swept(rate, of.total_seconds, of.steady_seconds, of.balance) for rate, of in graded)
 
@@ -149,7 +149,7 @@ class Outcome(ABC):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole cluster, over all steps."""
+        """Tokens that the whole cluster trains in a second, over all steps."""
         return self.tokens / self.total_seconds
 
     @property
@@ -159,7 +159,7 @@ class Outcome(ABC):
 
     @property
     def balance(self) -> Balance:
-        """Of the steps before those at the stream's end."""
+        """How even steps are, without those that empty the queues at the stream's end."""
         return self.all_balance.first(self.run.streamed)
 
     @property

@@ -1,4 +1,4 @@
-"""What `wlb.plan_dynamic_cp` is told of a cluster."""
+"""Arguments of `wlb.plan_dynamic_cp` that follow from a cluster."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SCHEDULES = ("1f1b", "interleaved_1f1b")
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     """Arguments of :func:`wlb.plan_dynamic_cp` for a cluster; all but the lengths of a step.
 
-    Seconds of the linear part, of communication and of attention are each one rate, fitted to what the simulation
-    knows: attention's to whole documents, the exchange of keys and values to the largest group, the transfer between
-    stages to a rank's share of a global batch in `2 * pp` micro-batches, the rest to a micro-batch of one context over
-    `layout.cp` ranks. So the planner's costs are not those that price its plans.
+    The planner has one rate for attention, one for the linear part and one for each kind of communication. They are
+    fitted to what the simulation knows: attention's to whole documents, the exchange of keys and values to the largest
+    group, the transfer between stages to a rank's share of a global batch in `2 * pp` micro-batches, the rest to a
+    micro-batch of one context over `layout.cp` ranks. So the planner's costs are not those that price its plans.
 
     Args:
         scenario: the cluster. A given `max_tokens` is shared out over `layout.cp` ranks; by default a rank has as many

@@ -1,4 +1,4 @@
-"""The same stream under several methods."""
+"""What one stream takes under several methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TUNED_SHARE = 4
 
 @dataclass(frozen=True)
 class Simulation:
-    """The same stream under several methods."""
+    """What one stream takes under several methods."""
 
     scenario: Scenario
     thresholds: tuple[int, ...]  # of the outlier queues; with fitted costs they are that run's own

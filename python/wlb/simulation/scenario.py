@@ -287,7 +287,7 @@ class Scenario:
         return attention_of_kinds(self.model)
 
     def attention_by_mask(self, lengths: ArrayLike) -> dict[Mask, float]:
-        """The same, of the pairs under each of the model's masks."""
+        """Seconds of attention over all layers and passes, for the pairs under each of the model's masks."""
         masks, weights = self.masks
         layers = weights @ np.array(list(self.model.kinds.values()))
         times = {"forward": 2 if self.layout.recompute == "full" else 1, "backward": 1}

@@ -56,7 +56,7 @@ def best_shard(lengths: NDArray[np.int64], scenario: Scenario, strategies: tuple
     ]
 
     def slowest(one: Shard) -> float:
-        """Of both passes, in the mean layer."""
+        """Seconds of the slowest rank, forward and backward, in the mean layer."""
         seconds = scenario.rank_seconds(one, passes="forward_backward", kernel=selector)
         return float(seconds.max(axis=0) @ scenario.layer_shares)
 

@@ -87,12 +87,12 @@ class PackedRun(Trained):
 
     @property
     def balance(self) -> Balance:
-        """Of the steps before those at the stream's end, by the packer's own costs."""
+        """How even steps are by the packer's own costs, without those that empty the queues at the stream's end."""
         return self.all_balance.first(self.streamed)
 
     @property
     def all_balance(self) -> Balance:
-        """The same of all steps; with several columns that take time, a step has the heaviest of each."""
+        """How even all steps are; with several columns that take time, a step has the heaviest micro-batch of each."""
         return Balance.of(self.costs if self.column_costs is None else self.column_costs[..., self.timed])
 
     @property

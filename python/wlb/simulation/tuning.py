@@ -331,7 +331,7 @@ class _Search:
                 yield self._choose(dataclasses.replace(settings, strategy="per_document"))
 
     def _prices(self, packer: dict[str, Any]) -> tuple[float, ...]:
-        """Of the delay, for a packer with these arguments."""
+        """Prices of delay to try, for a packer with these arguments."""
         if not self._given.max_mean_delay:
             return PRICES
         tuned = tune_waiting(
@@ -345,7 +345,7 @@ class _Search:
         return (*PRICES, tuned.delay_price)
 
     def _by_kind(self, choices: list[Choice]) -> list[Choice]:
-        """Of each kind the best within the limits, then the fastest if that is another."""
+        """The best choice of each kind within the limits, and the fastest of the kind if that is beyond them."""
         made = []
         for kind in KINDS:
             of_kind = [choice for choice in choices if choice.kind == kind]
@@ -382,7 +382,7 @@ class _Search:
         return bool(fits) and choice.delay <= self._given.max_mean_delay
 
     def _allowed(self, choices: list[Choice]) -> list[Choice]:
-        """Those within the limits, or that which waits least."""
+        """The choices within the limits; if there are none, the one that waits least."""
         return [c for c in choices if self._within(c)] or [min(choices, key=lambda choice: choice.delay)]
 
     def _report(self, what: str) -> None:

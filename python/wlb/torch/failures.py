@@ -205,7 +205,7 @@ class Together:
         return first
 
     def _blamed(self, heart: Heartbeat, beats: dict[int, Beat], silent: set[int]) -> _Failure:
-        """Those whose fault it is most likely."""
+        """The ranks whose fault the failure most likely is."""
         mine = self.activity
         found: dict[_Guilt, list[tuple[int, str]]] = {}
         for rank in [rank for rank in self._ranks or range(heart.size) if rank != heart.rank]:
@@ -225,7 +225,7 @@ class Together:
 
 
 class _Guilt(IntEnum):
-    """Of a rank that communication failed, the greatest first."""
+    """Why a rank may be to blame for failed communication, the surest sign first."""
 
     ENDED = 0
     NO_HEARTBEAT = 1

@@ -1,7 +1,7 @@
 """A rank's heartbeat: through the store it tells the others that it lives, how far it is, and how it ended.
 
 Communication that fails or times out does not say who is to blame, and a rank that was killed says nothing at all.
-What each rank last told does: see `wlb.torch.failures`, which reads it.
+What each rank last wrote to the store does; `wlb.torch.failures` reads it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Beat:
 
     @classmethod
     def of(cls, text: bytes) -> Beat:
-        """From there."""
+        """The beat that a text from the store holds."""
         number, main, ended, places = json.loads(text)
         return cls(number, main, ended, {name: Place(*place) for name, place in places.items()})
 
@@ -157,7 +157,7 @@ class Heartbeat:
         return self._thread.is_alive()
 
     def tell(self, activity: Activity) -> None:
-        """From now on this too is told to the others; at once, without waiting for it."""
+        """Tells the other ranks of this activity too from now on; returns at once."""
         self._activities[activity.name] = activity
         self._asked.put(self._beat)
 

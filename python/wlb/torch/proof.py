@@ -374,7 +374,7 @@ class _Prover:
         )
 
     def loss_and_gradient(self, step: Step[PackedBatch]) -> list[Check]:
-        """Of a whole step, against documents alone."""
+        """Loss and gradients of a whole step, against those of its documents one by one."""
         found, gradients = self._trained(step)
         expected, shifted, means = self._loss_alone(step)
         checks = []

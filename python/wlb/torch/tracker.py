@@ -364,7 +364,7 @@ class _Gathered:
     ranks: tuple[_Rank, ...]
 
     def cubes(self) -> list[tuple[int, NDArray[np.integer[Any]], NDArray[np.float64]]]:
-        """Of each micro-batch that all its ranks have measured: its replica, its lengths, and seconds [pp, cp]."""
+        """Replica, lengths and seconds [pp, cp] of each micro-batch that all its ranks have measured."""
         shape = [1 + max(getattr(rank, name) for rank in self.ranks) for name in ("pp", "cp")]
         found: dict[int, tuple[int, NDArray[np.float64]]] = {}
         for rank, rows in zip(self.ranks, self.times, strict=True):

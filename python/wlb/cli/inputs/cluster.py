@@ -114,7 +114,7 @@ class Cluster(Cost, Limits, wlb.Scenario):
     def _named(self, layout: wlb.ParallelLayout) -> dict[str, Any]:
         """What is given by a name or a file, or in other units."""
         hardware, model, rates = self.preset(), model_config(self.model_name), self.efficiencies()
-        cost_model = self.told()
+        cost_model = self.from_files()
         if cost_model is None and len(rates) > 1:
             again = layout.recompute == "full"
             cost_model = one_of([model.cost_model(attention_efficiency=rate, recompute=again) for rate in rates])

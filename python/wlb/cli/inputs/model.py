@@ -53,7 +53,7 @@ class Cost(Options):
         return wlb.Hardware.preset(self.gpu)
 
     def efficiencies(self) -> tuple[float, ...]:
-        """Of attention: given, or assumed of the GPU; several where any may be the true one."""
+        """Efficiencies of attention: as given, or as assumed of the GPU; several where any may be the true one."""
         rates = self.attention_efficiency
         if rates is None:
             return (self.preset().attention_efficiency,)
@@ -62,7 +62,7 @@ class Cost(Options):
         return rates
 
     def shown_efficiency(self) -> float | str | None:
-        """The same for a report's settings; None where costs do not rest on it."""
+        """The efficiencies as a report's settings have them; None where costs do not rest on them."""
         if self.cost_files:
             return None
         rates = self.efficiencies()
@@ -78,7 +78,7 @@ class Cost(Options):
             f" rate of matrix multiplications ({source})."
         )
 
-    def told(self) -> wlb.CostModel | None:
+    def from_files(self) -> wlb.CostModel | None:
         """The costs in the files that the options name, if they do."""
         if self.cost_files and "attention_efficiency" in self.given:
             raise superfluous("attention_efficiency", "cost_files")
@@ -86,10 +86,10 @@ class Cost(Options):
 
     def of_documents(self) -> wlb.CostModel | None:
         """The cost model; unit: seconds where it was fitted, else GEMM-equivalent FLOPs."""
-        if (told := self.told()) is not None:
+        if (costs := self.from_files()) is not None:
             for name in sorted(self.given & {"model_name", "gpu"}):
                 raise superfluous(name, "cost_files")
-            return told
+            return costs
         model = model_config(self.model_name)
         return one_of([model.cost_model(attention_efficiency=rate) for rate in self.efficiencies()])
 

@@ -91,10 +91,13 @@ def packing_report(
     else:
         graded = [of | plan.bands(setup.cost_model) for of, plan in zip(summaries, plans, strict=True)]
         models = len(setup.cost_model.models)
-        told = RATES if models == 1 else f"under each of the {models} cost models, one of which is true"
+        costs = RATES if models == 1 else f"under each of the {models} cost models, one of which is true"
         rows = [(plan.name, ends(of), plan.waits) for plan, of in zip(plans, graded, strict=True)]
         note = LOST_NOTE if models == 1 else f"band: least and most, over the cost models. {LOST_WORDS}"
-        closer = (Table.of(f"The same plans, {told}", "method", _GRADED, rows), Paragraphs((*_NOTES, note), small=True))
+        closer = (
+            Table.of(f"The same plans, {costs}", "method", _GRADED, rows),
+            Paragraphs((*_NOTES, note), small=True),
+        )
     return Report(
         command=command,
         subject=shown.name,

@@ -47,12 +47,12 @@ class Attention(Block):
 
     @property
     def query_width(self) -> int:
-        """Of all query heads."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Of all keys; of all values too."""
+        """Width of all key heads together, and of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
@@ -146,7 +146,7 @@ class LatentAttention(Block):
 
     @property
     def query_width(self) -> int:
-        """Of all query heads; of all keys too."""
+        """Width of all query heads together, and of all key heads."""
         return self.num_heads * (self.key_dim + self.rope_dim)
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:

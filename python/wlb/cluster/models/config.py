@@ -386,7 +386,7 @@ def _check_layers(name: str, layers: object) -> None:
 
 
 def _by_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same model by sizes, where its layers are equal and sizes can say what they are."""
+    """Arguments that give the same model by sizes, where its layers are equal and sizes can say what they are."""
     layers: tuple[Layer, ...] = arguments["layers"]
     first = layers[0]
     if any(layer != first for layer in layers[1:]) or len(first.sublayers) != 2:

@@ -33,7 +33,7 @@ class GatedDeltaNet(Block):
 
     @property
     def value_width(self) -> int:
-        """Of all value heads."""
+        """Width of all value heads together."""
         return self.num_value_heads * self.value_dim
 
     @property
@@ -95,7 +95,7 @@ class KimiDeltaAttention(Block):
 
     @property
     def value_width(self) -> int:
-        """Of all heads."""
+        """Width of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
@@ -151,7 +151,7 @@ class LightningAttention(Block):
 
     @property
     def value_width(self) -> int:
-        """Of all heads."""
+        """Width of all heads together."""
         return self.num_heads * self.head_dim
 
     @property

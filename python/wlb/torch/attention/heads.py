@@ -50,7 +50,7 @@ class HeadsExchange:
     group: dist.ProcessGroup | None
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """From `[tokens of this rank, heads, dim]` to `[tokens of the block, heads / degree, dim]`."""
+        """Exchanges `[tokens of this rank, heads, dim]` for `[tokens of the block, heads / degree, dim]`."""
         degree = len(self.block)
         tokens, heads, dim = x.shape
         send = x.view(tokens, degree, heads // degree, dim).transpose(0, 1).reshape(-1, heads // degree, dim)

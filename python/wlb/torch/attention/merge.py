@@ -32,7 +32,7 @@ class KeyExchange(Protocol):
         ...
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
-        """The same blocks again; `attend` gives their gradients. Returns the gradients of `k` and `v`."""
+        """Passes the same blocks to `attend`, which gives their gradients; returns those of `k` and `v`."""
         ...
 
 

@@ -100,7 +100,7 @@ class Device:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def clock_mhz(self) -> int | None:
-        """Of the multiprocessors, now; None where nothing tells."""
+        """Clock rate of the multiprocessors now, in MHz; None where it is not known."""
         if self.device.type == "cpu":
             return None
         try:
@@ -156,7 +156,7 @@ def _host_seconds(call: Callable[[], object]) -> float:
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:
-    """Of a call that computes on the CPU: on one thread of that thread's processor time, else on the wall's clock."""
+    """Seconds of a call on the CPU: processor time where it runs on one thread, else by the wall's clock."""
     if torch.get_num_threads() > 1:
         return _host_seconds(call)
     start = time.thread_time()

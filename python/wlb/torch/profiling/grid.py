@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The shape in words, for progress bars and messages."""
         sizes = f"{self.tokens:,} tokens" if self.kind == "layer" else f"{self.tokens:,} x {self.keys:,}"
         return f"{self.kind.replace('_', ' ')} {sizes}"
 
