@@ -90,7 +90,7 @@ arguments! {
     world_size: usize = count(MAX_WORLD_SIZE);
 }
 
-/// Those of them that may be None.
+/// Readers of the arguments that may be None.
 pub(crate) mod optional {
     use pyo3::prelude::*;
 

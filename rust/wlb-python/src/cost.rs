@@ -104,7 +104,7 @@ pub(crate) fn read_costs(cost_model: &Bound<'_, PyAny>) -> PyResult<Model> {
     Model::range(sequence.try_iter()?.map(one).collect::<PyResult<_>>()?).map_err(raise)
 }
 
-/// The same where `costs` may take its place.
+/// What documents cost, as an argument that may be None because `costs` takes its place.
 pub(crate) fn read_costs_if_any(cost_model: &Bound<'_, PyAny>) -> PyResult<Option<Model>> {
     if cost_model.is_none() { Ok(None) } else { read_costs(cost_model).map(Some) }
 }

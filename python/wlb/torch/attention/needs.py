@@ -22,7 +22,7 @@ class Needs:
 
     @classmethod
     def of(cls, held: Sequence[Segments], documents: Segments, *, left: int, right: int) -> Needs:
-        """What ranks that hold `held` need of each other, where a query sees `left` tokens before it and `right` after."""
+        """What ranks that hold `held` need of each other; a query sees `left` tokens before it and `right` after."""
         own = [Places(documents.row[s.document] + s.start, s.row, s.length) for s in held]
         spans = [meet(s, documents, left, right) for s in held]
         here = [places.contain(s.k_row, s.k_length) for places, s in zip(own, spans, strict=True)]

@@ -11,15 +11,15 @@ use crate::limits::MAX_COLUMNS;
 #[derive(Clone, Debug, PartialEq)]
 pub struct DocumentCosts {
     columns: usize,
-    /// Row by row.
+    /// The costs, row by row: a row for each document, a number for each column.
     values: Vec<f64>,
-    /// Of each column, if it has one.
+    /// The limit of each column that has one.
     limits: Vec<Option<f64>>,
-    /// Whether one has.
+    /// Whether any column has a limit.
     limited: bool,
-    /// Of each column.
+    /// Sum of each column.
     sums: Vec<f64>,
-    /// Of each column.
+    /// Largest entry of each column.
     largest: Vec<f64>,
 }
 

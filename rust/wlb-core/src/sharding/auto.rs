@@ -14,7 +14,7 @@ use crate::longest_first::longest_first;
 use super::builder::Ranks;
 use super::{hybrid, per_document};
 
-/// From one share that is tried to the next.
+/// Each share that is tried is so much of the one before.
 const STEP: f64 = 0.85;
 /// Shares that are tried; the last is 1/150 of the first.
 const ATTEMPTS: usize = 32;
@@ -38,7 +38,7 @@ fn shares(max_imbalance: f64) -> impl Iterator<Item = f64> {
     std::iter::successors(Some(max_imbalance), |share| Some(share * STEP)).take(ATTEMPTS)
 }
 
-/// So many that no part of a document exceeds the share of an even rank's pairs or tokens.
+/// The fewest parts of a document of which none exceeds the share of an even rank's pairs or tokens.
 fn parts_of((pairs, tokens): (f64, f64), share: f64) -> usize {
     (pairs / share).max(tokens / share.min(1.0)).ceil() as usize
 }

@@ -56,7 +56,7 @@ pub struct Fit {
     pub merged: Vec<Vec<String>>,
     /// Median of `|predicted - measured| / measured` over the rows.
     pub residual: f64,
-    /// The same over rows that a fit to the others did not see.
+    /// That median over held-out rows, which a fit to the others did not see.
     pub held_out_error: f64,
     /// How many rows that were.
     pub held_out: usize,

@@ -129,7 +129,7 @@ impl CostModel {
     }
 }
 
-/// Those that go last first.
+/// The terms to try; where several cannot be told apart, those that come first here are given up last.
 fn terms_of(options: &FitOptions) -> Result<Vec<Term>> {
     for name in options.terms.iter().flatten() {
         if !FitOptions::NAMES.contains(&name.as_str()) {
