@@ -300,7 +300,7 @@ class _Search:
         return Choice(kind=kind, max_tokens=self._scenario.context, strategy=strategy, outcome=outcome)
 
     def _least(self, choices: list[Choice], need: Callable[[Choice], Any]) -> Choice:
-        """Of those as fast as the fastest, the one that needs least."""
+        """The choice that needs least, among those as fast as the fastest."""
         most = max(self._speed(choice) for choice in choices)
         return min((choice for choice in choices if self._speed(choice) * (1 + EQUAL) >= most), key=need)
 
