@@ -240,7 +240,7 @@ TestPackerMachine = PackerMachine.TestCase
 
 
 def test_metrics_have_the_names_of_what_they_are() -> None:
-    """A hundred steps of two micro-batches, worked out by hand; no two metrics are equal."""
+    """A hundred steps of two micro-batches, worked out by hand so that metrics which could be mixed up differ."""
     cost = wlb.CostModel(attention=1.0, linear=0.0)
     packer = wlb.Packer(num_micro_batches=2, max_tokens=10, cost_model=cost, outlier_thresholds=(8,))
     # The first 8 waits for the second. Pairs: 10 of 4 tokens, 3 of 2, 21 of 6.
