@@ -90,6 +90,11 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	# verl asks for whole inference engines: without what its planner does not import. Its tests are skipped without it.
 	$(TRAINERS)/bin/python -m pip install --quiet tensordict ray pandas codetiming hydra-core peft dill || true
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps verl || true
+	# `pretrain` is in no package. The path comes after the installed megatron-core.
+	$(TRAINERS)/bin/python -m pip install --quiet six || true
+	rm -rf $(TRAINERS)/Megatron-LM
+	git clone --quiet --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM $(TRAINERS)/Megatron-LM || true
+	echo $(abspath $(TRAINERS))/Megatron-LM > $$($(TRAINERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/megatron-lm.pth
 	touch $@
 
 # Whole training stacks that cannot be installed side by side: without what they depend on; the bench imports one file of each.

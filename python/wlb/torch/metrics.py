@@ -75,7 +75,7 @@ class StepMetrics:
     ) -> None:
         check_integer("every", every, minimum=1)
         self._loader, self._timer, self._ends_steps = loader, timer, ends_steps
-        self._writes = [_write(sink, index) for index, sink in enumerate(sinks)]
+        self._writes = [writes_to(sink, index) for index, sink in enumerate(sinks)]
         self._every, self._group, self._device, self._prefix = every, group, device, prefix
         self._heaviest = self._mean = self._work = 0.0
         self._measured = np.zeros(2)  # sums of the slowest and of the mean micro-batches
@@ -197,8 +197,12 @@ def _gathered(
     return np.concatenate([part[: int(count)].cpu().numpy() for part, count in zip(everyone, counts, strict=True)])
 
 
-def _write(sink: Any, index: int) -> Write:
-    """How a logger takes a line."""
+def writes_to(sink: Any, index: int = 0) -> Write:
+    """How a logger takes a line.
+
+    Raises:
+        WlbError: it is none of those that `StepMetrics` knows.
+    """
     if hasattr(sink, "add_scalar"):  # TensorBoard
 
         def scalars(line: dict[str, float], number: int) -> None:

@@ -3,9 +3,10 @@
 | what | in |
 | --- | --- |
 | :func:`data_iterator`, :func:`get_batch`, :func:`loss_func`: steps for `forward_backward_func` | `data`, `rows` |
+| :func:`pretraining`: the same for `megatron.training.pretrain` | `pretraining` |
 | :class:`IndexedDocuments`: `.bin` and `.idx` files | `documents` |
 | :func:`packed_layers`: wlb's attention in its layers; Dynamic-CP | `attention` |
-| :class:`DynamicCpScheduler`: in the place of its `BalancedCPScheduler` | `scheduler` |
+| :func:`install_schedulers`: plans in the place of Megatron-Core's schedulers | `scheduler`, `packing_scheduler` |
 | :func:`packed_seq_params`, :func:`padded_lengths`, ...: for batches of one's own | `packed` |
 """
 
@@ -22,6 +23,8 @@ from wlb.integrations.megatron.packed import (
     required_multiple,
     slice_for_rank,
 )
+from wlb.integrations.megatron.packing_scheduler import install_schedulers
+from wlb.integrations.megatron.pretraining import MicroBatches, pretraining
 from wlb.integrations.megatron.rows import Batch, get_batch, loss_func, mean_loss
 from wlb.integrations.megatron.scheduler import DynamicCpScheduler
 
@@ -31,10 +34,12 @@ __all__ = [
     "DynamicCpScheduler",
     "IndexedDocuments",
     "MegatronStep",
+    "MicroBatches",
     "PackedCoreAttention",
     "PackedSelfAttention",
     "data_iterator",
     "get_batch",
+    "install_schedulers",
     "loss_func",
     "mean_loss",
     "packed_layers",
@@ -42,6 +47,7 @@ __all__ = [
     "pad",
     "padded_lengths",
     "padded_positions",
+    "pretraining",
     "real_lengths",
     "required_multiple",
     "slice_for_rank",

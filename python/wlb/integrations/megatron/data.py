@@ -27,7 +27,7 @@ from wlb.torch.data.peers import Peers
 
 # Arguments of plans that follow from the model and the ranks.
 _SET_HERE: Final = ("planning", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
-_ROOM: Final = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
+ROOM: Final = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
 
 
 def data_iterator(
@@ -47,6 +47,7 @@ def data_iterator(
     seed: int = 0,
     num_workers: int = 0,
     pad_token: int = 0,
+    each_rank_reads: bool = False,
     **planning: Any,
 ) -> DataIterator:
     """Steps of micro-batches of equal work for Megatron-Core's `forward_backward_func`, whatever its schedule.
@@ -92,6 +93,8 @@ def data_iterator(
         seed: of these orders.
         num_workers: processes that read.
         pad_token: what padding consists of.
+        each_rank_reads: instead of the first of those that train the same documents, so that nothing is sent: for a
+            loop that takes a step inside of a schedule, as `pretrain` does, where stages must not wait for each other.
         **planning: further arguments of :func:`wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
 
     Returns:
@@ -146,12 +149,13 @@ def data_iterator(
         pp=parallel_state.get_pipeline_model_parallel_group(),
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
         predicts=bool(getattr(config, "mtp_num_layers", None)),
+        each=each_rank_reads,
     )
     readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
     shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
     limits: dict[str, Any] = {"max_tokens": held, "max_document_tokens": context, "oversize": oversize}
     if dynamic_cp:  # the packer's micro-batches only say who reads: nobody holds them
-        limits["max_tokens"] = max(context, math.ceil(_ROOM * tokens_per_batch / shares))
+        limits["max_tokens"] = max(context, math.ceil(ROOM * tokens_per_batch / shares))
     if max_delay:
         limits |= {"release": "adaptive", "max_delay": max_delay}
     packer = wlb.Packer(num_micro_batches=shares, cost_model=cost_model, **limits)
@@ -265,7 +269,7 @@ def _shares(config: Any, readers: int, held: int, tokens_per_batch: int, *, dyna
     """Micro-batches of a data-parallel rank in a step: the fewest with room to spare that the schedule takes."""
     if dynamic_cp:
         return 1
-    fewest = max(1, math.ceil(_ROOM * tokens_per_batch / (readers * held)))
+    fewest = max(1, math.ceil(ROOM * tokens_per_batch / (readers * held)))
     if not config.virtual_pipeline_model_parallel_size:
         return fewest
     group: int = config.microbatch_group_size_per_vp_stage

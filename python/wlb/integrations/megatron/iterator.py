@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from wlb.integrations.megatron.rows import Batch, Ranks, Row, batch_of
 from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import DynamicCpLoader, DynamicCpStep, PackedBatch, Step, StepLoader
 from wlb.torch.data.peers import Peers, failure_text
+from wlb.torch.metrics import StepMetrics, writes_to
 
 AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
 
@@ -33,6 +34,8 @@ class MegatronStep:
         padding_tokens: Tokens of padding that kernels demand. Each is counted on one of the ranks that read: the sum
             over them is that of the step. 0 on the others.
         arguments: For `forward_backward_func(forward_step_func=..., model=..., **step.arguments)`.
+        figures: What its plan says, by the names of :class:`wlb.torch.StepMetrics`; on every rank, for Megatron's
+            writers are on the last one.
         source: Of a rank that reads, the step of its loader: with its plan, its pieces for a `wt.Ledger`, and its
             documents; None on the others.
     """
@@ -42,7 +45,22 @@ class MegatronStep:
     batches: list[Batch]
     padding_tokens: int
     arguments: dict[str, Any]
+    figures: dict[str, float]
     source: AnyStep | None
+
+    def log(self, *writers: Any) -> None:
+        """Writes its figures, by its number from 1 on, as Megatron counts iterations.
+
+        Args:
+            *writers: what :class:`wlb.torch.StepMetrics` takes, such as `get_tensorboard_writer()` and
+                `get_wandb_writer()`, which are None but on the last rank: None is passed over.
+
+        Raises:
+            wlb.WlbError: A writer is none that is known.
+        """
+        for index, writer in enumerate(writers):
+            if writer is not None:
+                writes_to(writer, index)(self.figures, self.number + 1)
 
     @property
     def state(self) -> dict[str, Any] | None:
@@ -65,6 +83,7 @@ class Header:
         number: Of the step.
         epoch: Of it.
         rows: Its micro-batches.
+        figures: Of its plan.
     """
 
     failure: str | None = None
@@ -72,6 +91,7 @@ class Header:
     number: int = 0
     epoch: int = 0
     rows: tuple[Row, ...] = ()
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class DataIterator:
@@ -98,6 +118,7 @@ class DataIterator:
         self._steps, self._dynamic, self._documents = steps, dynamic, documents
         self._row_multiple, self._pad_token = row_multiple, pad_token
         self._iterator: Iterator[AnyStep] | None = None
+        self._metrics = StepMetrics(steps if dynamic is None else dynamic)
 
     def __iter__(self) -> DataIterator:
         """Itself: a loop that was left goes on in the next one."""
@@ -133,6 +154,11 @@ class DataIterator:
             self._iterator = None  # it has ended: who asks again shall not take that for the end of the data
             raise failure
         return self._given(header, step)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads documents, and has plans and a state."""
+        return self._steps is not None
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay so far, on ranks that read.
@@ -203,7 +229,8 @@ class DataIterator:
             filler = -size % self._row_multiple if size else self._row_multiple
             lengths = tuple(batch.shard.lengths.tolist())
             rows.append(Row(lengths, batch.shard.cp_size, batch.cp_rank, filler))
-        return Header(number=step.number, epoch=step.epoch, rows=tuple(rows))
+        figures = self._metrics.end_step(step)
+        return Header(number=step.number, epoch=step.epoch, rows=tuple(rows), figures=figures)
 
     def _given(self, header: Header, step: AnyStep | None) -> MegatronStep:
         """The step on this rank; the rest of its tokens come with it."""
@@ -231,11 +258,12 @@ class DataIterator:
             batches=batches,
             padding_tokens=self._padding(header, step),
             arguments=self._arguments(batches),
+            figures=header.figures,
             source=step,
         )
 
     def _padding(self, header: Header, step: AnyStep | None) -> int:
-        if step is None:
+        if step is None or not self._sharing.leads:
             return 0
         padding = sum(row.filler for row in header.rows)
         first = self._ranks.dynamic or all(row.cp_rank == 0 for row in header.rows)

@@ -13,7 +13,7 @@ from wlb.integrations.megatron.costs import cost_of
 
 Group = tuple[int, list[int]]  # ranks, samples
 # Arguments of plans that follow from the samples and the ranks.
-_SET_HERE = (
+SET_HERE = (
     "lengths",
     "world_size",
     "num_stages",
@@ -50,7 +50,7 @@ class DynamicCpScheduler:
     def __init__(
         self, max_seq_len_per_rank: int, dp_cp_group: Any, *, cost_model: wlb.CostModel | None = None, **options: Any
     ) -> None:
-        check_options(options, wlb.plan_dynamic_cp, but=_SET_HERE)
+        check_options(options, wlb.plan_dynamic_cp, but=SET_HERE)
         check_integer("max_seq_len_per_rank", max_seq_len_per_rank, minimum=1)
         self.max_seq_len_per_rank = max_seq_len_per_rank
         self.total_hdp_gpus: int = dp_cp_group.size()

@@ -24,17 +24,25 @@ class Sharing(Generic[T]):
         pp: The stages of this tensor-parallel rank.
         device: Where their communicators take tensors.
         predicts: Whether the last stage predicts further tokens, and takes tokens for that too.
+        each: Whether every rank reads for itself, and nothing is sent: for steps that are read inside of a schedule,
+            where a stage that waited for the next one would wait for ever.
     """
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     device: torch.device
     predicts: bool = False
+    each: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that train the same documents."""
+        return bool(self.tp.rank() == 0 and self.pp.rank() == 0)
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads for the others."""
-        return bool(self.tp.rank() == 0 and self.pp.rank() == 0)
+        """Whether this rank reads."""
+        return self.each or self.leads
 
     @property
     def first(self) -> bool:
@@ -48,6 +56,8 @@ class Sharing(Generic[T]):
 
     def header(self, mine: T | None) -> T:
         """What the reading rank gives, on all."""
+        if self.each and mine is not None:
+            return mine
         box: list[Any] = [mine]
         for group, sends in ((self.pp, self.tp.rank() == 0), (self.tp, True)):
             if group.size() > 1 and sends:
@@ -70,6 +80,8 @@ class Sharing(Generic[T]):
         )
 
     def _sent(self, values: Tensor | None, size: int, *, to_first: bool, to_last: bool) -> Tensor | None:
+        if self.each:
+            return values if (to_first and self.first) or (to_last and self.last) else None
         if to_last and self.pp.size() > 1 and self.tp.rank() == 0 and size:
             stages = dist.get_process_group_ranks(self.pp)
             if values is not None:

@@ -1,0 +1,80 @@
+"""`megatron.training.pretrain` on wlb's plans: its own loop, checkpoints and writers, against a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import RankFailed
+from processes import run as run_processes
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron_pretrain import train
+from megatron_run import Run
+from test_megatron_training import plain
+
+pytest.importorskip("tensorboard")
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    """What was written, in the order of iterations."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def together(results: list[Any]) -> list[Any]:
+    """Pieces of every step, of all ranks that read, in a fixed order."""
+    steps = [np.concatenate(parts) for parts in zip(*filter(None, results), strict=True)]
+    return [rows[np.lexsort(rows.T[::-1])] for rows in steps]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "run"), [(1, Run()), (2, Run()), (2, Run(pp=2)), (2, Run(tp=2))])
+def test_its_losses_are_those_of_one_document_at_a_time(ranks: int, run: Run, tmp_path: Path) -> None:
+    pieces = together(run_processes(ranks, train, run, tmp_path, 20, {}, []))
+    written = scalars(tmp_path / "to 20")
+    expected = plain(np.concatenate(pieces).tobytes(), tuple(map(len, pieces)))
+    np.testing.assert_allclose(written["lm loss"], expected, atol=1e-5, rtol=0)
+    assert expected[-1] < expected[0] - 0.01
+    assert len(written["wlb/imbalance"]) == 20
+    assert all(1 <= value < 2 for value in written["wlb/imbalance"])
+    assert written["wlb/tokens"] == [rows[:, 2].sum() for rows in pieces]
+
+
+@pytest.mark.long
+def test_its_checkpoints_hold_where_the_data_stands(tmp_path: Path) -> None:
+    whole = together(run_processes(2, train, Run(), tmp_path / "whole", 8, {}, []))
+    first = together(run_processes(2, train, Run(), tmp_path / "cut", 5, {}, []))
+    rest = together(run_processes(2, train, Run(), tmp_path / "cut", 8, {}, []))
+    assert (len(first), len(rest)) == (5, 3)
+    assert all(np.array_equal(*pair) for pair in zip(whole, first + rest, strict=True))
+    losses = [scalars(tmp_path / name)["lm loss"] for name in ("whole/to 8", "cut/to 5", "cut/to 8")]
+    assert losses[0] == losses[1] + losses[2]
+    (found,) = (tmp_path / "cut").glob("iter_0000005/*/train_dataloader_dprank000.pt")
+    found.unlink()
+    (tmp_path / "cut" / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(RankFailed, match=r"load = .* nobody knows where the data stood"):
+        run_processes(2, train, Run(), tmp_path / "cut", 8, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({}, ["--dataloader-type", "single"], "give --dataloader-type external"),
+        ({}, ["--micro-batch-size", "2"], "give --micro-batch-size 1"),
+        ({"dynamic_cp": True}, [], "takes as many micro-batches in every step"),
+        ({"tokens_per_batch": 100}, [], "follows from Megatron's arguments and loop"),
+        ({"max_delais": 1}, [], "is no option here"),
+    ],
+)
+def test_arguments_that_are_against_it_are_named(
+    changes: dict[str, Any], more: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_processes(1, train, Run(), tmp_path, 2, changes, more)
