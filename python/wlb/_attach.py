@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from wlb._errors import check_options, error
 
@@ -19,6 +19,7 @@ def attach(trainer: Any, **options: Any) -> Any:
     | --- | --- | --- |
     | transformers' `Trainer`, TRL's `SFTTrainer` | the same trainer, balanced | what `balance` takes |
     | Lightning's `Trainer` | a data module for its `fit` | `dataset=`, what `BalancedDataModule` takes |
+    | LLaMA-Factory's `run_exp` | such a function | what `balance` takes |
     | torchtitan's `Trainer.Config` | such a configuration, balanced | what `balance` takes |
     | accelerate's `Accelerator` | `train_step` as a function of model and step | what `train_step` takes |
     | a model of Megatron-Core, or its chunks | steps for its schedules | `dataset=`, what `data_iterator` takes |
@@ -39,14 +40,16 @@ def attach(trainer: Any, **options: Any) -> Any:
     """
     if isinstance(trainer, ModuleType) and trainer.__name__ == "verl":
         return _verl(trainer, **options)
+    if (getattr(trainer, "__module__", None), getattr(trainer, "__name__", None)) == _RUN_EXP:
+        return _llamafactory(trainer, **options)
     chunks = isinstance(trainer, list) and bool(trainer)  # Megatron-Core's, of an interleaved pipeline
     for cls in type(trainer[0] if chunks else trainer).__mro__:
         package, name = cls.__module__.partition(".")[0], cls.__qualname__
         if (package, name) in _KNOWN and (not chunks or package == "megatron"):
             return _KNOWN[package, name](trainer, **options)
     found = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-    known = "transformers.Trainer, lightning.Trainer, torchtitan's Trainer.Config, accelerate.Accelerator, "
-    known += "megatron.core's models, the package verl, torch.nn.Module"
+    known = "transformers.Trainer, LLaMA-Factory's run_exp, lightning.Trainer, torchtitan's Trainer.Config, "
+    known += "accelerate.Accelerator, megatron.core's models, the package verl, torch.nn.Module"
     raise error("trainer", f"is a {found}, which is not known; known are {known}", value=found)
 
 
@@ -64,6 +67,11 @@ def _checked(function: Callable[..., Any], options: dict[str, Any]) -> Callable[
 
 def _hugging_face(trainer: Any, **options: Any) -> Any:
     return _checked(import_module("wlb.integrations.huggingface").balance, options)(trainer, **options)
+
+
+def _llamafactory(run_exp: Any, **options: Any) -> Any:
+    _checked(import_module("wlb.integrations.huggingface").balance, options)
+    return import_module("wlb.integrations.llamafactory").balanced(run_exp, **options)
 
 
 def _lightning(trainer: Any, *, dataset: Any = None, **options: Any) -> Any:
@@ -103,6 +111,7 @@ def _verl(package: Any, **options: Any) -> Any:
     return package
 
 
+_RUN_EXP: Final = ("llamafactory.train.tuner", "run_exp")
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("transformers", "Trainer"): _hugging_face,
     ("lightning", "Trainer"): _lightning,

@@ -25,6 +25,7 @@ from transformers import (
     TrainingArguments,
     get_linear_schedule_with_warmup,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 
 import wlb
 from small_corpus import CONTEXT, LENGTHS, VOCABULARY, alone, documents, llama, loss_of_one, mean_over_tokens
@@ -314,6 +315,19 @@ class OwnLoader(Trainer):
         return super().get_train_dataloader()
 
 
+def masked_by_document(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """As LLaMA-Factory's neat packing: a number for each document."""
+    batch = together(features)
+    batch["attention_mask"][:, 1:] *= 2
+    return batch
+
+
+def positions_anew(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    batch = together(features)
+    length = batch["input_ids"].shape[1]
+    return batch | {"position_ids": torch.arange(length)[None] % 2}
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dataloader_drop_last": ({"dataloader_drop_last": True}, "dataloader_drop_last", "make it False"),
     "group_by_length": ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy", '"random"'),
@@ -326,6 +340,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no input_ids": ({"collator": no_input_ids}, "data_collator", "no 'input_ids'"),
     "pictures": ({"collator": pictures}, "data_collator", "'pixel_values'"),
     "labels": ({"collator": fewer_labels}, "data_collator", "1 labels for"),
+    "mask of documents": ({"collator": masked_by_document}, "attention_mask", "one document in a row"),
+    "several documents": ({"collator": positions_anew}, "train_dataset", "position_ids that begin anew"),
     "mlm": ({"collator": MASKED}, "data_collator", "mlm=True"),
     "own loader": ({"cls": OwnLoader}, "trainer", "OwnLoader with a get_train_dataloader"),
 }
@@ -355,10 +371,14 @@ def test_versions_that_are_not_known_are_refused(tmp_path: Path, monkeypatch: py
         newer.delattr(Trainer, "get_batch_samples")
         with pytest.raises(wlb.WlbError, match="newer than this version of wlb knows"):
             balance(trainer, max_tokens=64)
-    with monkeypatch.context() as another:
-        another.setattr(Trainer, "_get_num_items_in_batch", lambda self, batches, device: torch.tensor(1))
-        with pytest.raises(wlb.WlbError, match="does not count shift_labels"):
-            balance(trainer, max_tokens=64)
+
+    class Smoother(LabelSmoother):
+        def __call__(self, output: Any, labels: Any, shift_labels: bool = False) -> Any:
+            """As transformers 5.6 calls it."""
+
+    trainer.label_smoother = Smoother()
+    with pytest.raises(wlb.WlbError, match="smooths by micro-batch"):
+        balance(trainer, max_tokens=64)
 
 
 def test_twice_is_refused(tmp_path: Path) -> None:

@@ -11,48 +11,26 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from text_corpus import LENGTHS, Row, flat, outcome, planned, reference, texts, tokenised, tokenizer
+from transformers import TrainerCallback
 
 import wlb
-from small_corpus import CONTEXT, llama
+from small_corpus import CONTEXT, llama, loss_of_one
 from wlb.integrations.huggingface import balance
 from wlb.integrations.rows import Rows, streams_of
-from wlb.torch.data import Piece
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
-WORDS = [f"w{number}" for number in range(60)]
-LENGTHS = np.random.default_rng(5).lognormal(2.8, 1.0, size=60).astype(int).clip(1, 150)
 STEPS = 20
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: number for number, word in enumerate(["<eos>", "<pad>", "<unk>", *WORDS])}
-    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", model_max_length=CONTEXT
-    )
-
-
 def text() -> Any:
-    """Prompts, which are not learnt, and completions; each ends with `<eos>`, as SFTTrainer adds."""
-    random = np.random.default_rng(0)
-    rows = []
-    for length in LENGTHS.tolist():
-        words = random.choice(WORDS, length).tolist()
-        rows.append(
-            {"prompt": " ".join(words[: length // 3]) + " ", "completion": " ".join(words[length // 3 :]) + " "}
-        )
-    return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list(texts())
 
 
-def tokens_and_labels(row: dict[str, str]) -> tuple[list[int], list[int]]:
-    prompt, completion = (tokenizer()(row[name])["input_ids"] for name in ("prompt", "completion"))
-    completion = [*completion, 0]
-    return prompt + completion, [-100] * len(prompt) + completion
+def tokens_and_labels(row: dict[str, str]) -> Row:
+    return tokenised(row, end=[0])  # `<eos>`, as SFTTrainer adds
 
 
 def trained(folder: Path, dp_size: int, stop: int = STEPS, *, stream: bool = False, **options: Any) -> Any:
@@ -92,44 +70,16 @@ def train(rank: int, folder: Path, stop: int = STEPS, resume: bool = False, **op
     trainer = balance(trained(folder, dist.get_world_size(), stop, **options), max_tokens=64)
     assert trainer.args.world_size == dist.get_world_size()
     trainer.train(resume_from_checkpoint=resume)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).numpy()
-    return losses, weights, trainer.evaluate()["eval_loss"]
-
-
-def loss_of(model: LlamaForCausalLM, tokens: list[int], predicted: list[int]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
-    return torch.nn.functional.cross_entropy(logits, torch.tensor(predicted), reduction="sum")
-
-
-def reference(plan: Any) -> tuple[list[float], LlamaForCausalLM]:
-    rows = [tokens_and_labels(row) for row in text()]
-    model, losses = llama(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sampler, size = plan.sampler(), plan.packer.num_micro_batches
-    micro_batches = [batch for _ in range(plan.num_epochs) for batch in sampler]
-    for first in range(0, STEPS * size, size):
-        parts, count = [], 0
-        for element in [element for batch in micro_batches[first : first + size] for element in batch]:
-            number, start, length = element if isinstance(element, Piece) else (element, 0, len(rows[element][0]))
-            tokens, labels = rows[number]
-            predicted = [*labels[1:], -100][start : start + length]
-            parts.append(loss_of(model, tokens[start : start + length], predicted))
-            count += sum(label != -100 for label in predicted)
-        loss = torch.stack(parts).sum() / count
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
+    return *outcome(trainer), trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sft_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path) -> None:
     found = processes.run(ranks, train, tmp_path)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    losses, model = reference(balance(trained(tmp_path, 1), max_tokens=64)._wlb_plan)
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    plan = planned(balance(trained(tmp_path, 1), max_tokens=64))[:STEPS]
+    losses, model = reference(plan, [tokens_and_labels(row) for row in text()])
+    weights = flat(model)
     with torch.no_grad():
         total = count = 0.0
         for row in text().select(range(0, 60, 3)):
@@ -137,11 +87,11 @@ def test_sft_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Pat
             for start in range(0, len(tokens), CONTEXT):
                 predicted = [*labels[1:], -100][start : start + CONTEXT]
                 if max(predicted) >= 0:
-                    total += loss_of(model, tokens[start : start + CONTEXT], predicted).item()
+                    total += loss_of_one(model, tokens[start : start + CONTEXT], predicted).item()
                     count += sum(label != -100 for label in predicted)
     for found_losses, found_weights, evaluated in found:
         np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
-        np.testing.assert_allclose(found_weights, weights.detach(), rtol=0, atol=1e-5 * float(weights.abs().max()))
+        np.testing.assert_allclose(found_weights, weights, rtol=0, atol=1e-5 * np.abs(weights).max())
         assert evaluated == pytest.approx(total / count, rel=1e-5)
 
 

@@ -20,6 +20,7 @@ Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 # What collators also give, and is made anew for packed rows.
 _REMADE = {"attention_mask", "position_ids", "shift_labels", "seq_idx", "seq_lengths", "length", "use_cache"}
+_WANTED = "wants one document in a row; switch packing off"
 _REMADE |= {"num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
@@ -130,8 +131,7 @@ def row(feature: Any, index: int, collator: Collator) -> dict[str, NDArray[Any]]
         given = ", ".join(map(repr, batch)) or "nothing"
         raise error("data_collator", f"gives no 'input_ids', but {given}", index=index, value=list(batch))
     tokens = found.pop("input_ids")
-    mask = found.get("attention_mask")
-    real = slice(None) if mask is None or mask.size != tokens.size else mask.astype(bool)
+    real = _real(found, tokens.size, index)
     result = {"input_ids": tokens[real]}
     if "labels" in found:
         labels = found.pop("labels")
@@ -144,6 +144,25 @@ def row(feature: Any, index: int, collator: Collator) -> dict[str, NDArray[Any]]
             message = f"gives {name!r}, which rows of packed documents cannot keep: drop it from the data set"
             raise error("data_collator", message, index=index, value=name)
     return result
+
+
+def _real(found: dict[str, NDArray[Any]], size: int, index: int) -> Any:
+    """Which tokens are no padding: all, where no mask says so.
+
+    Raises:
+        wlb.WlbError: The row holds several documents, which would be taken for one.
+    """
+    mask, positions = found.get("attention_mask"), found.get("position_ids")
+    if mask is not None and mask.dtype != object and (mask.size != size or mask.max(initial=0) > 1):
+        message = (
+            f"has a mask of {mask.size} values up to {mask.max(initial=0)} for {size} tokens: wlb packs, and {_WANTED}"
+        )
+        raise error("attention_mask", message, index=index, value=int(mask.size))
+    real: Any = slice(None) if mask is None or mask.dtype == object else mask.astype(bool)
+    if positions is not None and positions.size == size and (np.diff(positions[real]) < 0).any():
+        message = f"has position_ids that begin anew in it: wlb packs, and {_WANTED}"
+        raise error("train_dataset", message, index=index)
+    return real
 
 
 def _flat(value: Any) -> NDArray[Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -143,7 +143,7 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     num_epochs = max(1, math.ceil(args.num_train_epochs))
     if args.max_steps > 0:  # as many as that takes: what waits is drained after the last one
         num_epochs = 2 + math.ceil(args.max_steps * tokens_per_batch / int(trained.sum()))
-    shuffle = getattr(args, "train_sampling_strategy", "random") != "sequential"
+    shuffle = not isinstance(trainer._get_train_sampler(trainer.train_dataset), SequentialSampler)
     return KnownLengths(rows, measured, packer, tokens_per_batch, num_epochs, shuffle, args)
 
 
@@ -175,9 +175,9 @@ class _Balanced(Trainer):
     _wlb_callback: MicroBatchCallback
     _wlb_losses: list[tuple[float, int]] | None = None  # of the evaluation that runs: sum, and number of labels
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Also closes what reads streams."""
-        result = super().train(*args, **kwargs)
+        result = super()._inner_training_loop(*args, **kwargs)
         loader: Any = self.callback_handler.train_dataloader
         if isinstance(loader.steps, BalancedStream):
             loader.steps.close()
@@ -235,4 +235,13 @@ class _Balanced(Trainer):
         """None in an evaluation: then losses are means over the labels of a batch of this rank alone."""
         if self._wlb_losses is not None:
             return None
-        return super()._get_num_items_in_batch(batch_samples, device)
+        return super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
+
+
+def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:
+    """Labels that every version of transformers counts right: older ones do not look at `shift_labels`.
+
+    What follows the last token of a piece is learnt there, though no row holds it.
+    """
+    shifted = batch.get("shift_labels")
+    return batch if shifted is None else {"labels": torch.nn.functional.pad(shifted, (1, 0), value=IGNORE)}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-import torch
 import transformers
 from packaging.version import Version
 from transformers import Trainer
 
 from wlb._errors import error
-from wlb.torch.data import IGNORE
 
 _OLDEST = "5.0"
-_NEEDED = ("get_batch_samples", "_get_num_items_in_batch", "_get_collator_with_removed_columns", "evaluation_loop")
+_NEEDED: tuple[str, ...] = (
+    "get_batch_samples",
+    "_get_num_items_in_batch",
+    "_get_collator_with_removed_columns",
+    "_get_train_sampler",
+    "_inner_training_loop",
+    "evaluation_loop",
+)
 
 
 def check_trainer(trainer: Any) -> None:
@@ -54,7 +60,7 @@ def _check_class(trainer: Trainer) -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    for name in ("packing", "eval_packing"):
+    for name in ("packing", "eval_packing", "sample_packing", "eval_sample_packing"):  # TRL's, axolotl's
         if getattr(args, name, None):
             raise error(name, "= True: wlb packs; make the trainer with False", value=True)
     strategy = getattr(args, "train_sampling_strategy", "random")
@@ -90,7 +96,7 @@ def _check_parallelism(trainer: Any) -> None:
 
 
 def _check_labels_are_counted(trainer: Any) -> None:
-    """The last token of a piece predicts what no row holds: the trainer has to count it where it stands."""
+    """Losses must be divided by the labels of the step, on all ranks."""
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         name = type(trainer.model).__name__
         message = (
@@ -98,16 +104,12 @@ def _check_labels_are_counted(trainer: Any) -> None:
             "labels it has; give the trainer a compute_loss_func"
         )
         raise error("model", message, value=name)
-    shifted = torch.tensor([[5, 6, IGNORE]])
-    batch = {"labels": torch.tensor([[IGNORE, 5, IGNORE]]), "shift_labels": shifted}
-    ranks, trainer.args.average_tokens_across_devices = trainer.args.average_tokens_across_devices, False
-    try:
-        counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
-    finally:
-        trainer.args.average_tokens_across_devices = ranks
-    if counted is None or int(counted) != 2:
-        message = f"of transformers {transformers.__version__} does not count shift_labels: use a newer one"
-        raise error("trainer", message, value=transformers.__version__)
-    if trainer.args.world_size > 1 and not ranks:
+    smoother = trainer.label_smoother
+    if smoother is not None and "num_items_in_batch" not in inspect.signature(smoother.__call__).parameters:
+        message = (
+            f"= {smoother.epsilon}: transformers {transformers.__version__} smooths by micro-batch; 0, or a newer one"
+        )
+        raise error("label_smoothing_factor", message, value=smoother.epsilon)
+    if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
         message = "= False: every rank would count the same, however many labels it has; make it True"
         raise error("average_tokens_across_devices", message, value=False)

@@ -1,0 +1,55 @@
+"""A plugin of axolotl's.
+
+In its YAML::
+
+    plugins:
+      - wlb.integrations.axolotl.BalancePlugin
+    wlb:
+      max_tokens: 65536
+
+Arguments under `wlb:` are those of :func:`wlb.integrations.huggingface.balance`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+
+import wlb
+from wlb._errors import error
+from wlb.torch.training import takes_keywords
+
+
+class Options(BaseModel):
+    """What the plugin adds to axolotl's configuration.
+
+    Attributes:
+        wlb: arguments of `balance`.
+    """
+
+    wlb: dict[str, Any] | None = None
+
+
+class BalancePlugin(BasePlugin):
+    """Balances the trainer that axolotl has made."""
+
+    def get_input_args(self) -> str:
+        """Where axolotl finds what may stand in its configuration."""
+        return f"{__name__}.{Options.__name__}"
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Called by axolotl before it trains.
+
+        Raises:
+            wlb.WlbError: nothing stands under `wlb:`, sample packing is on, or what `balance` raises.
+        """
+        if not cfg.wlb:
+            raise error("wlb", "is missing in the configuration: give it max_tokens, what a rank's memory holds")
+        # axolotl has most models, whose forward takes keywords and names none, average micro-batches, and then ranks.
+        # But they divide by the labels of the step if told how many there are; and the proof shows it.
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        trainer.model_accepts_loss_kwargs = getattr(model, "accepts_loss_kwargs", takes_keywords(model))
+        trainer.args.average_tokens_across_devices = True
+        wlb.attach(trainer, **cfg.wlb)

@@ -1,0 +1,50 @@
+"""LLaMA-Factory's `run_exp` on wlb's plans: `run_exp = wlb.attach(run_exp, max_tokens=65536)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from wlb._errors import error
+from wlb.integrations.huggingface.balancing import balancing
+
+
+def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None]:
+    """The same function, of which the trainers are balanced as they begin to train.
+
+    For what trains by transformers' `Trainer` on tokens: the stages `pt` and `sft`, `full`, `freeze` or `lora`.
+
+    Args:
+        run_exp: `llamafactory.train.tuner.run_exp`.
+        **options: of :func:`wlb.integrations.huggingface.balance`.
+
+    Raises:
+        wlb.WlbError: in `run_exp`: LLaMA-Factory's own packing is on (in stage `pt` it is unless told otherwise), Ray
+            would train in other processes, another stage, or what `balance` and `balancing` raise.
+    """
+
+    @wraps(run_exp)
+    def run(args: Any = None, callbacks: Any = None) -> None:
+        from llamafactory.hparams import get_ray_args, read_args
+
+        args = read_args(args)
+        if get_ray_args(args).use_ray:
+            raise error(
+                "use_ray", "= True: it would train in other processes; unset USE_RAY, run with torchrun", value=True
+            )
+        with balancing(check=_check_arguments, **options):
+            run_exp(args, callbacks)
+
+    return run
+
+
+def _check_arguments(trainer: Any) -> None:
+    """LLaMA-Factory's arguments are known to one of its callbacks."""
+    for callback in trainer.callback_handler.callbacks:
+        stage = getattr(getattr(callback, "finetuning_args", None), "stage", "sft")
+        if stage not in ("pt", "sft"):
+            raise error("stage", f'= "{stage}": only next tokens can be learnt, as in "pt" and "sft"', value=stage)
+        for name in ("packing", "neat_packing"):
+            if getattr(getattr(callback, "data_args", None), name, False):
+                raise error(name, f"= True: wlb packs; say {name}: false", value=True)

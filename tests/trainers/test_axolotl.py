@@ -1,0 +1,93 @@
+"""The plugin inside axolotl; `make test-trainers` runs it with the versions that this asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+from programs import check_losses, check_resuming, save_model
+from text_corpus import texts, tokenised
+
+from wlb._errors import WlbError
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+pytest.importorskip("axolotl")
+
+from axolotl.cli.train import do_cli
+from axolotl.integrations.base import BasePlugin
+
+
+class OnCpu(BasePlugin):
+    """axolotl takes it for granted that each of several ranks has a GPU."""
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        cfg.device_map = None  # in this hook: all others come too late
+
+
+def configuration(model: Path, output: Path, options: dict[str, Any], **changes: Any) -> str:
+    """A YAML file."""
+    rows = []
+    for text in texts():
+        segments = [{"label": name == "completion", "text": text[name]} for name in ("prompt", "completion")]
+        rows.append(json.dumps({"segments": segments}))
+    documents = model / "documents.jsonl"
+    documents.write_text("\n".join(rows))
+    found: dict[str, Any] = {
+        "plugins": ["wlb.integrations.axolotl.BalancePlugin", f"{__name__}.{OnCpu.__name__}"],
+        "wlb": options,
+        "base_model": str(model),
+        "datasets": [{"path": str(documents), "ds_type": "json", "type": "input_output"}],
+        "dataset_prepared_path": str(model / "prepared"),
+        "dataset_num_proc": 1,
+        "output_dir": str(output),
+        "auto_resume_from_checkpoints": True,
+        "shuffle_merged_datasets": False,
+        "sequence_len": 200,
+        "micro_batch_size": 8 // int(os.environ.get("WORLD_SIZE", 1)),
+        "gradient_accumulation_steps": 1,
+        "num_epochs": 4,
+        "learning_rate": 0.1,
+        "lr_scheduler": "constant",
+        "optimizer": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "attn_implementation": "sdpa",
+        "bf16": False,
+    }
+    file = model / f"{output.name}{os.environ.get('RANK', '')}.yaml"
+    file.write_text(yaml.safe_dump(found | changes))
+    return str(file)
+
+
+def program(model: Path, output: Path, options: dict[str, Any]) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # as `accelerate launch --cpu`
+    # Between two ranks it asks CUDA whether devices reach each other: the answer where there are none.
+    with mock.patch("axolotl.utils.environment.check_cuda_p2p_support", return_value=True):
+        do_cli(configuration(model, output, options))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path) -> None:
+    check_losses(program, [tokenised(text) for text in texts()], ranks, tmp_path)
+
+
+def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    check_resuming(program, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "options", "changes"),
+    [("wlb", {}, {}), ("sample_packing", {"max_tokens": 64}, {"sample_packing": True, "pad_to_sequence_len": False})],
+)
+def test_what_cannot_be_balanced_is_refused(
+    argument: str, options: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(WlbError) as refused:
+        do_cli(configuration(save_model(tmp_path), tmp_path / "out", options, **changes))
+    assert refused.value.argument == argument
