@@ -62,12 +62,17 @@ def test_the_adaptive_rule_has_a_limit_by_default() -> None:
     assert tight(release="fifo", outlier_thresholds=(50,)).bounds().delay is None
 
 
-def test_a_document_longer_than_a_step_is_admitted_alone() -> None:
-    packer = tight(oversize="split", max_document_tokens=100)
-    assert packer.admits([5000, 10]) == 1
-    with pytest.warns(wlb.BacklogWarning):
-        packer.push([5000])
-    assert packer.admits([10]) == 0
+@pytest.mark.parametrize("release", ["adaptive", "fifo"])
+def test_a_document_that_no_step_holds_is_refused(release: str) -> None:
+    """Whoever pushes nothing until it is admitted would do so for ever: in a queue without `max_delay` one waits."""
+    packer = tight(oversize="split", release=release, outlier_thresholds=(50,) if release == "fifo" else None)
+    packer.push([100])
+    for _ in range(2):
+        assert packer.admits([10, 5000]) == 1
+        with pytest.raises(wlb.WlbError, match=r"lengths\[0\] = 5000: .*split_documents") as caught:
+            packer.admits([5000, 10])
+        assert (caught.value.argument, caught.value.index, caught.value.value) == ("lengths", 0, 5000)
+        packer = packer.empty_copy()
 
 
 def test_pieces_enter_in_several_iterations() -> None:

@@ -8,9 +8,11 @@ use proptest::prelude::*;
 use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
-/// A reader: takes what the packer admits of the next documents, cut into pieces where the packer would cut them.
+/// A reader: takes what the packer admits of the next documents.
 struct Reader {
     packer: Packer,
+    /// Whether it cuts documents itself, where the packer would cut them. Else it leaves out those that are refused.
+    cuts: bool,
     /// Pieces that were not admitted yet: `(id, start, length)`.
     next: Vec<(i64, i32, i32)>,
     documents: i64,
@@ -24,7 +26,7 @@ impl Reader {
             let mut start = 0;
             let kept = if config.oversize == Oversize::Split { length } else { length.min(limit) };
             while start < kept {
-                let piece = limit.min(kept - start);
+                let piece = if self.cuts { limit.min(kept - start) } else { kept };
                 self.next.push((self.documents, start, piece));
                 start += piece;
             }
@@ -34,8 +36,16 @@ impl Reader {
 
     /// One step; gives its tokens.
     fn step(&mut self, min_step_tokens: i64) -> i64 {
-        let offered: Vec<i32> = self.next.iter().map(|&(.., length)| length).collect();
-        let admitted = self.packer.admits(&checked(&offered), None).unwrap();
+        let lengths = |next: &[(i64, i32, i32)]| next.iter().map(|&(.., length)| length).collect::<Vec<i32>>();
+        let mut offered = lengths(&self.next);
+        let admitted = loop {
+            match self.packer.admits(&checked(&offered), None) {
+                Ok(admitted) => break admitted,
+                Err(error) => assert!(!self.cuts && error.index() == Some(0), "{error}"),
+            }
+            assert!(self.next.remove(0).2 > self.packer.config().max_document_tokens, "a piece is refused");
+            offered = lengths(&self.next);
+        };
         let now: Vec<(i64, i32, i32)> = self.next.drain(..admitted).collect();
         let ids: Vec<i64> = now.iter().map(|&(id, ..)| id).collect();
         let starts: Vec<i32> = now.iter().map(|&(_, start, _)| start).collect();
@@ -71,15 +81,15 @@ proptest! {
     #![proptest_config(config(400))]
 
     /// The invariant of `docs/semantics.md`: any lengths, either release rule, any memory, steps with and without a
-    /// least number of tokens; and whatever is offered is admitted in the end.
+    /// least number of tokens; and whatever is offered is admitted in the end, or refused.
     #[test]
     fn what_waits_stays_within_the_bounds(
         config in packer_config(), arrivals in prop::collection::vec(lengths(60, 4000), 1..6),
-        shares in prop::collection::vec(prop_oneof![Just(0.0), 0.0..0.6], 1..6),
+        shares in prop::collection::vec(prop_oneof![Just(0.0), 0.0..0.6], 1..6), cuts in any::<bool>(),
     ) {
         let longest = config.max_document_tokens;
         let capacity = config.num_micro_batches as f64 * f64::from(config.max_tokens);
-        let mut reader = Reader { packer: Packer::new(config).unwrap(), next: Vec::new(), documents: 0 };
+        let mut reader = Reader { packer: Packer::new(config).unwrap(), cuts, next: Vec::new(), documents: 0 };
         let (mut arrivals, mut shares) = (arrivals.iter().cycle(), shares.iter().cycle());
         for _ in 0..MOST_STEPS {
             if reader.next.len() < 100 {
@@ -92,7 +102,8 @@ proptest! {
             reader.step((capacity * shares.next().unwrap()) as i64);
         }
         let mut steps = 0;
-        while !reader.next.is_empty() && reader.packer.config().max_delay.is_some() {
+        let ends = |config: &PackerConfig| config.release == Release::Fifo || config.max_delay.is_some();
+        while !reader.next.is_empty() && ends(reader.packer.config()) {
             reader.step(0);
             steps += 1;
             prop_assert!(steps < 100_000, "what is offered is never admitted");
@@ -125,7 +136,8 @@ fn tight(num_micro_batches: usize, release: Release) -> PackerConfig {
 #[test]
 fn documents_that_do_not_fit_well_pile_up_only_where_nobody_asks() {
     for release in [Release::Fifo, Release::Adaptive] {
-        let mut asking = Reader { packer: Packer::new(tight(4, release)).unwrap(), next: Vec::new(), documents: 0 };
+        let packer = Packer::new(tight(4, release)).unwrap();
+        let mut asking = Reader { packer, cuts: true, next: Vec::new(), documents: 0 };
         let mut pushing = Packer::new(tight(4, release)).unwrap();
         for _ in 0..400 {
             asking.arrive(&[60; 6]);

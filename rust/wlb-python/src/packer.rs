@@ -362,7 +362,7 @@ impl Packer {
     ///
     /// Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have of it less
     /// what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
-    /// longest first where the tokens are fewest. Where nothing waits at least one, however long.
+    /// longest first where the tokens are fewest. Where nothing waits, at least one.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next.
@@ -372,7 +372,8 @@ impl Packer {
     ///     0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths or costs.
+    ///     WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step holds, so that
+    ///         it would never be admitted: cut it with :func:`split_documents`, and push its pieces step by step with ``starts``.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
     #[pyo3(signature = (lengths, *, costs = None))]

@@ -654,8 +654,9 @@ impl Packer {
         plan
     }
 
-    /// How many documents the next push may bring: the most that have room and fit into a step by themselves.
-    pub(crate) fn admits(&self, lengths: &[i32]) -> usize {
+    /// How many documents the next push may bring: the most that have room and fit into a step by themselves. None where
+    /// the first of them has no room in an empty packer.
+    pub(crate) fn admits(&self, lengths: &[i32]) -> Option<usize> {
         let PackerConfig { num_micro_batches, max_tokens, max_document_tokens: limit, .. } = self.config;
         let capacity = num_micro_batches as i64 * i64::from(max_tokens);
         let of = |all: &[Waiting]| all.iter().map(|waiting| i64::from(waiting.piece.length)).sum::<i64>();
@@ -679,7 +680,10 @@ impl Packer {
             self.config.release == Release::Fifo || tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens))
         };
         let most = (0..=lengths.len()).rev().find(fits).unwrap_or(0);
-        if self.pending().is_empty() { most.max(lengths.len().min(1)) } else { most }
+        if most > 0 || lengths.is_empty() {
+            return Some(most);
+        }
+        (!self.pending().is_empty() && Self::new(self.config.clone()).admits(&lengths[..1]) == Some(1)).then_some(0)
     }
 
     pub(crate) fn flush(&mut self) -> Vec<Plan> {

@@ -108,13 +108,14 @@ impl Packer {
     /// Their tokens are at most its [`Packer::room`], and their costs in each column with a limit what a step may have of it
     /// less what is carried over. Under [`Release::Adaptive`] they also fit into the micro-batches
     /// of one step by themselves, longest first where the tokens are fewest: then they all find room in the step in
-    /// which `max_delay` makes them leave. Where nothing waits at least one, however long.
+    /// which `max_delay` makes them leave. Where nothing waits, at least one.
     ///
     /// # Arguments
     /// * `costs` - of these documents, as a push takes them; needed only where a column has a limit.
     ///
     /// # Errors
-    /// As those of a push about costs.
+    /// As those of a push about costs. [`Error::Entry`] for a first document that this packer never admits, because the
+    /// pieces that it would be cut into are more than a step holds: who asks would wait for ever.
     ///
     /// # Complexity
     /// O(n + pending), with a sort and log(n) placements where they do not all fit.
@@ -156,7 +157,19 @@ impl Packer {
                 admitted = fits;
             }
         }
-        Ok(if self.pending() == 0 { admitted.max(lengths.len().min(1)) } else { admitted })
+        if let (0, Some(&first)) = (admitted, lengths.first()) {
+            if self.pending() == 0 {
+                let requirement = "has more pieces than a step holds, and would never be admitted: cut it with \
+                                   split_documents, and let its pieces enter step by step (ids, starts)";
+                let (argument, value) = ("lengths", f64::from(first));
+                return Err(Error::Entry { argument, index: 0, value, requirement });
+            }
+            if first > limit && self.config.oversize == Oversize::Split {
+                let costs = costs.map(|costs| CostTable { values: &costs.values[..costs.columns], ..costs });
+                Self::new(self.config.clone())?.admits(&Lengths::new("lengths", &[i64::from(first)])?, costs)?;
+            }
+        }
+        Ok(admitted)
     }
 
     /// How many of the first documents have no more of a limited column than a step may have beside what is carried over;
