@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use divan::Bencher;
 use wlb_core::cost::{FlopsOptions, Passes};
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::pipeline::{Buffers, PipelineOptions, Times, order_micro_batches};
 use wlb_core::sharding::Remainder;
 use wlb_core::sharding::kernel::{Generation, KernelModel};
@@ -144,6 +144,7 @@ fn running_packer() -> (Packer, Vec<Lengths>) {
         method: StreamMethod::VarLength,
         cost_model: Some(cost_model()),
         limits: None,
+        shape: StepShape::default(),
     };
     let mut packer = Packer::new(config).unwrap();
     let stream: Vec<i64> = lengths(130 * 256).iter().map(|&length| i64::from(length)).collect();

@@ -25,7 +25,7 @@ mod stream;
 
 use arbitrary::{Result, Unstructured};
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions};
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{RankOptions, Ranks, Sync};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask, Method};
@@ -354,6 +354,7 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
         method: if u.arbitrary()? { StreamMethod::Refined } else { StreamMethod::VarLength },
         cost_model: Some(cost_model(u)?),
         limits: None,
+        shape: StepShape::default(),
     })
 }
 

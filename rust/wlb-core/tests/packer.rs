@@ -3,11 +3,11 @@
 
 mod common;
 
-use common::strategies::{checked, config, cost_model, lengths, method, packer_config, stream};
+use common::strategies::{checked, config, cost_model, lengths, method, plain_config, stream};
 use common::stream::{Event, run};
 use common::{check, naive};
 use proptest::prelude::*;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, pack};
 
@@ -24,6 +24,7 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
         method: StreamMethod::VarLength,
         cost_model: Some(CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap()),
         limits: None,
+        shape: StepShape::default(),
     }
 }
 
@@ -81,7 +82,7 @@ proptest! {
     /// `pack()` is a packer for one batch without queues, by either method.
     #[test]
     fn without_queues_a_push_is_a_pack(
-        config in packer_config(),
+        config in plain_config(),
         lengths in lengths(200, 5000),
         cost_model in cost_model(),
     ) {

@@ -4,7 +4,7 @@
 mod common;
 
 use common::check;
-use common::strategies::{checked, config, lengths, llama_7b, memory, num_micro_batches, packer_config, rates};
+use common::strategies::{checked, config, lengths, llama_7b, memory, num_micro_batches, plain_config, rates};
 use proptest::prelude::*;
 use wlb_core::cost::{Rates, Unit};
 use wlb_core::packing::stream::{Packer, PackerConfig};
@@ -189,7 +189,7 @@ proptest! {
     /// A stream under a range lets go what it lets go under the steepest model, step by step, and is resumed exactly.
     #[test]
     fn streams_release_what_the_steepest_model_does(
-        packer in packer_config(), models in models(),
+        packer in plain_config(), models in models(),
         batches in prop::collection::vec(lengths(60, 5000), 1..6),
     ) {
         let range = CostModel::range(models).unwrap();

@@ -9,7 +9,7 @@ use common::naive::{self, Plan};
 use common::strategies::checked;
 use common::{auto, check};
 use wlb_core::packing::Piece;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::sharding::Remainder;
 use wlb_core::{CostModel, Leftover, Mask, Method, PackOptions, ShardOptions, Strategy, pack, shard};
 
@@ -108,6 +108,7 @@ fn config(outlier_thresholds: Vec<i32>, delay_price: Option<f64>, max_delay: Opt
         method: StreamMethod::VarLength,
         cost_model: Some(pairs()),
         limits: None,
+        shape: StepShape::default(),
     }
 }
 

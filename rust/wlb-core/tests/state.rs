@@ -9,7 +9,7 @@ use common::stream::{Event, run};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::Value;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 /// A packer with something in every field.
@@ -26,6 +26,7 @@ fn full() -> Packer {
         method: StreamMethod::VarLength,
         cost_model: Some(CostModel::analytic(0.5, 10.0, Mask::Causal).unwrap()),
         limits: None,
+        shape: StepShape::default(),
     };
     let events = [Event::Push(vec![50, 7, 90, 30, 30]), Event::Push(vec![39; 12]), Event::Push(vec![85, 39, 250])];
     let packer = run(&config, &events);

@@ -57,6 +57,28 @@ pub struct Ranks {
     pub sync: Sync,
 }
 
+impl Ranks {
+    /// How long a step takes: the heaviest rank, or the heaviest micro-batch of each round.
+    ///
+    /// # Arguments
+    /// * `costs` - of the micro-batches, rank by rank and each rank's in schedule order.
+    pub fn step_cost(self, costs: &[f64]) -> f64 {
+        let rounds = costs.len() / self.dp_size;
+        let of_round = |round: usize| costs.iter().skip(round).step_by(rounds).copied();
+        match self.sync {
+            Sync::Step => costs.chunks(rounds).map(|rank| rank.iter().sum()).fold(0.0, f64::max),
+            Sync::MicroBatch => (0..rounds).map(|round| of_round(round).fold(0.0, f64::max)).sum(),
+        }
+    }
+
+    /// How much longer that is than on equal ranks.
+    pub(crate) fn imbalance(self, costs: &[f64]) -> f64 {
+        let total: f64 = costs.iter().sum();
+        // A mean that was rounded up may lie above the largest.
+        if total > 0.0 { (self.step_cost(costs) * self.dp_size as f64 / total).max(1.0) } else { 1.0 }
+    }
+}
+
 /// How to pack one global batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackOptions {

@@ -8,7 +8,7 @@ use crate::cost::CostModel;
 use crate::error::{Error, Result, from_json};
 
 use super::columns::Columns;
-use super::options::{Method, Ranks, Sync};
+use super::options::{Method, Ranks};
 use super::padding::Padding;
 use super::piece::Piece;
 
@@ -159,17 +159,21 @@ impl Packing {
     /// heaviest rank over the mean rank, or the sum of the heaviest micro-batch of each round over the mean rank. Without
     /// ranks it is the [`Packing::imbalance`].
     pub fn rank_imbalance(&self) -> f64 {
-        let Some(Ranks { dp_size, sync }) = self.ranks else { return self.imbalance() };
-        let (rounds, total) = (self.num_micro_batches() / dp_size, self.total_cost());
-        let longest: f64 = match sync {
-            Sync::Step => self.costs.chunks(rounds).map(|rank| rank.iter().sum()).fold(0.0, f64::max),
-            Sync::MicroBatch => {
-                let of_round = |round: usize| self.costs.iter().skip(round).step_by(rounds).copied();
-                (0..rounds).map(|round| of_round(round).fold(0.0, f64::max)).sum()
+        match self.ranks {
+            Some(ranks) if !self.pieces.is_empty() => ranks.imbalance(&self.costs),
+            _ => self.imbalance(),
+        }
+    }
+
+    /// [`Packing::rank_imbalance`] under each model of a range, in its order; under a single cost model the one there is.
+    pub fn rank_imbalances(&self) -> Vec<f64> {
+        match self.ranks {
+            Some(ranks) if !self.by_model.is_empty() && !self.pieces.is_empty() => {
+                self.by_model.iter().map(|model| ranks.imbalance(&model.costs)).collect()
             }
-        };
-        // A mean that was rounded up may lie above the largest.
-        if total > 0.0 { (longest * dp_size as f64 / total).max(1.0) } else { 1.0 }
+            Some(_) if self.by_model.is_empty() => vec![self.rank_imbalance()],
+            _ => self.imbalances(),
+        }
     }
 
     /// The imbalance under each model of a range, in its order; under a single cost model the one there is.

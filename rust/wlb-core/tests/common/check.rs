@@ -2,12 +2,12 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use wlb_core::packing::stream::{Metrics, Packer, Release};
-use wlb_core::packing::{Packing, Piece};
+use wlb_core::packing::stream::{Metrics, Packer, Release, StepShape};
+use wlb_core::packing::{Packing, Padding, Piece, Ranks};
 use wlb_core::sharding::{RankLayout, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
-use super::{auto, naive};
+use super::{auto, naive, ranks};
 
 /// Equal up to the rounding of sums.
 pub(crate) fn close(a: f64, b: f64) -> bool {
@@ -251,7 +251,20 @@ fn same_metrics(metrics: &Metrics, steps: &[naive::Step]) {
     let of_pushes: Vec<&naive::Step> = steps.iter().filter(|step| !step.flushed && tokens(step) > 0.0).collect();
     let over_mean =
         |values: &[f64]| values.iter().copied().fold(0.0, f64::max) * values.len() as f64 / values.iter().sum::<f64>();
-    let imbalances: Vec<f64> = of_pushes.iter().map(|step| over_mean(&step.plan.costs)).collect();
+    let imbalance = |step: &&naive::Step| {
+        let (costs, total) = (&step.plan.costs, step.plan.costs.iter().sum::<f64>());
+        match step.shape.ranks {
+            Some(Ranks { dp_size, sync }) => ranks::step_cost(costs, dp_size, sync) * dp_size as f64 / total,
+            None => over_mean(costs),
+        }
+    };
+    let imbalances: Vec<f64> = of_pushes.iter().map(imbalance).collect();
+    let padding = |step: &naive::Step| {
+        let of_sizes = step.shape.padding.iter();
+        let added = |padding: &Padding| step.plan.tokens.iter().map(|&tokens| padding.padded(tokens) - tokens).sum::<i64>();
+        of_sizes.map(added).sum::<i64>() as u64
+    };
+    assert_eq!(metrics.padding, steps.iter().map(padding).sum::<u64>(), "padding");
     let skews: Vec<f64> = of_pushes
         .iter()
         .map(|step| over_mean(&step.plan.tokens.iter().map(|&tokens| tokens as f64).collect::<Vec<_>>()))
@@ -300,12 +313,56 @@ fn same_metrics(metrics: &Metrics, steps: &[naive::Step]) {
     assert_eq!(metrics.carried_over, count(|plan| plan.leftover.len()));
 }
 
+/// The documents of a plan, arranged anew: the same wait and are left over, and no step is longer than the plan's, dealt.
+pub(crate) fn arranged(packing: &Packing, plan: &naive::Plan, shape: &StepShape) {
+    let sorted = |pieces: &[Piece]| {
+        let mut sorted = pieces.to_vec();
+        sorted.sort_by_key(|piece| (piece.id, piece.start));
+        sorted
+    };
+    assert_eq!(sorted(&packing.pieces), sorted(&plan.micro_batches.concat()), "other documents leave");
+    assert_eq!(packing.leftover, plan.leftover, "leftover");
+    assert_eq!(packing.length_fallbacks, plan.length_fallbacks, "length fallbacks");
+    assert_eq!(packing.assignment.len(), plan.assignment.len());
+    for (&is, &was) in packing.assignment.iter().zip(&plan.assignment) {
+        assert_eq!(is < 0, was < 0, "another document waits");
+    }
+    let heaviest = |costs: &[f64]| costs.iter().copied().fold(0.0, f64::max);
+    let step = |costs: &[f64]| match shape.ranks {
+        Some(Ranks { dp_size, sync }) => ranks::step_cost(costs, dp_size, sync),
+        None => heaviest(costs),
+    };
+    let as_it_was: Vec<f64> = match shape.ranks {
+        Some(Ranks { dp_size, .. }) => naive::dealt(&plan.costs, dp_size).into_iter().map(|j| plan.costs[j]).collect(),
+        None => plan.costs.clone(),
+    };
+    let (found, before) = (step(&packing.costs), step(&as_it_was));
+    assert!(found <= before * (1.0 + 1e-9), "{found} is above {before}, as it was dealt");
+}
+
+/// Numbers of documents, sizes, and the ranks that it is for.
+pub(crate) fn shape_is_kept(packing: &Packing, shape: &StepShape) {
+    let most = shape.max_documents.unwrap_or(usize::MAX);
+    assert!((0..packing.num_micro_batches()).all(|j| packing.micro_batch(j).len() <= most), "too many documents");
+    assert_eq!((packing.ranks, &packing.padding), (shape.ranks, &shape.padding));
+    if let Some(padding) = &shape.padding {
+        let padded = |&tokens: &i64| padding.padded(tokens);
+        assert_eq!(packing.padded_tokens(), packing.tokens.iter().map(padded).collect::<Vec<_>>());
+        assert!(packing.padded_tokens().iter().all(|&tokens| tokens <= i64::from(packing.max_tokens)), "padded too far");
+    }
+    if let Some(Ranks { dp_size, .. }) = shape.ranks {
+        assert_eq!(packing.deal(dp_size).unwrap(), (0..packing.num_micro_batches()).collect::<Vec<_>>(), "rank by rank");
+    }
+    assert_eq!(Packing::from_json(&packing.to_json()).as_ref(), Ok(packing));
+}
+
 /// What the queues promise after a push.
 pub(crate) fn queues_keep_their_word(packer: &Packer) {
     let config = packer.config();
     for (level, waiting) in packer.queue().levels().iter().enumerate() {
         let adaptive = config.release == Release::Adaptive;
-        assert!(adaptive || waiting.len() < config.num_micro_batches, "level {level} holds a full batch");
+        let company = config.shape.ranks.map_or(config.num_micro_batches, |ranks| ranks.dp_size);
+        assert!(adaptive || waiting.len() < company, "level {level} holds a full batch");
         assert!(waiting.iter().is_sorted_by_key(|waiting| waiting.arrived), "level {level} is not in order of arrival");
         let top = config.outlier_thresholds.get(level + 1).copied().unwrap_or(i32::MAX);
         for waiting in waiting {

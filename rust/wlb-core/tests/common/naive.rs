@@ -5,8 +5,8 @@
 use std::cmp::Reverse;
 
 use wlb_core::cost::LocalMask;
-use wlb_core::packing::Piece;
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::{Piece, Ranks, Sync};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Mask};
 
@@ -35,6 +35,13 @@ impl Plan {
             costs: vec![empty; num_micro_batches],
             leftover: Vec::new(),
             length_fallbacks: 0,
+        }
+    }
+
+    /// Lists the pieces of each micro-batch in their order.
+    fn list(&mut self, pieces: &[Piece]) {
+        for (j, listed) in self.micro_batches.iter_mut().enumerate() {
+            *listed = (0..pieces.len()).filter(|&i| self.assignment[i] == j as i32).map(|i| pieces[i]).collect();
         }
     }
 
@@ -146,7 +153,58 @@ pub(crate) fn naive_pairs(mask: Mask, length: i32) -> i128 {
 pub(crate) fn var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Plan {
     let pieces: Vec<Piece> = lengths.iter().enumerate().map(|(index, &length)| whole(index, length)).collect();
     let documents = Costs::by(cost, &pieces);
-    algorithm_1(&pieces, &longest_first(lengths), num_micro_batches, max_tokens, &documents)
+    algorithm_1(&pieces, &longest_first(lengths), &Holds::new(num_micro_batches, max_tokens), &documents)
+}
+
+/// What is filled: so many micro-batches, or ranks with all of theirs, and what each may hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Holds {
+    n: usize,
+    tokens: i64,
+    documents: i64,
+    /// Micro-batches of each.
+    rounds: i64,
+}
+
+impl Holds {
+    fn new(n: usize, max_tokens: i32) -> Self {
+        Self { n, tokens: i64::from(max_tokens), documents: i64::from(i32::MAX), rounds: 1 }
+    }
+
+    fn micro_batches(config: &PackerConfig) -> Self {
+        let documents = config.shape.max_documents.map_or(i64::from(i32::MAX), |most| most as i64);
+        Self { documents, ..Self::new(config.num_micro_batches, config.max_tokens) }
+    }
+
+    /// What the adaptive rule makes level.
+    fn levelled(config: &PackerConfig) -> Self {
+        let all = Self::micro_batches(config);
+        let Some(Ranks { dp_size, sync: Sync::Step }) = config.shape.ranks else { return all };
+        let rounds = (all.n / dp_size) as i64;
+        Self { n: dp_size, tokens: all.tokens * rounds, documents: all.documents * rounds, rounds }
+    }
+
+    /// What a document counts for: as many tokens as leave room for no more documents than there may be.
+    fn size(&self, piece: &Piece) -> i64 {
+        let limited = self.documents < i64::from(i32::MAX);
+        let share = self.tokens / self.documents + i64::from(self.tokens % self.documents != 0);
+        i64::from(piece.length).max(if limited { share } else { 1 })
+    }
+
+    fn nothing(&self, documents: usize, costs: &Costs) -> Plan {
+        Plan::of_cost(documents, self.n, costs.empty * self.rounds as f64)
+    }
+
+    fn fits(&self, plan: &Plan, j: usize, piece: &Piece) -> bool {
+        plan.tokens[j] + i64::from(piece.length) <= self.tokens
+            && (plan.micro_batches[j].len() as i64) < self.documents
+    }
+
+    /// Where the sizes are fewest.
+    fn emptiest(&self, plan: &Plan) -> usize {
+        let size = |j: usize| plan.micro_batches[j].iter().map(|piece| self.size(piece)).sum::<i64>();
+        first_least((0..self.n).map(|j| (j, size(j)))).unwrap_or(0)
+    }
 }
 
 /// What the pieces of a step cost, and a micro-batch without any.
@@ -163,16 +221,23 @@ impl Costs {
 }
 
 /// Places `pieces` in the given order: least cost; else fewest tokens; else left over.
-fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_tokens: i32, costs: &Costs) -> Plan {
-    let mut plan = Plan::of_cost(pieces.len(), num_micro_batches, costs.empty);
+fn algorithm_1(pieces: &[Piece], order: &[usize], holds: &Holds, costs: &Costs) -> Plan {
+    let mut plan = holds.nothing(pieces.len(), costs);
+    place(&mut plan, pieces, order, holds, costs);
+    // Listed as they came, not as they were placed.
+    plan.list(pieces);
+    plan
+}
+
+/// The same, from what is placed on.
+fn place(plan: &mut Plan, pieces: &[Piece], order: &[usize], holds: &Holds, costs: &Costs) {
     for &index in order {
         let piece = pieces[index];
-        let fits = |j: usize| plan.tokens[j] + i64::from(piece.length) <= i64::from(max_tokens);
         let least_cost = first_least(plan.costs.iter().copied().enumerate()).unwrap_or(0);
-        let fewest_tokens = first_least(plan.tokens.iter().copied().enumerate()).unwrap_or(0);
-        let j = if fits(least_cost) {
+        let fewest_tokens = holds.emptiest(plan);
+        let j = if holds.fits(plan, least_cost, &piece) {
             least_cost
-        } else if fits(fewest_tokens) {
+        } else if holds.fits(plan, fewest_tokens, &piece) {
             plan.length_fallbacks += 1;
             fewest_tokens
         } else {
@@ -182,11 +247,6 @@ fn algorithm_1(pieces: &[Piece], order: &[usize], num_micro_batches: usize, max_
         plan.put(j, piece, costs.of[index]);
         plan.assignment[index] = j as i32;
     }
-    // Listed as they came, not as they were placed.
-    for (j, listed) in plan.micro_batches.iter_mut().enumerate() {
-        *listed = (0..pieces.len()).filter(|&i| plan.assignment[i] == j as i32).map(|i| pieces[i]).collect();
-    }
-    plan
 }
 
 /// Algorithm 1, made better.
@@ -395,11 +455,12 @@ pub(crate) fn adaptive(
     config: &PackerConfig,
     costs: &Costs,
 ) -> Plan {
-    let n = config.num_micro_batches;
+    let holds = Holds::levelled(config);
+    let n = holds.n;
     let cost = |i: usize| costs.of[i];
     let debt = |i: usize| listing[i].piece.length as u128 * u128::from(iteration - listing[i].arrived + 1);
     let price = |debt: u128| {
-        let global_batch = n as f64 * f64::from(config.max_document_tokens);
+        let global_batch = config.num_micro_batches as f64 * f64::from(config.max_document_tokens);
         config.delay_price.unwrap() * debt as f64 / global_batch
     };
     let loss = |heaviest: f64, total: f64, debt: u128| {
@@ -407,7 +468,8 @@ pub(crate) fn adaptive(
         (imbalance - 1.0).max(0.0) + price(debt)
     };
     let heaviest = |costs: &[f64]| costs.iter().copied().fold(0.0, f64::max);
-    let alone = urgent_only(listing, urgent, config, costs);
+    let alone = urgent_only(listing, urgent, &holds, costs);
+    let empty = costs.empty * holds.rounds as f64;
 
     let mut cuts: Vec<(f64, usize)> = Vec::new();
     for held in 0..=others.len() {
@@ -415,12 +477,12 @@ pub(crate) fn adaptive(
         if leaves.is_empty() && alone.tokens.iter().sum::<i64>() == 0 {
             continue;
         }
-        let longest = leaves.first().map_or(0.0, |&i| costs.empty + cost(i)).max(heaviest(&alone.costs));
+        let longest = leaves.first().map_or(0.0, |&i| empty + cost(i)).max(heaviest(&alone.costs));
         let of_others: f64 = leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
         let total = alone.costs.iter().sum::<f64>() + of_others;
         let tokens: i64 =
             alone.tokens.iter().sum::<i64>() + leaves.iter().map(|&i| i64::from(listing[i].piece.length)).sum::<i64>();
-        let beyond = (tokens - n as i64 * i64::from(config.max_tokens)).max(0) as u128;
+        let beyond = (tokens - n as i64 * holds.tokens).max(0) as u128;
         let waiting: u128 = others[..held].iter().map(|&i| debt(i)).sum();
         cuts.push((loss(longest, total, waiting + if leaves.is_empty() { 0 } else { beyond }), held));
     }
@@ -433,9 +495,8 @@ pub(crate) fn adaptive(
         let everything =
             plan.costs.iter().sum::<f64>() + others[held..].iter().rev().fold(0.0, |sum, &i| sum + cost(i));
         for &i in &others[held..] {
-            let length = i64::from(listing[i].piece.length);
             let least_of_all = first_least(plan.costs.iter().copied().enumerate());
-            let with_room = (0..n).filter(|&j| plan.tokens[j] + length <= i64::from(config.max_tokens));
+            let with_room = (0..n).filter(|&j| holds.fits(&plan, j, &listing[i].piece));
             let least = first_least(with_room.map(|j| (j, plan.costs[j])));
             let tolerated = heaviest(&plan.costs) + price(debt(i)) * (everything / n as f64);
             let too_heavy = |j: usize| Some(j) != least_of_all && plan.costs[j] + cost(i) > tolerated;
@@ -454,9 +515,17 @@ pub(crate) fn adaptive(
         }
     }
     let mut plan = best.map_or(alone, |(_, _, plan)| plan);
-    for (j, listed) in plan.micro_batches.iter_mut().enumerate() {
-        *listed = (0..listing.len()).filter(|&i| plan.assignment[i] == j as i32).map(|i| listing[i].piece).collect();
+    let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
+    if n < config.num_micro_batches {
+        // These were ranks: what leaves goes into their micro-batches, as Algorithm 1 places it.
+        let leave: Vec<usize> = others.iter().copied().filter(|&i| plan.assignment[i] >= 0).collect();
+        let holds = Holds::micro_batches(config);
+        plan = urgent_only(listing, urgent, &holds, costs);
+        let carried = plan.leftover.len();
+        place(&mut plan, &pieces, &leave, &holds, costs);
+        plan.leftover.truncate(carried);
     }
+    plan.list(&pieces);
     plan
 }
 
@@ -476,11 +545,11 @@ pub(crate) fn fuller(
         if tokens(&fullest) >= min_tokens || !fullest.assignment.contains(&-1) {
             return fullest;
         }
-        let mut plan = Plan::of_cost(pieces.len(), n, costs.empty);
+        let holds = Holds::micro_batches(config);
+        let mut plan = holds.nothing(pieces.len(), costs);
         for &i in order {
-            let length = i64::from(pieces[i].length);
-            let has_room = |j: &usize| plan.tokens[*j] + length <= i64::from(config.max_tokens);
-            let fewest = first_least(plan.tokens.iter().copied().enumerate()).unwrap();
+            let has_room = |j: &usize| holds.fits(&plan, *j, &pieces[i]);
+            let fewest = holds.emptiest(&plan);
             let lightest = first_least(plan.costs.iter().copied().enumerate()).unwrap();
             let chosen = if first_fit { (0..n).find(has_room) } else { Some(fewest).filter(has_room) };
             let Some(j) = chosen else {
@@ -491,9 +560,7 @@ pub(crate) fn fuller(
             plan.put(j, pieces[i], costs.of[i]);
             plan.assignment[i] = j as i32;
         }
-        for (j, listed) in plan.micro_batches.iter_mut().enumerate() {
-            *listed = (0..pieces.len()).filter(|&i| plan.assignment[i] == j as i32).map(|i| pieces[i]).collect();
-        }
+        plan.list(pieces);
         if tokens(&plan) > tokens(&fullest) {
             fullest = plan;
         }
@@ -502,17 +569,17 @@ pub(crate) fn fuller(
 }
 
 /// Only what is carried over or due: Algorithm 1, and by tokens where that finds no room for all.
-fn urgent_only(listing: &[Waiting], urgent: &[usize], config: &PackerConfig, costs: &Costs) -> Plan {
+fn urgent_only(listing: &[Waiting], urgent: &[usize], holds: &Holds, costs: &Costs) -> Plan {
     let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
-    let plan = algorithm_1(&pieces, urgent, config.num_micro_batches, config.max_tokens, costs);
+    let plan = algorithm_1(&pieces, urgent, holds, costs);
     if plan.leftover.is_empty() {
         return plan;
     }
-    let mut plan = Plan::of_cost(listing.len(), config.num_micro_batches, costs.empty);
+    let mut plan = holds.nothing(listing.len(), costs);
     for &i in urgent {
         let piece = pieces[i];
-        let fewest = first_least(plan.tokens.iter().copied().enumerate()).unwrap_or(0);
-        if plan.tokens[fewest] + i64::from(piece.length) > i64::from(config.max_tokens) {
+        let fewest = holds.emptiest(&plan);
+        if !holds.fits(&plan, fewest, &piece) {
             plan.leftover.push(piece);
             continue;
         }
@@ -563,6 +630,8 @@ pub(crate) struct Step {
     pub(crate) flushed: bool,
     /// `(tokens, iterations waited)` of each emitted piece.
     pub(crate) delays: Vec<(i64, u64)>,
+    /// For whom it was made.
+    pub(crate) shape: StepShape,
 }
 
 /// The packer of a stream, which remembers every step instead of sums of them.
@@ -626,8 +695,9 @@ impl Packer {
             if self.config.release == Release::Adaptive {
                 released.append(queue);
             }
-            while queue.len() >= self.config.num_micro_batches {
-                released.extend(queue.drain(..self.config.num_micro_batches));
+            let company = self.config.shape.ranks.map_or(self.config.num_micro_batches, |ranks| ranks.dp_size);
+            while queue.len() >= company {
+                released.extend(queue.drain(..company));
             }
             if let Some(delay) = self.config.max_delay {
                 let (due, kept) = queue.iter().copied().partition(|waiting| t - waiting.arrived >= delay);
@@ -659,7 +729,8 @@ impl Packer {
     pub(crate) fn admits(&self, lengths: &[i32]) -> Option<usize> {
         let PackerConfig { num_micro_batches, max_tokens, max_document_tokens: limit, .. } = self.config;
         let capacity = num_micro_batches as i64 * i64::from(max_tokens);
-        let of = |all: &[Waiting]| all.iter().map(|waiting| i64::from(waiting.piece.length)).sum::<i64>();
+        let holds = Holds::micro_batches(&self.config);
+        let of = |all: &[Waiting]| all.iter().map(|waiting| holds.size(&waiting.piece)).sum::<i64>();
         let room = match self.config.release {
             Release::Adaptive => 2 * capacity - of(&self.pending()),
             Release::Fifo => capacity - of(&self.carried),
@@ -668,14 +739,14 @@ impl Packer {
             let mut pieces = Vec::new();
             for &length in &lengths[..*count] {
                 let kept = if self.config.oversize == Oversize::Truncate { length.min(limit) } else { length };
-                pieces.extend(split(Piece { id: 0, start: 0, length: kept }, limit).iter().map(|piece| piece.length));
+                pieces.extend(split(Piece { id: 0, start: 0, length: kept }, limit));
             }
-            if pieces.iter().map(|&length| i64::from(length)).sum::<i64>() > room {
+            if pieces.iter().map(|piece| holds.size(piece)).sum::<i64>() > room {
                 return false;
             }
             let mut tokens = vec![0_i64; num_micro_batches];
-            for index in longest_first(&pieces) {
-                *tokens.iter_mut().min().unwrap() += i64::from(pieces[index]);
+            for index in longest_first(&pieces.iter().map(|piece| piece.length).collect::<Vec<_>>()) {
+                *tokens.iter_mut().min().unwrap() += holds.size(&pieces[index]);
             }
             self.config.release == Release::Fifo || tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens))
         };
@@ -721,7 +792,7 @@ impl Packer {
         let config = &self.config;
         let costs = Costs::by(config.cost_model.as_ref().unwrap(), &pieces);
         let mut plan = if config.release == Release::Fifo || flushed {
-            let plan = algorithm_1(&pieces, &order, config.num_micro_batches, config.max_tokens, &costs);
+            let plan = algorithm_1(&pieces, &order, &Holds::micro_batches(config), &costs);
             fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
@@ -733,7 +804,9 @@ impl Packer {
             self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];
             plan
         };
-        if config.method == StreamMethod::Refined {
+        // What is arranged for ranks, or within a number of documents, is so from here on: `arranged` takes that.
+        let arranged = config.shape.ranks.is_some() || config.shape.max_documents.is_some();
+        if config.method == StreamMethod::Refined && !arranged {
             plan = refine_step(plan, &pieces, config);
         }
         self.carried = order
@@ -745,14 +818,18 @@ impl Packer {
             .filter(|&i| plan.assignment[i] >= 0)
             .map(|i| (i64::from(pieces[i].length), self.iteration - listing[i].arrived))
             .collect();
-        self.steps.push(Step { plan: plan.clone(), flushed, delays });
+        self.steps.push(Step { plan: plan.clone(), flushed, delays, shape: self.config.shape.clone() });
         self.iteration += 1;
         plan
     }
 
     /// Goes on under another configuration: what is queued is filed anew, oldest first.
     pub(crate) fn reconfigure(&mut self, config: PackerConfig) {
-        let but_for_n = |config: &PackerConfig| PackerConfig { num_micro_batches: 0, ..config.clone() };
+        let but_for_n = |config: &PackerConfig| {
+            let ranks = config.shape.ranks.map(|ranks| Ranks { dp_size: 1, ..ranks });
+            let shape = StepShape { ranks, ..config.shape.clone() };
+            PackerConfig { num_micro_batches: 0, shape, ..config.clone() }
+        };
         if but_for_n(&config) != but_for_n(&self.config) {
             let mut queued: Vec<Waiting> = std::mem::take(&mut self.queues).concat();
             queued.sort_by_key(|waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start));
@@ -767,6 +844,26 @@ impl Packer {
         }
         self.config = config;
     }
+}
+
+/// Micro-batches of these costs, rank by rank: the heaviest first, to the rank of least cost that lacks one.
+pub(crate) fn dealt(costs: &[f64], dp_size: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..costs.len()).collect();
+    order.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+    let mut ranks = vec![Vec::new(); dp_size];
+    for j in order {
+        let sum = |rank: usize, ranks: &[Vec<usize>]| ranks[rank].iter().map(|&j: &usize| costs[j]).sum::<f64>();
+        let open = (0..dp_size).filter(|&rank| ranks[rank].len() < costs.len() / dp_size);
+        let rank = first_least(open.map(|rank| (rank, sum(rank, &ranks)))).unwrap();
+        ranks[rank].push(j);
+    }
+    // The lightest at both ends.
+    let light_ends = |held: Vec<usize>| {
+        let rising: Vec<usize> = held.iter().rev().step_by(2).copied().collect();
+        let falling = held.iter().rev().skip(1).step_by(2).rev().copied();
+        rising.into_iter().chain(falling.collect::<Vec<_>>()).collect::<Vec<_>>()
+    };
+    ranks.into_iter().flat_map(light_ends).collect()
 }
 
 /// [`refine`] for pieces of any name, some of which wait.

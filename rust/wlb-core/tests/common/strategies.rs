@@ -7,8 +7,9 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
 use wlb_core::cost::{FlopsOptions, Passes, Rates, Unit};
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::sharding::kernel::{Generation, KernelDescription, KernelModel, PassTable};
+use wlb_core::packing::{Padding, Ranks, Sync};
 use wlb_core::{CostModel, Lengths, Mask};
 
 use super::stream::Event;
@@ -241,8 +242,42 @@ pub(crate) fn method() -> impl Strategy<Value = StreamMethod> {
     prop_oneof![Just(StreamMethod::VarLength), Just(StreamMethod::Refined)]
 }
 
-/// A packer: memory often binds, queues often full, documents sometimes too long.
+/// For whom steps may be made, and in which shapes; most often for nobody.
+fn shape() -> impl Strategy<Value = (Option<(usize, Sync)>, Option<usize>, Option<(i32, Vec<i32>)>)> {
+    let sync = prop_oneof![Just(Sync::Step), Just(Sync::MicroBatch)];
+    let buckets = prop_oneof![2 => Just(vec![]), 1 => vec(1..200_i32, 1..4)];
+    (
+        prop::option::weighted(0.4, (1_usize..6, sync)),
+        prop::option::weighted(0.3, 1_usize..12),
+        prop::option::weighted(0.2, (1..40_i32, buckets)),
+    )
+}
+
+/// A packer as `plain_config` has it, for ranks and in shapes.
 pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
+    (plain_config(), shape()).prop_map(|(config, (ranks, max_documents, padding))| {
+        let mut config = PackerConfig { shape: StepShape { max_documents, ..StepShape::default() }, ..config };
+        if let Some((dp_size, sync)) = ranks {
+            config.num_micro_batches = config.num_micro_batches.div_ceil(dp_size) * dp_size;
+            config.shape.ranks = Some(Ranks { dp_size, sync });
+        }
+        if let Some((multiple, mut buckets)) = padding {
+            buckets.sort_unstable();
+            buckets.dedup();
+            let buckets: Vec<i32> = buckets.into_iter().map(|bucket| bucket * multiple).collect();
+            let padding = Padding::new(multiple, &buckets).unwrap();
+            if let Ok(most) = padding.most(config.max_tokens) {
+                (config.max_tokens, config.shape.padding) = (most, Some(padding));
+                config.max_document_tokens = config.max_document_tokens.min(most);
+                config.outlier_thresholds.retain(|&threshold| threshold <= most);
+            }
+        }
+        config
+    })
+}
+
+/// A packer: memory often binds, queues often full, documents sometimes too long.
+pub(crate) fn plain_config() -> impl Strategy<Value = PackerConfig> {
     let longest = prop_oneof![1 => Just(1), 3 => 2..30, 4 => 30..2000, 1 => 2000..=i32::MAX];
     let n = prop_oneof![8 => 1_usize..6, 1 => 6_usize..40];
     let room = prop_oneof![2 => Just(1.0), 3 => 1.0..2.5, 1 => Just(1e9)];
@@ -271,6 +306,7 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
                 method,
                 cost_model: Some(cost_model),
                 limits: None,
+                shape: StepShape::default(),
             }
         },
     )
@@ -311,9 +347,12 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
 fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 6]) -> PackerConfig {
     let mut mixed = config.clone();
     if change[0] {
-        mixed.num_micro_batches = other.num_micro_batches;
+        // Ranks divide their number.
+        (mixed.num_micro_batches, mixed.shape.ranks) = (other.num_micro_batches, other.shape.ranks);
+        mixed.shape.max_documents = other.shape.max_documents;
     }
     if change[1] {
+        mixed.shape.padding = other.shape.padding;
         (mixed.max_tokens, mixed.max_document_tokens) = (other.max_tokens, other.max_document_tokens);
         mixed.outlier_thresholds.retain(|&threshold| threshold <= other.max_document_tokens);
     }

@@ -25,7 +25,7 @@ pub(crate) enum Event {
     PushWrong(Vec<i32>),
     /// Saved, and loaded in another process.
     Resume,
-    /// Resumed with another number of micro-batches.
+    /// Resumed with another number of micro-batches, and of ranks.
     ResumeOn(usize),
     /// Resumed under another configuration.
     ResumeAs(Box<PackerConfig>),
@@ -91,7 +91,11 @@ impl Both {
                 self.packer = resumed;
             }
             Event::ResumeOn(num_micro_batches) => {
-                let config = PackerConfig { num_micro_batches: *num_micro_batches, ..self.made_with() };
+                let mut config = self.made_with();
+                if let Some(ranks) = &mut config.shape.ranks {
+                    ranks.dp_size = *num_micro_batches;
+                }
+                config.num_micro_batches = *num_micro_batches * (1 + *num_micro_batches % 2);
                 let mut resumed = Packer::new(config).unwrap();
                 resumed.restore(&self.packer.save(), false).unwrap();
                 assert_eq!(resumed.fingerprint(), self.packer.fingerprint());
@@ -152,9 +156,12 @@ impl Both {
         let there = self.packer.pending_tokens() + tokens_of(&lengths, &config);
         let push = Push { ids, min_step_tokens, ..Push::new(&lengths_checked) };
         let packing = self.packer.push_pieces(&push).unwrap();
-        let capacity = config.num_micro_batches as i64 / 2 * i64::from(config.max_tokens);
+        // Single documents may fill a micro-batch where their number is limited.
+        let most = if config.shape.max_documents.is_some() { 1 } else { i64::from(config.max_tokens) };
+        let capacity = config.num_micro_batches as i64 / 2 * most;
         assert!(packing.num_tokens() >= min_step_tokens.min(there).min(capacity), "a step of next to nothing");
-        if config.method == StreamMethod::Refined {
+        let arranged = config.shape.ranks.is_some() || config.shape.max_documents.is_some();
+        if config.method == StreamMethod::Refined && !arranged {
             let mut unrefined = self.oracle.clone();
             unrefined.config.method = StreamMethod::VarLength;
             check::refined_step_is_no_worse(
@@ -191,9 +198,19 @@ impl Both {
     }
 
     fn emit(&mut self, packing: &Packing, plan: &naive::Plan) {
-        check::same_plan(packing, plan);
-        check::packing_is_legal(packing, self.packer.config().cost_model.as_ref().unwrap());
-        assert_eq!(packing.num_micro_batches(), self.packer.config().num_micro_batches);
+        let config = self.packer.config();
+        if config.shape.ranks.is_some() || config.shape.max_documents.is_some() {
+            check::arranged(packing, plan, &config.shape);
+            // What is no better than the oracle's may lie anywhere: from here on it is the oracle's.
+            let mut steps = self.oracle.steps.iter_mut().rev();
+            let step = steps.find(|step| step.plan.micro_batches == plan.micro_batches).unwrap();
+            (step.plan.tokens, step.plan.costs) = (packing.tokens.clone(), packing.costs.clone());
+        } else {
+            check::same_plan(packing, plan);
+        }
+        check::packing_is_legal(packing, config.cost_model.as_ref().unwrap());
+        check::shape_is_kept(packing, &config.shape);
+        assert_eq!(packing.num_micro_batches(), config.num_micro_batches);
         self.emitted.extend(&packing.pieces);
     }
 
@@ -240,6 +257,7 @@ impl Both {
     fn resume_as(&mut self, config: &PackerConfig) {
         let text = self.packer.save();
         let saved = self.made_with();
+        let sync = |config: &PackerConfig| config.shape.ranks.map(|ranks| ranks.sync);
         let mut resumed = Packer::new(config.clone()).unwrap();
         let empty = resumed.clone();
         let changed = [
@@ -252,6 +270,9 @@ impl Both {
             ("max_delay", saved.max_delay != config.max_delay),
             ("method", saved.method != config.method),
             ("cost_model", saved.cost_model != config.cost_model),
+            ("sync", sync(&saved) != sync(config)),
+            ("max_documents", saved.shape.max_documents != config.shape.max_documents),
+            ("padding", saved.shape.padding != config.shape.padding),
         ];
         let any_changed = changed.iter().any(|&(_, differs)| differs);
         match resumed.restore(&text, false) {

@@ -1,7 +1,7 @@
 //! `packer.json`: streams that stop in the middle and go on with another number of micro-batches.
 
 use serde::{Deserialize, Deserializer, Serialize};
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod, Waiting};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod, Waiting};
 
 use crate::common::naive;
 use crate::common::strategies::checked;
@@ -108,6 +108,7 @@ impl PackerCase {
             method: settings.method.unwrap_or_default(),
             cost_model: Some(self.cost.model()),
             limits: None,
+            shape: StepShape::default(),
         }
     }
 }

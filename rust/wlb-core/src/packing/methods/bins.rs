@@ -3,20 +3,31 @@
 use crate::ladder::Ladder;
 use crate::packing::placement::Placement;
 
+use super::counts::Counts;
+
 /// Micro-batches being filled by Algorithm 1's rule.
 pub(in crate::packing) struct Bins {
     pub(in crate::packing) placement: Placement,
     max_tokens: i64,
+    /// Where their number is limited.
+    pub(in crate::packing) counts: Option<Counts>,
     by_cost: Ladder,
-    /// Built at the first document that does not fit where the cost is least: most batches never need it.
+    /// Built at the first document that does not fit where the cost is least: most batches never need it. By sizes, where
+    /// the number of documents is limited.
     by_tokens: Option<Ladder>,
 }
 
 impl Bins {
     /// Goes on from micro-batches that may already hold documents.
     pub(in crate::packing) fn resume(placement: Placement, max_tokens: i32) -> Self {
+        Self::limited(placement, i64::from(max_tokens), None)
+    }
+
+    /// The same; where the number of documents is limited, from empty micro-batches on.
+    pub(in crate::packing) fn limited(placement: Placement, max_tokens: i64, max_documents: Option<usize>) -> Self {
         let by_cost = Ladder::new(placement.costs.iter().copied());
-        Self { placement, max_tokens: i64::from(max_tokens), by_cost, by_tokens: None }
+        let counts = max_documents.map(|most| Counts::new(placement.tokens.len(), max_tokens, most));
+        Self { placement, max_tokens, counts, by_cost, by_tokens: None }
     }
 
     /// Puts a document where the cost is least; else where the tokens are fewest; else leaves it over.
@@ -51,20 +62,26 @@ impl Bins {
     #[inline]
     fn has_room(&self, micro_batch: usize, length: i32) -> bool {
         self.placement.tokens[micro_batch] + i64::from(length) <= self.max_tokens
+            && self.counts.as_ref().is_none_or(|counts| counts.has_room(micro_batch))
     }
 
     #[inline]
     fn put(&mut self, index: usize, micro_batch: usize, length: i32, cost: f64) {
         self.placement.put(index, micro_batch, length, cost);
         self.by_cost.set(micro_batch, self.placement.costs[micro_batch]);
+        if let Some(counts) = &mut self.counts {
+            counts.put(micro_batch, length);
+        }
         if let Some(by_tokens) = &mut self.by_tokens {
-            by_tokens.set(micro_batch, self.placement.tokens[micro_batch] as f64);
+            let tokens = self.placement.tokens[micro_batch];
+            by_tokens.set(micro_batch, self.counts.as_ref().map_or(tokens, |counts| counts.size(micro_batch)) as f64);
         }
     }
 
     #[cold]
     fn fewest_tokens(&mut self) -> usize {
-        let tokens = &self.placement.tokens;
-        self.by_tokens.get_or_insert_with(|| Ladder::new(tokens.iter().map(|&tokens| tokens as f64))).lightest()
+        let Self { placement, counts, by_tokens, .. } = self;
+        let size = |j: usize| counts.as_ref().map_or(placement.tokens[j], |counts| counts.size(j)) as f64;
+        by_tokens.get_or_insert_with(|| Ladder::new((0..placement.tokens.len()).map(size))).lightest()
     }
 }

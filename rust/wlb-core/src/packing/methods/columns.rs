@@ -24,6 +24,8 @@ pub(in crate::packing) struct Priced<'a> {
     pub(in crate::packing) costs: &'a DocumentCosts,
     pub(in crate::packing) num_micro_batches: usize,
     pub(in crate::packing) max_tokens: i32,
+    /// Most documents of a micro-batch; only with costs in one column.
+    pub(in crate::packing) max_documents: Option<usize>,
     /// Cost of a micro-batch without documents; in the first column that takes time.
     pub(in crate::packing) empty_cost: f64,
 }
@@ -82,7 +84,7 @@ impl Priced<'_> {
     pub(in crate::packing) fn place_in_order(&self, order: impl Iterator<Item = usize>, leading: &[u8]) -> Placed {
         let columns = self.costs.columns();
         if columns == 1 {
-            let mut bins = Bins::resume(self.nothing().placement, self.max_tokens);
+            let mut bins = self.bins();
             order.for_each(|index| bins.place(index, self.lengths[index], self.costs.values()[index]));
             return bins.placement.into();
         }
@@ -119,6 +121,11 @@ impl Priced<'_> {
             }
         }
         placed
+    }
+
+    /// Nothing put anywhere yet, with costs in one column.
+    pub(in crate::packing) fn bins(&self) -> Bins {
+        Bins::limited(self.nothing().placement, i64::from(self.max_tokens), self.max_documents)
     }
 
     /// Micro-batches without documents.

@@ -3,6 +3,7 @@
 pub(super) mod bins;
 pub(super) mod columns;
 mod columns_exchange;
+pub(super) mod counts;
 mod documents;
 mod exchange;
 pub(super) mod fixed_length;

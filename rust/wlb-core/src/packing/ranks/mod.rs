@@ -1,5 +1,6 @@
 //! Plans for data-parallel ranks: made for where they wait for each other, and for what has to stay together.
 
+mod arrange;
 mod items;
 mod level;
 mod options;
@@ -8,5 +9,6 @@ mod rounds;
 mod shares;
 mod sums;
 
+pub(super) use arrange::arrange;
 pub use options::RankOptions;
 pub use plan::pack_for_ranks;

@@ -110,10 +110,10 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 /// The documents of each micro-batch of each rank, in schedule order.
-type Contents = Vec<Vec<Vec<u32>>>;
+pub(super) type Contents = Vec<Vec<Vec<u32>>>;
 
 /// A global batch, and what its plan has to keep.
-struct Batch<'a> {
+pub(super) struct Batch<'a> {
     options: &'a RankOptions,
     /// Documents, costliest first.
     items: Vec<Item>,
@@ -124,10 +124,13 @@ struct Batch<'a> {
     /// The same as items, costliest first.
     groups: Vec<Item>,
     limits: Limits,
+    /// Micro-batches that hold the documents already, if there are some: indices of documents, the costliest micro-batch
+    /// first.
+    pub(super) start: Option<Vec<Vec<u32>>>,
 }
 
 impl<'a> Batch<'a> {
-    fn new(lengths: &[i32], costs: &[f64], options: &'a RankOptions) -> Result<Self> {
+    pub(super) fn new(lengths: &[i32], costs: &[f64], options: &'a RankOptions) -> Result<Self> {
         let items = documents(lengths, costs);
         let mut places = vec![0; items.len()];
         items.iter().zip(0..).for_each(|(item, place)| places[item.index as usize] = place);
@@ -136,7 +139,7 @@ impl<'a> Batch<'a> {
         let groups = groups(&members, lengths, costs);
         let documents = options.max_documents.map_or(ANY, |most| most as i64);
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
-        let batch = Self { options, items, places, members, groups, limits };
+        let batch = Self { options, items, places, members, groups, limits, start: None };
         if options.equal_documents && batch.shared_out(ANY as usize).is_none() {
             let requirement = "found no way to give every rank as many documents, in groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
@@ -189,7 +192,7 @@ impl<'a> Batch<'a> {
     }
 
     /// The plan with so many micro-batches a rank; none if none was found that holds all documents.
-    fn attempt(&self, rounds: usize) -> Option<Contents> {
+    pub(super) fn attempt(&self, rounds: usize) -> Option<Contents> {
         let dp_size = self.options.dp_size();
         let sync = self.options.sync();
         let targets = match sync {
@@ -266,19 +269,22 @@ impl<'a> Batch<'a> {
             Sync::Step => shares.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max),
             Sync::MicroBatch => shares.loads.iter().map(|load| load.max(0.0)).sum(),
         };
-        let made = |rule: Rule| {
-            let mut shares = Shares::filled(items, self.limits, targets, rule)?;
+        let levelled = |mut shares: Shares<'b>| {
             Search::new(STEPS, false).level(&mut shares, &all, close);
-            Some(shares)
+            shares
         };
+        let made = |rule: Rule| Shares::filled(items, self.limits, targets, rule).map(levelled);
         let first = made(Rule::LeastLoad);
         if let Some(first) = first.as_ref().filter(|first| excess(first) <= close) {
             return Some(first.clone());
         }
-        match (first, made(Rule::Steepest)) {
-            (Some(first), Some(second)) => Some(if excess(&second) < excess(&first) { second } else { first }),
-            (first, second) => first.or(second).or_else(|| made(Rule::BestFit)),
-        }
+        let started = self.start.as_ref().map(|start| {
+            let places = start.iter().map(|held| held.iter().map(|&document| self.places[document as usize]).collect());
+            levelled(Shares::held(items, self.limits, targets, places.collect()))
+        });
+        let made_so = [first, made(Rule::Steepest), started].into_iter().flatten();
+        let best = made_so.reduce(|best, other| if excess(&other) < excess(&best) { other } else { best });
+        best.or_else(|| made(Rule::BestFit))
     }
 
     /// Groups on ranks, each with room for so many micro-batches; none if none was found.

@@ -75,6 +75,17 @@ impl<'a> Shares<'a> {
         Some(shares)
     }
 
+    /// Shares that hold these places of items, as far as none stays empty that need not.
+    pub(super) fn held(items: &'a [Item], limits: Limits, targets: &[f64], contents: Vec<Vec<u32>>) -> Self {
+        let mut shares = Self::new(items, limits, targets);
+        for (share, mut places) in contents.into_iter().enumerate() {
+            places.sort_unstable();
+            places.into_iter().for_each(|place| shares.put(place, share));
+        }
+        shares.leave_none_empty();
+        shares
+    }
+
     fn room(&self, share: usize) -> i64 {
         self.limits.tokens - self.tokens[share]
     }

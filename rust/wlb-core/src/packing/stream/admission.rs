@@ -14,6 +14,7 @@ use crate::packing::split::split;
 
 use super::config::{Oversize, PackerConfig, Release};
 use super::cost_rows::{CostTable, share};
+use super::outlier_queue::Waiting;
 use super::packer::Packer;
 
 /// How many full global batches (`N * max_tokens`) may wait under [`Release::Adaptive`]. Two are enough for the rule to
@@ -35,7 +36,8 @@ named_choices! {
 /// What a packer promises as long as no push brings more than it [`Packer::admits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// Most tokens that ever wait after a push.
+    /// Most tokens that ever wait after a push. Where the number of documents is limited, each counts for its share of a
+    /// full micro-batch at least.
     pub tokens: i64,
     /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds no more than
     /// [`Bounds::drain`]. None if nothing limits it: queues without `max_delay`, where an outlier waits for others of its
@@ -54,10 +56,10 @@ impl Bounds {
                 Self { tokens, delay: config.max_delay, drain: service(tokens, capacity) }
             }
             Release::Fifo => {
-                let ends = config.outlier_thresholds.iter().skip(1).map(|&next| i64::from(next) - 1);
-                let longest = ends.chain([i64::from(config.max_document_tokens)]);
-                // A level releases while it holds `N`.
-                let kept = config.num_micro_batches as i64 - 1;
+                let ends = config.outlier_thresholds.iter().skip(1).map(|&next| next - 1);
+                let longest = ends.chain([config.max_document_tokens]).map(|longest| config.size(longest));
+                // A level releases while it holds so many and one more.
+                let kept = config.company() as i64 - 1;
                 let queued = config.outlier_thresholds.iter().zip(longest);
                 let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));
                 let tokens = queued.saturating_add(capacity);
@@ -88,18 +90,28 @@ impl Packer {
 
     /// That more waits than the bounds allow, if so: for who warns, or takes back the push that brought too much.
     pub fn backlog(&self) -> Option<Error> {
-        let (pending_tokens, bound) = (self.pending_tokens(), self.bounds().tokens);
+        let (pending_tokens, bound) = (self.pending_size(), self.bounds().tokens);
         (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
     }
 
-    /// Tokens that the next push may bring; O(pending).
+    /// What of [`Bounds::tokens`] is used, O(pending): tokens, but where the number of documents is limited each counts
+    /// for its share of a full micro-batch at least.
+    pub fn pending_size(&self) -> i64 {
+        self.size_of(self.queue.levels().iter().flatten().chain(&self.carried))
+    }
+
+    /// Tokens that the next push may bring, each document counted as in [`Packer::pending_size`]; O(pending).
     pub fn room(&self) -> i64 {
         let room = match self.config.release {
-            Release::Adaptive => self.bounds().tokens - self.pending_tokens(),
+            Release::Adaptive => self.bounds().tokens - self.pending_size(),
             // What the levels hold is bounded by themselves.
-            Release::Fifo => self.config.capacity() - self.carried_tokens(),
+            Release::Fifo => self.config.capacity() - self.size_of(&self.carried),
         };
         room.max(0)
+    }
+
+    fn size_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
+        all.into_iter().map(|waiting| self.config.size(waiting.piece.length)).sum()
     }
 
     /// How many of the first of these documents the next push may bring, so that the packer keeps its
@@ -127,7 +139,7 @@ impl Packer {
         };
         let mut room = self.room();
         let within = lengths.iter().take_while(|&&length| {
-            room -= i64::from(counted(length));
+            room -= self.config.size_cut(counted(length));
             room >= 0
         });
         let mut admitted = within.count();
@@ -197,7 +209,7 @@ fn fit_alone(pieces: impl Iterator<Item = Piece>, config: &PackerConfig) -> bool
     let mut by_tokens = Ladder::new(tokens.iter().map(|_| 0.0));
     for (length, _) in longest_first_of(pieces.map(|piece| piece.length).enumerate()) {
         let fewest = by_tokens.lightest();
-        tokens[fewest] += i64::from(length);
+        tokens[fewest] += config.size(length);
         if tokens[fewest] > i64::from(config.max_tokens) {
             return false;
         }

@@ -5,7 +5,10 @@ use serde::{Deserialize, Serialize};
 use crate::cost::{CostModel, check_limits};
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::limits::{MAX_COLUMNS, MAX_ITERATION, MAX_TOKENS};
+use crate::packing::methods::counts::Sizes;
 use crate::packing::options::check_micro_batches;
+
+use super::shape::StepShape;
 
 /// The default of [`PackerConfig::delay_price`]: a global batch of tokens may wait one iteration if that makes the step
 /// 3 % shorter.
@@ -107,6 +110,9 @@ pub struct PackerConfig {
     /// what a packer cannot do with columns is refused before a document is read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<Vec<Option<f64>>>,
+    /// For which ranks steps are planned, and which shapes their micro-batches may have.
+    #[serde(default, skip_serializing_if = "StepShape::is_none")]
+    pub shape: StepShape,
 }
 
 impl PackerConfig {
@@ -132,6 +138,7 @@ impl PackerConfig {
             return Err(Error::Entry { argument, index, value, requirement });
         }
         self.check_release()?;
+        self.shape.check(self.num_micro_batches, self.max_tokens, self.limits.as_deref())?;
         if let Some(delay) = self.max_delay {
             check_range("max_delay", i64::try_from(delay).unwrap_or(i64::MAX), 0, MAX_ITERATION as i64)?;
         }
@@ -192,9 +199,25 @@ impl PackerConfig {
         self.num_micro_batches as i64 * i64::from(self.max_document_tokens)
     }
 
-    /// Tokens of one global batch that is full to the last token: `N * max_tokens`.
+    /// Size of one global batch that is full: `N * max_tokens`.
     pub(super) fn capacity(&self) -> i64 {
         self.num_micro_batches as i64 * i64::from(self.max_tokens)
+    }
+
+    /// How many documents of a kind make an even step: one for each rank, or for each micro-batch.
+    pub(super) fn company(&self) -> usize {
+        self.shape.ranks.map_or(self.num_micro_batches, |ranks| ranks.dp_size)
+    }
+
+    /// What a piece of so many tokens counts for: these, and more where the number of documents is limited.
+    pub(super) fn size(&self, length: i32) -> i64 {
+        Sizes::new(i64::from(self.max_tokens), self.shape.max_documents).of(length)
+    }
+
+    /// The same of a document, cut into pieces of at most `max_document_tokens`.
+    pub(super) fn size_cut(&self, length: i32) -> i64 {
+        let (pieces, rest) = (length / self.max_document_tokens, length % self.max_document_tokens);
+        i64::from(pieces) * self.size(self.max_document_tokens) + if rest > 0 { self.size(rest) } else { 0 }
     }
 
     /// The limits of the columns that documents bring; none of a column whose costs a model gives.
@@ -202,9 +225,9 @@ impl PackerConfig {
         self.limits.clone().unwrap_or_else(|| vec![None])
     }
 
-    /// A hash of everything that must not change on resume: all but the number of micro-batches.
+    /// A hash of everything that must not change on resume: all but the numbers of micro-batches and of ranks.
     pub fn fingerprint(&self) -> String {
-        let comparable = Self { num_micro_batches: 0, ..self.clone() };
+        let comparable = Self { num_micro_batches: 0, shape: self.shape.of_any_ranks(), ..self.clone() };
         blake3::hash(&serde_json::to_vec(&comparable).unwrap_or_default()).to_hex().to_string()
     }
 }

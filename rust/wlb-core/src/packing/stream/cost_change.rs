@@ -22,12 +22,12 @@ impl Packer {
     ///
     /// # Example
     /// ```
-    /// # use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+    /// # use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
     /// # use wlb_core::{CostModel, Lengths, Mask};
     /// # let mut packer = Packer::new(PackerConfig {
     /// #     num_micro_batches: 2, max_tokens: 100, max_document_tokens: 100, oversize: Oversize::Error,
     /// #     outlier_thresholds: vec![], release: Release::Fifo, delay_price: None, max_delay: None,
-    /// #     method: StreamMethod::VarLength, limits: None,
+    /// #     method: StreamMethod::VarLength, limits: None, shape: StepShape::default(),
     /// #     cost_model: Some(CostModel::analytic(0.0, 1.0, Mask::Causal)?),
     /// # })?;
     /// let lengths = Lengths::new("lengths", &[40, 20, 20])?;

@@ -6,7 +6,6 @@
 //! is noise, so there the number of tokens matters more than balance.
 
 use crate::ladder::Ladder;
-use crate::packing::methods::bins::Bins;
 use crate::packing::methods::columns::{Placed, Priced};
 
 /// The first of three placements of a step with `min_tokens` or more: the one given; all that is there, in `order`,
@@ -18,7 +17,8 @@ use crate::packing::methods::columns::{Placed, Priced};
 /// of the second found no room in the first. In all three a document that finds no room was tried after documents that
 /// leave too little of it in every micro-batch: who was first in `order` waits for nobody behind.
 ///
-/// Columns with a limit are kept too, and then nothing is said of how many tokens a step holds.
+/// Columns with a limit and the number of documents are kept too, and then nothing is said of how many tokens a step
+/// holds.
 ///
 /// # Complexity
 /// O(n log N); O(n N) where there are such columns.
@@ -39,14 +39,14 @@ pub(super) fn fuller(given: Placed, priced: &Priced<'_>, order: &[usize], min_to
 
 /// Each document where the tokens are fewest; where there are limits, among the micro-batches that keep them.
 fn by_tokens(priced: &Priced<'_>, order: &[usize]) -> Placed {
-    let mut placed = priced.nothing();
     if priced.costs.columns() == 1 {
-        let mut bins = Bins::resume(placed.placement, priced.max_tokens);
+        let mut bins = priced.bins();
         for &index in order {
             bins.place_by_tokens(index, priced.lengths[index], priced.costs.values()[index]);
         }
         return bins.placement.into();
     }
+    let mut placed = priced.nothing();
     let mut by_tokens = Ladder::new(placed.placement.tokens.iter().map(|_| 0.0));
     for &index in order {
         // Without limits none has room where the emptiest has none.
@@ -63,7 +63,7 @@ fn by_tokens(priced: &Priced<'_>, order: &[usize]) -> Placed {
 /// Each document into the first micro-batch with room.
 fn first_fit(priced: &Priced<'_>, order: &[usize]) -> Placed {
     let mut placed = priced.nothing();
-    let mut rooms = Rooms::new(priced.num_micro_batches, priced.max_tokens);
+    let mut rooms = Rooms::new(priced);
     for &index in order {
         let found = if priced.costs.is_limited() {
             (0..priced.num_micro_batches).find(|&j| priced.has_room(&placed, j, index))
@@ -90,17 +90,19 @@ struct Rooms {
     /// The root is node 1, the children of `k` are `2 k` and `2 k + 1`; leaves that no micro-batch has are full.
     most: Vec<i32>,
     leaves: usize,
+    /// How many more documents each may have; of one that may have none the room is nothing.
+    documents: Vec<usize>,
 }
 
 impl Rooms {
-    fn new(num_micro_batches: usize, max_tokens: i32) -> Self {
+    fn new(&Priced { num_micro_batches, max_tokens, max_documents, .. }: &Priced<'_>) -> Self {
         let leaves = num_micro_batches.next_power_of_two();
         let mut most = vec![0; 2 * leaves];
         most[leaves..leaves + num_micro_batches].fill(max_tokens);
         for node in (1..leaves).rev() {
             most[node] = most[2 * node].max(most[2 * node + 1]);
         }
-        Self { most, leaves }
+        Self { most, leaves, documents: vec![max_documents.unwrap_or(usize::MAX); num_micro_batches] }
     }
 
     /// Takes the room from the first that has it.
@@ -113,7 +115,8 @@ impl Rooms {
             node = 2 * node + usize::from(self.most[2 * node] < length);
         }
         let micro_batch = node - self.leaves;
-        self.most[node] -= length;
+        self.documents[micro_batch] -= 1;
+        self.most[node] = if self.documents[micro_batch] > 0 { self.most[node] - length } else { 0 };
         while node > 1 {
             node /= 2;
             self.most[node] = self.most[2 * node].max(self.most[2 * node + 1]);

@@ -8,12 +8,14 @@ use crate::packing::methods::minimax::even_out;
 use crate::packing::methods::refined::refine;
 use crate::packing::options::Method;
 use crate::packing::plan::Packing;
+use crate::packing::ranks::arrange;
 
 use super::config::{Release, StreamMethod};
 use super::fuller::fuller;
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
 use super::release_adaptive;
+use super::shape::StepShape;
 
 /// Why an iteration is made.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -50,6 +52,7 @@ impl Packer {
             costs: &costs,
             num_micro_batches: config.num_micro_batches,
             max_tokens: config.max_tokens,
+            max_documents: config.shape.max_documents,
             empty_cost: config.cost_model.as_ref().map_or(0.0, CostModel::micro_batch),
         };
         let due = |index: usize| {
@@ -91,17 +94,26 @@ impl Packer {
         }
 
         check();
-        let (method, mut placed) = match (config.method, &config.cost_model) {
-            (StreamMethod::VarLength, _) => (Method::VarLength, placed),
-            (StreamMethod::Refined, Some(_)) => {
-                let refined = refine(placed.placement, &lengths, costs.values(), config.max_tokens);
-                (Method::Refined, refined.into())
-            }
-            (StreamMethod::Refined, None) => (Method::Refined, priced.refine_from(placed)),
+        let method = match config.method {
+            StreamMethod::VarLength => Method::VarLength,
+            StreamMethod::Refined => Method::Refined,
         };
         let range = config.cost_model.as_ref().filter(|model| model.is_range());
-        if let Some(range) = range {
-            placed = even_out(placed.placement, &lengths, range, config.max_tokens).into();
+        let StepShape { ranks, max_documents, ref padding } = config.shape;
+        if config.shape.is_arranged() {
+            // Documents are exchanged here, by either method.
+            placed = arrange(placed.placement, &lengths, costs.values(), config.max_tokens, max_documents, ranks).into();
+        } else {
+            placed = match (method, &config.cost_model) {
+                (Method::Refined, Some(_)) => {
+                    refine(placed.placement, &lengths, costs.values(), config.max_tokens).into()
+                }
+                (Method::Refined, None) => priced.refine_from(placed),
+                _ => placed,
+            };
+            if let Some(range) = range {
+                placed = even_out(placed.placement, &lengths, range, config.max_tokens).into();
+            }
         }
 
         self.carried = placed.placement.leftover.iter().map(|&index| pieces[index]).collect();
@@ -120,6 +132,7 @@ impl Packer {
         if let Some(range) = range {
             packing = packing.scored(range);
         }
+        (packing.ranks, packing.padding) = (ranks, padding.clone());
         self.iteration += 1;
         self.keep_rows();
         let backlog = self.pending_tokens();

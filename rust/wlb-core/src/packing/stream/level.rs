@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::ladder::Ladder;
+use crate::packing::methods::counts::Counts;
 use crate::packing::placement::Placement;
 
 /// Micro-batches being filled with documents from the costliest to the cheapest, so that want of room makes none the
@@ -11,6 +12,8 @@ use crate::packing::placement::Placement;
 pub(super) struct Level {
     pub(super) placement: Placement,
     max_tokens: i64,
+    /// Where their number is limited.
+    counts: Option<Counts>,
     /// Those with room for the last document, by cost.
     open: Ladder,
     /// The others, by what room they have.
@@ -22,11 +25,12 @@ pub(super) struct Level {
 }
 
 impl Level {
-    /// Goes on from micro-batches that already hold documents, of any length.
-    pub(super) fn new(placement: Placement, max_tokens: i32) -> Self {
+    /// Goes on from micro-batches that already hold documents, of any length; `counts` has them, where their number is
+    /// limited.
+    pub(super) fn new(placement: Placement, max_tokens: i64, counts: Option<Counts>) -> Self {
         let open = Ladder::new(placement.costs.iter().copied());
         let heaviest = placement.costs.iter().copied().fold(0.0, f64::max);
-        Self { placement, max_tokens: i64::from(max_tokens), open, full: BinaryHeap::new(), by_cost: None, heaviest }
+        Self { placement, max_tokens, counts, open, full: BinaryHeap::new(), by_cost: None, heaviest }
     }
 
     /// Highest cost of a micro-batch.
@@ -69,6 +73,9 @@ impl Level {
             self.placement.length_fallbacks += 1;
         }
         self.placement.put(index, micro_batch, length, cost);
+        if let Some(counts) = &mut self.counts {
+            counts.put(micro_batch, length);
+        }
         let weight = self.placement.costs[micro_batch];
         self.open.set(micro_batch, weight);
         if let Some(by_cost) = &mut self.by_cost {
@@ -78,7 +85,11 @@ impl Level {
         true
     }
 
+    /// In tokens; none where it may have no further document.
     fn room(&self, micro_batch: usize) -> i64 {
-        self.max_tokens - self.placement.tokens[micro_batch]
+        match &self.counts {
+            Some(counts) if !counts.has_room(micro_batch) => 0,
+            _ => self.max_tokens - self.placement.tokens[micro_batch],
+        }
     }
 }

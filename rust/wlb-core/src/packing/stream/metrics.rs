@@ -34,6 +34,9 @@ pub struct Metrics {
     /// Most tokens that waited after a push.
     #[serde(default)]
     pub backlog_max: u64,
+    /// Tokens of padding that the micro-batches ran with, by push and by flush.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub padding: u64,
     #[serde(default)]
     backlog_sum: f64,
     #[serde(default)]
@@ -74,6 +77,7 @@ impl Metrics {
         self.tokens += tokens as u64;
         self.length_fallbacks += packing.length_fallbacks as u64;
         self.carried_over += packing.leftover.len() as u64;
+        self.padding += (packing.padded_tokens().iter().sum::<i64>() - tokens) as u64;
         if !flushed {
             self.pushes += 1;
             self.backlog_sum += backlog as f64;
@@ -83,13 +87,13 @@ impl Metrics {
             return;
         }
         self.steps += 1;
-        let imbalance = packing.imbalance();
+        let imbalance = packing.rank_imbalance();
         self.imbalance_sum += imbalance;
         self.imbalance_worst = self.imbalance_worst.max(imbalance);
         // A bin is named by its upper edge; the cast saturates.
         *self.imbalance_histogram.entry((imbalance * IMBALANCE_RESOLUTION).ceil() as u32).or_default() += 1;
         if !packing.by_model.is_empty() {
-            let imbalances = packing.imbalances();
+            let imbalances = packing.rank_imbalances();
             self.imbalance_sums_by_model.resize(imbalances.len(), 0.0);
             self.imbalance_sums_by_model.iter_mut().zip(imbalances).for_each(|(sum, imbalance)| *sum += imbalance);
             self.steps_by_model += 1;
@@ -210,6 +214,7 @@ impl Metrics {
             self.carried_over,
             self.backlog_max,
             self.pushes,
+            self.padding,
         ]
         .iter()
         .any(|&n| n > 1 << 62)

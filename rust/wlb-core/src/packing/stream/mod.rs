@@ -12,6 +12,7 @@
 //! | `drain` | the end of the stream |
 //! | `admission` | how much may enter, so that what waits stays bounded |
 //! | `cost_history` | the packer goes on under another cost model |
+//! | `shape` | for which ranks and in which shapes steps are made |
 //! | `metrics` | what waiting did to balance, delay and memory |
 //! | `state` | a packer saved and loaded |
 
@@ -32,6 +33,7 @@ mod packer;
 mod push;
 mod release_adaptive;
 mod release_fifo;
+mod shape;
 mod state;
 
 pub use admission::{Bounds, OnBacklog};
@@ -42,3 +44,4 @@ pub use cost_rows::CostTable;
 pub use metrics::{IMBALANCE_RESOLUTION, Metrics};
 pub use outlier_queue::{OutlierQueue, Waiting};
 pub use packer::Packer;
+pub use shape::StepShape;

@@ -12,7 +12,7 @@ use super::outlier_queue::{OutlierQueue, Waiting};
 ///
 /// # Example
 /// ```
-/// use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StreamMethod};
+/// use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 /// use wlb_core::{CostModel, Lengths, Mask};
 ///
 /// let mut packer = Packer::new(PackerConfig {
@@ -28,6 +28,7 @@ use super::outlier_queue::{OutlierQueue, Waiting};
 ///     method: StreamMethod::VarLength,
 ///     cost_model: Some(CostModel::analytic(1.0, 100.0, Mask::Causal)?),
 ///     limits: None,
+///     shape: StepShape::default(),
 /// })?;
 /// let first = packer.push(&Lengths::new("lengths", &[900, 300, 200, 100])?, None)?;
 /// assert_eq!((first.tokens.as_slice(), packer.pending_tokens()), (&[300, 300][..], 900));

@@ -89,7 +89,7 @@ impl Packer {
         self.next_id = next_id;
         match self.config.release {
             Release::Fifo => {
-                self.queue.release(self.config.num_micro_batches, arrived, self.config.max_delay, &mut batch.pieces);
+                self.queue.release(self.config.company(), arrived, self.config.max_delay, &mut batch.pieces);
                 let leaving = batch.pieces.iter().chain(&new).map(|waiting| i64::from(waiting.piece.length)).sum();
                 self.queue.release_oldest(min_step_tokens.saturating_sub(leaving), &mut batch.pieces);
             }

@@ -15,12 +15,16 @@
 //! The documents that leave are placed in that order, each where the cost is least. If the light micro-batches are full
 //! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
 //! by less than the wait costs. So short documents make room in a step that trains many long ones.
+//!
+//! Where ranks wait for each other once a step, their sums are what has to be level. Then all this is done with ranks that
+//! have the room of all their micro-batches, and what leaves is placed into these, as Algorithm 1 does, afterwards.
 
 use std::cmp::Ordering;
 
 use crate::interrupt::check;
 use crate::packing::methods::bins::Bins;
 use crate::packing::methods::columns::Priced;
+use crate::packing::options::{Ranks, Sync};
 use crate::packing::placement::Placement;
 
 use super::config::{DELAY_PRICE, PackerConfig};
@@ -50,7 +54,8 @@ pub(super) fn place(
     iteration: u64,
     config: &PackerConfig,
 ) -> Placement {
-    let search = Search::new(priced, pieces, order.split_at(urgent), iteration, config);
+    let (urgent, others) = order.split_at(urgent);
+    let search = Search::new(priced, pieces, (urgent, others), iteration, config);
     check();
     let mut cuts = search.cuts();
     check();
@@ -81,7 +86,64 @@ pub(super) fn place(
         }
         attempt(cut, &mut limit);
     }
-    best.map_or(search.urgent, |(_, placement)| placement)
+    let by_rank = search.level.count < priced.num_micro_batches;
+    let placement = best.map_or(search.urgent.placement, |(_, placement)| placement);
+    if !by_rank {
+        return placement;
+    }
+    let leave = others.iter().copied().filter(|&index| placement.assignment[index] >= 0);
+    let mut bins = Levelled::micro_batches(priced).place(priced, urgent);
+    let carried = bins.placement.leftover.len();
+    leave.for_each(|index| bins.place(index, priced.lengths[index], priced.costs.values()[index]));
+    // What finds no room waits on.
+    bins.placement.leftover.truncate(carried);
+    bins.placement
+}
+
+/// What the rule makes level: micro-batches, or ranks with all of theirs.
+#[derive(Clone, Copy)]
+struct Levelled {
+    count: usize,
+    max_tokens: i64,
+    max_documents: Option<usize>,
+    empty_cost: f64,
+}
+
+impl Levelled {
+    fn micro_batches(priced: &Priced<'_>) -> Self {
+        Self {
+            count: priced.num_micro_batches,
+            max_tokens: i64::from(priced.max_tokens),
+            max_documents: priced.max_documents,
+            empty_cost: priced.empty_cost,
+        }
+    }
+
+    fn of(priced: &Priced<'_>, config: &PackerConfig) -> Self {
+        let micro_batches = Self::micro_batches(priced);
+        let Some(Ranks { dp_size, sync: Sync::Step }) = config.shape.ranks else { return micro_batches };
+        let rounds = micro_batches.count / dp_size;
+        Self {
+            count: dp_size,
+            max_tokens: micro_batches.max_tokens * rounds as i64,
+            max_documents: micro_batches.max_documents.map(|most| most.saturating_mul(rounds)),
+            empty_cost: micro_batches.empty_cost * rounds as f64,
+        }
+    }
+
+    /// Nothing but what is urgent, in this order: as Algorithm 1 does, and if one finds no room, by tokens alone.
+    fn place(self, priced: &Priced<'_>, urgent: &[usize]) -> Bins {
+        let place_urgent = |place: fn(&mut Bins, usize, i32, f64)| {
+            let nothing = Placement::new(priced.lengths.len(), self.count, self.empty_cost);
+            let mut bins = Bins::limited(nothing, self.max_tokens, self.max_documents);
+            for &index in urgent {
+                place(&mut bins, index, priced.lengths[index], priced.costs.values()[index]);
+            }
+            bins
+        };
+        let bins = place_urgent(Bins::place);
+        if bins.placement.leftover.is_empty() { bins } else { place_urgent(Bins::place_by_tokens) }
+    }
 }
 
 /// The costliest `held` documents wait, and the loss is this or more.
@@ -111,8 +173,9 @@ struct Document {
 
 struct Search<'a> {
     config: &'a PackerConfig,
+    level: Levelled,
     /// Nothing but what is urgent, placed.
-    urgent: Placement,
+    urgent: Bins,
     /// The others, costliest first.
     documents: Vec<Document>,
     /// By how much two ways to sum the costs may differ in the loss.
@@ -128,17 +191,7 @@ impl<'a> Search<'a> {
         config: &'a PackerConfig,
     ) -> Self {
         let costs = priced.costs.values();
-        let place_urgent = |place: fn(&mut Bins, usize, i32, f64)| {
-            let mut bins = Bins::resume(priced.nothing().placement, config.max_tokens);
-            for &index in urgent {
-                place(&mut bins, index, priced.lengths[index], costs[index]);
-            }
-            bins.placement
-        };
-        let mut placement = place_urgent(Bins::place);
-        if !placement.leftover.is_empty() {
-            placement = place_urgent(Bins::place_by_tokens);
-        }
+        let level = Levelled::of(priced, config);
         let document = |&index: &usize| {
             let (length, cost) = (priced.lengths[index], costs[index]);
             let debt = length as u128 * (u128::from(iteration - pieces[index].arrived) + 1);
@@ -154,21 +207,22 @@ impl<'a> Search<'a> {
         // So many additions, each off by half an epsilon; an imbalance is at most `N`.
         let additions = 4.0 * (pieces.len() + config.num_micro_batches) as f64;
         let rounding = additions * config.num_micro_batches as f64 * f64::EPSILON;
-        Self { config, urgent: placement, documents, rounding }
+        Self { config, level, urgent: level.place(priced, urgent), documents, rounding }
     }
 
     /// Every cut, with a lower bound on its loss. Something leaves in every iteration, if there is anything.
     fn cuts(&self) -> Vec<Cut> {
-        let heaviest_urgent = self.urgent.costs.iter().copied().fold(0.0, f64::max);
-        let urgent_cost: f64 = self.urgent.costs.iter().sum();
-        let urgent_tokens: i64 = self.urgent.tokens.iter().sum();
-        let room = self.config.num_micro_batches as i64 * i64::from(self.config.max_tokens) - urgent_tokens;
+        let urgent = &self.urgent.placement;
+        let heaviest_urgent = urgent.costs.iter().copied().fold(0.0, f64::max);
+        let urgent_cost: f64 = urgent.costs.iter().sum();
+        let urgent_tokens: i64 = urgent.tokens.iter().sum();
+        let room = self.level.count as i64 * self.level.max_tokens - urgent_tokens;
         let mut debt = 0;
         let mut cuts = Vec::with_capacity(self.documents.len() + 1);
         for (held, document) in self.documents.iter().enumerate() {
             // What is more than all micro-batches hold waits too, an iteration at least.
             let displaced = (document.tokens_from_here - room).max(0) as u128;
-            let heaviest = (self.urgent.empty_cost() + document.cost).max(heaviest_urgent);
+            let heaviest = (urgent.empty_cost() + document.cost).max(heaviest_urgent);
             let loss = self.loss(heaviest, urgent_cost + document.cost_from_here, debt + displaced);
             cuts.push(Cut { held, loss });
             debt += document.debt;
@@ -182,11 +236,12 @@ impl<'a> Search<'a> {
 
     /// The loss and the placement of a cut; none if the loss turns out to be above `limit`.
     fn attempt(&self, held: usize, limit: f64) -> Option<(Cut, Placement)> {
-        let mut level = Level::new(self.urgent.clone(), self.config.max_tokens);
+        let Bins { placement, counts, .. } = &self.urgent;
+        let mut level = Level::new(placement.clone(), self.level.max_tokens, counts.clone());
         let mut debt: u128 = self.documents[..held].iter().map(|document| document.debt).sum();
-        let mut placed: f64 = self.urgent.costs.iter().sum();
+        let mut placed: f64 = placement.costs.iter().sum();
         let mean = (placed + self.documents.get(held).map_or(0.0, |first| first.cost_from_here))
-            / self.config.num_micro_batches as f64;
+            / self.level.count as f64;
         for (at, document) in self.documents.iter().enumerate().skip(held) {
             // No longer a step than what waiting would cost.
             let tolerated = || self.price(document.debt) * mean;
@@ -206,8 +261,7 @@ impl<'a> Search<'a> {
     }
 
     fn loss(&self, heaviest: f64, total: f64, debt: u128) -> f64 {
-        let micro_batches = self.config.num_micro_batches as f64;
-        let imbalance = if total > 0.0 { heaviest * micro_batches / total } else { 1.0 };
+        let imbalance = if total > 0.0 { heaviest * self.level.count as f64 / total } else { 1.0 };
         (imbalance - 1.0).max(0.0) + self.price(debt)
     }
 

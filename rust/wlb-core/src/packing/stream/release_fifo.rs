@@ -7,17 +7,17 @@ use super::outlier_queue::{OutlierQueue, Waiting};
 impl OutlierQueue {
     /// Takes out what joins the batch of `iteration`: level by level, each oldest first.
     ///
-    /// While a level holds `num_micro_batches`, that many leave it. Then whatever has waited for `max_delay`
+    /// While a level holds `company` documents, that many leave it. Then whatever has waited for `max_delay`
     /// iterations leaves too, however few hold out with it: without that, single documents wait 40 to 90 iterations.
     pub(super) fn release(
         &mut self,
-        num_micro_batches: usize,
+        company: usize,
         iteration: u64,
         max_delay: Option<u64>,
         released: &mut Vec<Waiting>,
     ) {
         for level in &mut self.levels {
-            let full = level.len() - level.len() % num_micro_batches;
+            let full = level.len() - level.len() % company;
             let due = |waiting: &&Waiting| max_delay.is_some_and(|delay| iteration - waiting.arrived >= delay);
             // Oldest first, so that what is due is a prefix.
             let overdue = level.iter().skip(full).take_while(due).count();

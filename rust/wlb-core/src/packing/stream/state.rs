@@ -82,7 +82,7 @@ impl Packer {
 
     /// Goes on where the saved one stopped, under this packer's configuration.
     ///
-    /// Another `num_micro_batches` is always allowed. Both packers must have been made with the same cost model; what
+    /// Another `num_micro_batches`, for another number of ranks, is always allowed. Both packers must have been made with the same cost model; what
     /// the saved one has gone on to since ([`Packer::set_cost_model`]) comes with the state. With `allow_config_change` so is everything else: waiting
     /// documents are then filed anew, oldest first, and those that are no outliers any more are carried over. If the cost
     /// models were others, this packer's holds from here on.
@@ -311,6 +311,7 @@ impl Columns {
 /// Fields that must agree for the same stream to give the same plans, where they do not.
 fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
     let fields = |config: &PackerConfig| {
+        let shape = &config.shape;
         [
             ("max_tokens", config.max_tokens.to_string()),
             ("max_document_tokens", config.max_document_tokens.to_string()),
@@ -322,6 +323,9 @@ fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
             ("method", config.method.as_str().to_owned()),
             ("cost_model", serde_json::to_string(&config.cost_model).unwrap_or_default()),
             ("limits", serde_json::to_string(&config.limits).unwrap_or_default()),
+            ("sync", shape.ranks.map_or("None", |ranks| ranks.sync.as_str()).to_owned()),
+            ("max_documents", shape.max_documents.map_or("None".to_owned(), |most| most.to_string())),
+            ("padding", serde_json::to_string(&shape.padding).unwrap_or_default()),
         ]
     };
     fields(saved)

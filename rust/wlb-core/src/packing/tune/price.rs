@@ -39,7 +39,7 @@ const REFINEMENTS: u32 = 3;
 ///
 /// # Example
 /// ```
-/// use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+/// use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 /// use wlb_core::packing::tune::{TuneOptions, tune_delay_price};
 /// use wlb_core::{CostModel, Lengths, Mask};
 ///
@@ -55,6 +55,7 @@ const REFINEMENTS: u32 = 3;
 ///     method: StreamMethod::VarLength,
 ///     cost_model: Some(CostModel::analytic(1.0, 100.0, Mask::Causal)?),
 ///     limits: None,
+///     shape: StepShape::default(),
 /// };
 /// let sample: Vec<i64> = (0..40).map(|i| [1000, 300, 200, 100][i % 4]).collect();
 /// let options = TuneOptions { packer, max_mean_delay: 1.0, tokens_per_batch: 2000 };

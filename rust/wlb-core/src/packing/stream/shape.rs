@@ -1,0 +1,64 @@
+//! For whom the steps of a stream are made, and which shapes their micro-batches may have.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result, check_range, saturating_i64};
+use crate::limits::MAX_TOKENS;
+use crate::packing::options::Ranks;
+use crate::packing::padding::Padding;
+
+/// What steps have to keep for the ranks and kernels that run them; by default nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StepShape {
+    /// The data-parallel ranks that every step is planned for. How many may change on resume, as `num_micro_batches`,
+    /// which they divide; where they wait for each other may not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<Ranks>,
+    /// Most documents of a micro-batch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_documents: Option<usize>,
+    /// What micro-batches are padded to when they run; `max_tokens` is then one of these sizes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub padding: Option<Padding>,
+}
+
+impl StepShape {
+    /// Left out of states and fingerprints: those written before there was any have none.
+    pub(super) fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Whether documents are exchanged once they are placed: for ranks, or within a limit of their number.
+    pub(super) fn is_arranged(&self) -> bool {
+        self.ranks.is_some() || self.max_documents.is_some()
+    }
+
+    /// As a fingerprint has it: without the number of ranks.
+    pub(super) fn of_any_ranks(&self) -> Self {
+        Self { ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }), ..self.clone() }
+    }
+
+    /// Checks every field, for a packer of these.
+    pub(super) fn check(&self, total: usize, max_tokens: i32, limits: Option<&[Option<f64>]>) -> Result<()> {
+        if let Some(Ranks { dp_size, .. }) = self.ranks
+            && (dp_size == 0 || !total.is_multiple_of(dp_size))
+        {
+            return Err(Error::Indivisible { argument: "dp_size", value: saturating_i64(dp_size), total });
+        }
+        if let Some(most) = self.max_documents {
+            check_range("max_documents", saturating_i64(most), 1, MAX_TOKENS)?;
+        }
+        if let Some(padding) = &self.padding
+            && (!padding.is_sound() || padding.most(max_tokens)? != max_tokens)
+        {
+            let requirement = "is none of the sizes that micro-batches are padded to: take the largest within it";
+            return Err(Error::Combination { argument: "max_tokens", requirement });
+        }
+        if self.is_arranged() && limits.is_some_and(|limits| limits != [None]) {
+            let requirement = "dp_size and max_documents take one column, without a limit";
+            return Err(Error::Combination { argument: "cost_columns", requirement });
+        }
+        Ok(())
+    }
+}
