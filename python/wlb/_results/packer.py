@@ -44,7 +44,8 @@ class PackerMetrics:
         steps: Push steps that emitted a document.
         documents: Documents (or pieces of split ones) emitted.
         tokens: Tokens emitted.
-        imbalance_mean: Mean of ``max cost * N / total cost`` over steps; of a range of cost models, that of the worst.
+        imbalance_mean: Mean of ``max cost * N / total cost`` over steps, with ``dp_size`` of ``Packing.rank_imbalance``; of
+            a range of cost models, that of the worst.
         imbalance_p95: 95th percentile of the imbalance, to 0.001.
         imbalance_p99: 99th percentile of the imbalance, to 0.001.
         imbalance_worst: Imbalance of the worst step.
@@ -59,6 +60,8 @@ class PackerMetrics:
         length_fallbacks: Documents placed by token count instead of by cost, because they did not fit where the
             cost was least.
         carried_over: Documents that did not fit in their iteration, counted once for each such iteration.
+        padding_tokens: Tokens beside these with which micro-batches were filled up (``multiple_of_tokens``,
+            ``token_buckets``), flushed ones included.
     """
 
     steps: int
@@ -78,6 +81,7 @@ class PackerMetrics:
     memory_skew_worst: float
     length_fallbacks: int
     carried_over: int
+    padding_tokens: int
     _delays: tuple[tuple[int, int], ...]  # (iterations, tokens that waited so many), ascending
     _imbalances: tuple[float, ...]  # mean under each model of a range
 

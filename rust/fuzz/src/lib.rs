@@ -26,7 +26,7 @@ mod stream;
 use arbitrary::{Result, Unstructured};
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
-use wlb_core::packing::{RankOptions, Ranks, Sync};
+use wlb_core::packing::{Padding, RankOptions, Ranks, Sync};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::{CostModel, Lengths, Mask, Method};
 
@@ -342,8 +342,24 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
     if delay_price.is_some() {
         outlier_thresholds.clear();
     }
+    let (mut num_micro_batches, mut shape) = (u.int_in_range(1..=9)?, StepShape::default());
+    if u.arbitrary()? {
+        let sync = if u.arbitrary()? { Sync::Step } else { Sync::MicroBatch };
+        let dp_size = u.int_in_range(1..=5)?;
+        num_micro_batches *= dp_size;
+        shape.ranks = Some(Ranks { dp_size, sync });
+    }
+    if u.arbitrary()? {
+        shape.max_documents = Some(u.int_in_range(1..=12)?);
+    }
+    if u.arbitrary()? {
+        // One bucket, so that it is the largest size.
+        let multiple = *u.choose(&[1, 2, 128])?;
+        let (multiple, buckets) = if max_tokens % multiple == 0 { (multiple, vec![max_tokens]) } else { (1, vec![]) };
+        shape.padding = Padding::new(multiple, &buckets).ok().filter(|padding| !padding.is_none());
+    }
     Ok(PackerConfig {
-        num_micro_batches: u.int_in_range(1..=9)?,
+        num_micro_batches,
         max_tokens,
         max_document_tokens,
         oversize: *u.choose(&[Oversize::Error, Oversize::Split, Oversize::Truncate])?,
@@ -354,7 +370,7 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
         method: if u.arbitrary()? { StreamMethod::Refined } else { StreamMethod::VarLength },
         cost_model: Some(cost_model(u)?),
         limits: None,
-        shape: StepShape::default(),
+        shape,
     })
 }
 
@@ -378,6 +394,7 @@ fn event(u: &mut Unstructured, config: &PackerConfig) -> Result<Event> {
                 // The same limits: what waits is taken over.
                 other.max_document_tokens = config.max_document_tokens;
                 other.max_tokens = other.max_tokens.max(config.max_document_tokens);
+                other.shape.padding = None;
                 other.outlier_thresholds.retain(|&threshold| threshold <= config.max_document_tokens);
             }
             Event::ResumeAs(Box::new(other))

@@ -8,8 +8,9 @@ use std::time::Duration;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use wlb_core::packing::Padding;
 use wlb_core::packing::stream::{
-    CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StreamMethod,
+    CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StepShape, StreamMethod,
 };
 use wlb_core::{CostModel as Model, Lengths};
 
@@ -17,7 +18,7 @@ use crate::arguments;
 use crate::convert::choice;
 use crate::cost::{CostModel, read_costs, read_costs_if_any};
 use crate::error::{BacklogWarning, StateError, raise};
-use crate::packing::Packing;
+use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple, properties};
 use crate::results::answer;
 use crate::run::{DETACH_FROM, handling_signals, run};
@@ -58,6 +59,18 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there on as
 ///         ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, in two to three times the time.
 ///         Where ``max_tokens`` binds it also finds room for documents that were carried over.
+///     dp_size: data-parallel ranks that every step is planned for, as :func:`pack` does it with what leaves: documents are exchanged
+///         between ranks, and ``packing.deal(dp_size)`` gives every rank's micro-batches. It divides ``num_micro_batches``, and like
+///         these may be another on resume. Queues let ``dp_size`` documents of a kind go together, not ``num_micro_batches``.
+///         Documents priced by a cost model, or in one column without a limit.
+///     sync: where these ranks wait for each other, "step" (the default) or "micro_batch". With "step" the "adaptive" rule weighs the
+///         sums of ranks, so that a document waits only if it would make its rank the longest.
+///     max_documents: most documents of a micro-batch. Waiting documents then count for at least ``max_tokens / max_documents``
+///         tokens in :attr:`room` and :meth:`bounds`.
+///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the padding:
+///         :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
+///         ``wlb.torch.collate(multiple_of_tokens=)`` pads.
+///     token_buckets: int[b], ascending: the only sizes that micro-batches run with; padded up to the next.
 ///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the packer
 ///         :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
 ///
@@ -140,10 +153,11 @@ impl Packer {
     }
 
     /// Whether so many new tokens may make more wait than the bounds allow, and nobody knows yet.
-    fn is_watched(&self, new_tokens: i64) -> bool {
+    fn is_watched(&self, lengths: &[i32]) -> bool {
         let core = self.lock();
+        let new: i64 = lengths.iter().map(|&length| core.size(length)).sum();
         (self.on_backlog == OnBacklog::Error || !self.warned.load(Ordering::Relaxed))
-            && core.pending_tokens().saturating_add(new_tokens) > core.bounds().tokens
+            && core.pending_size().saturating_add(new) > core.bounds().tokens
     }
 
     /// How much a change has to do, for [`run`]; `new` pieces come to those that wait.
@@ -193,7 +207,8 @@ impl Drop for Turn<'_> {
 
 properties! {
     Packer:
-    /// Tokens that the next push may bring so that :meth:`bounds` hold; :meth:`admits` says it for documents. O(pending).
+    /// Tokens that the next push may bring so that :meth:`bounds` hold; with ``max_documents`` each document counts for at least
+    /// its share of a full micro-batch. :meth:`admits` says it for documents. O(pending).
     room: i64 = |packer| packer.lock().room();
     /// Documents (or pieces of split ones) that were pushed and not yet emitted.
     pending: usize = |packer| packer.lock().pending();
@@ -211,7 +226,7 @@ properties! {
     iteration: u64 = |packer| packer.lock().iteration();
     /// Micro-batches of a global batch.
     num_micro_batches: usize = |packer| packer.lock().config().num_micro_batches;
-    /// Most tokens of a micro-batch.
+    /// Most tokens of a micro-batch, padding included.
     max_tokens: i32 = |packer| packer.lock().config().max_tokens;
     /// Longest document.
     max_document_tokens: i32 = |packer| packer.lock().config().max_document_tokens;
@@ -229,6 +244,19 @@ properties! {
     max_delay: Option<u64> = |packer| packer.lock().config().max_delay;
     /// How what leaves is placed: "var_length" or "refined".
     method: &'static str = |packer| packer.lock().config().method.as_str();
+    /// Data-parallel ranks that steps are planned for; ``None``: they may be dealt to any.
+    dp_size: Option<usize> = |packer| packer.lock().config().shape.ranks.map(|ranks| ranks.dp_size);
+    /// Where these wait for each other, "step" or "micro_batch"; ``None`` without ranks.
+    sync: Option<&'static str> = |packer| packer.lock().config().shape.ranks.map(|ranks| ranks.sync.as_str());
+    /// Most documents of a micro-batch; ``None``: any number.
+    max_documents: Option<usize> = |packer| packer.lock().config().shape.max_documents;
+    /// Micro-batches run padded up to a multiple of so many tokens.
+    multiple_of_tokens: i32 = |packer| packer.lock().config().shape.padding.as_ref().map_or(1, Padding::multiple_of);
+    /// The only sizes that they run with, ascending; empty: any multiple.
+    token_buckets: Tuple<i32> = |packer| {
+        let packer = packer.lock();
+        Tuple(packer.config().shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec()))
+    };
     /// What documents cost; ``None`` where they bring their costs.
     cost_model: Option<CostModel> = |packer| packer.lock().config().cost_model.clone().map(CostModel);
     /// Columns of costs that documents bring; ``None`` where a cost model prices them.
@@ -238,7 +266,7 @@ properties! {
         let infinite = |limit: &Option<f64>| limit.unwrap_or(f64::INFINITY);
         packer.lock().config().limits.as_ref().map(|limits| Tuple(limits.iter().map(infinite).collect()))
     };
-    /// Hex hash of the configuration, all but ``num_micro_batches``, and of every change of the cost model: equal if and only
+    /// Hex hash of the configuration, all but ``num_micro_batches`` and ``dp_size``, and of every change of the cost model: equal if and only
     /// if the same documents gave, and will give, the same plans.
     fingerprint: String = |packer| packer.lock().fingerprint();
 }
@@ -249,11 +277,13 @@ impl Packer {
     #[pyo3(
         signature = (*, num_micro_batches, max_tokens, cost_model = None, cost_columns = None, limits = None,
                      outlier_thresholds = None, release = "fifo", delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length",
-                     on_backlog = "warn"),
+                     dp_size = None, sync = None, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
+                     on_backlog = "warn", groups = None, equal_documents = None),
         text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
                           outlier_thresholds=(), release='fifo', \
                           delay_price=None, max_delay=None, max_document_tokens=None, oversize='error', \
-                          method='var_length', on_backlog='warn')"
+                          method='var_length', dp_size=None, sync=None, max_documents=None, multiple_of_tokens=1, \
+                          token_buckets=(), on_backlog='warn')"
     )]
     #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn new(
@@ -269,14 +299,32 @@ impl Packer {
         #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
         oversize: &str,
         method: &str,
+        #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+        sync: Option<&str>,
+        #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+        #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+        #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
         on_backlog: &str,
+        groups: Option<&Bound<'_, PyAny>>,
+        equal_documents: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
+        for (argument, given) in [("groups", groups), ("equal_documents", equal_documents)] {
+            if given.is_some() {
+                let requirement = "has no meaning in a stream, whose documents wait one by one: batches that come whole, as in \
+                                   RL, are for wlb.pack(num_micro_batches=None, dp_size=...), which takes it";
+                return Err(raise(wlb_core::Error::Combination { argument, requirement }));
+            }
+        }
         let release: Release = choice(release)?;
+        let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        let max_tokens = padding.most(max_tokens).map_err(raise)?;
+        let padding = Some(padding).filter(|padding| !padding.is_none());
         let packer = Core::new(PackerConfig {
             outlier_thresholds: outlier_thresholds.unwrap_or_default(),
             delay_price: delay_price.or(release.default_price()),
             oversize: choice(oversize)?,
             limits: column_limits(cost_columns, limits)?,
+            shape: StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding },
             ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
         });
         Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
@@ -350,7 +398,7 @@ impl Packer {
             let (ids, starts) = (ids.as_deref(), starts.as_deref());
             core.push_pieces(&Push { ids, starts, min_step_tokens, costs: table(&costs), ..Push::new(&lengths) })
         };
-        let packing = if self.is_watched(lengths.iter().map(|&length| i64::from(length)).sum()) {
+        let packing = if self.is_watched(&lengths) {
             self.change_within_bounds(py, self.pieces(&lengths), push)
         } else {
             self.change(py, self.pieces(&lengths), push)?.map_err(raise)
@@ -451,6 +499,7 @@ impl Packer {
             memory_skew_worst: metrics.memory_skew_worst(),
             length_fallbacks: metrics.length_fallbacks,
             carried_over: metrics.carried_over,
+            padding_tokens: metrics.padding,
             _delays: Tuple(metrics.delays().collect()),
             _imbalances: Tuple(metrics.imbalance_mean_by_model()),
         })
@@ -470,7 +519,8 @@ impl Packer {
     /// Args:
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches`` is always allowed.
+    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``, and another ``dp_size``,
+    ///         is always allowed.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs
@@ -486,7 +536,7 @@ impl Packer {
         let packer = self.lock();
         let config = packer.config();
         format!(
-            "Packer(num_micro_batches={}, max_tokens={}, {}{}{}, iteration={}, pending={})",
+            "Packer(num_micro_batches={}, max_tokens={}, {}{}{}{}, iteration={}, pending={})",
             config.num_micro_batches,
             config.max_tokens,
             match config.delay_price {
@@ -498,6 +548,9 @@ impl Packer {
                 StreamMethod::Refined => ", method='refined'",
             },
             config.limits.as_ref().map_or(String::new(), |limits| format!(", cost_columns={}", limits.len())),
+            config.shape.ranks.map_or(String::new(), |ranks| {
+                format!(", dp_size={}, sync={:?}", ranks.dp_size, ranks.sync.as_str())
+            }),
             packer.iteration(),
             packer.pending(),
         )
@@ -561,6 +614,7 @@ pub(crate) fn config(
         max_delay: max_delay.or(release.default_max_delay()),
         cost_model,
         limits: None,
+        shape: StepShape::default(),
     })
 }
 

@@ -126,9 +126,7 @@ fn pack(
     let given = document_costs(costs, limits.as_deref(), lengths.len())?;
     let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
     let micro_batches = options.num_micro_batches.saturating_mul(window);
-    if dp_size.is_none() && sync.is_some() {
-        return Err(combination("sync", "needs dp_size: the ranks that wait for each other"));
-    }
+    let ranks = ranks(dp_size, sync)?;
     if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
         if window != 1 {
             return Err(combination("window", "other than 1 goes without dp_size and max_documents"));
@@ -136,15 +134,6 @@ fn pack(
         if options.leftover == core::Leftover::Return {
             return Err(combination("leftover", "\"return\" goes without dp_size and max_documents: all is placed"));
         }
-        let ranks = match dp_size {
-            Some(dp_size) => {
-                let (argument, maximum) = ("dp_size", MAX_MICRO_BATCHES as i64);
-                let negative = |_| raise(wlb_core::Error::OutOfRange { argument, value: dp_size, minimum: 1, maximum });
-                let dp_size = usize::try_from(dp_size).map_err(negative)?;
-                Some(core::Ranks { dp_size, sync: sync.map(choice).transpose()?.unwrap_or_default() })
-            }
-            None => None,
-        };
         let options = core::RankOptions {
             num_micro_batches,
             multiple_of,
@@ -167,6 +156,22 @@ fn pack(
     })?
     .map(padded)
     .map_err(raise)
+}
+
+/// Data-parallel ranks, and where they wait for each other.
+pub(crate) fn ranks(dp_size: Option<i64>, sync: Option<&str>) -> PyResult<Option<core::Ranks>> {
+    let Some(dp_size) = dp_size else {
+        let (argument, requirement) = ("sync", "needs dp_size: the ranks that wait for each other");
+        return if sync.is_none() {
+            Ok(None)
+        } else {
+            Err(raise(wlb_core::Error::Combination { argument, requirement }))
+        };
+    };
+    let (argument, maximum) = ("dp_size", MAX_MICRO_BATCHES as i64);
+    let negative = |_| raise(wlb_core::Error::OutOfRange { argument, value: dp_size, minimum: 1, maximum });
+    let dp_size = usize::try_from(dp_size).map_err(negative)?;
+    Ok(Some(core::Ranks { dp_size, sync: sync.map(choice).transpose()?.unwrap_or_default() }))
 }
 
 /// The micro-batches of one global batch: plain data that can be printed, compared, pickled and sent.

@@ -71,7 +71,8 @@ impl Packing {
             }
             Pricing::Given(costs) => {
                 let columns = costs.columns();
-                let priced = Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, empty_cost: 0.0 };
+                let priced =
+                    Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, empty_cost: 0.0 };
                 let mut found = priced.nothing();
                 for (index, micro_batch) in placed {
                     let Some(j) = micro_batch else {

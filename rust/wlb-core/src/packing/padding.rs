@@ -41,6 +41,16 @@ impl Padding {
         Ok(Self { multiple_of, buckets: buckets.to_vec() })
     }
 
+    /// Micro-batches are multiples of so many tokens.
+    pub fn multiple_of(&self) -> i32 {
+        self.multiple_of
+    }
+
+    /// The only sizes that they may have, ascending; empty for any multiple.
+    pub fn buckets(&self) -> &[i32] {
+        &self.buckets
+    }
+
     /// The largest size within `max_tokens`: so many tokens a micro-batch can have.
     ///
     /// # Errors

@@ -261,7 +261,8 @@ fn same_metrics(metrics: &Metrics, steps: &[naive::Step]) {
     let imbalances: Vec<f64> = of_pushes.iter().map(imbalance).collect();
     let padding = |step: &naive::Step| {
         let of_sizes = step.shape.padding.iter();
-        let added = |padding: &Padding| step.plan.tokens.iter().map(|&tokens| padding.padded(tokens) - tokens).sum::<i64>();
+        let added =
+            |padding: &Padding| step.plan.tokens.iter().map(|&tokens| padding.padded(tokens) - tokens).sum::<i64>();
         of_sizes.map(added).sum::<i64>() as u64
     };
     assert_eq!(metrics.padding, steps.iter().map(padding).sum::<u64>(), "padding");
@@ -348,10 +349,17 @@ pub(crate) fn shape_is_kept(packing: &Packing, shape: &StepShape) {
     if let Some(padding) = &shape.padding {
         let padded = |&tokens: &i64| padding.padded(tokens);
         assert_eq!(packing.padded_tokens(), packing.tokens.iter().map(padded).collect::<Vec<_>>());
-        assert!(packing.padded_tokens().iter().all(|&tokens| tokens <= i64::from(packing.max_tokens)), "padded too far");
+        assert!(
+            packing.padded_tokens().iter().all(|&tokens| tokens <= i64::from(packing.max_tokens)),
+            "padded too far"
+        );
     }
     if let Some(Ranks { dp_size, .. }) = shape.ranks {
-        assert_eq!(packing.deal(dp_size).unwrap(), (0..packing.num_micro_batches()).collect::<Vec<_>>(), "rank by rank");
+        assert_eq!(
+            packing.deal(dp_size).unwrap(),
+            (0..packing.num_micro_batches()).collect::<Vec<_>>(),
+            "rank by rank"
+        );
     }
     assert_eq!(Packing::from_json(&packing.to_json()).as_ref(), Ok(packing));
 }

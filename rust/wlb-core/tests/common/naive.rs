@@ -5,8 +5,8 @@
 use std::cmp::Reverse;
 
 use wlb_core::cost::LocalMask;
-use wlb_core::packing::{Piece, Ranks, Sync};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
+use wlb_core::packing::{Piece, Ranks, Sync};
 use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Mask};
 
@@ -196,8 +196,7 @@ impl Holds {
     }
 
     fn fits(&self, plan: &Plan, j: usize, piece: &Piece) -> bool {
-        plan.tokens[j] + i64::from(piece.length) <= self.tokens
-            && (plan.micro_batches[j].len() as i64) < self.documents
+        plan.tokens[j] + i64::from(piece.length) <= self.tokens && (plan.micro_batches[j].len() as i64) < self.documents
     }
 
     /// Where the sizes are fewest.

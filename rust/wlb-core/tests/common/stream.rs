@@ -148,11 +148,7 @@ impl Both {
         }
 
         let lengths_checked = checked(&lengths);
-        assert_eq!(
-            self.packer.admits(&lengths_checked, None).ok(),
-            self.oracle.admits(&lengths),
-            "admitted documents"
-        );
+        assert_eq!(self.packer.admits(&lengths_checked, None).ok(), self.oracle.admits(&lengths), "admitted documents");
         let there = self.packer.pending_tokens() + tokens_of(&lengths, &config);
         let push = Push { ids, min_step_tokens, ..Push::new(&lengths_checked) };
         let packing = self.packer.push_pieces(&push).unwrap();

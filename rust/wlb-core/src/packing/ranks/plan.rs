@@ -205,14 +205,28 @@ impl<'a> Batch<'a> {
         let mean = targets.iter().sum::<f64>() / rounds as f64;
         let (mut shares, mut ranks) = if self.members.is_empty() {
             let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
-            let shares = self.filled(&self.items, &targets, CLOSE * mean)?;
+            let shares = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
             let ranks = deal(&shares.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
             (shares, ranks)
         } else {
             self.by_rank(&targets, mean)?
         };
         match sync {
-            Sync::Step => self.level_sums(&mut shares, &mut ranks, mean),
+            Sync::Step => {
+                self.level_sums(&mut shares, &mut ranks, mean);
+                // Costly documents that are no multiple of the ranks leave sums that few exchanges do not level: then
+                // ranks first.
+                let longest = longest_sum(&shares, &ranks);
+                if self.members.is_empty()
+                    && longest > mean * rounds as f64 * (1.0 + CLOSE)
+                    && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
+                {
+                    self.level_sums(&mut others, &mut held, mean);
+                    if longest_sum(&others, &held) < longest {
+                        (shares, ranks) = (others, held);
+                    }
+                }
+            }
             Sync::MicroBatch => self.level_rounds(&mut shares, &mut ranks, mean),
         }
         let documents = |&j: &usize| shares.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
@@ -262,8 +276,14 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Items in shares near their targets, level; none if some rule finds no room for all.
-    fn filled<'b>(&self, items: &'b [Item], targets: &[f64], close: f64) -> Option<Shares<'b>> {
+    /// Items in shares near their targets, level; none if some rule finds no room for all, and there is no `start`.
+    fn filled<'b>(
+        &self,
+        items: &'b [Item],
+        targets: &[f64],
+        close: f64,
+        start: Option<&[Vec<u32>]>,
+    ) -> Option<Shares<'b>> {
         let all: Vec<usize> = (0..targets.len()).collect();
         let excess = |shares: &Shares| match self.options.sync() {
             Sync::Step => shares.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max),
@@ -278,7 +298,7 @@ impl<'a> Batch<'a> {
         if let Some(first) = first.as_ref().filter(|first| excess(first) <= close) {
             return Some(first.clone());
         }
-        let started = self.start.as_ref().map(|start| {
+        let started = start.map(|start| {
             let places = start.iter().map(|held| held.iter().map(|&document| self.places[document as usize]).collect());
             levelled(Shares::held(items, self.limits, targets, places.collect()))
         });
@@ -287,15 +307,16 @@ impl<'a> Batch<'a> {
         best.or_else(|| made(Rule::BestFit))
     }
 
-    /// Groups on ranks, each with room for so many micro-batches; none if none was found.
+    /// Groups, or single documents where there are none, on ranks, each with room for so many micro-batches; none if none was found.
     fn shared_out(&self, rounds: usize) -> Option<Shares<'_>> {
         let Limits { tokens, documents } = self.limits;
         let rounds = rounds as i64;
         let limits = Limits { tokens: tokens * rounds, documents: documents * rounds };
         let targets = vec![0.0; self.options.dp_size()];
         let rule = if self.options.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
-        let shares = Shares::filled(&self.groups, limits, &targets, rule)?;
-        let documents = |held: &Vec<u32>| held.iter().map(|&place| self.groups[place as usize].documents).sum::<u32>();
+        let together = if self.members.is_empty() { &self.items } else { &self.groups };
+        let shares = Shares::filled(together, limits, &targets, rule)?;
+        let documents = |held: &Vec<u32>| held.iter().map(|&place| together[place as usize].documents).sum::<u32>();
         let held = || shares.contents.iter().map(documents);
         let spread = held().max().unwrap_or(0) - held().min().unwrap_or(0);
         (!self.options.equal_documents || spread <= 1).then_some(shares)
@@ -311,11 +332,15 @@ impl<'a> Batch<'a> {
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
         let mut shares = Shares::new(&self.items, self.limits, &held_targets);
         for (rank, held) in on_ranks.contents.iter().enumerate() {
-            let groups = held.iter().map(|&place| &self.members[self.groups[place as usize].index as usize]);
-            let mut places: Vec<u32> = groups.flatten().map(|&document| self.places[document as usize]).collect();
+            let members = |&place: &u32| &self.members[self.groups[place as usize].index as usize];
+            let mut places: Vec<u32> = if self.members.is_empty() {
+                held.clone()
+            } else {
+                held.iter().flat_map(members).map(|&document| self.places[document as usize]).collect()
+            };
             places.sort_unstable();
             let items: Vec<Item> = places.iter().map(|&place| self.items[place as usize]).collect();
-            let filled = self.filled(&items, targets, CLOSE * mean)?;
+            let filled = self.filled(&items, targets, CLOSE * mean, None)?;
             for (round, contents) in filled.contents.iter().enumerate() {
                 let micro_batch = rank * targets.len() + round;
                 contents.iter().for_each(|&place| shares.put(places[place as usize], micro_batch));
@@ -324,4 +349,9 @@ impl<'a> Batch<'a> {
         let ranks = all.iter().map(|rank| (rank * targets.len()..(rank + 1) * targets.len()).collect()).collect();
         Some((shares, ranks))
     }
+}
+
+/// What the heaviest rank costs.
+fn longest_sum(shares: &Shares<'_>, ranks: &[Vec<usize>]) -> f64 {
+    ranks.iter().map(|held| held.iter().map(|&j| shares.cost(j)).sum()).fold(0.0, f64::max)
 }

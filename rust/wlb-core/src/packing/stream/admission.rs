@@ -110,6 +110,11 @@ impl Packer {
         room.max(0)
     }
 
+    /// What a document counts for there.
+    pub fn size(&self, length: i32) -> i64 {
+        self.config.size_cut(length)
+    }
+
     fn size_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
         all.into_iter().map(|waiting| self.config.size(waiting.piece.length)).sum()
     }

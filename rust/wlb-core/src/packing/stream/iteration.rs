@@ -102,7 +102,8 @@ impl Packer {
         let StepShape { ranks, max_documents, ref padding } = config.shape;
         if config.shape.is_arranged() {
             // Documents are exchanged here, by either method.
-            placed = arrange(placed.placement, &lengths, costs.values(), config.max_tokens, max_documents, ranks).into();
+            placed =
+                arrange(placed.placement, &lengths, costs.values(), config.max_tokens, max_documents, ranks).into();
         } else {
             placed = match (method, &config.cost_model) {
                 (Method::Refined, Some(_)) => {

@@ -240,8 +240,8 @@ impl<'a> Search<'a> {
         let mut level = Level::new(placement.clone(), self.level.max_tokens, counts.clone());
         let mut debt: u128 = self.documents[..held].iter().map(|document| document.debt).sum();
         let mut placed: f64 = placement.costs.iter().sum();
-        let mean = (placed + self.documents.get(held).map_or(0.0, |first| first.cost_from_here))
-            / self.level.count as f64;
+        let mean =
+            (placed + self.documents.get(held).map_or(0.0, |first| first.cost_from_here)) / self.level.count as f64;
         for (at, document) in self.documents.iter().enumerate().skip(held) {
             // No longer a step than what waiting would cost.
             let tolerated = || self.price(document.debt) * mean;
