@@ -242,20 +242,14 @@ pub(crate) fn method() -> impl Strategy<Value = StreamMethod> {
     prop_oneof![Just(StreamMethod::VarLength), Just(StreamMethod::Refined)]
 }
 
-/// For whom steps may be made, and in which shapes; most often for nobody.
-fn shape() -> impl Strategy<Value = (Option<(usize, Sync)>, Option<usize>, Option<(i32, Vec<i32>)>)> {
-    let sync = prop_oneof![Just(Sync::Step), Just(Sync::MicroBatch)];
-    let buckets = prop_oneof![2 => Just(vec![]), 1 => vec(1..200_i32, 1..4)];
-    (
-        prop::option::weighted(0.4, (1_usize..6, sync)),
-        prop::option::weighted(0.3, 1_usize..12),
-        prop::option::weighted(0.2, (1..40_i32, buckets)),
-    )
-}
-
-/// A packer as `plain_config` has it, for ranks and in shapes.
+/// A packer as `plain_config` has it, often for ranks and in shapes.
 pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
-    (plain_config(), shape()).prop_map(|(config, (ranks, max_documents, padding))| {
+    let sync = prop_oneof![Just(Sync::Step), Just(Sync::MicroBatch)];
+    let ranks = prop::option::weighted(0.4, (1_usize..6, sync));
+    let max_documents = prop::option::weighted(0.3, 1_usize..12);
+    let buckets = prop_oneof![2 => Just(vec![]), 1 => vec(1..200_i32, 1..4)];
+    let padding = prop::option::weighted(0.2, (1..40_i32, buckets));
+    (plain_config(), ranks, max_documents, padding).prop_map(|(config, ranks, max_documents, padding)| {
         let mut config = PackerConfig { shape: StepShape { max_documents, ..StepShape::default() }, ..config };
         if let Some((dp_size, sync)) = ranks {
             config.num_micro_batches = config.num_micro_batches.div_ceil(dp_size) * dp_size;
