@@ -1,5 +1,7 @@
-"""A packer whose steps are made for ranks, within a number of documents, in padded sizes. The plans are the oracle's
-(`rust/wlb-core/tests/packer.rs`); here is what a user gets of them."""
+"""A packer whose steps are made for ranks, within a number of documents, in padded sizes: what a user gets of them.
+
+That the plans are the oracle's is tested in `rust/wlb-core/tests/packer.rs`.
+"""
 
 from __future__ import annotations
 
