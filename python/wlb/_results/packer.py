@@ -44,8 +44,8 @@ class PackerMetrics:
         steps: Push steps that emitted a document.
         documents: Documents (or pieces of split ones) emitted.
         tokens: Tokens emitted.
-        imbalance_mean: Mean of ``max cost * N / total cost`` over steps, with ``dp_size`` of ``Packing.rank_imbalance``; of
-            a range of cost models, that of the worst.
+        imbalance_mean: Mean of ``max cost * N / total cost`` over steps, with ``dp_size`` of ``rank_imbalance``;
+            of a range of cost models, that of the worst.
         imbalance_p95: 95th percentile of the imbalance, to 0.001.
         imbalance_p99: 99th percentile of the imbalance, to 0.001.
         imbalance_worst: Imbalance of the worst step.
