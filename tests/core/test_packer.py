@@ -267,6 +267,7 @@ def test_metrics_have_the_names_of_what_they_are() -> None:
             "memory_skew_worst": 1.5,
             "length_fallbacks": 0,
             "carried_over": 0,
+            "padding_tokens": 0,
         },
         rel=1e-3,
     )
