@@ -217,6 +217,18 @@ class Convolved(Network):
         return self.head(torch.tanh(self.hidden(self.convolution(embedded).T)))  # type: ignore[no-any-return]
 
 
+class Positioned(Network):
+    """Learned positions, which go on over the row: no document sees another, and each is at another place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(4096, 6)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        embedded = self.embedding(batch.tokens) + self.positions(torch.arange(batch.tokens.numel()))
+        return self.head(torch.tanh(self.hidden(embedded)))  # type: ignore[no-any-return]
+
+
 def mean_of_means() -> None:
     model = llama()
 
@@ -288,6 +300,11 @@ TRAPS: dict[str, tuple[Callable[[], None], str, str]] = {
     "use_cache": (lambda: summed_ddp(cached), "model", "see each other.*use_cache=False"),
     "attention_mask": (lambda: summed_ddp(masked), "model", "see each other.*no attention_mask"),
     "positions": (lambda: summed_ddp(unpositioned), "model", "see each other.*position_ids that begin anew"),
+    "learned positions": (
+        lambda: wt.verify(Positioned(), first_step()),  # type: ignore[dict-item]
+        "model",
+        "do positions begin anew in every document",
+    ),
     "convolution": (lambda: wt.verify(Convolved(), first_step()), "model", "It has Conv1d"),  # type: ignore[dict-item]
     "labels shifted twice": (lambda: summed_ddp(shifted_twice), "model", "labels shifted twice"),
     "mean of means": (mean_of_means, "model", "mean of the means"),
