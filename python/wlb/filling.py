@@ -163,3 +163,14 @@ def warn_of_long(name: str, length: int, tokens_per_batch: int, *, stacklevel: i
             'oversize="truncate"',
             stacklevel=stacklevel + 1,
         )
+
+
+def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
+    """Whether a packer plans for so many ranks, or for any.
+
+    Raises:
+        wlb.WlbError: It plans for another number.
+    """
+    if packer.dp_size not in (None, dp_size):
+        message = f"= {dp_size}: the packer plans for dp_size = {packer.dp_size}; make it for the ranks that train"
+        raise error(argument, message, value=dp_size)

@@ -32,7 +32,8 @@ class StepMetrics:
 
     | name | what |
     | --- | --- |
-    | `imbalance` | heaviest over mean micro-batch of the step, by the plan's costs; of Dynamic-CP, of ranks |
+    | `imbalance` | heaviest over mean micro-batch, by the plan's costs; of ranks with Dynamic-CP and with `dp_size` |
+    | `padding` | part of the step's tokens that fills micro-batches up, where there are such |
     | `lost_time` | sum of the heaviest over sum of the means of all steps so far: what waiting costs the run |
     | `step_work` | the step's work over the mean of the steps so far |
     | `tokens` | of the step, on all ranks |
@@ -111,6 +112,8 @@ class StepMetrics:
         if (number + 1) % self._every:
             return {}
         line = {"imbalance": heaviest / mean if mean else 1.0, "tokens": float(tokens)}
+        if isinstance(plan, wlb.Packing) and (added := int(plan.padded_tokens.sum()) - tokens):
+            line["padding"] = added / (tokens + added)
         if self._mean:
             line |= {"lost_time": self._heaviest / self._mean, "step_work": work * self._steps / self._work}
         line |= self._waiting(step) | {"planning_ms": 1e3 * step.planning_seconds} | self._timed()
@@ -169,11 +172,14 @@ class StepMetrics:
 def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float, int]:
     """Work of the heaviest and of the mean micro-batch (or rank), of all, and tokens.
 
-    Where documents bring costs in columns, each column has a heaviest: these together, as in `Packing.imbalance`.
+    Where documents bring costs in columns, each column has a heaviest: these together, as in `Packing.imbalance`. Of a
+    plan for ranks it is what makes their step as long as it is: `Packing.rank_imbalance` times the mean.
     """
     if isinstance(plan, wlb.Packing):
         costs = plan.costs
-        return plan.step_cost, float(costs.mean()), float(costs.sum()), int(plan.tokens.sum())
+        mean = float(costs.mean())
+        heaviest = plan.step_cost if plan.dp_size is None else plan.rank_imbalance * mean
+        return heaviest, mean, float(costs.sum()), int(plan.tokens.sum())
     seconds = plan.rank_seconds.sum(axis=0)
     tokens = sum(int(group.lengths.sum()) for micro_batch in plan for group in micro_batch)
     return float(seconds.max()), float(seconds.mean()), float(seconds.sum()), tokens

@@ -26,11 +26,12 @@ class PackedBatch:
         tokens: int64 [tokens_of_this_rank].
         labels: int64 [tokens_of_this_rank]: the token that follows in the document, IGNORE at its end.
         position_ids: int64 [tokens_of_this_rank], from 0 in every document, and in every piece of a cut one.
-        cu_seqlens: int32 [documents + 1], of the whole packed sequence, on all ranks.
-        max_seqlen: The longest document, in tokens; 0 without documents.
+        cu_seqlens: int32 [documents + 1], of the whole packed sequence, on all ranks; padding is a document. With
+            `max_documents` it has that and 2 entries, whatever the documents: the last ones repeat the end.
+        max_seqlen: The longest document, in tokens, padding included; 0 without documents.
         shard: How the packed sequence lies on all context-parallel ranks.
         cp_rank: The rank whose tokens these are.
-        document_ids: int64 [documents], in packed order.
+        document_ids: int64 [documents], in packed order, without the padding.
         num_valid_tokens: Labels that are not IGNORE, on all context-parallel ranks together.
         cp_first_rank: First rank of its context-parallel group among the data x context ranks, where the plan chose a
             group for this micro-batch (`ContextParallelGroups.of` finds it); None: the group is that of the mesh.
@@ -59,16 +60,26 @@ class PackedBatch:
         num_valid_tokens: int,
         cp_first_rank: int | None = None,
         position_ids: Tensor | None = None,
+        cu_seqlens_size: int | None = None,
     ) -> PackedBatch:
-        """One of what this rank holds; all that follows from `shard` is made here."""
+        """One of what this rank holds; all that follows from `shard` is made here.
+
+        A document of the shard beyond `document_ids` is padding: its positions begin anew as often as those of the
+        longest document do, so that they stay in any context.
+        """
         device = tokens.device
         if position_ids is None:
-            position_ids = torch.from_numpy(shard.rank(cp_rank).position_ids.astype(np.int64)).to(device)
+            mine = shard.rank(cp_rank)
+            positions = mine.position_ids.astype(np.int64)
+            if shard.lengths.size > len(document_ids):
+                filler = mine.token_indices >= int(shard.lengths[:-1].sum())
+                positions[filler] %= int(shard.lengths[:-1].max(initial=1))
+            position_ids = torch.from_numpy(positions).to(device)
         return cls(
             tokens=tokens,
             labels=labels,
             position_ids=position_ids,
-            cu_seqlens=torch.from_numpy(cumulative(shard.lengths)).to(device),
+            cu_seqlens=torch.from_numpy(cumulative(shard.lengths, cu_seqlens_size)).to(device),
             max_seqlen=int(shard.lengths.max(initial=0)),
             shard=shard,
             cp_rank=cp_rank,
@@ -76,6 +87,14 @@ class PackedBatch:
             num_valid_tokens=num_valid_tokens,
             cp_first_rank=cp_first_rank,
         )
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens at the end of the packed sequence that fill it up, on all context-parallel ranks together.
+
+        They are a document of their own, which none sees, and predict nothing.
+        """
+        return int(self.shard.lengths[-1]) if self.shard.lengths.size > self.document_ids.numel() else 0
 
     @property
     def cp_size(self) -> int:
@@ -112,9 +131,10 @@ class PackedBatch:
         if not tokens.numel():
             tokens = positions = tokens.new_zeros(1)
             shifted = tokens.new_full((1,), IGNORE)
-            cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=tokens.device)
+            cu_seqlens = cu_seqlens.new_ones(max(cu_seqlens.numel(), 2))
+            cu_seqlens[0] = 0
         labels = shifted.roll(1)
-        labels[cu_seqlens[:-1].long()] = IGNORE
+        labels[cu_seqlens[cu_seqlens < tokens.numel()].long()] = IGNORE
         rows = {"input_ids": tokens, "position_ids": positions, "labels": labels}
         if not plain:
             rows["shift_labels"] = shifted
@@ -133,7 +153,7 @@ class PackedBatch:
         # A worker hands over every tensor through a socket, half a millisecond each: one is enough.
         rows = torch.stack([self.tokens, self.labels, self.position_ids])
         ids, valid = self.document_ids.tolist(), self.num_valid_tokens
-        return _from_rows, (rows, ids, self.shard, self.cp_rank, valid, self.cp_first_rank)
+        return _from_rows, (rows, ids, self.shard, self.cp_rank, valid, self.cp_first_rank, self.cu_seqlens.numel())
 
     def _map(self, work: Callable[[Tensor], Tensor]) -> PackedBatch:
         return replace(
@@ -153,6 +173,7 @@ def _from_rows(
     cp_rank: int,
     num_valid_tokens: int,
     cp_first_rank: int | None,
+    cu_seqlens_size: int,
 ) -> PackedBatch:
     tokens, labels, position_ids = rows
     return PackedBatch.of(
@@ -164,11 +185,16 @@ def _from_rows(
         num_valid_tokens=num_valid_tokens,
         cp_first_rank=cp_first_rank,
         position_ids=position_ids,
+        cu_seqlens_size=cu_seqlens_size,
     )
 
 
-def cumulative(lengths: NDArray[Any]) -> NDArray[np.int32]:
-    """int32 [documents + 1]: where each document begins in the packed sequence, and where the last one ends."""
-    result = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=result[1:])
+def cumulative(lengths: NDArray[Any], size: int | None = None) -> NDArray[np.int32]:
+    """int32 [documents + 1]: where each document begins in the packed sequence, and where the last one ends.
+
+    Of `size` entries, if that is given: documents without tokens at the end make up for it.
+    """
+    result = np.full(lengths.size + 1 if size is None else size, lengths.sum(), np.int32)
+    result[0] = 0
+    np.cumsum(lengths, out=result[1 : lengths.size + 1])
     return result

@@ -23,6 +23,9 @@ def collate(
     strategy: str = "auto",
     causal: bool = True,
     document_ids: ArrayLike | None = None,
+    multiple_of_tokens: int = 1,
+    token_buckets: Sequence[int] = (),
+    max_documents: int | None = None,
     **sharding: Any,
 ) -> PackedBatch:
     """Packs documents one after the other and keeps what this context-parallel rank computes.
@@ -42,6 +45,11 @@ def collate(
         strategy: As in `wlb.shard`.
         causal: As in `wlb.shard`. Labels are those of next-token prediction either way.
         document_ids: int64 [documents], instead of those that the documents bring; bare tokens bring their index here.
+        multiple_of_tokens: Filled up to a multiple of so many tokens, on all context-parallel ranks together; as the
+            packer has it, which counts the padding. The padding is a document of its own with token 0, positions that
+            begin anew and no labels.
+        token_buckets: Filled up to the first of these sizes, ascending; as the packer has them.
+        max_documents: `cu_seqlens` has this and 2 entries (the padding's too), as a captured step wants it.
         **sharding: Further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` for "adaptive", ...
 
     Returns:
@@ -63,13 +71,20 @@ def collate(
         ids = integers(given.tolist(), "document_ids", "id")
     followers = [0 if document.next_token is None else document.next_token for document in named]
     integers(followers, "documents", "next_token")
+    if max_documents is not None and len(named) > max_documents:
+        message = f"= {max_documents}: these are {len(named)} documents; give the packer the same limit"
+        raise error("max_documents", message, value=max_documents)
     lengths = np.array([document.tokens.size for document in named], np.int64)
+    padding = _padded(int(lengths.sum()), multiple_of_tokens, token_buckets) - int(lengths.sum())
+    lengths = np.append(lengths, [padding][: padding > 0])
     shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy, causal=causal, **sharding)  # type: ignore[arg-type]
     check_integer("cp_rank", cp_rank, minimum=0)
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
     tokens, labels = packed(named)
+    if padding:
+        tokens, labels = np.pad(tokens, (0, padding)), np.pad(labels, (0, padding), constant_values=IGNORE)
     num_valid_tokens = int(np.count_nonzero(labels != IGNORE))
     if cp_size > 1:  # one rank alone holds the packed sequence as it is
         indices = shard.rank(cp_rank).token_indices
@@ -81,7 +96,18 @@ def collate(
         shard=shard,
         cp_rank=cp_rank,
         num_valid_tokens=num_valid_tokens,
+        cu_seqlens_size=None if max_documents is None else max_documents + 2,
     )
+
+
+def _padded(tokens: int, multiple: int, buckets: Sequence[int]) -> int:
+    """The size of a micro-batch when it runs: `Packing.padded_tokens` of one with so many tokens."""
+    check_integer("multiple_of_tokens", multiple, minimum=1)
+    if len(buckets) and tokens > buckets[-1]:
+        message = f"= {buckets[-1]}: this micro-batch has {tokens} tokens; give the packer the same sizes"
+        raise error("token_buckets", message, index=len(buckets) - 1, value=buckets[-1])
+    size = next((bucket for bucket in buckets if tokens <= bucket), tokens)
+    return -(-size // multiple) * multiple
 
 
 def packed(documents: Sequence[Document]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import seal
-from wlb.filling import batch_tokens, least_tokens, warn_of_long
+from wlb.filling import batch_tokens, check_ranks, least_tokens, warn_of_long
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Piece
@@ -25,7 +25,8 @@ from wlb.torch.data.state import Link, field
 class BalancedBatchSampler(Sampler[list["int | Piece"]]):
     """The documents of one micro-batch after the other: those of this data-parallel rank, of balanced work.
 
-    Every rank plans the same global steps, with a packer of its own, and takes its share (`Packing.deal`):
+    Every rank plans the same global steps, with a packer of its own, and takes its share (`Packing.deal`), as planned
+    for the ranks where the packer was made with `dp_size`:
     `num_micro_batches_per_rank` micro-batches in every step, some perhaps empty. Elements are document numbers, or a
     `Piece` where the packer cuts a document; wrap the data set in `Documents` to have pieces cut.
 
@@ -47,7 +48,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         lengths: int [documents], tokens of each, from 1. The same on every rank.
         packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
         dp_rank: This rank in the data-parallel group.
-        dp_size: Ranks of that group; divides `packer.num_micro_batches`.
+        dp_size: Ranks of that group; divides `packer.num_micro_batches`, and is the packer's, if that has one.
         tokens_per_batch: Tokens that enter the packer in every step, rounded down to whole documents, one at least. By
             default `num_micro_batches * max_document_tokens`; at most `num_micro_batches * max_tokens`.
         min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
@@ -93,6 +94,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             raise error("dp_size", f"= {dp_size} does not divide {micro_batches} micro-batches", value=dp_size)
         if dp_rank >= dp_size:
             raise error("dp_rank", f"= {dp_rank}: the group has ranks 0 to {dp_size - 1}", value=dp_rank)
+        check_ranks(packer, dp_size, "dp_size")
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         tokens_per_batch = batch_tokens(packer, tokens_per_batch)

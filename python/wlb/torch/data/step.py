@@ -150,8 +150,9 @@ class StepLoader(Generic[T]):
             packing = following.next_step()
             indices = self._sampler.share(packing)
             seconds = time.perf_counter() - started
+            padded = packing.padded_tokens
             for index, batch in zip(indices.tolist(), micro_batches, strict=True):
-                _check(batch, packing[index], following)
+                check_batch(batch, packing[index], int(padded[index]), following.documents(packing[index]), "loader")
             if self._prepare is not None:
                 micro_batches = [self._prepare(batch) for batch in micro_batches]
             step = Step(reader.step, reader.epoch, packing, indices, micro_batches, seconds, following.snapshot())
@@ -216,14 +217,25 @@ class StepLoader(Generic[T]):
         self._sampler.load_state_dict(state, allow_config_change=allow_config_change)
 
 
-def _check(batch: object, planned: wlb.MicroBatch, reader: StepReader) -> None:
-    """Whether `batch` has the lengths of the plan: the other ranks of a pipeline count on them."""
+def check_batch(batch: object, planned: wlb.MicroBatch, padded: int, numbers: NDArray[np.int64], argument: str) -> None:
+    """Whether `batch` has the lengths and the size of the plan: the other ranks of a pipeline count on them.
+
+    Raises:
+        wlb.WlbError: It has others; `numbers` are those of its documents.
+    """
     if not isinstance(batch, PackedBatch):
         return
     lengths = batch.shard.lengths
+    size = int(lengths.sum())
+    if batch.num_padding:
+        lengths = lengths[:-1]
     if lengths.size != planned.lengths.size:
-        raise error("loader", f"gives {lengths.size} documents where the plan has {planned.lengths.size}")
+        raise error(argument, f"gives {lengths.size} documents where the plan has {planned.lengths.size}")
     for at in np.flatnonzero(lengths != planned.lengths)[:1]:
-        number, wanted = int(reader.documents(planned)[at]), planned.lengths[at]
+        number, wanted = int(numbers[at]), planned.lengths[at]
         message = f"gives document {number} with {lengths[at]} tokens where the plan has {wanted}"
-        raise error("loader", message, index=number, value=int(lengths[at]))
+        raise error(argument, message, index=number, value=int(lengths[at]))
+    if size != padded:
+        message = f"gives a micro-batch of {size} tokens where the plan has {padded}, padding included: collate needs "
+        message += "the packer's multiple_of_tokens and token_buckets"
+        raise error(argument, message, value=size)

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import Hashed, check_seal
-from wlb.filling import Offer, batch_tokens, least_tokens, next_packing, warn_of_long
+from wlb.filling import Offer, batch_tokens, check_ranks, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.given_costs import check_given, cost_row
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
-from wlb.torch.data.step import Step
+from wlb.torch.data.step import Step, check_batch
 from wlb.torch.data.thread import PreparedStep, StepsAhead
 
 FORMAT: Final = "wlb.balanced_stream"
@@ -66,7 +66,8 @@ class BalancedStream(Generic[T]):
         packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
         collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
             numbers in the order read.
-        group: The data-parallel group; its size divides `packer.num_micro_batches`. None: one process.
+        group: The data-parallel group; its size divides `packer.num_micro_batches`, and is the packer's `dp_size`, if
+            that has one. None: one process.
         tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default
             `num_micro_batches * max_document_tokens`.
         min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
@@ -110,6 +111,7 @@ class BalancedStream(Generic[T]):
         if packer.num_micro_batches % self._size:
             message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
             raise error("group", message, value=self._size)
+        check_ranks(packer, self._size, "group")
         if not streams:
             raise error("streams", "is empty")
         if packer.pending:
@@ -263,6 +265,10 @@ class BalancedStream(Generic[T]):
 
         def finish() -> PreparedStep[Step[T], _Position]:
             micro_batches = [self._collate(part) for part in documents]
+            padded = packing.padded_tokens
+            for index, batch in zip(deal[self._rank].tolist(), micro_batches, strict=True):
+                planned = packing[index]
+                check_batch(batch, planned, int(padded[index]), planned.document_ids, "collate_fn")
             number = self._number
             self._number, self._link = number + 1, self._latest.link
             self._latest = self._position()
