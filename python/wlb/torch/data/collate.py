@@ -76,7 +76,8 @@ def collate(
         raise error("max_documents", message, value=max_documents)
     lengths = np.array([document.tokens.size for document in named], np.int64)
     padding = _padded(int(lengths.sum()), multiple_of_tokens, token_buckets) - int(lengths.sum())
-    lengths = np.append(lengths, [padding][: padding > 0])
+    if padding:
+        lengths = np.append(lengths, padding)
     shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy, causal=causal, **sharding)  # type: ignore[arg-type]
     check_integer("cp_rank", cp_rank, minimum=0)
     if cp_rank >= cp_size:
