@@ -173,6 +173,7 @@ class CostModel:
         chunks: Sequence[int] = (),
         terms: Sequence[str] | None = None,
         causal: bool = True,
+        ranks: ArrayLike | None = None,
     ) -> CostFit: ...
     def to_json(self) -> str: ...
     @staticmethod
@@ -482,7 +483,7 @@ def shard(
     causal: bool = True,
     remainder: Remainder = "chunk",
     hybrid_threshold: int | None = None,
-    max_imbalance: float = 1.01,
+    max_imbalance: float | None = None,
     kernel_model: KernelModel | None = None,
 ) -> Shard: ...
 

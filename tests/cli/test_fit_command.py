@@ -62,6 +62,16 @@ def test_the_numbers_as_json_and_a_file_of_ones_own(tmp_path: Path, capsys: pyte
     assert wlb.CostModel.from_json(json.dumps(numbers["cost_model"])) == wlb.CostModel.from_json(other.read_text())
 
 
+def test_rows_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their pairs and tokens are shared; without the column the same log would have other costs."""
+    path = tmp_path / "log.jsonl"
+    made = [row | {"ranks": 1 + number % 3} for number, row in enumerate(rows())]
+    path.write_text("".join(json.dumps(row | {"seconds": row["seconds"] / row["ranks"]}) + "\n" for row in made))
+    assert wlb_command("fit", str(path), "--json") == 0
+    rates = json.loads(capsys.readouterr().out)["rates"]
+    assert rates == {"pairs": pytest.approx(3e-10), "tokens": pytest.approx(2e-6), "documents": 0, "micro_batches": 0}
+
+
 def test_other_commands_take_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wlb_command("fit", str(log(tmp_path)), "--quiet")
     cost, lengths, folder = tmp_path / "log.cost.json", tmp_path / "lengths.npy", str(tmp_path / "out")
@@ -98,6 +108,8 @@ def test_other_commands_take_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
         ('{"lengths": [5], "seconds": 0}\n', "line 61: seconds = 0: must be a number above 0"),
         ('{"lengths": [5], "seconds": NaN}\n', "line 61: seconds = nan"),
         ('{"lengths": [5], "seconds": "x"}\n', "line 61: seconds = 'x'"),
+        ('{"lengths": [5], "seconds": 1, "ranks": 0}\n', "line 61: ranks = 0: must be an integer from 1"),
+        ('{"lengths": [5], "seconds": 1, "ranks": 1.5}\n', "line 61: ranks = 1.5"),
         ("[1]\n", "line 61: is no JSON object"),
     ],
 )

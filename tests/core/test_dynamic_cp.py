@@ -131,7 +131,6 @@ def test_costs_and_a_cost_model_are_one_or_the_other() -> None:
         ({"costs": np.ones(12), "cost_model": COST}, "costs"),
         ({"costs": np.ones((12, 2))}, "costs"),
         ({"costs": np.ones(11)}, "costs"),
-        ({"costs": np.zeros(12)}, "costs"),
         ({"costs": np.full(12, -1.0)}, "costs"),
         ({"costs": np.ones(12), **exchange}, "attention_costs"),
         ({"cost_model": COST, "attention_costs": np.ones(12)}, "attention_costs"),

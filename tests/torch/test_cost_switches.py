@@ -135,8 +135,8 @@ def _two_ranks(rank: int, source: str) -> tuple[list[str], dict[str, Any], int]:
 
 
 def test_a_step_that_is_planned_cannot_change() -> None:
-    switches = CostSwitches(packer())
-    switches.begin(0, packer())
+    switches = CostSwitches.of_packer(packer())
+    switches.begin(0)
     with pytest.raises(wlb.WlbError, match="step = 0: is planned already; the first that is not is step 1") as caught:
         switches.switch(0, LEARNT)
     assert caught.value.value == 0
@@ -145,17 +145,32 @@ def test_a_step_that_is_planned_cannot_change() -> None:
     with pytest.raises(wlb.WlbError, match="step = 2: its costs change to others already"):
         switches.switch(2, TOLD)
     assert switches.latest == LEARNT
-    assert switches.begin(1, packer()).cost_model == TOLD
-    assert switches.begin(2, packer()).cost_model == LEARNT
+    assert switches.begin(1) == TOLD
+    assert switches.begin(2) == switches.of(3) == LEARNT
+
+
+def test_a_sampler_that_is_sent_makes_the_same_plans() -> None:
+    found = []
+    for columns in (None, 1):
+        given = {"cost_model": TOLD} if columns is None else {"cost_columns": columns}
+        costs = None if columns is None else LENGTHS.astype(float) ** 2
+        of = wlb.Packer(num_micro_batches=4, max_tokens=96, **given)  # type: ignore[arg-type]
+        sampler = BalancedBatchSampler(LENGTHS, packer=of, dp_rank=0, dp_size=1, costs=costs)
+        sent = pickle.loads(pickle.dumps(sampler))
+        assert list(sent) == list(sampler)
+        found.append(list(sampler))
+        with sent.cost_switches.held():
+            pass
+    assert found[0] != found[1]
 
 
 def test_planning_waits_while_ranks_agree() -> None:
-    switches = CostSwitches(packer())
-    switches.begin(0, packer())
+    switches = CostSwitches.of_packer(packer())
+    switches.begin(0)
     begun = threading.Event()
 
     def plan() -> None:
-        switches.begin(1, packer())
+        switches.begin(1)
         begun.set()
 
     with switches.held() as first:
@@ -163,8 +178,8 @@ def test_planning_waits_while_ranks_agree() -> None:
         thread.start()
         assert first == 1
         assert not begun.wait(0.1)
-        switches.begin(0, packer())  # again: it was planned before
-        switches.begin(5, packer(), real=False)
+        switches.begin(0)  # again: it was planned before
+        switches.begin(5, real=False)
     assert begun.wait(10)
     thread.join()
 

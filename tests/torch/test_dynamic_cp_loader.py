@@ -518,5 +518,33 @@ def test_a_cost_that_is_none_is_named(cost: Any) -> None:
     loader = DynamicCpLoader([[Document([1, 2], id=7)]], plan=plan, costs=lambda document: cost)
     with pytest.raises(wlb.WlbError, match=r"costs.*document 7"):
         next(loader)
-    with pytest.raises(wlb.WlbError, match="costs is not a function"):
-        DynamicCpLoader([], plan=plan, costs=[1.0])  # type: ignore[arg-type]
+
+
+def test_costs_of_documents_may_be_an_array() -> None:
+    """By their ids; what the array cannot know is refused by name."""
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=1, num_stages=1, max_tokens_per_rank=48)
+    costs = np.array([3.0, 0.0, 7.0, 5.0])
+    batches = [[Document([1, 2, 3], id=3), Document([4], id=0)], [Document([5], id=1)]]
+    by_array, by_function, by_column = (
+        [step.plan for step in DynamicCpLoader(batches, plan=plan, costs=of, attention_costs=np.zeros(4))]
+        for of in (costs, lambda document: costs[document.id], costs[:, None])
+    )
+    assert by_array == by_function == by_column
+    assert by_array[0].seconds == 8.0
+    assert by_array[1].seconds == 0.0  # a step whose documents cost nothing is one
+    for document, problem in (
+        (Document([1], id=4), "has 4 numbers, and none of document 4"),
+        ([1, 2], "none of document -1"),
+        (Document([1], id=2, start=5), "this is a piece of document 2"),
+        (Document([1], id=2, next_token=9), "this is a piece of document 2"),
+    ):
+        with pytest.raises(wlb.WlbError, match=problem):
+            next(DynamicCpLoader([[document]], plan=plan, costs=costs))
+    for wrong, problem in (
+        (np.ones((2, 2)), r"costs is float64 of shape \(2, 2\)"),
+        (["a"], "must be numbers"),
+        ([1.0, -2.0], r"costs\[1\] has -2.0: must be a finite number"),
+        ([1.0, float("nan")], r"costs\[1\] has nan"),
+    ):
+        with pytest.raises(wlb.WlbError, match=problem):
+            DynamicCpLoader([], plan=plan, costs=wrong)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from wlb._seal import seal
 
 RNG = np.random.default_rng(3)
 LENGTHS = np.minimum(60 + RNG.pareto(1.1, 4000) * 60, 2048).astype(int)
@@ -269,3 +272,115 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
 def test_a_step_without_a_packing_is_refused() -> None:
     with pytest.raises(wlb.WlbError, match="step is a object without a Packing"):
         wt.CostTracker(a_packer()).step(object())
+
+
+# --- dynamic plans ---
+
+EXCHANGE = {"cp_seconds_per_token": 2e-7, "cp_seconds_per_exchange": 1e-5, "cp_overlap": 0.0}
+
+
+def dynamic(rank: int, size: int, cost_model: wlb.CostModel = WRONG) -> wt.DynamicCpLoader[Any]:
+    """A loader of steps of 24 documents, of which each rank reads its share."""
+    rng = np.random.default_rng(8)
+    batches = [
+        [wt.Document(np.zeros(LENGTHS[number], np.int64), id=number) for number in batch[rank::size].tolist()]
+        for batch in (rng.choice(LENGTHS.size, 24, replace=False) for _ in range(STEPS))
+    ]
+    options = {"num_stages": 1, "max_tokens_per_rank": 2048, "micro_batch_seconds": 2e-4, **EXCHANGE}
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=2, cost_model=cost_model, **options)
+    return wt.DynamicCpLoader(batches, plan=plan, group=dist.group.WORLD)
+
+
+class KnownGroupTimes(KnownTimes):
+    """What the planner would say of a group by true costs: its formula, written out."""
+
+    def seconds(self, step: wt.DynamicCpStep[Any]) -> NDArray[np.float64]:
+        found = []
+        for group in step.groups:
+            cp, shared = len(group), self.cost.cost(group.lengths).sum() if group.lengths.size else 0.0
+            exchange = (cp - 1) * 1e-5 + group.tokens * (cp - 1) / cp * 2e-7 if group.lengths.size else 0.0
+            found.append(2e-4 + self.cost.terms["micro_batches"] + shared / cp + exchange)
+        noise = 1 + self.noise * self.rng.standard_normal(len(found))
+        return np.array(found) * noise * self.slow
+
+
+def _dynamic(rank: int, saved: dict[int, dict[str, Any]] | None = None) -> tuple[Any, ...]:
+    steps = dynamic(rank, 2)
+    if saved is not None:
+        steps.load_state_dict(json.loads(json.dumps(saved[rank])))
+    timer = KnownGroupTimes(TRUTH, noise=0.03, seed=rank, slow=1.1 if rank else 1.0)
+    tracker = wt.CostTracker(steps, every=15, switch_above=0.01, timer=timer)
+    digests, kept = {}, []
+    for step in steps:
+        if saved is None:
+            tracker.step(step)
+        digests[step.number] = step.plan.digest()
+        if step.number in (14, 30):  # decided, and not in effect; and later
+            kept.append(step.state)
+    updates = [dataclasses.asdict(update) | {"text": update.report()} for update in tracker.updates]
+    for update in updates:
+        update.pop("fit")
+    latest = steps.cost_switches.latest.to_json() if steps.cost_switches is not None else ""  # type: ignore[union-attr]
+    steps.close()
+    return digests, updates, kept, latest
+
+
+def test_dynamic_plans_are_learnt_too_and_a_resumed_run_makes_the_same() -> None:
+    (digests, updates, kept, latest), (others, same, others_kept, _) = processes.run(2, _dynamic)
+    assert digests == others
+    assert updates == same
+    switched = [update["switched_from"] for update in updates if update["switched_from"] is not None]
+    assert switched[0] in (15, 16)  # as far as was planned ahead
+    first = updates[0]
+    assert first["imbalance"] - min(first["believed"], first["attainable"]) > 0.01
+    assert first["levels"]["dp"]["slowest"] == 1
+    assert set(first["levels"]) == {"dp"}
+    # What ranks exchange is no cost, and pairs and tokens are shared: these are costs of a document on one rank. One of
+    # the two ranks is a tenth slower, and groups of both wait for it.
+    learnt = wlb.CostModel.from_json(latest)
+    ratios = learnt.cost([256, 1024, 2048]) / TRUTH.cost([256, 1024, 2048])
+    assert ((ratios > 0.98) & (ratios < 1.12)).all(), ratios
+    for at, number in ((0, 14), (1, 30)):
+        again = processes.run(2, _dynamic, {rank: of[at] for rank, of in enumerate((kept, others_kept))})
+        upto = next((step for step in switched if step > number + 2), STEPS)
+        for resumed in again:
+            assert {step: resumed[0][step] for step in range(number + 1, upto)} == {
+                step: digests[step] for step in range(number + 1, upto)
+            }
+    assert ["cost_changes" in kept[0], "cost_model" in kept[0]] == [True, False]
+    assert kept[1]["cost_model"] != json.loads(WRONG.to_json())
+
+
+def test_a_plan_that_is_no_partial_cannot_be_switched() -> None:
+    def plan(lengths: NDArray[np.int64]) -> wlb.DynamicCpPlan:
+        return wlb.plan_dynamic_cp(lengths, world_size=1, num_stages=1, max_tokens_per_rank=64, cost_model=TRUTH)
+
+    loader = wt.DynamicCpLoader([], plan=plan)
+    with pytest.raises(wlb.WlbError, match=r"DynamicCpLoader whose plan is a functools\.partial with cost_model="):
+        wt.CostTracker(loader)
+    state = dict(loader.state_dict())
+    state["cost_model"] = json.loads(TRUTH.to_json())
+    with pytest.raises(wlb.WlbError, match=r"make `plan` a functools\.partial with the first cost_model"):
+        loader.load_state_dict(seal(state))
+    loader.close()
+
+
+def test_groups_of_dynamic_plans_are_logged_with_their_ranks(tmp_path: Path) -> None:
+    """A log that `wlb fit` reads."""
+    timer = wt.StepTimer("cpu")
+    plan = functools.partial(
+        wlb.plan_dynamic_cp, world_size=2, num_stages=1, max_tokens_per_rank=64, cost_model=TRUTH, max_cp_size=2
+    )
+    made = plan([100, 20, 30])
+    step = wt.DynamicCpStep(7, made, list(made), 1, rank=1)
+    for index in range(len(made)):
+        with timer.micro_batch(index):
+            pass
+    timer.end_step(step)
+    timer.write(tmp_path / "log.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    groups = [micro_batch.group_of(1) for micro_batch in made]
+    assert [(row["lengths"], row["ranks"]) for row in rows] == [
+        (group.lengths.tolist(), len(group)) for group in groups
+    ]
+    assert 2 in [row["ranks"] for row in rows]

@@ -50,7 +50,8 @@ from wlb.torch.pipeline import (
 )
 from wlb.torch.proof import Proof, verify
 from wlb.torch.timing import StepTimer, TimedStep
-from wlb.torch.tracker import CostTracker, CostUpdate, LevelReport
+from wlb.torch.timings import LevelReport
+from wlb.torch.tracker import CostTracker, CostUpdate
 from wlb.torch.training import train_step
 
 __all__ = [

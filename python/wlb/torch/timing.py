@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -45,11 +45,13 @@ class TimedStep:
         number: The step, as it was named, or counted from 0.
         seconds: float64 [micro-batches of this rank]: forward and backward of each; NaN for one that was not timed.
         lengths: Tokens of the documents of each; empty where the step was ended without them.
+        ranks: How many context-parallel ranks shared each, of a dynamic plan; else empty.
     """
 
     number: int
     seconds: NDArray[np.float64]
     lengths: tuple[NDArray[np.int64], ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class StepTimer:
@@ -81,7 +83,7 @@ class StepTimer:
             raise error("device", f"= {kind!r}: is timed on cpu and cuda", value=kind)
         self._part: type[_ClockPart] | type[_EventPart] = _EventPart if kind == "cuda" else _ClockPart
         self._spans: dict[int, list[Span]] = {}
-        self._ended: deque[tuple[int, tuple[NDArray[np.int64], ...], dict[int, list[Span]]]] = deque()
+        self._ended: deque[tuple[TimedStep, dict[int, list[Span]]]] = deque()
         self._forwards = 0  # of a model with hooks, in this step
         self._steps = 0
         self._optimizers: list[_Hooks] = []  # that end steps by themselves
@@ -132,7 +134,7 @@ class StepTimer:
         """Ends a step: what comes belongs to the next.
 
         Args:
-            step: A `Step`, for its number and the lengths of its micro-batches.
+            step: A `Step` or `DynamicCpStep`, for its number and the lengths of its micro-batches.
             lengths: Instead of it, int [documents] for each micro-batch, where a log is to be written.
 
         Raises:
@@ -145,30 +147,34 @@ class StepTimer:
 
     def _end_step(self, step: Any, lengths: Sequence[ArrayLike] | None) -> None:
         number = self._steps
+        ranks: tuple[int, ...] = ()
         if step is not None:
             number = int(step.number)
-            lengths = [step.packing[index].lengths for index in step.indices.tolist()]
+            if hasattr(step, "groups"):
+                lengths, ranks = [group.lengths for group in step.groups], tuple(len(group) for group in step.groups)
+            else:
+                lengths = [step.packing[index].lengths for index in step.indices.tolist()]
         arrays = tuple(np.asarray(row, np.int64) for row in lengths or ())
         spans, self._spans, self._forwards = self._spans, {}, 0
         self._steps = number + 1
         if arrays and spans and max(spans) >= len(arrays):
             message = f"has {len(arrays)} micro-batches, and micro-batch {max(spans)} was timed"
             raise error("step", message, value=number)
-        self._ended.append((number, arrays, spans))
+        self._ended.append((TimedStep(number, np.empty(0), arrays, ranks), spans))
 
     def read(self) -> list[TimedStep]:
         """The ended steps whose times are all known, oldest first; each is given once. Waits for nothing."""
         steps = []
         while self._ended:
-            number, lengths, spans = self._ended[0]
+            ended, spans = self._ended[0]
             if not all(_is_complete(span) for parts in spans.values() for span in parts):
                 break
             self._ended.popleft()
-            seconds = np.full(len(lengths) or max(spans, default=-1) + 1, np.nan)
+            seconds = np.full(len(ended.lengths) or max(spans, default=-1) + 1, np.nan)
             for index, parts in spans.items():
                 if parts:
                     seconds[index] = sum(map(_seconds, parts))
-            steps.append(TimedStep(number, seconds, lengths))
+            steps.append(replace(ended, seconds=seconds))
         return steps
 
     def write(self, path: str | os.PathLike[str]) -> int:
@@ -186,7 +192,8 @@ class StepTimer:
             for index, (seconds, lengths) in enumerate(zip(step.seconds.tolist(), step.lengths, strict=True)):
                 if seconds == seconds:
                     row = {"step": step.number, "micro_batch": index, "seconds": seconds, "lengths": lengths.tolist()}
-                    rows.append(json.dumps(row) + "\n")
+                    shared = {"ranks": step.ranks[index]} if step.ranks else {}
+                    rows.append(json.dumps({**row, **shared}) + "\n")
         with Path(path).open("a") as log:
             log.write("".join(rows))
         return len(rows)

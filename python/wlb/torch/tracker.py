@@ -20,29 +20,12 @@ import wlb
 from wlb._errors import check_integer, check_positive, error
 from wlb.torch.agreement import check_agreement
 from wlb.torch.data.costs import CostSwitches
+from wlb.torch.data.work import PlannedWork, median_error, replan_as
 from wlb.torch.timing import StepTimer, TimedStep
+from wlb.torch.timings import LEVELS, LevelReport, RankPlace, TimedPlan, level_reports
 
 MOST_SHARE_ERROR = 0.1
 """Standard error of a term's share of all time above which a fit is a guess, and changes nothing."""
-
-LEVELS = ("dp", "pp", "cp")
-"""Ranks that differ in this: replicas, pipeline stages, parts of the same documents."""
-
-
-@dataclass(frozen=True)
-class LevelReport:
-    """What no cost model explains, since it is a rank's and not a document's.
-
-    Attributes:
-        residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. Of dp: time
-            over what the fit predicts, replica by replica; of pp: stage by stage; of cp: rank by rank of a micro-batch.
-        drift: By how much that grew from the first half of the window to the second.
-        slowest: Which of the level it is.
-    """
-
-    residual: float
-    drift: float
-    slowest: int
 
 
 @dataclass(frozen=True)
@@ -111,13 +94,18 @@ class CostTracker:
     that are off but pack as well, and steps that no costs could balance, change nothing. Nor does a fit that explains
     the times no better than the costs in use, or whose shares have a standard error of more than a tenth of all time.
 
+    Under a `DynamicCpLoader` groups of ranks that share documents are timed, and the imbalance is the step's way
+    through all micro-batches over the work of the mean rank. What the planner was told that ranks exchange is taken off
+    the times first. A packer in front of it keeps its costs.
+
     A change takes effect at a step of which no rank has begun to plan, whatever was fetched ahead: every rank plans the
     steps before it by the old costs, and from it on by the new. `step.state` has it from the decision on, so that a run
     that is resumed makes the same plans. Who resumes makes the packer with the costs of the first start.
 
     Args:
-        packer: What plans: a `StepLoader`, `BalancedBatchSampler` or `BalancedStream`; or the `wlb.Packer` itself in a
-            loop that pushes into it right before each step.
+        packer: What plans: a `StepLoader`, `BalancedBatchSampler`, `BalancedStream`, or a `DynamicCpLoader` whose
+            `plan` is a `functools.partial` with a `cost_model`; or the `wlb.Packer` itself in a loop that pushes into
+            it right before each step.
         every: Steps between two looks.
         switch_above: Imbalance that a change must gain.
         window: Steps that a fit is made from, the latest; by default four times `every`.
@@ -157,7 +145,10 @@ class CostTracker:
             check_positive("switch_above", switch_above)
         self._switches: CostSwitches | None = getattr(packer, "cost_switches", None)
         if self._switches is None and not isinstance(packer, wlb.Packer):
-            message = f"is a {type(packer).__name__}: give a StepLoader, BalancedBatchSampler, BalancedStream or Packer"
+            message = (
+                f"is a {type(packer).__name__}: give a StepLoader, BalancedBatchSampler, BalancedStream or Packer, or a"
+                " DynamicCpLoader whose plan is a functools.partial with cost_model="
+            )
             raise error("packer", message, value=type(packer).__name__)
         self._packer = packer
         if self._latest() is None:
@@ -170,30 +161,39 @@ class CostTracker:
         self._device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
         self.timer = timer or StepTimer()
         self.updates: deque[CostUpdate] = deque(maxlen=100)
-        self._plans: dict[int, wlb.Packing] = {}  # of steps whose timings were not gathered
-        self._mine: dict[int, NDArray[np.int64]] = {}  # which micro-batches of these are this rank's
+        self._plans: dict[int, PlannedWork] = {}  # of steps whose timings were not gathered
+        self._mine: dict[int, NDArray[np.int64]] = {}  # which parts of these are this rank's
+        self._data = 0  # this rank's place in dynamic plans
         self._timed: dict[int, TimedStep] = {}
-        self._gathered: deque[_Gathered] = deque(maxlen=window or 4 * every)
+        self._gathered: deque[TimedPlan] = deque(maxlen=window or 4 * every)
         self._steps = 0
 
     def step(self, step: Any) -> CostUpdate | None:
         """Ends a trained step; a collective after every `every` of them, by the number of the step.
 
         Args:
-            step: The `Step` that was trained: its number, its plan and which of its micro-batches are this rank's.
+            step: The `Step` that was trained: its number, its plan and which of its micro-batches are this rank's. Or
+                the `DynamicCpStep`, which has the rank instead.
 
         Returns:
             What the timings said, in a step that looked at them.
 
         Raises:
-            WlbError: The step's plan is none of a packer; or ranks differ, which are named: in the number of the step,
+            WlbError: The step's plan is none of wlb's; or ranks differ, which are named: in the number of the step,
                 the settings, the costs in use or those that were fitted.
         """
-        if not isinstance(getattr(step, "packing", None), wlb.Packing):
+        plan = getattr(step, "packing", None) or getattr(step, "plan", None)
+        if not isinstance(plan, wlb.Packing | wlb.DynamicCpPlan):
             raise error("step", f"is a {type(step).__name__} without a Packing: its costs are not the packer's")
         number = int(step.number)
         self.timer.end_step(step)
-        self._plans[number], self._mine[number] = step.packing, step.indices
+        planned_by = self._packer.cost_model if self._switches is None else self._switches.of(number)
+        assert planned_by is not None  # it was looked at first
+        self._plans[number] = work = PlannedWork.of(plan, planned_by)
+        if isinstance(plan, wlb.Packing):
+            self._mine[number] = step.indices
+        else:
+            self._data, self._mine[number] = step.rank, work.parts_of(step.rank)
         self._steps = number + 1
         self._timed.update((timed.number, timed) for timed in self.timer.read())
         if self._steps % self._every:
@@ -213,16 +213,17 @@ class CostTracker:
         steps, ranks, begun = self._gather(begun)
         self._gathered.extend(steps)
         rows = [row for step in self._gathered for row in step.rows()]
-        lengths, seconds = [row[0] for row in rows], [row[1] for row in rows]
+        lengths, shared = [part.lengths for part, _ in rows], np.array([part.ranks for part, _ in rows], np.int64)
+        seconds = [seconds for _, seconds in rows]
         now = self._cost_model()
         try:
-            fit = wlb.CostModel.fit(lengths, seconds, causal=now.causal, **self._terms)
+            fit = wlb.CostModel.fit(lengths, seconds, ranks=shared, causal=now.causal, **self._terms)
         except wlb.WlbError as cause:
             fit, update = None, CostUpdate(self._steps, problem=str(cause))
         if fit is not None:
-            error_in_use = _error(now, rows)
+            error_in_use = median_error(now, rows)
             problem = _problem(fit, error_in_use)
-            update = self._judged(fit, now, [step.packing for step in steps], begun, ranks, problem)
+            update = self._judged(fit, now, [step.work for step in steps], begun, ranks, problem)
             update = dataclasses.replace(update, error_in_use=error_in_use)
         if dist.is_initialized():
             content = repr((now, fit and fit.cost_model, update.switched_from))
@@ -239,31 +240,22 @@ class CostTracker:
         self,
         fit: wlb.CostFit,
         now: wlb.CostModel,
-        packings: list[wlb.Packing],
+        plans: list[PlannedWork],
         begun: int,
-        ranks: list[_Rank],
+        ranks: list[RankPlace],
         problem: str,
     ) -> CostUpdate:
         new = fit.cost_model
-        planner: CostSwitches | wlb.Packer = self._packer if self._switches is None else self._switches
+        replan = replan_as(self._packer) if self._switches is None else self._switches.replan
         imbalance, believed, attainable, drift = [], [], [], []
-        for packing in packings:
-            lengths = [micro_batch.lengths for micro_batch in packing]
-            shares = [_shares(cost_model, lengths) for cost_model in (now, new)]
-            if shares[0] is None or shares[1] is None:
+        for work in plans:
+            planned, shown = work.imbalance(now), work.imbalance(new)
+            if math.isnan(planned) or math.isnan(shown):
                 continue
-            believed.append(float(shares[0].max()) * len(lengths))
-            imbalance.append(float(shares[1].max()) * len(lengths))
-            drift.append(float(np.abs(shares[1] - shares[0]).mean()) * len(lengths))
-            again = wlb.pack(
-                np.concatenate(lengths),
-                num_micro_batches=len(lengths),
-                max_tokens=max(int(packing.tokens.max()), planner.max_tokens),
-                cost_model=new,
-                method=planner.method,
-                leftover="return",
-            )
-            attainable.append(min(imbalance[-1], math.inf if again.leftover.size else again.imbalance))
+            believed.append(planned)
+            imbalance.append(shown)
+            drift.append(float(np.abs(work.shares(new) - work.shares(now)).mean()) * len(work.parts))
+            attainable.append(min(shown, work.again(replan, new)))
         if not imbalance:
             return CostUpdate(self._steps, problem="nothing was trained since the last look")
         shown, planned, possible = (float(np.mean(values)) for values in (imbalance, believed, attainable))
@@ -277,7 +269,7 @@ class CostTracker:
             believed=planned,
             attainable=possible,
             drift=float(np.mean(drift)),
-            levels=_levels(self._gathered, ranks, fit),
+            levels=level_reports(list(self._gathered), ranks, new),
             switched_from=begun if switched else None,
         )
 
@@ -291,7 +283,7 @@ class CostTracker:
         latest: wlb.CostModel | None = self._packer.cost_model if self._switches is None else self._switches.latest
         return latest
 
-    def _gather(self, begun: int) -> tuple[list[_Gathered], list[_Rank], int]:
+    def _gather(self, begun: int) -> tuple[list[TimedPlan], list[RankPlace], int]:
         """Timings of all ranks since the last look, by step; those of a rank that are not known yet are missing."""
         numbers = sorted(self._plans)
         per_rank = max((self._mine[number].size for number in numbers), default=0)
@@ -300,7 +292,8 @@ class CostTracker:
         if self._mesh is None and not alone:
             role[0] = dist.get_rank(self._group)
         settings = hashlib.blake2b(repr((self._every, self._switch_above, self._terms)).encode(), digest_size=6)
-        head = [self._steps, len(numbers), per_rank, int.from_bytes(settings.digest(), "little"), begun, *role]
+        known = int.from_bytes(settings.digest(), "little")
+        head = [self._steps, len(numbers), per_rank, known, begun, *role, self._data]
         heads = self._all_gather(torch.tensor(head, dtype=torch.int64))
         for what, column in (
             ("steps trained", 0),
@@ -322,8 +315,8 @@ class CostTracker:
             if timed is not None:
                 times[at, : mine.size, 1] = timed.seconds
         everyone = self._all_gather(torch.from_numpy(times).flatten()).reshape(len(heads), *times.shape)
-        ranks = [_Rank(*row[5:].tolist()) for row in heads]
-        gathered = [_Gathered(self._plans[number], everyone[:, at], tuple(ranks)) for at, number in enumerate(numbers)]
+        ranks = [RankPlace(*row[5:].tolist()) for row in heads]
+        gathered = [TimedPlan(self._plans[number], everyone[:, at], tuple(ranks)) for at, number in enumerate(numbers)]
         self._plans, self._mine, self._timed = {}, {}, {}
         return gathered, ranks, int(heads[:, 4].max())
 
@@ -339,58 +332,6 @@ class CostTracker:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """A rank's place in each level."""
-
-    dp: int
-    pp: int
-    cp: int
-    tp: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Gathered:
-    """A step and what its micro-batches took on every rank.
-
-    Attributes:
-        packing: Its plan.
-        times: float64 [ranks, micro-batches of a rank, 2]: which micro-batch of the plan, and its seconds.
-        ranks: Who measured.
-    """
-
-    packing: wlb.Packing
-    times: NDArray[np.float64]
-    ranks: tuple[_Rank, ...]
-
-    def cubes(self) -> list[tuple[int, NDArray[np.integer[Any]], NDArray[np.float64]]]:
-        """Replica, lengths and seconds [pp, cp] of each micro-batch that all its ranks have measured."""
-        shape = [1 + max(getattr(rank, name) for rank in self.ranks) for name in ("pp", "cp")]
-        found: dict[int, tuple[int, NDArray[np.float64]]] = {}
-        for rank, rows in zip(self.ranks, self.times, strict=True):
-            for index, seconds in rows[~np.isnan(rows[:, 0])].tolist():
-                cube = found.setdefault(int(index), (rank.dp, np.zeros(shape)))[1]
-                # Tensor-parallel ranks do the same; NaN stays NaN.
-                cube[rank.pp, rank.cp] = np.maximum(cube[rank.pp, rank.cp], seconds)
-        return [
-            (dp, self.packing[index].lengths, cube)
-            for index, (dp, cube) in sorted(found.items())
-            if np.isfinite(cube).all() and (cube > 0).all()
-        ]
-
-    def rows(self) -> list[tuple[NDArray[np.integer[Any]], float]]:
-        """Lengths and seconds of micro-batches: the slowest of the ranks that share one, and its stages one by one."""
-        return [(lengths, float(cube.max(axis=1).sum())) for _, lengths, cube in self.cubes()]
-
-
-def _error(cost_model: wlb.CostModel, rows: Sequence[tuple[NDArray[np.integer[Any]], float]]) -> float:
-    """Median relative error of costs in any unit."""
-    costs, seconds = np.array([(_cost(cost_model, lengths), seconds) for lengths, seconds in rows]).T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = costs / seconds
-    return float(np.median(np.abs(ratios / np.median(ratios) - 1)))
-
-
 def _problem(fit: wlb.CostFit, error_in_use: float) -> str:
     """Why nobody should plan by a fit; empty if nothing speaks against it."""
     worst = max(fit.rates, key=lambda name: fit.share_errors[name] if fit.rates[name] else 0.0)
@@ -399,48 +340,3 @@ def _problem(fit: wlb.CostFit, error_in_use: float) -> str:
     if fit.held_out_error >= error_in_use:
         return f"the fit is off by {fit.held_out_error:.1%}, the costs in use by {error_in_use:.1%}: no better"
     return ""
-
-
-def _shares(cost_model: wlb.CostModel, micro_batches: Sequence[NDArray[np.integer[Any]]]) -> NDArray[np.float64] | None:
-    """float64 [micro-batches]: of the work of all of them; None if there is none."""
-    costs = np.array([_cost(cost_model, lengths) for lengths in micro_batches])
-    return costs / costs.sum() if costs.sum() > 0 else None
-
-
-def _cost(cost_model: wlb.CostModel, lengths: NDArray[np.integer[Any]]) -> float:
-    try:
-        constant = cost_model.terms.get("micro_batches", 0.0)
-    except wlb.WlbError:  # measured tables have none
-        constant = 0.0
-    return float(cost_model.cost(lengths).sum()) + constant
-
-
-def _levels(steps: Sequence[_Gathered], ranks: list[_Rank], fit: wlb.CostFit) -> dict[str, LevelReport]:
-    """What each level's ranks take beside each other."""
-    sizes = {name: 1 + max(getattr(rank, name) for rank in ranks) for name in LEVELS}
-    halves: list[dict[str, list[list[float]]]] = []
-    for half in np.array_split(np.arange(len(steps)), 2):
-        times: dict[str, list[list[float]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
-        for at in half.tolist():
-            for dp, lengths, cube in steps[at].cubes():
-                if (expected := _cost(fit.cost_model, lengths)) > 0:
-                    times["dp"][dp].append(float(cube.max(axis=1).sum()) / expected)
-                for name, by_rank in (("pp", cube.max(axis=1)), ("cp", cube.sum(axis=0))):
-                    for at_rank, share in enumerate((by_rank / by_rank.mean()).tolist()):
-                        times[name][at_rank].append(share)
-        halves.append(times)
-    reports = {}
-    for name in (name for name, size in sizes.items() if size > 1):
-        both = [[first + second for first, second in zip(*(half[name] for half in halves), strict=True)]]
-        measured = [_slowest(times) for times in (*both, *(half[name] for half in halves))]
-        (slowest, residual), (_, before), (_, after) = measured
-        reports[name] = LevelReport(residual, after - before, slowest)
-    return reports
-
-
-def _slowest(times: list[list[float]]) -> tuple[int, float]:
-    """Which of some ranks is slowest, and by how much it is above their mean."""
-    typical = np.array([np.median(rank) if rank else np.nan for rank in times])
-    if np.isnan(typical).any():
-        return 0, math.nan
-    return int(typical.argmax()), float(typical.max() / typical.mean()) - 1.0

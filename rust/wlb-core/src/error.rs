@@ -36,17 +36,20 @@ pub enum Error {
     OutOfRange { argument: &'static str, value: i64, minimum: i64, maximum: i64 },
 
     /// A real number is not finite, or outside its range.
-    #[error("{argument} = {value}: {requirement}")]
+    #[error("{argument} = {}: {requirement}", shown(*value))]
     #[allow(missing_docs)]
     Number { argument: &'static str, value: f64, requirement: &'static str },
 
     /// One entry of a sequence does not fit the others.
-    #[error("{argument}[{index}] = {value}: {requirement}")]
+    #[error("{argument}[{index}] = {}: {requirement}", shown(*value))]
     #[allow(missing_docs)]
     Entry { argument: &'static str, index: usize, value: f64, requirement: &'static str },
 
     /// One entry of a table does not fit; without a column, of a sequence.
-    #[error("{argument}[{row}{}] = {value}: {requirement}", .column.map_or(String::new(), |column| format!(", {column}")))]
+    #[error(
+        "{argument}[{row}{}] = {}: {requirement}",
+        .column.map_or(String::new(), |column| format!(", {column}")), shown(*value)
+    )]
     #[allow(missing_docs)]
     Cell { argument: &'static str, row: usize, column: Option<usize>, value: f64, requirement: &'static str },
 
@@ -186,6 +189,16 @@ impl Error {
             Self::Order { rank, .. } => Some(*rank),
             _ => None,
         }
+    }
+}
+
+/// A number in an error: none of hundreds of digits.
+pub fn shown(value: f64) -> String {
+    let size = value.abs();
+    if size == 0.0 || (1e-5..1e16).contains(&size) || !size.is_finite() {
+        value.to_string()
+    } else {
+        format!("{value:e}")
     }
 }
 

@@ -296,6 +296,7 @@ fn what_makes_no_sense_is_named() {
     };
     assert_eq!(new(&[1.0; 4], 3, 2, &[]), "costs has 2 entries, but lengths has 3");
     assert_eq!(new(&[1.0, -2.0], 2, 1, &[]), "costs[1] = -2: must be a finite number, 0 or above");
+    assert_eq!(new(&[1.0, -1e300], 2, 1, &[]), "costs[1] = -1e300: must be a finite number, 0 or above");
     assert_eq!(new(&[1.0, 1.0], 1, 2, &[f64::NAN, 1.0]), "limits[0] = NaN: must be above 0, infinite for none");
     assert!(new(&[1.0, 1.0], 1, 2, &[1.0, 2.0]).starts_with("limits: leave no column that takes time"));
     assert!(new(&[1.0, 3.0], 1, 2, &[f64::INFINITY, 2.0]).starts_with("costs[0, 1] = 3: exceeds the limit"));
@@ -310,6 +311,10 @@ fn what_makes_no_sense_is_named() {
     let lengths = checked(&[5, 6]);
     let error = pack(&lengths, &options, &zeros).unwrap_err();
     assert_eq!(error.to_string(), "costs[:, 1]: is 0 for every document: leave this column out");
+    // Costs whose sum a float just holds, times the number of micro-batches: the imbalance is a number all the same.
+    let huge = DocumentCosts::new(vec![1e307, 3e307], 2, 1, &[]).unwrap();
+    let packing = pack(&lengths, &PackOptions { num_micro_batches: 20, ..options.clone() }, &huge).unwrap();
+    assert!((packing.imbalance() - 15.0).abs() < 1e-12, "{}", packing.imbalance());
     let good = DocumentCosts::new(vec![1.0, 2.0], 2, 1, &[]).unwrap();
     let method = |method| pack(&lengths, &PackOptions { method, ..options.clone() }, &good).unwrap_err().argument();
     assert_eq!([method(Method::FixedLength), method(Method::VarLengthFast)], ["method"; 2]);

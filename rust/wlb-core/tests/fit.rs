@@ -3,7 +3,8 @@
 
 use proptest::prelude::*;
 use wlb_core::Error;
-use wlb_core::cost::fit::{Column, Fit, fit_rates, non_negative_least_squares};
+use wlb_core::cost::fit::{Column, Fit, FitOptions, fit_rates, non_negative_least_squares};
+use wlb_core::cost::{CostModel, Rates, Unit};
 
 fn squares(columns: &[Vec<f64>], rates: &[f64], target: &[f64]) -> f64 {
     (0..target.len())
@@ -154,6 +155,64 @@ fn two_hundred_micro_batches_with_noise_are_enough() {
             assert!((0..200).step_by(5).all(|row| fit.outliers.contains(&row)), "{:?}", fit.outliers);
         }
     }
+}
+
+/// However absurd one time is, the others decide.
+#[test]
+fn a_time_beyond_all_measure_is_an_outlier_and_no_more() {
+    let mut noise = Noise(6);
+    let work = columns(100, &mut noise);
+    let rates = [2e-6, 3e-10, 0.0, 0.01];
+    let measured: Vec<f64> = seconds(&work, &rates).iter().map(|time| time * (1.0 + 0.02 * noise.normal())).collect();
+    for absurd in [1e9, 1e30, 1e300, f64::MAX, 1e-30, 1e-300, f64::MIN_POSITIVE] {
+        let mut measured = measured.clone();
+        (measured[3], measured[50]) = (absurd, absurd);
+        let fit = fit_rates(&work, &measured).unwrap();
+        assert!(fit.outliers.contains(&3) && fit.outliers.contains(&50), "{absurd} {fit:?}");
+        assert!(error(&fit, &work, &rates) < 0.02, "{absurd} {fit:?}");
+    }
+}
+
+/// Ranks that share documents share their pairs and tokens, and have a part of each: the model is that of one rank.
+#[test]
+fn ranks_that_share_are_told_from_documents_that_are_short() {
+    let mut noise = Noise(12);
+    let truth = CostModel::from_rates(&Rates {
+        attention: 3e-10,
+        linear: 2e-6,
+        document: 1e-3,
+        micro_batch: 0.004,
+        unit: Some(Unit::Seconds),
+        ..Rates::default()
+    });
+    let truth = truth.unwrap();
+    let documents: Vec<Vec<i32>> = (0..120)
+        .map(|_| {
+            let count = 1 + (30.0 * noise.uniform()) as usize;
+            (0..count).map(|_| (60.0 / (noise.uniform() + 1e-3)).powf(1.3) as i32).collect()
+        })
+        .collect();
+    let ranks: Vec<i64> = (0..120).map(|row| 1 << (row % 4)).collect();
+    let seconds: Vec<f64> = documents
+        .iter()
+        .zip(&ranks)
+        .map(|(lengths, &ranks)| {
+            let each = |&length: &i32| (truth.cost(length) - 1e-3) / ranks as f64 + 1e-3;
+            0.004 + lengths.iter().map(each).sum::<f64>()
+        })
+        .collect();
+    let rows: Vec<&[i32]> = documents.iter().map(Vec::as_slice).collect();
+    let options = FitOptions { ranks: Some(ranks.clone()), ..FitOptions::default() };
+    let (_, fit) = CostModel::fit(&rows, &seconds, &options).unwrap();
+    for (term, rate) in fit.terms.iter().zip([3e-10, 2e-6, 1e-3, 0.004]) {
+        assert!((term.rate / rate - 1.0).abs() < 1e-6, "{term:?}");
+    }
+    let refused = |ranks: Vec<i64>| {
+        let options = FitOptions { ranks: Some(ranks), ..FitOptions::default() };
+        CostModel::fit(&rows, &seconds, &options).unwrap_err().to_string()
+    };
+    assert_eq!(refused(vec![1; 119]), "ranks has 119 entries, but micro_batches has 120");
+    assert_eq!(refused([&ranks[..119], &[0][..]].concat()), "ranks[119] = 0: must be an integer from 1 on");
 }
 
 fn names(group: &[&str]) -> Vec<String> {

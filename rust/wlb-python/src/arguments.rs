@@ -9,8 +9,8 @@ use wlb_core::limits::{
 };
 
 use crate::convert::{
-    count, floats, floats_by_row, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths, real,
-    size,
+    count, flag, floats, floats_by_row, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths,
+    real, size,
 };
 
 /// Numbers row by row, and how many rows and columns there are.
@@ -28,11 +28,13 @@ macro_rules! arguments {
 }
 
 arguments! {
+    allow_config_change: bool = flag();
     assignment: Vec<i64> = integers();
     attention: f64 = real();
     attention_costs: Vec<f64> = floats();
     attention_efficiency: f64 = real();
     attention_seconds: Vec<f64> = floats();
+    causal: bool = flag();
     chunks: Vec<(i32, f64)> = rates_by_size();
     cost_columns: usize = size(1, MAX_COLUMNS as i64);
     costs: Table = floats_by_row();
@@ -43,9 +45,11 @@ arguments! {
     delay_price: f64 = real();
     document: f64 = real();
     dp_size: i64 = integer();
+    equal_documents: bool = flag();
     experts_per_token: i64 = integer();
     ffn_hidden_size: i64 = integer();
     flops_per_second: f64 = real();
+    gated_ffn: bool = flag();
     head_dim: i64 = integer();
     hidden_size: i32 = positive();
     hybrid_threshold: i64 = integer();
@@ -61,6 +65,7 @@ arguments! {
     max_document_tokens: i32 = positive();
     max_documents: usize = count(MAX_TOKENS as usize);
     max_mean_delay: f64 = real();
+    max_imbalance: f64 = real();
     max_micro_batches: usize = count(MAX_MICRO_BATCHES);
     max_tokens: i32 = positive();
     max_tokens_per_rank: i32 = positive();
@@ -80,6 +85,7 @@ arguments! {
     outlier_thresholds: Vec<i32> = narrow("thresholds are int32");
     p2p_seconds: f64 = real();
     query_lengths: Lengths = read_lengths();
+    recompute: bool = flag();
     seconds: Vec<f64> = floats();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
     token_buckets: Vec<i32> = narrow("sizes are int32");
@@ -121,6 +127,7 @@ pub(crate) mod optional {
         max_delay: u64;
         max_document_tokens: i32;
         max_documents: usize;
+        max_imbalance: f64;
         max_micro_batches: usize;
         min_micro_batches: usize;
         num_heads: i64;

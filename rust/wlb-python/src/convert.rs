@@ -144,6 +144,11 @@ pub(crate) fn real(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResul
     }
 }
 
+/// True or False; a number is neither.
+pub(crate) fn flag(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    object.extract().map_err(|_| refuse(argument, None, Some(object), "must be True or False"))
+}
+
 /// One whole number in a range.
 pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i64, maximum: i64) -> PyResult<usize> {
     let value = integer(argument, object)?;

@@ -10,7 +10,7 @@ use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Pass
 use wlb_core::packing::Pricing;
 
 use crate::arguments::{self, Table};
-use crate::convert::{choice, integer, read_lengths, sizes};
+use crate::convert::{choice, integer, integers, read_lengths, sizes};
 use crate::error::{raise, refuse};
 use crate::plain::{Array, Tuple, hashed_by, pickled_as_json, properties};
 use crate::profile::read_profile;
@@ -133,7 +133,7 @@ impl CostModel {
     fn new(
         #[pyo3(from_py_with = arguments::attention)] attention: f64,
         #[pyo3(from_py_with = arguments::linear)] linear: f64,
-        causal: bool,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
         #[pyo3(from_py_with = arguments::windows)] windows: Vec<(i32, f64)>,
         #[pyo3(from_py_with = arguments::chunks)] chunks: Vec<(i32, f64)>,
         #[pyo3(from_py_with = arguments::document)] document: f64,
@@ -196,13 +196,13 @@ impl CostModel {
         #[pyo3(from_py_with = arguments::optional::num_kv_heads)] num_kv_heads: Option<i64>,
         #[pyo3(from_py_with = arguments::vocab_size)] vocab_size: i64,
         #[pyo3(from_py_with = arguments::optional::head_dim)] head_dim: Option<i64>,
-        gated_ffn: bool,
+        #[pyo3(from_py_with = arguments::gated_ffn)] gated_ffn: bool,
         #[pyo3(from_py_with = arguments::experts_per_token)] experts_per_token: i64,
         #[pyo3(from_py_with = arguments::attention_efficiency)] attention_efficiency: f64,
         #[pyo3(from_py_with = arguments::flops_per_second)] flops_per_second: f64,
         passes: &str,
-        recompute: bool,
-        causal: bool,
+        #[pyo3(from_py_with = arguments::recompute)] recompute: bool,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
     ) -> PyResult<Self> {
         let hidden_size = i64::from(hidden_size);
         let head_dim = match head_dim {
@@ -252,7 +252,7 @@ impl CostModel {
         #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
         #[pyo3(from_py_with = arguments::attention_seconds)] attention_seconds: Vec<f64>,
         #[pyo3(from_py_with = arguments::linear_seconds)] linear_seconds: Vec<f64>,
-        causal: bool,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
     ) -> PyResult<Self> {
         Model::from_tables(&lengths, &attention_seconds, &linear_seconds, mask(causal)).map(Self).map_err(raise)
     }
@@ -324,6 +324,8 @@ impl CostModel {
     ///     chunks: sizes of their chunks.
     ///     terms: of "pairs", "tokens", "documents", "micro_batches" those to try, besides windows and chunks; default all.
     ///     causal: mask.
+    ///     ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP): pairs and tokens are
+    ///         divided by it, as in :func:`plan_dynamic_cp`. Default 1: rates are then those of the ranks that share one together.
     ///
     /// Returns:
     ///     CostFit
@@ -335,8 +337,9 @@ impl CostModel {
     /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems (1974);
     /// Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
     #[staticmethod]
-    #[pyo3(signature = (micro_batches, seconds, *, windows = None, chunks = None, terms = None, causal = true),
-           text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True)")]
+    #[pyo3(signature = (micro_batches, seconds, *, windows = None, chunks = None, terms = None, causal = true, ranks = None),
+           text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True, ranks=None)")]
+    #[allow(clippy::too_many_arguments, reason = "all but the first two are keywords in Python")]
     fn fit<'py>(
         py: Python<'py>,
         micro_batches: &Bound<'py, PyAny>,
@@ -344,7 +347,8 @@ impl CostModel {
         windows: Option<&Bound<'py, PyAny>>,
         chunks: Option<&Bound<'py, PyAny>>,
         terms: Option<Vec<String>>,
-        causal: bool,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
+        ranks: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let Ok(listed) = micro_batches.try_iter() else {
             return Err(refuse("micro_batches", None, Some(micro_batches), "must be a list of arrays of lengths"));
@@ -361,7 +365,8 @@ impl CostModel {
             object.map_or(Ok(Vec::new()), |object| sizes(argument, object))
         };
         let (windows, chunks) = (listed("windows", windows)?, listed("chunks", chunks)?);
-        let options = FitOptions { mask: mask(causal), windows, chunks, terms };
+        let ranks = ranks.map(|object| integers("ranks", object)).transpose()?;
+        let options = FitOptions { mask: mask(causal), windows, chunks, terms, ranks };
         let documents = rows.iter().map(|row| row.len()).sum::<usize>();
         let count = rows.len();
         let fitted = run(py, documents.saturating_add(64 * count), move || {
@@ -432,7 +437,11 @@ fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)> {
 ///     WlbError: a length below 1 or above 2**31 - 1.
 #[pyfunction]
 #[pyo3(signature = (lengths, *, causal = true))]
-fn pairs<'py>(py: Python<'py>, lengths: &Bound<'py, PyAny>, causal: bool) -> PyResult<Bound<'py, PyAny>> {
+fn pairs<'py>(
+    py: Python<'py>,
+    lengths: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = arguments::causal)] causal: bool,
+) -> PyResult<Bound<'py, PyAny>> {
     let mask = mask(causal);
     if lengths.hasattr("__index__")? && !lengths.hasattr("__len__")? {
         let length = integer("lengths", lengths)?;

@@ -5,6 +5,7 @@ use pyo3::exceptions::{PyUserWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use wlb_core::Error;
+use wlb_core::error::shown;
 
 create_exception!(
     wlb,
@@ -81,7 +82,7 @@ pub(crate) fn refuse(
 pub(crate) fn refuse_entry(argument: &str, place: &[usize], value: f64, problem: &str) -> PyErr {
     Python::attach(|py| {
         let at = place.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let error = WlbError::new_err(format!("{argument}[{at}] = {value}: {problem}"));
+        let error = WlbError::new_err(format!("{argument}[{at}] = {}: {problem}", shown(value)));
         match place {
             [index] => annotate(py, error, argument, index, value),
             _ => annotate(py, error, argument, PyTuple::new(py, place).ok(), value),

@@ -83,7 +83,7 @@ impl KernelModel {
         #[pyo3(from_py_with = arguments::num_heads)] num_heads: i64,
         #[pyo3(from_py_with = arguments::optional::num_kv_heads)] num_kv_heads: Option<i64>,
         #[pyo3(from_py_with = arguments::head_dim)] head_dim: i64,
-        causal: bool,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
     ) -> PyResult<Self> {
         let num_kv_heads = num_kv_heads.unwrap_or(num_heads);
         Model::analytic(choice(generation)?, num_heads, num_kv_heads, head_dim, mask(causal)).map(Self).map_err(raise)

@@ -526,7 +526,12 @@ impl Packer {
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs
     ///         (says in which fields); or a waiting document is longer than this packer allows. The packer is unchanged.
     #[pyo3(signature = (state, *, allow_config_change = false))]
-    fn load_state_dict(&self, py: Python<'_>, state: &Bound<'_, PyAny>, allow_config_change: bool) -> PyResult<()> {
+    fn load_state_dict(
+        &self,
+        py: Python<'_>,
+        state: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::allow_config_change)] allow_config_change: bool,
+    ) -> PyResult<()> {
         let json = to_json(state)?;
         let loaded = self.change(py, json.len() / 16, |core| core.restore(&json, allow_config_change))?;
         loaded.map_err(raise)

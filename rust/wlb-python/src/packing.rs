@@ -101,7 +101,7 @@ fn pack(
     #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
     sync: Option<&str>,
     #[pyo3(from_py_with = arguments::optional::groups)] groups: Option<Vec<i64>>,
-    equal_documents: bool,
+    #[pyo3(from_py_with = arguments::equal_documents)] equal_documents: bool,
     #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
     #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
     #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,

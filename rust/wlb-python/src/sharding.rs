@@ -8,12 +8,12 @@ use pyo3::prelude::*;
 use wlb_core::Lengths;
 use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
-use wlb_core::sharding::{self as core, RankLayout, ShardOptions};
+use wlb_core::sharding::{self as core, RankLayout, ShardOptions, Strategy};
 
 use crate::arguments;
 use crate::convert::{choice, size};
 use crate::cost::mask;
-use crate::error::raise;
+use crate::error::{raise, refuse};
 use crate::kernel::KernelModel;
 use crate::plain::{Array, Pickle, hashed_by, pickled_as_part, properties};
 use crate::run::run;
@@ -43,7 +43,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk" lengthens
 ///         chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).
 ///     hybrid_threshold: tokens; with "hybrid" only.
-///     max_imbalance: with "auto": pairs of the rank with the most over the mean, at least 1.
+///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over the mean, at
+///         least 1; default 1.01.
 ///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It searches all
 ///         distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from lengths only.
 ///
@@ -58,7 +59,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, cp_size, strategy = "auto", causal = true, remainder = "chunk", hybrid_threshold = None,
-    max_imbalance = 1.01, kernel_model = None,
+    max_imbalance = None, kernel_model = None,
 ))]
 #[allow(clippy::too_many_arguments, reason = "all but the first are keywords in Python")]
 fn shard(
@@ -66,13 +67,18 @@ fn shard(
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
     #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     strategy: &str,
-    causal: bool,
+    #[pyo3(from_py_with = arguments::causal)] causal: bool,
     remainder: &str,
     #[pyo3(from_py_with = arguments::optional::hybrid_threshold)] hybrid_threshold: Option<i64>,
-    max_imbalance: f64,
+    #[pyo3(from_py_with = arguments::optional::max_imbalance)] max_imbalance: Option<f64>,
     kernel_model: Option<&KernelModel>,
 ) -> PyResult<Shard> {
     let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
+    if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
+        let problem = "is of strategy=\"auto\", or \"adaptive\", which tries it; the others have no choice of ranks";
+        return Err(refuse("max_imbalance", None, None, problem));
+    }
+    let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
     let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
     Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0))
 }
@@ -192,7 +198,7 @@ impl Shard {
         #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
         cp_size: usize,
         strategy: &str,
-        causal: bool,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
         remainder: &str,
         hybrid_threshold: Option<i64>,
         max_imbalance: f64,

@@ -30,8 +30,9 @@ def fit(
 
     LOG is a .jsonl or .csv with a row per micro-batch: lengths, the tokens of its documents, and seconds, what its
     forward and backward took on the slowest of the ranks that share it. `wlb.torch.StepTimer` writes one, and any
-    trainer can. The file that comes out is for --cost-model of the other commands, and for `wlb.CostModel.from_json`.
-    What is minimised, and how to read the report: docs/costs.md.
+    trainer can. Where the ranks that share one differ in number (Dynamic-CP), a row has ranks, too. The file that comes
+    out is for --cost-model of the other commands, and for `wlb.CostModel.from_json`. What is
+    minimised, and how to read the report: docs/costs.md.
 
     Args:
         windows: sliding windows of the model's layers, such as 1024,4096.
@@ -45,7 +46,12 @@ def fit(
     timings = read_timings(log)
     try:
         fitted = wlb.CostModel.fit(
-            timings.micro_batches, timings.seconds, windows=windows, chunks=chunks, causal=not full
+            timings.micro_batches,
+            timings.seconds,
+            windows=windows,
+            chunks=chunks,
+            causal=not full,
+            ranks=timings.ranks,
         )
     except wlb.WlbError as error:
         if error.argument in ("windows", "chunks"):

@@ -1,11 +1,12 @@
-"""Logs of micro-batches and what they took: JSON lines or CSV, a row each, with `lengths` and `seconds`.
+"""Logs of micro-batches and what they took: JSON lines or CSV, a row each, with `lengths`, `seconds`, maybe `ranks`.
 
 | file | a row | lengths |
 | --- | --- | --- |
 | `*.jsonl` | a JSON object | a list of integers |
 | `*.csv` | a line under a line of names | integers with spaces or semicolons between, or a JSON list |
 
-Other columns are passed over. `wt.StepTimer.write` writes such a log.
+`ranks` is how many context-parallel ranks shared the micro-batch, where that differs. Other columns are passed
+over. `wt.StepTimer.write` writes such a log.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import MAX_TOKENS
+from wlb._core import MAX_TOKENS, MAX_WORLD_SIZE
 from wlb.cli.errors import CliError
 
 
 @dataclass(frozen=True, eq=False)
 class Timings:
-    """What a log holds: lengths of the documents of each micro-batch, its seconds, and its line in the file."""
+    """What a log holds: lengths of the documents of each micro-batch, its seconds, its ranks, its line in the file."""
 
     micro_batches: list[NDArray[np.int64]]
     seconds: NDArray[np.float64]
+    ranks: NDArray[np.int64]
     lines: list[int]
 
 
@@ -44,13 +46,14 @@ def read_timings(path: Path) -> Timings:
         raise CliError(f"{path}: no such file")
     if path.suffix not in (".jsonl", ".csv"):
         raise CliError(f"{path}: give a .jsonl or a .csv with lengths and seconds of a micro-batch in each line")
-    micro_batches, seconds, lines = [], [], []
+    micro_batches, seconds, ranks, lines = [], [], [], []
     for line, row in _rows(path):
         where = f"{path}, line {line}"
         micro_batches.append(_lengths(where, row.get("lengths")))
         seconds.append(_seconds(where, row.get("seconds")))
+        ranks.append(_ranks(where, row.get("ranks")))
         lines.append(line)
-    return Timings(micro_batches, np.array(seconds), lines)
+    return Timings(micro_batches, np.array(seconds), np.array(ranks, np.int64), lines)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -91,6 +94,18 @@ def _lengths(where: str, value: Any) -> NDArray[np.int64]:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_TOKENS:
             raise CliError(f"{where}: lengths hold {length!r}: a document has from 1 to {MAX_TOKENS} tokens")
     return np.array(value, np.int64)
+
+
+def _ranks(where: str, value: Any) -> int:
+    if value is None or value == "":
+        return 1
+    try:
+        ranks = int(value) if isinstance(value, str) else value
+    except ValueError:
+        ranks = None
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MAX_WORLD_SIZE:
+        raise CliError(f"{where}: ranks = {value!r}: must be an integer from 1 to {MAX_WORLD_SIZE}")
+    return ranks
 
 
 def _seconds(where: str, value: Any) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import seal
+from wlb.torch.data.work import Replan, replan_as
 
 
 class CostSwitches:
@@ -20,24 +21,36 @@ class CostSwitches:
     step that is planned by the new costs, and that has to be one which nobody has begun to plan, on any rank. `held`
     keeps planning from going on until the ranks have agreed on it.
 
-    Whoever plans a step says so (`begin`) and gets the packer to plan it with. The changes stay known for good: a step
+    Whoever plans a step says so (`begin`) and gets the costs to plan it by. The changes stay known for good: a step
     that was planned ahead is planned again where it is consumed.
 
     Attributes:
-        max_tokens, method: Of the packer.
+        replan: Plans the documents of a step anew by other costs.
     """
 
-    def __init__(self, packer: wlb.Packer) -> None:
-        """No change so far, of the costs that `packer` has; nothing is planned."""
-        self._cost_model = packer.cost_model
-        self.max_tokens, self.method = packer.max_tokens, packer.method
+    def __init__(self, cost_model: wlb.CostModel | None, replan: Replan) -> None:
+        """No change so far; nothing is planned. None where documents bring their costs."""
+        self._cost_model = cost_model
+        self.replan = replan
         self._changes: dict[int, wlb.CostModel] = {}
         self._begun = 0  # the first step that nobody has begun to plan
         self._open = threading.Condition()
         self._held = False
 
-    def begin(self, step: int, packer: wlb.Packer, *, real: bool = True) -> wlb.Packer:
-        """The packer for a step whose plan begins: `packer` itself, or one with new costs; waits while it is held.
+    @classmethod
+    def of_packer(cls, packer: wlb.Packer) -> CostSwitches:
+        """Of a loader that plans by a packer like this one."""
+        return cls(packer.cost_model, replan_as(packer))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Who gets a copy plans for itself: nobody there holds it.
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_held")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _open=threading.Condition(), _held=False)
+
+    def begin(self, step: int, *, real: bool = True) -> wlb.CostModel | None:
+        """The costs of a step whose plan begins; waits while planning is held.
 
         A plan that is not `real`, made only to know what would come, neither waits nor counts as begun.
         """
@@ -45,12 +58,13 @@ class CostSwitches:
             if real and step >= self._begun:
                 self._open.wait_for(lambda: not self._held)
                 self._begun = max(self._begun, step + 1)
-            cost_model = self._changes.get(step)
-        if cost_model is None or packer.cost_model == cost_model:
-            return packer
-        packer = packer.copy()
-        packer.set_cost_model(cost_model)
-        return packer
+            return self.of(step)
+
+    def of(self, step: int) -> wlb.CostModel | None:
+        """What a step is planned by, or was; None where documents bring their costs."""
+        with self._open:
+            before = [at for at in self._changes if at <= step]
+            return self._changes[max(before)] if before else self._cost_model
 
     @contextmanager
     def held(self) -> Iterator[int]:
@@ -117,6 +131,15 @@ class CostSwitches:
         head = state["previous"] if state["moved"] else state["digest"]
         known = [{"step": step, "cost_model": json.loads(cost_model.to_json())} for step, cost_model in changes.items()]
         return seal({**state, "cost_changes": known, "previous": head, "moved": True})
+
+
+def with_costs(packer: wlb.Packer, cost_model: wlb.CostModel | None) -> wlb.Packer:
+    """The packer itself, or one like it that goes on by these costs."""
+    if cost_model is None or packer.cost_model == cost_model:
+        return packer
+    packer = packer.copy()
+    packer.set_cost_model(cost_model)
+    return packer
 
 
 def read_changes(state: Mapping[str, Any]) -> dict[int, wlb.CostModel]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
+import functools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 import wlb
 from wlb._errors import error
@@ -21,7 +22,9 @@ from wlb._seal import Hashed, check_seal
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import packed
-from wlb.torch.data.documents import Document, as_arrays, integer, num_labels
+from wlb.torch.data.costs import CostSwitches, read_changes
+from wlb.torch.data.documents import Document, num_labels
+from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
@@ -32,9 +35,6 @@ VERSION: Final = 2
 _END = object()
 
 T = TypeVar("T")
-
-Costs = Callable[[Document], float]
-"""Of a document as its rank reads it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,7 @@ class DynamicCpStep(Generic[T]):
         pieces: The documents of groups of which this rank is the first, by the ids of the packer that let them go: each
             is on one rank's list. None if `batches` does not give a `Step`: their ids may come again.
         snapshot: Where the loader stands after it: `state`, and its digest.
+        rank: This rank, of the data x context ranks.
     """
 
     number: int
@@ -67,6 +68,12 @@ class DynamicCpStep(Generic[T]):
     epoch: int = 0
     pieces: Pieces | None = None
     snapshot: Snapshot | None = None
+    rank: int = 0
+
+    @property
+    def groups(self) -> tuple[wlb.CpGroup, ...]:
+        """The group that this rank is in, and its documents, of each micro-batch."""
+        return tuple(micro_batch.group_of(self.rank) for micro_batch in self.plan)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -118,10 +125,12 @@ class DynamicCpLoader(Generic[T]):
     Args:
         batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
         plan: Makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
-            the group's size for a world. The same on every rank.
-        costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell:
-            `lambda document: costs[document.id]`, say. Called once for each document of a step, in the thread of the
-            rank that reads it. `plan` is then called with `costs=`, float64 [documents], and has no cost model.
+            the group's size for a world. The same on every rank. A `CostTracker` changes the `cost_model` of such a
+            partial.
+        costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell: a
+            float array by the ids of documents, of which none is cut; or a function of a document, called once for each
+            of a step, in the thread of the rank that reads it. `plan` is then called with `costs=`, float64
+            [documents], and has no cost model.
         attention_costs: The part of that which is attention; `plan` is called with `attention_costs=`, too.
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
@@ -130,6 +139,8 @@ class DynamicCpLoader(Generic[T]):
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
+        cost_switches: From which step on other costs hold, see `CostTracker`; None where `plan` is no partial with a
+            cost model.
 
     Every step is a collective on `group`: its ranks take as many. With a group, making one is a collective of the whole
     world: every rank makes its own at the same point. Close it before the process groups are destroyed.
@@ -140,8 +151,8 @@ class DynamicCpLoader(Generic[T]):
         batches: Iterable[Any],
         *,
         plan: Callable[..., wlb.DynamicCpPlan],
-        costs: Costs | None = None,
-        attention_costs: Costs | None = None,
+        costs: Costs | ArrayLike | None = None,
+        attention_costs: Costs | ArrayLike | None = None,
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[PackedBatch], T] | None = None,
         timeout: timedelta | None = None,
@@ -151,12 +162,13 @@ class DynamicCpLoader(Generic[T]):
         self._plan = plan
         self._costs: dict[str, Costs] = {}
         for name, of_document in (("costs", costs), ("attention_costs", attention_costs)):
-            if of_document is not None and not callable(of_document):
-                raise error(
-                    name, "is not a function of a document: lambda document: ...[document.id]", value=of_document
-                )
             if of_document is not None:
-                self._costs[name] = of_document
+                self._costs[name] = costs_by(name, of_document)
+        told = plan.keywords.get("cost_model") if isinstance(plan, functools.partial) else None
+        self._cost_model = told if isinstance(told, wlb.CostModel) else None  # of the first start
+        self.cost_switches: CostSwitches | None = None
+        if self._cost_model is not None:
+            self.cost_switches = CostSwitches(self._cost_model, functools.partial(_replan, plan))
         self._prepare = prepare
         self._stateful = all(hasattr(batches, f"{verb}state_dict") for verb in ("", "load_"))
         self._iterator: Iterator[Any] | None = None
@@ -227,10 +239,17 @@ class DynamicCpLoader(Generic[T]):
             raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
         same(state, self._reader(), "this loader")
         link = Link.of(state)
+        changes, learnt = read_changes(state), self._cost_model
+        if "cost_model" in state:
+            learnt = wlb.CostModel.from_json(json.dumps(state["cost_model"]))
+        if (changes or learnt is not self._cost_model) and self.cost_switches is None:
+            raise error("state", "has learnt costs: make `plan` a functools.partial with the first cost_model")
         if self._stateful:
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
         self._link = link
+        if self.cost_switches is not None:
+            self.cost_switches.restart(number, learnt, changes)
         self._steps.position = self._latest = self._position()
 
     def close(self) -> None:
@@ -247,14 +266,20 @@ class DynamicCpLoader(Generic[T]):
     def _position(self) -> _Position:
         metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
         known = {"format": FORMAT, "version": VERSION, "step": self._number, "read": self._read, **self._reader()}
+        switches = self.cost_switches
+        learnt = switches.of(self._number - 1) if switches is not None else None
+        if learnt is not None and learnt != self._cost_model:
+            known["cost_model"] = json.loads(learnt.to_json())
         within = self._item.snapshot if self._stateful and self._item is not None else None
         if within is not None:
             known = self._link.sealed({**known, "batches": Hashed(within.digest)})
-            snapshot = Snapshot(known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)})
+            snapshot = Snapshot(
+                known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)}, switches
+            )
         else:
             known["batches"] = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
             known = self._link.sealed(known)
-            snapshot = Snapshot.of(known, Progress())
+            snapshot = Snapshot.of(known, Progress(), switches)
         return _Position(self._number, snapshot, Link.after(known), metrics)
 
     def _make(self) -> PreparedStep[DynamicCpStep[T], _Position]:
@@ -282,6 +307,7 @@ class DynamicCpLoader(Generic[T]):
                 epoch=epoch,
                 pieces=self._pieces(plan, table),
                 snapshot=self._latest.snapshot,
+                rank=self._peers.rank,
             )
             return PreparedStep(step, self._latest)
 
@@ -294,7 +320,7 @@ class DynamicCpLoader(Generic[T]):
         self._latest = self._position()
         return PreparedStep(None, self._latest)
 
-    def _pieces(self, plan: wlb.DynamicCpPlan, table: _Table) -> Pieces | None:
+    def _pieces(self, plan: wlb.DynamicCpPlan, table: Table) -> Pieces | None:
         """The documents of groups of which this rank is the first."""
         if (table.names < 0).any():
             return None
@@ -320,10 +346,10 @@ class DynamicCpLoader(Generic[T]):
         if self._item is not None:
             names = self._item.pieces.ids.tolist()
             batch = [document for documents in self._item.micro_batches for document in documents]
-        documents = [_checked(document, index) for index, document in enumerate(batch)]
+        documents = [checked(document, index) for index, document in enumerate(batch)]
         return documents, names or [-1] * len(documents)
 
-    def _gather(self) -> tuple[list[Document], _Table]:
+    def _gather(self) -> tuple[list[Document], Table]:
         """This rank's documents, and what is known of all ranks'."""
         documents: list[Document] = []
         names: list[int] = []
@@ -331,7 +357,7 @@ class DynamicCpLoader(Generic[T]):
         failure: BaseException | None = None
         try:
             documents, names = self._read_share()
-            costs = {name: _costs_of(documents, name, of) for name, of in self._costs.items()}
+            costs = {name: costs_of(documents, name, of) for name, of in self._costs.items()}
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         # All fit: `_checked` looked.
@@ -348,15 +374,18 @@ class DynamicCpLoader(Generic[T]):
         self._peers.agree(parts, failure, argument="batches", what="step or kind of costs")
         columns = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
-        return documents, _Table.of(everyone, columns, ended=all(part["ended"] for part in parts))
+        return documents, Table.of(everyone, columns, ended=all(part["ended"] for part in parts))
 
-    def _planned(self, table: _Table) -> tuple[wlb.DynamicCpPlan, float]:
+    def _planned(self, table: Table) -> tuple[wlb.DynamicCpPlan, float]:
         """The plan, once all ranks have it."""
         started = time.perf_counter()
         failure: BaseException | None = None
         plan = None
         try:
-            plan = self._plan(table.lengths, **table.costs)
+            costs: dict[str, Any] = dict(table.costs)
+            if self.cost_switches is not None:
+                costs["cost_model"] = self.cost_switches.begin(self._number)
+            plan = self._plan(table.lengths, **costs)
             if plan.world_size != self._peers.size:
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
@@ -374,7 +403,7 @@ class DynamicCpLoader(Generic[T]):
         assert plan is not None
         return plan, seconds
 
-    def _exchange(self, plan: wlb.DynamicCpPlan, table: _Table, documents: list[Document]) -> list[PackedBatch]:
+    def _exchange(self, plan: wlb.DynamicCpPlan, table: Table, documents: list[Document]) -> list[PackedBatch]:
         """This rank's part of all micro-batches, fetched from where documents were read."""
         me, size = self._peers.rank, self._peers.size
         outgoing: list[list[NDArray[np.int64]]] = [[] for _ in range(size)]  # [tokens, 2] each, by destination
@@ -424,6 +453,12 @@ class DynamicCpLoader(Generic[T]):
         return batches
 
 
+def _replan(
+    plan: Callable[..., wlb.DynamicCpPlan], lengths: NDArray[np.int64], cost_model: wlb.CostModel, _: object
+) -> wlb.DynamicCpPlan:
+    return plan(lengths, cost_model=cost_model)
+
+
 def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
     """Checks that the plan has every document once and whole: what it left out would be lost, yet counted in the loss.
 
@@ -441,40 +476,6 @@ def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -
         raise error("plan", f"has {found} tokens of document {row}, which has {lengths[row]}", value=found)
 
 
-def _checked(document: Document | Any, index: int) -> Document:
-    """A document with tokens and numbers that all later steps can take, for those no longer may fail on one rank.
-
-    Bare tokens get the id -1.
-
-    Raises:
-        wlb.WlbError: It has no tokens, labels that do not fit, or a number that is none, below 0, or beyond int64.
-    """
-    named = as_arrays(document, index, "batches")
-    numbers: dict[str, Any] = {"id": -1}
-    if isinstance(document, Document):
-        numbers = {"id": named.id, "start": named.start}
-        if named.next_token is not None:
-            numbers["next_token"] = named.next_token
-        numbers = {name: integer(value, "batches", name, index) for name, value in numbers.items()}
-    return replace(named, **numbers)
-
-
-def _costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArray[np.float64]:
-    """float64 [documents].
-
-    Raises:
-        wlb.WlbError: One is no number, negative, or not finite.
-    """
-    costs = np.empty(len(documents))
-    for index, document in enumerate(documents):
-        cost = of_document(document)
-        if isinstance(cost, bool) or not isinstance(cost, int | float | np.number) or not 0 <= cost < math.inf:
-            message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
-            raise error(name, message, index=index, value=cost)
-        costs[index] = cost
-    return costs
-
-
 @dataclass(frozen=True, eq=False)
 class _Position:
     """Where the loader stands after a step.
@@ -490,47 +491,3 @@ class _Position:
     snapshot: Snapshot
     link: Link
     metrics: wlb.PackerMetrics | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """The documents of a step, by id and start: who read which does not change the plan.
-
-    Attributes:
-        lengths: int64 [documents], tokens of each.
-        starts: int64 [documents], where each begins in the document that it is a piece of.
-        names: int64 [documents], a packer's ids; -1 where there is none.
-        ids: int64 [documents]; of bare tokens, their place among all that were read for the step.
-        labels: int64 [documents]: how many of its tokens predict what counts.
-        ranks: int64 [documents]: who read it.
-        positions: int64 [documents]: its place among what that rank read.
-        costs: By the planner's name for them, float64 [documents] each.
-        ended: Whether all ranks have come to their end.
-    """
-
-    lengths: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    names: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    costs: dict[str, NDArray[np.float64]]
-    ended: bool
-
-    @classmethod
-    def of(cls, parts: list[NDArray[np.int64]], costs: Mapping[str, NDArray[np.float64]], *, ended: bool) -> _Table:
-        """From what each rank tells: length, id, start, labels, name; int64 [documents of the rank, 5]. And costs."""
-        counts = [len(part) for part in parts]
-        lengths, ids, starts, labels, names = np.concatenate(parts).T
-        ids = np.where(ids < 0, np.arange(ids.size), ids)
-        order = np.lexsort((starts, ids))
-        ranks = np.repeat(np.arange(len(parts)), counts)
-        positions = np.concatenate([np.arange(count) for count in counts])
-        of_read = (lengths[order], starts[order], names[order], ids[order], labels[order])
-        of_order = {name: values[order] for name, values in costs.items()}
-        return cls(*of_read, ranks[order], positions[order], of_order, ended)
-
-    @property
-    def num_valid_tokens(self) -> int:
-        return int(self.labels.sum())

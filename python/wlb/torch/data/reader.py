@@ -15,7 +15,7 @@ from wlb._seal import check_seal
 from wlb.filling import Offer, next_packing
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
-from wlb.torch.data.costs import CostSwitches
+from wlb.torch.data.costs import CostSwitches, with_costs
 from wlb.torch.data.given_costs import CorpusCosts
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
@@ -215,7 +215,7 @@ class StepReader:
         """
         link = Link.after(self._state())
         if self._switches is not None:
-            self._packer = self._switches.begin(self.step, self._packer, real=real)
+            self._packer = with_costs(self._packer, self._switches.begin(self.step, real=real))
         if self._position == self._order.corpus.lengths.size:
             packing = self._packer.drain()
         else:

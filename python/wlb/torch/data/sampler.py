@@ -119,7 +119,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if packer.oversize == "split":
             warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)
         self._lengths = order.corpus.lengths
-        self.cost_switches = CostSwitches(packer)
+        self.cost_switches = CostSwitches.of_packer(packer)
         self._start = self._origin = StepReader(order, packer, self.cost_switches)
         self._skip = 0
         self._followed = False  # whether a StepLoader tells where the next one begins

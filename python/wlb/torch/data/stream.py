@@ -20,7 +20,7 @@ from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb.filling import Offer, batch_tokens, check_ranks, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.costs import CostSwitches, read_changes
+from wlb.torch.data.costs import CostSwitches, read_changes, with_costs
 from wlb.torch.data.documents import Document, as_arrays, cut
 from wlb.torch.data.given_costs import check_given, cost_row
 from wlb.torch.data.peers import Peers, failure_text
@@ -118,7 +118,7 @@ class BalancedStream(Generic[T]):
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
         self._config = packer
-        self.cost_switches = CostSwitches(packer)
+        self.cost_switches = CostSwitches.of_packer(packer)
         self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
@@ -285,7 +285,7 @@ class BalancedStream(Generic[T]):
         unentered = _Outside(self._waiting, self._packer, self._read)
         if unentered.tokens < self._tokens_per_batch:
             unentered.read()
-        self._packer = self.cost_switches.begin(self._number, self._packer)
+        self._packer = with_costs(self._packer, self.cost_switches.begin(self._number))
         if not unentered.ids:
             return self._packer.drain() if self._packer.pending else None
         self._packer, packing = next_packing(self._packer, unentered, min_step_tokens=self._min_step_tokens)

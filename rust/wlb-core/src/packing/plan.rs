@@ -80,10 +80,18 @@ impl ModelCosts {
     }
 
     fn over_mean(&self, cost: f64) -> f64 {
-        let total: f64 = self.costs.iter().sum();
-        // A mean that was rounded up may lie above the largest.
-        if total > 0.0 { (cost * self.costs.len() as f64 / total).max(1.0) } else { 1.0 }
+        over_mean(cost, self.costs.len(), self.costs.iter().sum())
     }
+}
+
+/// A part over the mean of so many: 1 where all have nothing.
+fn over_mean(part: f64, count: usize, total: f64) -> f64 {
+    if total <= 0.0 {
+        return 1.0;
+    }
+    let (count, scaled) = (count as f64, part * count as f64);
+    let ratio = if scaled.is_finite() { scaled / total } else { part / total * count };
+    ratio.max(1.0) // a mean that was rounded up may lie above the largest
 }
 
 impl Packing {
@@ -150,9 +158,7 @@ impl Packing {
         if self.pieces.is_empty() {
             return 1.0;
         }
-        let total = self.total_cost();
-        // A mean that was rounded up may lie above the largest.
-        if total > 0.0 { (self.step_cost() * self.num_micro_batches() as f64 / total).max(1.0) } else { 1.0 }
+        over_mean(self.step_cost(), self.num_micro_batches(), self.total_cost())
     }
 
     /// How much longer a step takes than on equal ranks, where these wait for each other as the packing was made for: the

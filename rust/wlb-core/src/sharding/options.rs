@@ -53,6 +53,11 @@ pub struct ShardOptions {
     pub max_imbalance: f64,
 }
 
+impl ShardOptions {
+    /// [`ShardOptions::max_imbalance`] where nobody says another.
+    pub const MAX_IMBALANCE: f64 = 1.01;
+}
+
 /// Checks what every strategy needs: so many ranks, and tokens that int32 counts.
 pub(super) fn check_size(lengths: &Lengths, cp_size: usize) -> Result<()> {
     check_range("cp_size", saturating_i64(cp_size), 1, MAX_CP_SIZE as i64)?;

@@ -12,6 +12,10 @@ const BISQUARE: f64 = 4.685;
 /// Turns of either kind; a handful is usual.
 const MOST_TURNS: usize = 60;
 
+/// A time counts as at most so many times what is predicted for it. Huber's sum has the same minimum whatever stands in the
+/// place of one beyond that, and squares of larger numbers would leave nothing of the other rows.
+const MOST_OVER: f64 = 1e6;
+
 /// Noise below this is rounding.
 const LEAST_NOISE: f64 = 1e-9;
 
@@ -67,7 +71,8 @@ pub(super) fn weighted(columns: &[Vec<f64>], by: &Agreement, seconds: &[f64]) ->
     let factors: Vec<f64> = by.weights.iter().zip(&by.predicted).map(|(weight, at)| weight.sqrt() / at).collect();
     let scaled =
         |values: &[f64]| -> Vec<f64> { values.iter().zip(&factors).map(|(value, factor)| value * factor).collect() };
-    System::new(&columns.iter().map(|column| scaled(column)).collect::<Vec<_>>(), &scaled(seconds))
+    let bounded: Vec<f64> = seconds.iter().zip(&by.predicted).map(|(&time, at)| time.min(MOST_OVER * at)).collect();
+    System::new(&columns.iter().map(|column| scaled(column)).collect::<Vec<_>>(), &scaled(&bounded))
 }
 
 /// What rates give for each row.
@@ -86,7 +91,8 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
 }
 
 fn weigh(now: &mut Agreement, seconds: &[f64], bisquare: bool) {
-    let errors: Vec<f64> = seconds.iter().zip(&now.predicted).map(|(time, at)| (time - at) / at).collect();
+    let errors: Vec<f64> =
+        seconds.iter().zip(&now.predicted).map(|(&time, at)| (time.min(MOST_OVER * at) - at) / at).collect();
     now.noise = (1.4826 * median(errors.iter().map(|error| error.abs()).collect())).max(LEAST_NOISE);
     now.weights = errors
         .iter()

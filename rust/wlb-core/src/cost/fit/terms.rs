@@ -19,6 +19,8 @@ pub struct FitOptions {
     pub chunks: Vec<i32>,
     /// Of [`FitOptions::NAMES`], those to try; none: all.
     pub terms: Option<Vec<String>>,
+    /// Ranks that share the pairs and tokens of each micro-batch, each of them a part of every document; none: one each.
+    pub ranks: Option<Vec<i64>>,
 }
 
 impl FitOptions {
@@ -47,11 +49,12 @@ impl Term {
         }
     }
 
-    fn work(self, lengths: &[i32]) -> f64 {
+    /// On each of its ranks.
+    fn work(self, lengths: &[i32], ranks: f64) -> f64 {
         match self {
-            Self::Tokens => lengths.iter().map(|&length| f64::from(length)).sum(),
-            Self::Pairs(mask) => lengths.iter().map(|&length| mask.pairs_f64(length)).sum(),
-            Self::Local(mask) => lengths.iter().map(|&length| mask.pairs_f64(length)).sum(),
+            Self::Tokens => lengths.iter().map(|&length| f64::from(length)).sum::<f64>() / ranks,
+            Self::Pairs(mask) => lengths.iter().map(|&length| mask.pairs_f64(length)).sum::<f64>() / ranks,
+            Self::Local(mask) => lengths.iter().map(|&length| mask.pairs_f64(length)).sum::<f64>() / ranks,
             Self::Documents => lengths.len() as f64,
             Self::MicroBatches => 1.0,
         }
@@ -83,6 +86,16 @@ impl CostModel {
             let (found, expected) = (seconds.len(), micro_batches.len());
             return Err(Error::Mismatch { argument: "seconds", found, other: "micro_batches", expected });
         }
+        if let Some(ranks) = &options.ranks {
+            if ranks.len() != micro_batches.len() {
+                let (found, expected) = (ranks.len(), micro_batches.len());
+                return Err(Error::Mismatch { argument: "ranks", found, other: "micro_batches", expected });
+            }
+            if let Some(index) = ranks.iter().position(|&count| count < 1) {
+                let (argument, requirement) = ("ranks", "must be an integer from 1 on");
+                return Err(Error::Entry { argument, index, value: ranks[index] as f64, requirement });
+            }
+        }
         if !terms.contains(&Term::MicroBatches)
             && let Some(index) = micro_batches.iter().position(|lengths| lengths.is_empty())
         {
@@ -97,9 +110,9 @@ impl CostModel {
         }
         let mut meter = Meter::default();
         let column = |&term: &Term| {
-            let work = micro_batches.iter().map(|lengths| {
+            let work = micro_batches.iter().enumerate().map(|(row, lengths)| {
                 meter.spend(lengths.len());
-                term.work(lengths)
+                term.work(lengths, options.ranks.as_ref().map_or(1.0, |ranks| ranks[row] as f64))
             });
             Column { work: work.collect(), name: term.name() }
         };

@@ -1,0 +1,126 @@
+"""The documents of a step of dynamic context parallelism: what each rank tells of those it read, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._errors import error
+from wlb.torch.data.documents import Document, as_arrays, integer
+
+Costs = Callable[[Document], Any]
+"""Of a document as its rank reads it."""
+
+
+def checked(document: Document | Any, index: int) -> Document:
+    """A document with tokens and numbers that all later steps can take, for those no longer may fail on one rank.
+
+    Bare tokens get the id -1.
+
+    Raises:
+        wlb.WlbError: It has no tokens, labels that do not fit, or a number that is none, below 0, or beyond int64.
+    """
+    named = as_arrays(document, index, "batches")
+    numbers: dict[str, Any] = {"id": -1}
+    if isinstance(document, Document):
+        numbers = {"id": named.id, "start": named.start}
+        if named.next_token is not None:
+            numbers["next_token"] = named.next_token
+        numbers = {name: integer(value, "batches", name, index) for name, value in numbers.items()}
+    return replace(named, **numbers)
+
+
+def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
+    """A function of a document, of an array that has the costs by their ids.
+
+    Raises:
+        wlb.WlbError: It is neither, or a number is negative or not finite.
+    """
+    if callable(costs):
+        return costs
+    array = np.asarray(costs)
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.dtype.kind not in "fiu" or array.ndim != 1 or not array.size:
+        message = f"is {array.dtype} of shape {array.shape}: must be numbers [documents], or a function of a document"
+        raise error(name, message, value=array.shape)
+    if not (legal := (array >= 0) & (array < math.inf)).all():
+        index = int(legal.argmin())
+        raise error(name, f"has {array[index]}: must be a finite number, 0 or above", index=index, value=array[index])
+
+    def of_document(document: Document) -> Any:
+        if not 0 <= document.id < array.size:
+            message = f"has {array.size} numbers, and none of document {document.id}: number documents from 0"
+            raise error(name, message, value=document.id)
+        if document.start or document.next_token is not None:
+            message = f"is of whole documents, and this is a piece of document {document.id}: give a function"
+            raise error(name, message, value=document.id)
+        return array[document.id]
+
+    return of_document
+
+
+def costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArray[np.float64]:
+    """float64 [documents].
+
+    Raises:
+        wlb.WlbError: One is no number, negative, or not finite.
+    """
+    costs = np.empty(len(documents))
+    for index, document in enumerate(documents):
+        cost = of_document(document)
+        if isinstance(cost, bool) or not isinstance(cost, int | float | np.number) or not 0 <= cost < math.inf:
+            message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
+            raise error(name, message, index=index, value=cost)
+        costs[index] = cost
+    return costs
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The documents of a step, by id and start: who read which does not change the plan.
+
+    Attributes:
+        lengths: int64 [documents], tokens of each.
+        starts: int64 [documents], where each begins in the document that it is a piece of.
+        names: int64 [documents], a packer's ids; -1 where there is none.
+        ids: int64 [documents]; of bare tokens, their place among all that were read for the step.
+        labels: int64 [documents]: how many of its tokens predict what counts.
+        ranks: int64 [documents]: who read it.
+        positions: int64 [documents]: its place among what that rank read.
+        costs: By the planner's name for them, float64 [documents] each.
+        ended: Whether all ranks have come to their end.
+    """
+
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    names: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    costs: dict[str, NDArray[np.float64]]
+    ended: bool
+
+    @classmethod
+    def of(cls, parts: list[NDArray[np.int64]], costs: Mapping[str, NDArray[np.float64]], *, ended: bool) -> Table:
+        """From what each rank tells: length, id, start, labels, name; int64 [documents of the rank, 5]. And costs."""
+        counts = [len(part) for part in parts]
+        lengths, ids, starts, labels, names = np.concatenate(parts).T
+        ids = np.where(ids < 0, np.arange(ids.size), ids)
+        order = np.lexsort((starts, ids))
+        ranks = np.repeat(np.arange(len(parts)), counts)
+        positions = np.concatenate([np.arange(count) for count in counts])
+        of_read = (lengths[order], starts[order], names[order], ids[order], labels[order])
+        of_order = {name: values[order] for name, values in costs.items()}
+        return cls(*of_read, ranks[order], positions[order], of_order, ended)
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Predictions that count in the loss."""
+        return int(self.labels.sum())
