@@ -276,7 +276,7 @@ def test_a_step_without_a_packing_is_refused() -> None:
 
 # --- dynamic plans ---
 
-EXCHANGE = {"cp_seconds_per_token": 2e-7, "cp_seconds_per_exchange": 1e-5, "cp_overlap": 0.0}
+EXCHANGE = {"cp_seconds_per_token": 1e-6, "cp_seconds_per_exchange": 1e-5, "cp_overlap": 0.0}
 
 
 def dynamic(rank: int, size: int, cost_model: wlb.CostModel = WRONG) -> wt.DynamicCpLoader[Any]:
@@ -298,7 +298,7 @@ class KnownGroupTimes(KnownTimes):
         found = []
         for group in step.groups:
             cp, shared = len(group), self.cost.cost(group.lengths).sum() if group.lengths.size else 0.0
-            exchange = (cp - 1) * 1e-5 + group.tokens * (cp - 1) / cp * 2e-7 if group.lengths.size else 0.0
+            exchange = (cp - 1) * 1e-5 + group.tokens * (cp - 1) / cp * 1e-6 if group.lengths.size else 0.0
             found.append(2e-4 + self.cost.terms["micro_batches"] + shared / cp + exchange)
         noise = 1 + self.noise * self.rng.standard_normal(len(found))
         return np.array(found) * noise * self.slow
