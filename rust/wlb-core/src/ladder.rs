@@ -47,17 +47,19 @@ impl Ladder {
         self.rungs[self.end() as usize].heavier as usize
     }
 
-    /// [`Ladder::lightest`], where weights have only grown since they were set: those met on the way are set first.
+    /// [`Ladder::lightest`], where weights may have grown since they were set: those met on the way are set first. None
+    /// if all are taken out.
     #[inline]
-    pub(crate) fn lightest_by(&mut self, weight: impl Fn(usize) -> f64) -> usize {
+    pub(crate) fn lightest_by(&mut self, weight: impl Fn(usize) -> f64) -> Option<usize> {
         loop {
             let lightest = self.lightest();
+            if lightest == self.rungs.len() - 1 {
+                return None;
+            }
             let grown = weight(lightest);
             if self.rungs[lightest].weight == grown {
-                return lightest;
+                return Some(lightest);
             }
-            // From the front on: it has not grown by much more than the others.
-            self.finger = self.rungs[lightest].heavier;
             self.set(lightest, grown);
         }
     }

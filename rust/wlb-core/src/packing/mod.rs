@@ -21,6 +21,7 @@ mod pricing;
 mod ranks;
 mod split;
 pub mod stream;
+mod takers;
 pub mod tune;
 
 pub use columns::Columns;

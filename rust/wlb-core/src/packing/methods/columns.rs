@@ -97,8 +97,8 @@ impl Priced<'_> {
         for index in order {
             let leading = usize::from(leading[index]);
             let lightest = by_load[leading].lightest_by(|j| placed.loads[j * columns + leading]);
-            let mut found = Some(lightest);
-            if !self.has_room(&placed, lightest, index) {
+            let mut found = lightest.filter(|&j| self.has_room(&placed, j, index));
+            if found.is_none() {
                 found = if self.costs.is_limited() {
                     let mut by_load: Vec<(f64, usize)> = by_column(&placed.loads, columns, leading).zip(0..).collect();
                     by_load.sort_by(|a, b| a.0.total_cmp(&b.0));
