@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
 use crate::interrupt::Meter;
-use crate::ladder::Ladder;
+use crate::packing::takers::Takers;
 
 use super::items::Item;
 
@@ -59,7 +59,7 @@ impl<'a> Shares<'a> {
     /// All items shared out by a rule; none if one finds no room.
     ///
     /// # Complexity
-    /// O(n log N) for `n` items and `N` shares, O(n N) where the shares that lack most have no room.
+    /// O(n log n) for `n` items; the ladder of `N` shares takes a few steps for each, O(N) at worst.
     pub(super) fn filled(items: &'a [Item], limits: Limits, targets: &[f64], rule: Rule) -> Option<Self> {
         let mut shares = Self::new(items, limits, targets);
         match rule {
@@ -111,19 +111,22 @@ impl<'a> Shares<'a> {
 
     /// Costliest first, each to the share of least weight that has room.
     fn fill_by(&mut self, weight: impl Fn(&Self, usize) -> f64) -> Option<()> {
-        let shortest = self.items.iter().map(|item| item.tokens).min().unwrap_or(0);
-        let mut open = Ladder::new((0..self.loads.len()).map(|j| weight(self, j)));
+        let shortest = Shortest::new(self.items);
+        let mut open = Takers::new((0..self.loads.len()).map(|j| weight(self, j)));
         let mut meter = Meter::default();
-        for (place, item) in (0..).zip(self.items) {
-            let mut looked = 0;
-            let share = open.ascending().inspect(|_| looked += 1).find(|&j| self.takes(j, item))?;
-            meter.spend(looked);
-            self.put(place, share);
-            if self.has_room(share, shortest, 1) {
-                open.set(share, weight(self, share));
-            } else {
-                open.remove(share);
-            }
+        for rank in 0..self.items.len() {
+            meter.spend(1);
+            let next = |j: usize| {
+                if self.documents[j] == self.limits.documents {
+                    return None;
+                }
+                let with_room = |from: usize| shortest.within(self.room(j), from);
+                let fits = |&place: &usize| self.takes(j, &self.items[place]);
+                std::iter::successors(with_room(rank), |place| with_room(place + 1)).find(fits)
+            };
+            let share = open.first(rank, |j| weight(self, j), next)?;
+            self.put(rank as u32, share);
+            open.set(share, weight(self, share));
         }
         Some(())
     }
@@ -206,6 +209,44 @@ impl<'a> Shares<'a> {
     /// What each share costs.
     pub(super) fn costs(&self) -> Vec<f64> {
         (0..self.contents.len()).map(|share| self.cost(share)).collect()
+    }
+}
+
+/// Finds items that are short enough: the least tokens of all items, of their halves, of the halves of these.
+struct Shortest {
+    /// Those of a range, then of its halves at twice its place and the next.
+    tokens: Vec<i64>,
+}
+
+impl Shortest {
+    fn new(items: &[Item]) -> Self {
+        let half = items.len().next_power_of_two();
+        let mut tokens = vec![i64::MAX; 2 * half];
+        tokens[half..].iter_mut().zip(items).for_each(|(tokens, item)| *tokens = item.tokens);
+        (1..half).rev().for_each(|at| tokens[at] = tokens[2 * at].min(tokens[2 * at + 1]));
+        Self { tokens }
+    }
+
+    /// The first item of at most so many tokens, from `place` on.
+    ///
+    /// # Complexity
+    /// O(log n).
+    #[inline]
+    fn within(&self, room: i64, place: usize) -> Option<usize> {
+        let half = self.tokens.len() / 2;
+        let mut at = half + place;
+        while *self.tokens.get(at)? > room {
+            at += 1;
+            if at.is_power_of_two() {
+                return None;
+            }
+            at >>= at.trailing_zeros();
+        }
+        while at < half {
+            at *= 2;
+            at += usize::from(self.tokens[at] > room);
+        }
+        Some(at - half)
     }
 }
 
