@@ -12,7 +12,8 @@ use super::documents::{Document, Documents};
 /// Longer documents cost more per token. A micro-batch that has few tokens left but much cost to reach `target` must get
 /// long ones, one with a heavy document and room to spare can take the many short ones: so both run out together.
 ///
-/// `None` where a document that `start` places finds no room. What `start` left over is tried last, and placed where the
+/// `None` where a document that `start` places finds no room, or the plan misses its target and cannot be better than
+/// `start`, whose maximum is the `ceiling`. What `start` left over is tried last, and placed where the
 /// cost stays within `ceiling`.
 ///
 /// # Complexity
@@ -23,6 +24,8 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
     let mut by_slope = Takers::new((0..placement.costs.len()).map(|j| slope(&placement, documents, j, target)));
     // Most batches need it for a few documents at the end.
     let mut by_cost = None;
+    // Then the plan is no better, and its target was missed: the rest of it says nothing more.
+    let misses = |cost: f64| cost > target && (cost > ceiling || (cost == ceiling && start.leftover.is_empty()));
     let mut meter = Meter::default();
     for (rank, document) in documents.longest_first.iter().enumerate() {
         let index = document.index as usize;
@@ -41,6 +44,9 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             let j = by_cost.first(rank, |j| placement.costs[j], with_room)?;
             // Above the target by now: it takes nothing more within that.
             placement.put(index, j, document.length, document.cost);
+            if misses(placement.costs[j]) {
+                return None;
+            }
         }
     }
     place_left_over(documents, start, ceiling, &mut placement);
