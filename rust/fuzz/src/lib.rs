@@ -24,7 +24,7 @@ mod ranks;
 mod stream;
 
 use arbitrary::{Result, Unstructured};
-use wlb_core::dynamic_cp::{Communication, DynamicCpOptions};
+use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, GroupSizes, Node};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Padding, RankOptions, Ranks, Sync};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
@@ -259,16 +259,19 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         None if u.ratio(1, 3)? => Some(u.int_in_range(1..=max_micro_batches.unwrap_or(20))?),
         _ => None,
     };
+    let node = if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None };
     let options = DynamicCpOptions {
         world_size,
         num_stages: u.int_in_range(1..=8)?,
         num_virtual_stages: if u.ratio(1, 4)? { u.int_in_range(2..=3)? } else { 1 },
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
         max_cp_size: if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None },
+        group_sizes: if u.arbitrary()? { GroupSizes::Any } else { GroupSizes::PowersOfTwo },
         num_micro_batches,
         min_micro_batches,
         max_micro_batches,
         communication: Communication { seconds_per_exchange: exchange, seconds_per_token: token, overlap },
+        node: node.map(|ranks| Node { ranks, seconds_per_exchange: exchange / 8.0, seconds_per_token: token / 8.0 }),
         p2p_seconds,
         micro_batch_seconds,
     };

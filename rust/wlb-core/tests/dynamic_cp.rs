@@ -8,7 +8,7 @@ use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, GroupSizes, Node, plan_dynamic_cp};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {
@@ -35,14 +35,21 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     ];
     let part = prop_oneof![3 => Just(None), 1 => (0.0..=1.0).prop_map(Some)];
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e6];
-    (world_size, stages, virtual_stages, max_tokens, count, part, communication(), seconds(), seconds()).prop_map(
+    let sizes = select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]);
+    let node = (1_usize..10, seconds(), seconds()).prop_map(|(ranks, seconds_per_exchange, seconds_per_token)| Node {
+        ranks,
+        seconds_per_exchange,
+        seconds_per_token,
+    });
+    let groups = (part, sizes, proptest::option::weighted(0.3, node));
+    (world_size, stages, virtual_stages, max_tokens, count, groups, communication(), seconds(), seconds()).prop_map(
         |(
             world_size,
             num_stages,
             num_virtual_stages,
             max_tokens_per_rank,
             count,
-            part,
+            (part, sizes, node),
             communication,
             p2p,
             constant,
@@ -53,32 +60,17 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 num_virtual_stages,
                 max_tokens_per_rank,
                 max_cp_size: part.map(|part: f64| 1 + (part * (world_size - 1) as f64) as usize),
+                group_sizes: sizes,
                 num_micro_batches: count.0,
                 min_micro_batches: count.1,
                 max_micro_batches: count.2,
                 communication,
+                node,
                 p2p_seconds: p2p,
                 micro_batch_seconds: constant,
             }
         },
     )
-}
-
-/// What 16 documents of the test below are planned on.
-fn plain(world_size: usize, num_stages: usize, max_tokens_per_rank: i32) -> DynamicCpOptions {
-    DynamicCpOptions {
-        world_size,
-        num_stages,
-        num_virtual_stages: 1,
-        max_tokens_per_rank,
-        max_cp_size: None,
-        num_micro_batches: None,
-        min_micro_batches: None,
-        max_micro_batches: None,
-        communication: Communication::default(),
-        p2p_seconds: 0.0,
-        micro_batch_seconds: 0.0,
-    }
 }
 
 fn of(lengths: &[i64]) -> Lengths {
@@ -150,7 +142,7 @@ proptest! {
     fn costs_of_a_model_give_its_plan(lengths in lengths(100, 20_000), world_size in 1_usize..33, stages in 1_usize..5) {
         let model = CostModel::analytic(0.5, 3000.0, Mask::Causal).unwrap();
         let costs = column(&lengths.iter().map(|&length| model.cost(length)).collect::<Vec<_>>());
-        let options = plain(world_size, stages, 20_000);
+        let options = DynamicCpOptions::new(world_size, stages, 20_000);
         let by_model = planned(&lengths, &options, &model, false).unwrap();
         let given = planned(&lengths, &options, &costs, false).unwrap();
         prop_assert_eq!(by_model.digest(), given.digest());
@@ -186,14 +178,18 @@ proptest! {
             (2, 3, 2),
         ]),
         max_tokens in 20_i32..60, free in any::<bool>(), p2p_seconds in select(vec![0.0, 40.0]),
+        group_sizes in select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]), node in 0_usize..4,
     ) {
         let (world_size, num_stages, m) = shape;
         let mut options =
-            DynamicCpOptions { num_micro_batches: Some(m), p2p_seconds, ..plain(world_size, num_stages, max_tokens) };
+            DynamicCpOptions { num_micro_batches: Some(m), p2p_seconds, ..DynamicCpOptions::new(world_size, num_stages, max_tokens) };
         if !free {
             options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
             options.micro_batch_seconds = 3.0;
+            let inside = |ranks| Node { ranks, seconds_per_exchange: 1.0, seconds_per_token: 0.5 };
+            options.node = Some(node).filter(|&ranks| ranks > 0).map(inside);
         }
+        options.group_sizes = group_sizes;
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let best = optimum(&lengths, &options, &cost, m);
         if let Some(plan) = planned(&lengths, &options, &cost, true) {
@@ -217,7 +213,7 @@ proptest! {
         max_tokens in 20_i32..60, free in any::<bool>(),
     ) {
         let (world_size, num_stages, m) = shape;
-        let mut options = DynamicCpOptions { num_micro_batches: Some(m), ..plain(world_size, num_stages, max_tokens) };
+        let mut options = DynamicCpOptions { num_micro_batches: Some(m), ..DynamicCpOptions::new(world_size, num_stages, max_tokens) };
         if !free {
             options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
             options.micro_batch_seconds = 3.0;
@@ -243,7 +239,7 @@ fn regret_of_tiny_plans() {
     let mut regrets = Vec::new();
     for seed in 0..40_i64 {
         let lengths: Vec<i32> = (0..4).map(|i| (1 + (seed * 37 + i * i * 101 + i * 17) % 40) as i32).collect();
-        let options = DynamicCpOptions { num_micro_batches: Some(2), ..plain(2, 2, 60) };
+        let options = DynamicCpOptions { num_micro_batches: Some(2), ..DynamicCpOptions::new(2, 2, 60) };
         let plan = planned(&lengths, &options, &cost, true).unwrap();
         regrets.push(plan.seconds / optimum(&lengths, &options, &cost, 2).unwrap() - 1.0);
     }
@@ -256,7 +252,7 @@ fn regret_of_tiny_plans() {
 #[test]
 fn heavy_tails_are_balanced() {
     let lengths: Vec<i32> = (0..1024_i32).map(|i| if i % 128 == 0 { 131_072 } else { 128 + i * i % 40_009 }).collect();
-    let options = plain(64, 8, 8192);
+    let options = DynamicCpOptions::new(64, 8, 8192);
     let plan = planned(&lengths, &options, &llama_7b(), false).unwrap();
     assert!(plan.seconds < plan.balanced_seconds * 1.15, "{}", plan.seconds / plan.balanced_seconds);
     for j in 0..plan.num_micro_batches() {
@@ -272,7 +268,7 @@ fn long_documents_are_planned_close_to_the_bound() {
     for (typical, longest) in [(1000, 0), (1000, 4), (1500, 0), (1500, 4), (2000, 0), (2000, 4)] {
         let of_tail = |i: i32| if i < longest { 131_072 } else { (typical * 256 / (i - longest + 1)).min(131_072) };
         let lengths: Vec<i32> = (0..256).map(of_tail).collect();
-        let plan = planned(&lengths, &plain(64, 8, 8192), &llama_7b(), false).unwrap();
+        let plan = planned(&lengths, &DynamicCpOptions::new(64, 8, 8192), &llama_7b(), false).unwrap();
         assert!(plan.lower_bound > 1.3 * plan.balanced_seconds, "{}", plan.lower_bound / plan.balanced_seconds);
         assert!(plan.seconds < 1.001 * plan.lower_bound, "{}", plan.seconds / plan.lower_bound);
     }
@@ -282,7 +278,7 @@ fn long_documents_are_planned_close_to_the_bound() {
 /// even work, and the bound knows it.
 #[test]
 fn short_documents_leave_filling_and_draining() {
-    let plan = planned(&[100; 2000], &plain(8, 8, 8192), &llama_7b(), false).unwrap();
+    let plan = planned(&[100; 2000], &DynamicCpOptions::new(8, 8, 8192), &llama_7b(), false).unwrap();
     assert!(plan.lower_bound > 1.07 * plan.balanced_seconds, "{}", plan.lower_bound / plan.balanced_seconds);
     assert!(plan.seconds < 1.06 * plan.lower_bound, "{}", plan.seconds / plan.lower_bound);
 }
@@ -296,7 +292,7 @@ fn exchange_makes_groups_small() {
         let sizes: f64 = plan.groups.iter().map(|group| f64::from(group.cp_size).powi(2)).sum();
         sizes / (plan.num_micro_batches() * options.world_size) as f64
     };
-    let mut options = plain(64, 4, 8192);
+    let mut options = DynamicCpOptions::new(64, 4, 8192);
     let free = mean(&options);
     options.communication.seconds_per_token = llama_7b().linear_cost(1);
     let dear = mean(&options);
@@ -310,7 +306,7 @@ fn the_number_of_micro_batches_suits_what_exchange_costs() {
     let lengths: Vec<i32> = (0..512_i32).map(|i| if i % 128 == 0 { 131_072 } else { 128 + i * i % 40_009 }).collect();
     let mut regrets = Vec::new();
     for (seconds_per_token, overlap) in [(0.1, 1.0), (0.3, 1.0), (0.3, 0.0), (1.0, 0.5)] {
-        let mut options = plain(64, 8, 8192);
+        let mut options = DynamicCpOptions::new(64, 8, 8192);
         let seconds_per_token = seconds_per_token * llama_7b().linear_cost(1);
         options.communication =
             Communication { seconds_per_exchange: 256.0 * seconds_per_token, seconds_per_token, overlap };
@@ -331,7 +327,7 @@ fn the_number_of_micro_batches_suits_what_exchange_costs() {
 #[test]
 fn exchange_that_nothing_hides_is_in_the_bound() {
     let lengths = [8000; 64];
-    let mut options = plain(8, 1, 1000);
+    let mut options = DynamicCpOptions::new(8, 1, 1000);
     let free = planned(&lengths, &options, &llama_7b(), false).unwrap();
     options.communication.seconds_per_token = llama_7b().linear_cost(1);
     let dear = planned(&lengths, &options, &llama_7b(), false).unwrap();
@@ -347,7 +343,7 @@ fn exchange_that_nothing_hides_is_in_the_bound() {
 fn a_world_that_is_no_power_of_two_is_used_to_the_last_rank() {
     let lengths: Vec<i32> = (0..200).map(|i| 100 + i * 13 % 900).collect();
     for world_size in [3, 6, 12, 24, 63] {
-        let plan = planned(&lengths, &plain(world_size, 2, 4096), &llama_7b(), false).unwrap();
+        let plan = planned(&lengths, &DynamicCpOptions::new(world_size, 2, 4096), &llama_7b(), false).unwrap();
         let ratio = plan.seconds / plan.balanced_seconds;
         assert!(ratio < 1.35, "{world_size} ranks: {ratio}");
     }
@@ -355,13 +351,13 @@ fn a_world_that_is_no_power_of_two_is_used_to_the_last_rank() {
 
 #[test]
 fn no_documents_are_a_plan() {
-    let plan = planned(&[], &plain(6, 4, 10), &llama_7b(), true).unwrap();
+    let plan = planned(&[], &DynamicCpOptions::new(6, 4, 10), &llama_7b(), true).unwrap();
     assert_eq!((plan.num_micro_batches(), plan.seconds, plan.lower_bound), (4, 0.0, 0.0));
 }
 
 #[test]
 fn names_are_the_callers() {
-    let plan = plan_dynamic_cp(&of(&[5, 6]), Some(&[-7, 9]), &plain(2, 1, 10), &llama_7b()).unwrap();
+    let plan = plan_dynamic_cp(&of(&[5, 6]), Some(&[-7, 9]), &DynamicCpOptions::new(2, 1, 10), &llama_7b()).unwrap();
     let mut ids = plan.documents.clone();
     ids.sort_unstable();
     assert_eq!(ids, [-7, 9]);
@@ -371,7 +367,7 @@ fn names_are_the_callers() {
 fn errors_name_the_culprit() {
     let plan = |lengths: &[i64], options: &DynamicCpOptions| plan_dynamic_cp(&of(lengths), None, options, &llama_7b());
     let fails = |change: fn(&mut DynamicCpOptions), argument: &str| {
-        let mut options = plain(12, 4, 100);
+        let mut options = DynamicCpOptions::new(12, 4, 100);
         change(&mut options);
         assert_eq!(plan(&[50, 60], &options).unwrap_err().argument(), argument);
     };
@@ -405,15 +401,21 @@ fn errors_name_the_culprit() {
     fails(|options| options.p2p_seconds = 1.7e308, "p2p_seconds");
     fails(|options| options.micro_batch_seconds = 1.7e308, "micro_batch_seconds");
     let most = Communication { seconds_per_exchange: 1e200, seconds_per_token: 1e200, overlap: 0.0 };
-    let options =
-        DynamicCpOptions { communication: most, p2p_seconds: 1e200, micro_batch_seconds: 1e200, ..plain(12, 4, 10) };
+    let options = DynamicCpOptions {
+        communication: most,
+        p2p_seconds: 1e200,
+        micro_batch_seconds: 1e200,
+        ..DynamicCpOptions::new(12, 4, 10)
+    };
     assert!(plan(&[50, 60], &options).unwrap().seconds.is_finite());
     // 12 ranks have groups of 8.
-    let error = plan(&[50, 801, 900], &plain(12, 4, 100)).unwrap_err();
+    let error = plan(&[50, 801, 900], &DynamicCpOptions::new(12, 4, 100)).unwrap_err();
     assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 800, .. }), "{error}");
-    let error = plan(&[800, 800], &DynamicCpOptions { num_micro_batches: Some(1), ..plain(12, 4, 100) }).unwrap_err();
+    let error =
+        plan(&[800, 800], &DynamicCpOptions { num_micro_batches: Some(1), ..DynamicCpOptions::new(12, 4, 100) })
+            .unwrap_err();
     assert!(matches!(error, Error::Combination { argument: "num_micro_batches", .. }), "{error}");
-    let error = plan_dynamic_cp(&of(&[5]), Some(&[1, 2]), &plain(1, 1, 10), &llama_7b()).unwrap_err();
+    let error = plan_dynamic_cp(&of(&[5]), Some(&[1, 2]), &DynamicCpOptions::new(1, 1, 10), &llama_7b()).unwrap_err();
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
 }
 
@@ -422,7 +424,9 @@ fn errors_name_the_culprit() {
 fn costs_are_even_whatever_the_lengths() {
     let lengths: Vec<i32> = (0..400_i32).map(|i| 100 + i * i % 4001).collect();
     let costs: Vec<f64> = lengths.iter().map(|&length| f64::from(length).powi(2)).collect();
-    let seconds = |lengths: &[i32]| planned(lengths, &plain(8, 4, 1 << 20), &column(&costs), false).unwrap().seconds;
+    let seconds = |lengths: &[i32]| {
+        planned(lengths, &DynamicCpOptions::new(8, 4, 1 << 20), &column(&costs), false).unwrap().seconds
+    };
     let others: Vec<i32> = lengths.iter().map(|&length| 5000 - length).collect();
     assert_eq!(seconds(&lengths), seconds(&others));
 }
@@ -432,7 +436,7 @@ fn errors_name_the_wrong_cost() {
     let lengths = of(&[50, 60]);
     let plan = |costs: &[f64], columns: usize, attention: Option<&[f64]>, communication: Communication| {
         let costs = DocumentCosts::new(costs.to_vec(), costs.len() / columns, columns, &[]).unwrap();
-        let options = DynamicCpOptions { communication, ..plain(12, 4, 100) };
+        let options = DynamicCpOptions { communication, ..DynamicCpOptions::new(12, 4, 100) };
         plan_dynamic_cp(&lengths, None, &options, Costs::Given { costs: &costs, attention })
     };
     let free = Communication::default();
@@ -464,7 +468,7 @@ fn errors_name_the_wrong_cost() {
 #[test]
 fn few_micro_batches_are_tried_where_each_costs() {
     let lengths = [100; 8];
-    let mut options = plain(8, 8, 1000);
+    let mut options = DynamicCpOptions::new(8, 8, 1000);
     let counts = |options: &DynamicCpOptions| {
         let plan = planned(&lengths, options, &llama_7b(), true).unwrap();
         (plan.num_micro_batches(), plan.sweep[0].0, plan.seconds)
@@ -489,7 +493,7 @@ fn no_fewer_micro_batches_than_wanted() {
                 num_virtual_stages,
                 min_micro_batches: Some(wanted),
                 micro_batch_seconds,
-                ..plain(4, 4, 100)
+                ..DynamicCpOptions::new(4, 4, 100)
             };
             let plan = planned(&[100, 7], &options, &llama_7b(), true).unwrap();
             assert!(plan.num_micro_batches() >= expected);
@@ -508,7 +512,7 @@ fn interleaved_pipelines_take_any_number_in_equal_rounds() {
             num_virtual_stages: 2,
             min_micro_batches: least,
             micro_batch_seconds: 1.0,
-            ..plain(2, num_stages, 1000)
+            ..DynamicCpOptions::new(2, num_stages, 1000)
         };
         let lengths = vec![1000; documents];
         let plan = planned(&lengths, &options, &cost, true).unwrap();
@@ -535,7 +539,8 @@ fn interleaved_pipelines_take_any_number_in_equal_rounds() {
 fn larger_rounds_have_no_more_under_way() {
     let cost = CostModel::analytic(0.0, 1e-6, Mask::Causal).unwrap();
     let plan = |lengths: &[i32], least| {
-        let options = DynamicCpOptions { num_virtual_stages: 2, micro_batch_seconds: 1.0, ..plain(1, 4, 1000) };
+        let options =
+            DynamicCpOptions { num_virtual_stages: 2, micro_batch_seconds: 1.0, ..DynamicCpOptions::new(1, 4, 1000) };
         let options = DynamicCpOptions { min_micro_batches: Some(least), ..options };
         planned(lengths, &options, &cost, true).unwrap().num_micro_batches()
     };
@@ -547,7 +552,7 @@ fn larger_rounds_have_no_more_under_way() {
 #[test]
 fn one_round_has_to_be_worth_its_memory() {
     let lengths = [3000, 17000, 2000, 1000, 5000, 6000, 3000, 17000];
-    let options = DynamicCpOptions { num_virtual_stages: 2, ..plain(2, 4, 200_000) };
+    let options = DynamicCpOptions { num_virtual_stages: 2, ..DynamicCpOptions::new(2, 4, 200_000) };
     let plan = planned(&lengths, &options, &llama_7b(), true).unwrap();
     let fastest = plan.sweep.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
     assert!(in_one_round(fastest.0, &options), "{:?}", plan.sweep);
@@ -558,10 +563,10 @@ fn one_round_has_to_be_worth_its_memory() {
 #[test]
 fn memory_that_forces_too_many_micro_batches_is_an_error() {
     let plan = |lengths: &[i64], options: &DynamicCpOptions| plan_dynamic_cp(&of(lengths), None, options, &llama_7b());
-    let error = plan(&[4096; 5000], &plain(4096, 1, 1)).unwrap_err();
+    let error = plan(&[4096; 5000], &DynamicCpOptions::new(4096, 1, 1)).unwrap_err();
     let expected = Error::OutOfRange { argument: "max_tokens_per_rank", value: 1, minimum: 5, maximum: 2_147_483_647 };
     assert_eq!(error, expected);
     // 512 micro-batches would hold all tokens, but no two of these documents; a plan has at most 1024.
-    let error = plan(&[4098; 1025], &plain(4096, 1, 2)).unwrap_err();
+    let error = plan(&[4098; 1025], &DynamicCpOptions::new(4096, 1, 2)).unwrap_err();
     assert!(matches!(error, Error::Combination { argument: "max_tokens_per_rank", .. }), "{error}");
 }

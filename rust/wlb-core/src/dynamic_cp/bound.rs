@@ -10,9 +10,9 @@
 //! after the other; on the first stage the forward of micro-batch `j` comes behind all forwards before it and the
 //! backwards up to `j - p`.
 
-use super::cost::Communication;
+use super::cost::{Communication, Load};
 use super::options::DynamicCpOptions;
-use super::solver::{Document, Problem};
+use super::problem::{Document, Problem};
 
 /// A step takes at least this long, whatever the plan, in seconds.
 ///
@@ -74,20 +74,31 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
 /// A group of `c` ranks with documents of `T` tokens and attention `a` in all takes, of all its ranks together,
 /// `c (c - 1) l + T (c - 1) s - h a` for exchange, if that is above 0: latency `l`, `s` a token, a part `h` of attention
 /// hides it. As a rank has no more than `M` tokens, `T <= c M`, and the first is at least `T (c - 1) l / M`. So it takes
-/// no less than the sum of `t (c - 1) (s + l / M) - h a` over its documents, which grows with `c`; and nothing for
-/// `c = 1`. All groups together take no less than the sum of each document's least of these; nor than nothing.
+/// no less than the sum of `t (c - 1) (s + l / M) - h a` over its documents, which grows with `c`; and no less than
+/// nothing. Count the sum for groups of at least `C` ranks, and nothing for others: all groups together take no less
+/// than the sum of each document's least of these. That holds for every `C`: a large one does not let documents that
+/// hide much on few ranks hide what those that need many have to exchange.
 fn exchanged(problem: &Problem) -> f64 {
-    let Communication { seconds_per_exchange, seconds_per_token, overlap } = problem.cost.communication;
-    let per_token = seconds_per_token + seconds_per_exchange / problem.max_tokens_per_rank as f64;
-    let of = |document: &Document| {
-        let load = &document.load;
-        let on = |cp_size: usize| load.tokens as f64 * (cp_size - 1) as f64 * per_token - overlap * load.attention;
-        let alone = problem.fits(load, 1);
-        let shared = problem.group_sizes().find(|&cp_size| cp_size > 1 && problem.fits(load, cp_size)).map(on);
-        let least = shared.unwrap_or(0.0);
-        if alone { least.min(0.0) } else { least }
+    let Communication { overlap, .. } = problem.cost.communication;
+    let per_token = |communication: Communication| {
+        communication.seconds_per_token + communication.seconds_per_exchange / problem.max_tokens_per_rank as f64
     };
-    problem.documents.iter().map(of).sum::<f64>().max(0.0)
+    let across = per_token(problem.cost.communication);
+    let inside = across.min(per_token(problem.cost.of_size(1)));
+    let on = |load: &Load, cp_size: usize| {
+        let price = if cp_size <= problem.cost.ranks_of_node() { inside } else { across };
+        load.tokens as f64 * (cp_size - 1) as f64 * price - overlap * load.attention
+    };
+    let from = |counted: usize| {
+        let of = |document: &Document| {
+            let smallest = problem.smallest(&document.load);
+            let least = on(&document.load, smallest.max(counted));
+            if smallest < counted { least.min(0.0) } else { least }
+        };
+        problem.documents.iter().map(of).sum::<f64>()
+    };
+    let counted = std::iter::successors(Some(2), |size| Some(2 * size));
+    counted.take_while(|&size| size <= problem.largest_group).map(from).fold(0.0, f64::max)
 }
 
 /// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a
@@ -105,15 +116,21 @@ struct Least {
 impl Least {
     fn of(problem: &Problem, document: &Document) -> Self {
         let constant = problem.cost.micro_batch_seconds;
-        let mut least = Self { mean: f64::INFINITY, fewer: f64::INFINITY, whole: f64::INFINITY };
-        for cp_size in problem.group_sizes().filter(|&cp_size| problem.fits(&document.load, cp_size)) {
+        let least_on = |least, most| problem.least_seconds(&document.load, least, most);
+        let largest = problem.largest_group;
+        let mean = |cp_size: usize| {
             let seconds = problem.cost.seconds(&document.load, cp_size);
-            let mean = constant + (seconds - constant) * (cp_size as f64 / problem.world_size as f64);
-            least.mean = least.mean.min(mean);
-            let place = if cp_size == problem.world_size { &mut least.whole } else { &mut least.fewer };
-            *place = place.min(seconds);
+            constant + (seconds - constant) * (cp_size as f64 / problem.world_size as f64)
+        };
+        // All ranks of a group together take no less for more of them; where exchange has one price.
+        let smallest = problem.smallest(&document.load);
+        let across = problem.cost.ranks_of_node().saturating_add(1).max(smallest);
+        let across = if across <= largest { mean(across) } else { f64::INFINITY };
+        Self {
+            mean: mean(smallest).min(across),
+            fewer: least_on(1, largest.min(problem.world_size - 1)),
+            whole: if largest == problem.world_size { least_on(largest, largest) } else { f64::INFINITY },
         }
-        least
     }
 
     /// What any of both takes at least.

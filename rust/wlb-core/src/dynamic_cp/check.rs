@@ -7,7 +7,7 @@ use crate::limits::{MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 
 use super::cost::{Costs, MAX_SECONDS, check_seconds};
 use super::counts::{limit, whole};
-use super::options::DynamicCpOptions;
+use super::options::{DynamicCpOptions, GroupSizes};
 
 /// The size of the largest group, if nothing is wrong.
 pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<usize> {
@@ -40,6 +40,7 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
         return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
     options.communication.check()?;
+    options.node.map_or(Ok(()), |node| node.check())?;
     check_seconds("micro_batch_seconds", options.micro_batch_seconds)?;
     check_seconds("p2p_seconds", options.p2p_seconds)?;
     match costs {
@@ -48,7 +49,10 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     }
     let largest = options.max_cp_size.unwrap_or(world_size);
     size("max_cp_size", largest, world_size)?;
-    let largest_group = 1 << largest.ilog2();
+    let largest_group = match options.group_sizes {
+        GroupSizes::PowersOfTwo => 1 << largest.ilog2(),
+        GroupSizes::Any => largest,
+    };
     if let Costs::Model(model) = costs {
         model.check_finite(lengths)?;
     }
@@ -111,7 +115,7 @@ fn check_given(
             let value = attention[index];
             return Err(Error::Entry { argument: "attention_costs", index, value, requirement });
         }
-    } else if options.communication.hides() {
+    } else if options.hides() {
         let requirement = "is missing: attention hides the exchange (cp_overlap), and how much of costs is attention \
                            nobody knows; pass it, or cp_overlap=0";
         return Err(Error::Combination { argument: "attention_costs", requirement });
@@ -124,6 +128,8 @@ fn check_unit(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> 
     let seconds = [
         ("cp_seconds_per_exchange", options.communication.seconds_per_exchange),
         ("cp_seconds_per_token", options.communication.seconds_per_token),
+        ("cp_seconds_per_exchange_in_node", options.node.map_or(0.0, |node| node.seconds_per_exchange)),
+        ("cp_seconds_per_token_in_node", options.node.map_or(0.0, |node| node.seconds_per_token)),
         ("micro_batch_seconds", options.micro_batch_seconds),
         ("p2p_seconds", options.p2p_seconds),
     ];

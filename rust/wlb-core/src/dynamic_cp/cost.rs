@@ -1,7 +1,8 @@
 //! What a group of documents costs on a group of ranks.
 
 use crate::cost::{CostModel, DocumentCosts};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_range};
+use crate::limits::MAX_WORLD_SIZE;
 
 /// Most seconds of an option: times all tokens, ranks and micro-batches that a plan may have, they are still finite.
 pub(super) const MAX_SECONDS: f64 = 1e200;
@@ -38,10 +39,27 @@ impl Communication {
         }
         Ok(())
     }
+}
 
-    /// Whether it matters what part of the work is attention.
-    pub(super) fn hides(&self) -> bool {
-        self.overlap > 0.0 && (self.seconds_per_exchange > 0.0 || self.seconds_per_token > 0.0)
+/// Ranks that are close to one another: what exchange costs in a group of ranks of one node.
+///
+/// Rank `r` of a stage is in node `r / ranks`. A group with ranks of several nodes pays what [`Communication`] says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Node {
+    /// Ranks of a stage on each node.
+    pub ranks: usize,
+    /// In the place of [`Communication::seconds_per_exchange`].
+    pub seconds_per_exchange: f64,
+    /// In the place of [`Communication::seconds_per_token`].
+    pub seconds_per_token: f64,
+}
+
+impl Node {
+    /// Checks every field.
+    pub(super) fn check(&self) -> Result<()> {
+        check_range("ranks_per_node", self.ranks as i64, 1, MAX_WORLD_SIZE as i64)?;
+        check_seconds("cp_seconds_per_exchange_in_node", self.seconds_per_exchange)?;
+        check_seconds("cp_seconds_per_token_in_node", self.seconds_per_token)
     }
 }
 
@@ -94,11 +112,11 @@ impl Costs<'_> {
         match self {
             Self::Model(model) => {
                 let (attention, linear) = (model.attention_cost(length), model.linear_cost(length));
-                Load { attention, linear, constant: model.document(), tokens }
+                Load { attention, linear, constant: model.document(), tokens, documents: 1 }
             }
             Self::Given { costs, attention } => {
                 let attention = attention.map_or(0.0, |attention| attention[index]);
-                Load { attention, linear: costs.values()[index] - attention, constant: 0.0, tokens }
+                Load { attention, linear: costs.values()[index] - attention, constant: 0.0, tokens, documents: 1 }
             }
         }
     }
@@ -112,6 +130,7 @@ pub(super) struct Load {
     /// The documents' constants: every rank of a group has a part of each, so that more ranks do not share them.
     constant: f64,
     pub(super) tokens: i64,
+    pub(super) documents: u32,
 }
 
 impl Load {
@@ -137,6 +156,7 @@ impl std::ops::Add for Load {
             linear: self.linear + other.linear,
             constant: self.constant + other.constant,
             tokens: self.tokens + other.tokens,
+            documents: self.documents + other.documents,
         }
     }
 }
@@ -145,6 +165,7 @@ impl std::ops::Add for Load {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupCost {
     pub(super) communication: Communication,
+    pub(super) node: Option<Node>,
     /// What every micro-batch takes, whatever is in it.
     pub(super) micro_batch_seconds: f64,
     /// What every document takes on each rank of its group, whatever its length.
@@ -154,15 +175,52 @@ pub(super) struct GroupCost {
 impl GroupCost {
     /// Whether larger groups cost nothing.
     pub(super) fn is_free(&self) -> bool {
-        self.communication.seconds_per_exchange == 0.0
-            && self.communication.seconds_per_token == 0.0
-            && self.document_seconds == 0.0
+        let costs = |communication: Communication| {
+            communication.seconds_per_exchange > 0.0 || communication.seconds_per_token > 0.0
+        };
+        !costs(self.communication) && !costs(self.inside()) && self.document_seconds == 0.0
     }
 
-    /// Through the whole model, forward and backward, on each of `cp_size` ranks. Never decreases with the load.
+    /// The exchange of a group inside a node.
+    fn inside(&self) -> Communication {
+        match self.node {
+            Some(Node { seconds_per_exchange, seconds_per_token, .. }) => {
+                Communication { seconds_per_exchange, seconds_per_token, ..self.communication }
+            }
+            None => self.communication,
+        }
+    }
+
+    /// Ranks inside which exchange costs the same wherever a group is: of a node, or all.
+    pub(super) fn ranks_of_node(&self) -> usize {
+        self.node.map_or(usize::MAX, |node| node.ranks)
+    }
+
+    /// The exchange of a group of that size, inside a node where it can be.
+    pub(super) fn of_size(&self, cp_size: usize) -> Communication {
+        if cp_size <= self.ranks_of_node() { self.inside() } else { self.communication }
+    }
+
+    /// Through the whole model, forward and backward, on each of `cp_size` ranks, inside a node where they can be. Never
+    /// decreases with the load.
     #[inline]
     pub(super) fn seconds(&self, load: &Load, cp_size: usize) -> f64 {
-        let Communication { seconds_per_exchange, seconds_per_token, overlap } = self.communication;
+        self.with(self.of_size(cp_size), load, cp_size)
+    }
+
+    /// The same on the ranks from `first` on.
+    #[inline]
+    pub(super) fn at(&self, first: u32, load: &Load, cp_size: usize) -> f64 {
+        let communication = match self.node {
+            Some(node) if first as usize % node.ranks + cp_size <= node.ranks => self.inside(),
+            _ => self.communication,
+        };
+        self.with(communication, load, cp_size)
+    }
+
+    #[inline]
+    fn with(&self, communication: Communication, load: &Load, cp_size: usize) -> f64 {
+        let Communication { seconds_per_exchange, seconds_per_token, overlap } = communication;
         let ranks = cp_size as f64;
         let exchanges = ranks - 1.0;
         let exchange = if load.tokens == 0 {

@@ -1,6 +1,6 @@
 //! How much work documents are where sharing them among more ranks makes them more.
 
-use super::solver::Problem;
+use super::problem::Problem;
 
 /// A level is this many times the one below: the fourth root of 2.
 const STEP: f64 = 1.189_207_115_002_721;
@@ -34,7 +34,7 @@ impl Demand {
         for document in &problem.documents {
             let mut from = levels.len();
             let fastest = problem.fastest(&document.load);
-            for cp_size in problem.group_sizes().filter(|&cp_size| problem.fits(&document.load, cp_size)) {
+            for cp_size in problem.sizes_for(&document.load) {
                 let seconds = problem.cost.seconds(&document.load, cp_size) - constant;
                 let work = seconds * cp_size as f64 / world;
                 let level = levels.partition_point(|level| level.0 < seconds);
@@ -43,7 +43,7 @@ impl Demand {
                     more[from] -= work;
                     from = level;
                 }
-                if cp_size == fastest.0 {
+                if cp_size >= fastest.0 {
                     break;
                 }
             }

@@ -19,20 +19,25 @@
 //! | `sweep` | tries numbers of micro-batches and block sizes, and keeps what the simulation finds fastest |
 //! | `plan` | what comes of it |
 
+mod block;
 mod bound;
 mod check;
 mod cost;
 mod counts;
 mod demand;
+mod draft;
+mod halving;
 mod options;
 mod plan;
+mod problem;
+mod ranks;
 mod relaxed;
 mod shape;
 mod simulate;
 mod solver;
 mod sweep;
 
-pub use cost::{Communication, Costs};
-pub use options::DynamicCpOptions;
+pub use cost::{Communication, Costs, Node};
+pub use options::{DynamicCpOptions, GroupSizes};
 pub use plan::{DynamicCpPlan, Group};
 pub use sweep::plan_dynamic_cp;

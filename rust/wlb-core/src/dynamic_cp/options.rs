@@ -1,8 +1,21 @@
 //! The machine that Dynamic-CP plans for, and what a plan may do.
 
+use crate::error::named_choices;
 use crate::pipeline::{PipelineOptions, Schedule};
 
-use super::cost::Communication;
+use super::cost::{Communication, Node};
+
+named_choices! {
+    /// Which groups of neighbouring ranks a plan may have.
+    #[derive(Default)]
+    GroupSizes, "group_sizes" {
+        /// Powers of two, each from a multiple of its size on: few enough to be made before training.
+        #[default]
+        PowersOfTwo = "powers_of_two",
+        /// Of any size, from any rank on.
+        Any = "any",
+    }
+}
 
 /// The machine, and what a plan may do.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,8 +28,10 @@ pub struct DynamicCpOptions {
     pub num_virtual_stages: usize,
     /// Most tokens of a rank in one micro-batch: a memory bound.
     pub max_tokens_per_rank: i32,
-    /// Largest group; `world_size` if not given. Rounded down to a power of two.
+    /// Largest group; `world_size` if not given. Rounded down to a power of two where groups are.
     pub max_cp_size: Option<usize>,
+    /// Which groups there may be.
+    pub group_sizes: GroupSizes,
     /// Micro-batches of the step; swept if not given.
     pub num_micro_batches: Option<usize>,
     /// The sweep tries no fewer: for schedules that need so many.
@@ -25,6 +40,8 @@ pub struct DynamicCpOptions {
     pub max_micro_batches: Option<usize>,
     /// What larger groups cost.
     pub communication: Communication,
+    /// What they cost inside a node, where that is something else.
+    pub node: Option<Node>,
     /// Latency between pipeline stages.
     pub p2p_seconds: f64,
     /// What every micro-batch takes through the whole model, whatever is in it.
@@ -32,6 +49,32 @@ pub struct DynamicCpOptions {
 }
 
 impl DynamicCpOptions {
+    /// Exchange that costs nothing, powers of two, a number of micro-batches to be found; for what is changed of that.
+    pub fn new(world_size: usize, num_stages: usize, max_tokens_per_rank: i32) -> Self {
+        Self {
+            world_size,
+            num_stages,
+            num_virtual_stages: 1,
+            max_tokens_per_rank,
+            max_cp_size: None,
+            group_sizes: GroupSizes::default(),
+            num_micro_batches: None,
+            min_micro_batches: None,
+            max_micro_batches: None,
+            communication: Communication::default(),
+            node: None,
+            p2p_seconds: 0.0,
+            micro_batch_seconds: 0.0,
+        }
+    }
+
+    /// Whether it matters what part of the work is attention: it hides exchange.
+    pub(super) fn hides(&self) -> bool {
+        let in_node = self.node.is_some_and(|node| node.seconds_per_exchange > 0.0 || node.seconds_per_token > 0.0);
+        let Communication { seconds_per_exchange, seconds_per_token, overlap } = self.communication;
+        overlap > 0.0 && (in_node || seconds_per_exchange > 0.0 || seconds_per_token > 0.0)
+    }
+
     /// The pipeline that runs that many micro-batches.
     pub(super) fn pipeline(&self, num_micro_batches: usize) -> PipelineOptions {
         let &Self { num_stages, num_virtual_stages, .. } = self;

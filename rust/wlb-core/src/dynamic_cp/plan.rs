@@ -5,9 +5,9 @@ use std::ops::Range;
 /// Ranks that share the documents of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Group {
-    /// First of its ranks, a multiple of `cp_size`.
+    /// First of its ranks; a multiple of `cp_size`, where groups are powers of two.
     pub first_rank: u32,
-    /// Number of ranks, a power of two.
+    /// Number of ranks.
     pub cp_size: u32,
     /// Through the whole model, forward and backward, on each of its ranks.
     pub seconds: f64,

@@ -2,7 +2,7 @@
 
 use crate::pipeline::{Buffers, Pipeline};
 
-use super::solver::Problem;
+use super::problem::Problem;
 
 /// How much faster it first hopes to become in one step, and what is left of that hope after a step in vain.
 const HOPE: f64 = 0.02;

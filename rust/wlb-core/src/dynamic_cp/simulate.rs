@@ -3,8 +3,8 @@
 use crate::interrupt::Meter;
 use crate::pipeline::{Kind, Pipeline};
 
+use super::draft::Draft;
 use super::options::DynamicCpOptions;
-use super::solver::Draft;
 
 /// Seconds of a step: the pipeline's ops on every rank, where the ranks of a group start together.
 ///

@@ -10,12 +10,13 @@ use super::check::check;
 use super::cost::{Costs, GroupCost};
 use super::counts::{Counts, candidates, limit, price, whole};
 use super::demand::Demand;
+use super::draft::{self, Draft};
 use super::options::DynamicCpOptions;
 use super::plan::{DynamicCpPlan, Group};
+use super::problem::Problem;
 use super::relaxed::Relaxed;
 use super::shape;
 use super::simulate;
-use super::solver::{self, Draft, Problem};
 
 /// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
 const FIRST_STEPS: usize = 6;
@@ -56,22 +57,10 @@ const MAX_OPS: usize = 1 << 16;
 ///
 /// # Example
 /// ```
-/// use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, plan_dynamic_cp};
+/// use wlb_core::dynamic_cp::{DynamicCpOptions, plan_dynamic_cp};
 /// use wlb_core::{CostModel, Lengths, Mask};
 ///
-/// let options = DynamicCpOptions {
-///     world_size: 4,
-///     num_stages: 1,
-///     num_virtual_stages: 1,
-///     max_tokens_per_rank: 1000,
-///     max_cp_size: None,
-///     num_micro_batches: Some(1),
-///     min_micro_batches: None,
-///     max_micro_batches: None,
-///     communication: Communication::default(),
-///     p2p_seconds: 0.0,
-///     micro_batch_seconds: 0.0,
-/// };
+/// let options = DynamicCpOptions { num_micro_batches: Some(1), ..DynamicCpOptions::new(4, 1, 1000) };
 /// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
 /// let plan = plan_dynamic_cp(&Lengths::new("lengths", &[2000, 1000, 1000])?, None, &options, &cost)?;
 /// // The long document gets two of the four ranks, the short ones one each.
@@ -93,10 +82,14 @@ pub fn plan_dynamic_cp<'a>(
     // A constant of the cost model is one more that every micro-batch takes.
     let micro_batch_seconds = options.micro_batch_seconds + costs.micro_batch();
     let options = &DynamicCpOptions { micro_batch_seconds, ..options.clone() };
-    let cost =
-        GroupCost { communication: options.communication, micro_batch_seconds, document_seconds: costs.document() };
+    let cost = GroupCost {
+        communication: options.communication,
+        node: options.node,
+        micro_batch_seconds,
+        document_seconds: costs.document(),
+    };
     let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
-    let problem = Problem::new(lengths, costs, cost, world_size, largest_group, max_tokens_per_rank);
+    let problem = Problem::new(lengths, costs, cost, options, largest_group);
     let Counts { least, start, most } = Counts::new(lengths, options)?;
     let mut counts = candidates(options, least, start - 1);
     counts.extend(candidates(options, start, most));
@@ -137,8 +130,8 @@ pub fn plan_dynamic_cp<'a>(
     let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
     let documents: Vec<usize> =
         draft.documents.iter().map(|&document| problem.documents[document as usize].index as usize).collect();
-    let group = |group: &solver::Group| {
-        let solver::Group { first_rank, cp_size, seconds, .. } = *group;
+    let group = |group: &draft::Group| {
+        let draft::Group { first_rank, cp_size, seconds, .. } = *group;
         Group { first_rank, cp_size, seconds }
     };
     Ok(DynamicCpPlan {
@@ -284,7 +277,7 @@ impl<'a> Search<'a> {
         let others: Vec<usize> =
             self.sweep.iter().filter(|other| other.0 != count && other.1 <= close).map(|other| other.0).collect();
         let mut base = None;
-        for size in self.problem.group_sizes().filter(|&size| size < largest) {
+        for size in self.problem.base_sizes().into_iter().filter(|&size| size < largest) {
             for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
                 if self.scaled(candidate, size, true)? {
                     base = Some(size);
@@ -319,7 +312,7 @@ impl<'a> Search<'a> {
     /// Tries sizes of blocks, where exchange costs: larger ones are more even, smaller ones exchange less. All of them
     /// at first; then from the one that suited the best so far, as long as it gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
-        let sizes: Vec<usize> = self.problem.group_sizes().collect();
+        let sizes: Vec<usize> = self.problem.base_sizes();
         let Some(middle) = self.suited.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
             for &size in &sizes {
                 self.solve(candidate, size, pipeline)?;
@@ -420,7 +413,7 @@ impl<'a> Search<'a> {
         if num_virtual_stages == 1 || whole || self.options.num_micro_batches.is_some() {
             return Ok(true);
         }
-        let fullest = self.problem.fullest(draft);
+        let fullest = draft.fullest(&self.problem.documents);
         let tokens: Vec<f64> = order.iter().map(|&micro_batch| fullest[micro_batch] as f64).collect();
         let held = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
         let passes = (num_virtual_stages + 1) * num_stages - 1;

@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use wlb_core::cost::Unit;
-use wlb_core::dynamic_cp::{Costs, DynamicCpOptions, DynamicCpPlan, Group, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, GroupSizes, plan_dynamic_cp};
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
 use wlb_core::{Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
@@ -51,8 +52,7 @@ pub(crate) fn planned<'a>(
     let costs = costs.into();
     let values: Vec<i64> = lengths.iter().map(|&length| i64::from(length)).collect();
     let checked = Lengths::new("lengths", &values).unwrap();
-    let largest_group = 1_i64 << options.max_cp_size.unwrap_or(options.world_size).ilog2();
-    let limit = (largest_group * i64::from(options.max_tokens_per_rank)).min(i64::from(i32::MAX));
+    let limit = (largest_group(options) as i64 * i64::from(options.max_tokens_per_rank)).min(i64::from(i32::MAX));
     match plan_dynamic_cp(&checked, None, options, costs) {
         Ok(plan) => {
             assert!(values.iter().all(|&length| length <= limit));
@@ -97,6 +97,12 @@ pub(crate) fn planned<'a>(
     }
 }
 
+/// Ranks of the largest group there may be.
+fn largest_group(options: &DynamicCpOptions) -> usize {
+    let most = options.max_cp_size.unwrap_or(options.world_size);
+    (1..=most).rfind(|&size| options.group_sizes == GroupSizes::Any || size.is_power_of_two()).unwrap()
+}
+
 /// Whether the pipeline takes that many micro-batches.
 pub(crate) fn in_equal_rounds(m: usize, options: &DynamicCpOptions) -> bool {
     options.num_virtual_stages == 1 || m.is_multiple_of((m / options.num_stages).max(1))
@@ -126,8 +132,9 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
         let mut owner = vec![None; options.world_size];
         for g in groups {
             let Group { first_rank, cp_size, .. } = plan.groups[g];
-            assert!(cp_size.is_power_of_two() && first_rank % cp_size == 0, "group {g} is misaligned");
-            assert!(cp_size as usize <= options.max_cp_size.unwrap_or(options.world_size));
+            let aligned = cp_size.is_power_of_two() && first_rank % cp_size == 0;
+            assert!(aligned || options.group_sizes == GroupSizes::Any, "group {g} is misaligned");
+            assert!(1 <= cp_size && cp_size as usize <= options.max_cp_size.unwrap_or(options.world_size));
             for rank in first_rank..first_rank + cp_size {
                 assert_eq!(owner[rank as usize].replace(g), None, "rank {rank} is in two groups of micro-batch {j}");
             }
@@ -191,7 +198,7 @@ fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOpt
     let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
     for (g, group) in plan.groups.iter().enumerate() {
         let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&id| id as usize).collect();
-        let expected = group_seconds(&documents, lengths, group.cp_size as usize, options, works);
+        let expected = group_seconds(&documents, lengths, group.ranks(), options, works);
         assert!(close(group.seconds, expected), "group {g}: {} is not {expected}", group.seconds);
     }
     assert!(close(plan.balanced_seconds, works.total() / (options.world_size * options.num_stages) as f64));
@@ -217,19 +224,25 @@ fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOpt
 pub(crate) fn group_seconds(
     documents: &[usize],
     lengths: &[i32],
-    cp_size: usize,
+    ranks: Range<usize>,
     options: &DynamicCpOptions,
     works: &Works,
 ) -> f64 {
-    let c = cp_size as f64;
+    let c = ranks.len() as f64;
     let attention: f64 = documents.iter().map(|&document| works.attention[document]).sum();
     let linear: f64 = documents.iter().map(|&document| works.linear[document]).sum();
     let tokens: f64 = documents.iter().map(|&document| f64::from(lengths[document])).sum();
     let exchange = if documents.is_empty() {
         0.0
     } else {
-        let communication = options.communication;
-        (c - 1.0) * communication.seconds_per_exchange + tokens * (c - 1.0) / c * communication.seconds_per_token
+        let Communication { seconds_per_exchange, seconds_per_token, .. } = options.communication;
+        let (latency, per_token) = match options.node {
+            Some(node) if ranks.clone().all(|rank| rank / node.ranks == ranks.start / node.ranks) => {
+                (node.seconds_per_exchange, node.seconds_per_token)
+            }
+            _ => (seconds_per_exchange, seconds_per_token),
+        };
+        (c - 1.0) * latency + tokens * (c - 1.0) / c * per_token
     };
     let exposed = f64::max(0.0, exchange - options.communication.overlap * attention / c);
     // Every rank has a part of each document.
@@ -305,7 +318,7 @@ pub(crate) fn optimum<'a>(
     m: usize,
 ) -> Option<f64> {
     let works = Works::of(lengths, costs.into());
-    let ways = partitions(options.world_size, 0, options.max_cp_size.unwrap_or(options.world_size));
+    let ways = partitions(options, 0);
     let mut best: Option<f64> = None;
     let choices = ways.len().pow(m as u32);
     for choice in 0..choices {
@@ -328,8 +341,10 @@ pub(crate) fn optimum<'a>(
                     if tokens > i64::from(cp_size) * i64::from(options.max_tokens_per_rank) {
                         continue 'placement;
                     }
-                    let seconds = group_seconds(documents, lengths, cp_size as usize, options, &works);
-                    groups.push(Group { first_rank, cp_size, seconds });
+                    let seconds = 0.0;
+                    let group = Group { first_rank, cp_size, seconds };
+                    let seconds = group_seconds(documents, lengths, group.ranks(), options, &works);
+                    groups.push(Group { seconds, ..group });
                 }
                 plan.push(groups);
             }
@@ -340,20 +355,18 @@ pub(crate) fn optimum<'a>(
     best
 }
 
-/// All ways to cut ranks `first..world_size` into aligned powers of two, as (first rank, size).
-fn partitions(world_size: usize, first: usize, largest: usize) -> Vec<Vec<(u32, u32)>> {
-    if first == world_size {
+/// All ways to cut the ranks from `first` on into groups that there may be, as (first rank, size).
+fn partitions(options: &DynamicCpOptions, first: usize) -> Vec<Vec<(u32, u32)>> {
+    if first == options.world_size {
         return vec![Vec::new()];
     }
-    let mut ways = Vec::new();
-    for bit in 0..usize::BITS {
-        let size = 1_usize << bit;
-        if size > largest || !first.is_multiple_of(size) || first + size > world_size {
-            break;
-        }
-        for rest in partitions(world_size, first + size, largest) {
-            ways.push([vec![(first as u32, size as u32)], rest].concat());
-        }
-    }
-    ways
+    let may_be = |&size: &usize| {
+        let aligned = size.is_power_of_two() && first.is_multiple_of(size);
+        first + size <= options.world_size && (aligned || options.group_sizes == GroupSizes::Any)
+    };
+    let with = |size: usize| {
+        let rests = partitions(options, first + size).into_iter();
+        rests.map(move |rest| [vec![(first as u32, size as u32)], rest].concat())
+    };
+    (1..=largest_group(options)).filter(may_be).flat_map(with).collect()
 }

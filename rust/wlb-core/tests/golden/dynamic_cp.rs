@@ -66,10 +66,7 @@ impl DynamicCpCase {
     fn options(&self) -> DynamicCpOptions {
         let machine = &self.machine;
         DynamicCpOptions {
-            world_size: machine.world_size,
-            num_stages: machine.num_stages,
             num_virtual_stages: machine.num_virtual_stages.unwrap_or(1),
-            max_tokens_per_rank: machine.max_tokens_per_rank,
             max_cp_size: machine.max_cp_size,
             num_micro_batches: machine.num_micro_batches,
             min_micro_batches: machine.min_micro_batches,
@@ -81,6 +78,7 @@ impl DynamicCpCase {
             },
             p2p_seconds: machine.p2p_seconds.unwrap_or(0.0),
             micro_batch_seconds: machine.micro_batch_seconds.unwrap_or(0.0),
+            ..DynamicCpOptions::new(machine.world_size, machine.num_stages, machine.max_tokens_per_rank)
         }
     }
 }
@@ -96,7 +94,7 @@ impl Case for DynamicCpCase {
             let of_micro_batch = plan.groups_of(j).map(|g| {
                 let Group { first_rank, cp_size, .. } = plan.groups[g];
                 let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&i| i as usize).collect();
-                let seconds = group_seconds(&documents, &self.lengths, cp_size as usize, &options, &works);
+                let seconds = group_seconds(&documents, &self.lengths, plan.groups[g].ranks(), &options, &works);
                 let document_ids = documents.into_iter().map(name).collect();
                 (CpGroup { first_rank, cp_size, document_ids, seconds }, Group { first_rank, cp_size, seconds })
             });

@@ -1,0 +1,296 @@
+//! What is planned, the same for every number of micro-batches.
+
+use crate::limits::MAX_TOKENS;
+use crate::longest_first::longest_first;
+
+use super::block::Block;
+use super::cost::{Costs, GroupCost, Load};
+use super::options::{DynamicCpOptions, GroupSizes};
+
+/// A document as the solver sees it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Document {
+    pub(super) index: u32,
+    pub(super) load: Load,
+}
+
+/// The gain of a problem whose targets are those of an exchange that costs nothing.
+const AS_IF_FREE: f64 = 1.0;
+
+/// What is the same for every number of micro-batches.
+pub(super) struct Problem {
+    /// Costliest first; of equal costs longest first, then as they came.
+    pub(super) documents: Vec<Document>,
+    /// Their positions, longest first, where that is another order.
+    pub(super) by_tokens: Option<Vec<u32>>,
+    /// A document that is not done in time on any group gets twice the ranks while that makes it so much faster.
+    pub(super) gain: f64,
+    pub(super) total_work: f64,
+    pub(super) cost: GroupCost,
+    pub(super) world_size: usize,
+    pub(super) group_sizes: GroupSizes,
+    pub(super) largest_group: usize,
+    pub(super) max_tokens_per_rank: i64,
+}
+
+impl Problem {
+    pub(super) fn new(
+        lengths: &[i32],
+        costs: Costs<'_>,
+        cost: GroupCost,
+        options: &DynamicCpOptions,
+        largest_group: usize,
+    ) -> Self {
+        let mut documents: Vec<Document> = longest_first(lengths)
+            .map(|(length, index)| Document { index: index as u32, load: costs.load(index, length) })
+            .collect();
+        let by_tokens = matches!(costs, Costs::Given { .. }).then(|| {
+            documents.sort_by(|a, b| b.load.work().total_cmp(&a.load.work()));
+            let mut order: Vec<u32> = (0..documents.len() as u32).collect();
+            order.sort_by_key(|&place| std::cmp::Reverse(documents[place as usize].load.tokens));
+            order
+        });
+        let total_work = documents.iter().map(|document| document.load.work()).sum();
+        let &DynamicCpOptions { world_size, group_sizes, max_tokens_per_rank, .. } = options;
+        let max_tokens_per_rank = i64::from(max_tokens_per_rank);
+        Self {
+            documents,
+            by_tokens,
+            gain: AS_IF_FREE,
+            total_work,
+            cost,
+            world_size,
+            group_sizes,
+            largest_group,
+            max_tokens_per_rank,
+        }
+    }
+
+    /// The same with another gain.
+    pub(super) fn with_gain(&self, gain: f64) -> Self {
+        let (documents, by_tokens) = (self.documents.clone(), self.by_tokens.clone());
+        Self { documents, by_tokens, gain, ..*self }
+    }
+
+    /// Whether a document that costs more is longer, too.
+    pub(super) fn is_by_length(&self) -> bool {
+        self.by_tokens.is_none()
+    }
+
+    /// The heaviest document on the largest group, relative to all work spread evenly.
+    pub(super) fn heaviest(&self) -> f64 {
+        let work = self.documents.first().map_or(0.0, |document| document.load.work());
+        if work > 0.0 { work * self.world_size as f64 / (self.largest_group as f64 * self.total_work) } else { 0.0 }
+    }
+
+    /// Seconds of documents on groups where they are about as fast as they can be, costliest first; of those that can be
+    /// side by side, the longest.
+    pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
+        let largest = self.largest_group;
+        let alone = move |document: &Document| match self.gain {
+            AS_IF_FREE => (largest, document.load.on(largest as f64)),
+            _ => self.fastest(&document.load),
+        };
+        let mut documents = self.documents.iter().map(alone).peekable();
+        std::iter::from_fn(move || {
+            let (mut ranks, mut longest) = (0, None);
+            while let Some((size, seconds)) = documents.next_if(|(size, _)| ranks + size <= self.world_size) {
+                ranks += size;
+                longest = Some(longest.map_or(seconds, |longest: f64| longest.max(seconds)));
+            }
+            longest
+        })
+    }
+
+    /// The group that a document is on where none is fast enough, and its seconds there, without what every micro-batch
+    /// takes: the smallest of which twice the ranks are not much faster. Beyond that they exchange more than they save.
+    pub(super) fn fastest(&self, load: &Load) -> (usize, f64) {
+        let constant = self.cost.micro_batch_seconds;
+        let seconds = |size: usize| self.cost.seconds(load, size) - constant;
+        let mut sizes = self.growing(load, |size| 2 * size).map(|size| (size, seconds(size)));
+        let mut best = sizes.next().unwrap_or((self.largest_group, 0.0));
+        for next in sizes {
+            if next.1 * self.gain > best.1 {
+                break;
+            }
+            best = next;
+        }
+        best
+    }
+
+    /// The smallest group that documents fit on.
+    pub(super) fn smallest(&self, load: &Load) -> usize {
+        let ranks = (load.tokens.max(1) as u64).div_ceil(self.max_tokens_per_rank as u64) as usize;
+        match self.group_sizes {
+            GroupSizes::PowersOfTwo => ranks.next_power_of_two(),
+            GroupSizes::Any => ranks,
+        }
+    }
+
+    /// Sizes of groups from the smallest that documents fit on, each grown from the one before, up to the largest.
+    fn growing(&self, load: &Load, grown: impl Fn(usize) -> usize) -> impl Iterator<Item = usize> {
+        let largest = self.largest_group;
+        let next = move |&size: &usize| Some(grown(size).min(largest)).filter(|_| size < largest);
+        std::iter::successors(Some(self.smallest(load)).filter(|&size| size <= largest), next)
+    }
+
+    /// Sizes of groups that documents may be on: all powers of two, or enough of any.
+    pub(super) fn sizes_for(&self, load: &Load) -> impl Iterator<Item = usize> {
+        let any = self.group_sizes == GroupSizes::Any;
+        self.growing(load, move |size| if any { size + size.div_ceil(4) } else { 2 * size })
+    }
+
+    /// Sizes of blocks to try: powers of two and, where groups may have any size, one between each two of them.
+    pub(super) fn base_sizes(&self) -> Vec<usize> {
+        let largest = self.largest_group;
+        let powers = (0..=largest.ilog2()).map(|bit| 1 << bit);
+        match self.group_sizes {
+            GroupSizes::PowersOfTwo => powers.collect(),
+            GroupSizes::Any => {
+                let mut sizes: Vec<usize> = powers.flat_map(|size| [size, size + size / 2]).collect();
+                sizes.retain(|&size| size < largest);
+                sizes.push(largest);
+                sizes.dedup();
+                sizes
+            }
+        }
+    }
+
+    /// The smallest group from `least` to `most` ranks on which documents fit and take at most `seconds`.
+    ///
+    /// # Complexity
+    /// O(log world_size).
+    pub(super) fn smallest_in_time(&self, load: &Load, least: usize, most: usize, seconds: f64) -> Option<usize> {
+        let in_time = |size: usize| self.cost.seconds(load, size) <= seconds;
+        let least = least.max(self.smallest(load));
+        match self.group_sizes {
+            GroupSizes::PowersOfTwo => std::iter::successors(Some(least), |size| Some(2 * size))
+                .take_while(|&size| size <= most)
+                .find(|&size| in_time(size)),
+            // Up to the one on which they take least, more are faster.
+            GroupSizes::Any => self.pieces(least, most).into_iter().flatten().find_map(|(least, most)| {
+                let best = self.quickest(load, least, most);
+                in_time(best).then(|| first_that(least, best, in_time))
+            }),
+        }
+    }
+
+    /// The least seconds of documents on any group from `least` to `most` ranks that they fit on, with what every
+    /// micro-batch takes; infinite if there is none.
+    ///
+    /// # Complexity
+    /// O(log world_size).
+    pub(super) fn least_seconds(&self, load: &Load, least: usize, most: usize) -> f64 {
+        let least = least.max(self.smallest(load));
+        let on = |size: usize| self.cost.seconds(load, size);
+        match self.group_sizes {
+            GroupSizes::PowersOfTwo => {
+                let sizes = std::iter::successors(Some(least), |size| Some(2 * size));
+                sizes.take_while(|&size| size <= most).map(on).fold(f64::INFINITY, f64::min)
+            }
+            GroupSizes::Any => {
+                let pieces = self.pieces(least, most).into_iter().flatten();
+                pieces.map(|(least, most)| on(self.quickest(load, least, most))).fold(f64::INFINITY, f64::min)
+            }
+        }
+    }
+
+    /// Numbers of ranks that are in one node, and those that are not: inside each, exchange has one price.
+    fn pieces(&self, least: usize, most: usize) -> [Option<(usize, usize)>; 2] {
+        let node = self.cost.ranks_of_node();
+        let inside = (least, most.min(node));
+        let across = (least.max(node.saturating_add(1)), most);
+        [inside, across].map(|(least, most)| (least <= most).then_some((least, most)))
+    }
+
+    /// Of groups with one price of exchange the one on which documents take least. Seconds are the larger of two
+    /// functions of the ranks: work over ranks, which falls; and that with the exchange, `a / c + b c + d` with `b >= 0`,
+    /// which falls and then rises, or rises. So the larger falls and then rises.
+    fn quickest(&self, load: &Load, least: usize, most: usize) -> usize {
+        first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
+    }
+
+    /// Where to cut a block of any size in two: in the middle; between nodes if it reaches over them.
+    pub(super) fn half(&self, first: usize, size: usize) -> usize {
+        let node = self.cost.ranks_of_node();
+        let middle = first + size / 2;
+        let boundary = middle - middle % node;
+        if first / node == (first + size - 1) / node {
+            size / 2
+        } else if boundary > first {
+            boundary - first
+        } else {
+            boundary + node - first
+        }
+    }
+
+    /// Ranks that groups are placed in: of a node, or all, where powers of two are not aligned to nodes anyway.
+    pub(super) fn node(&self) -> usize {
+        let node = self.cost.ranks_of_node();
+        if self.group_sizes == GroupSizes::Any || node.is_power_of_two() { node } else { usize::MAX }
+    }
+
+    /// Whether no rank gets too many tokens (ranks differ by at most one), and the group no more than int32
+    /// `cu_seqlens` count.
+    #[inline]
+    pub(super) fn fits(&self, load: &Load, cp_size: usize) -> bool {
+        load.tokens <= self.capacity(cp_size)
+    }
+
+    fn capacity(&self, cp_size: usize) -> i64 {
+        (cp_size as i64 * self.max_tokens_per_rank).min(MAX_TOKENS)
+    }
+
+    /// Tokens that a block still takes.
+    pub(super) fn room(&self, block: &Block) -> i64 {
+        self.capacity(block.cp_size as usize) - block.load.tokens
+    }
+
+    /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of
+    /// all work even on the largest group, the longest where the shape is fullest, and so on.
+    pub(super) fn floors(&self, shape: &[f64], work: f64) -> Vec<f64> {
+        let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
+        fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
+        let share = work / shape.len() as f64;
+        let mut floors = vec![self.cost.micro_batch_seconds; shape.len()];
+        for (seconds, &j) in self.longest().zip(&fullest_first) {
+            if seconds <= share {
+                break;
+            }
+            floors[j] += seconds;
+        }
+        floors
+    }
+
+    /// What the shape, scaled to the work, has above the floors.
+    pub(super) fn above(&self, floors: &[f64], shape: &[f64], mut work: f64) -> Vec<f64> {
+        let constant = self.cost.micro_batch_seconds;
+        let mut left: f64 = shape.iter().sum();
+        // Floors above the level lower it for all others: highest first, relative to the shape.
+        let mut heights: Vec<(f64, f64)> =
+            floors.iter().zip(shape).map(|(floor, size)| ((floor - constant) / size, *size)).collect();
+        heights.sort_by(|a, b| b.0.total_cmp(&a.0));
+        for (height, size) in heights {
+            if height <= work / left || left <= size {
+                break;
+            }
+            work = (work - height * size).max(0.0);
+            left -= size;
+        }
+        let level = work / left;
+        floors.iter().zip(shape).map(|(floor, size)| (size * level - (floor - constant)).max(0.0)).collect()
+    }
+}
+
+/// The first number from `least` on that something holds of, which then holds of all behind it; `most` if of none before.
+fn first_that(mut least: usize, mut most: usize, holds: impl Fn(usize) -> bool) -> usize {
+    while least < most {
+        let middle = least + (most - least) / 2;
+        if holds(middle) {
+            most = middle;
+        } else {
+            least = middle + 1;
+        }
+    }
+    least
+}

@@ -1,0 +1,136 @@
+//! Ranks of a micro-batch that no group has yet.
+
+use std::ops::Range;
+
+use super::options::GroupSizes;
+
+/// Free ranks, taken in falling numbers: by as many nodes as it takes, or from within one.
+#[derive(Clone, Debug)]
+pub(super) struct FreeRanks {
+    node: usize,
+    /// Whole nodes, and what the world has behind the last of them.
+    whole: Range<usize>,
+    /// What is left of others.
+    parts: Vec<Range<usize>>,
+}
+
+impl FreeRanks {
+    /// All of a world; nodes of as many ranks as the world has, or more, are one.
+    pub(super) fn new(world_size: usize, node: usize) -> Self {
+        Self { node: node.min(world_size), whole: 0..world_size, parts: Vec::new() }
+    }
+
+    /// Takes so many neighbours, if there are so many in a place: the first of them.
+    pub(super) fn take(&mut self, many: usize) -> Option<usize> {
+        let fitting = self.parts.iter_mut().filter(|part| part.len() >= many);
+        if let Some(part) = fitting.min_by_key(|part| part.len()) {
+            let first = part.start;
+            part.start += many;
+            return Some(first);
+        }
+        if !self.has(many) {
+            return None;
+        }
+        let first = self.whole.start;
+        let end = (first + many).next_multiple_of(self.node).min(self.whole.end);
+        self.whole.start = end;
+        self.parts.push(first + many..end);
+        Some(first)
+    }
+
+    /// Whether there are so many in a place.
+    pub(super) fn has(&self, many: usize) -> bool {
+        self.whole.len() >= many || self.parts.iter().any(|part| part.len() >= many)
+    }
+
+    /// Cuts what is left into blocks of about `base` ranks, `most` at most: of that many, and behind them smaller powers
+    /// of two; or, where any size will do, equal ones of at least as many. In order, with first rank and size.
+    pub(super) fn cut(mut self, sizes: GroupSizes, base: usize, most: usize) -> Vec<(usize, usize)> {
+        self.parts.push(self.whole.clone());
+        self.parts.retain(|part| !part.is_empty());
+        self.parts.sort_unstable_by_key(|part| part.start);
+        let mut blocks = Vec::new();
+        for part in self.parts {
+            match sizes {
+                GroupSizes::PowersOfTwo => {
+                    let mut first = part.start;
+                    while first < part.end {
+                        let size = base.min(1 << (part.end - first).ilog2());
+                        blocks.push((first, size));
+                        first += size;
+                    }
+                }
+                // Blocks that reach over nodes have whole ones.
+                GroupSizes::Any if base > self.node => {
+                    let nodes = part.len().div_ceil(self.node);
+                    let count = (nodes * self.node / base).max(nodes.div_ceil((most / self.node).max(1)));
+                    let ends = equal(nodes, count).scan(part.start, |first, nodes| {
+                        let begin = std::mem::replace(first, (*first + nodes * self.node).min(part.end));
+                        Some((begin, *first - begin))
+                    });
+                    blocks.extend(ends);
+                }
+                GroupSizes::Any => {
+                    let mut first = part.start;
+                    while first < part.end {
+                        let end = (first + 1).next_multiple_of(self.node).min(part.end);
+                        let ranks = end - first;
+                        for size in equal(ranks, (ranks / base).max(ranks.div_ceil(most))) {
+                            blocks.push((first, size));
+                            first += size;
+                        }
+                    }
+                }
+            }
+        }
+        blocks
+    }
+}
+
+/// So many in all, in `count` numbers that differ by at most one; fewer where there are too few.
+fn equal(all: usize, count: usize) -> impl Iterator<Item = usize> {
+    let count = count.clamp(1, all);
+    (0..count).map(move |index| (index + 1) * all / count - index * all / count)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{FreeRanks, GroupSizes};
+
+    proptest! {
+        /// Every rank is in one block, none of them is larger than allowed, and one that fits into a node is in one.
+        #[test]
+        fn ranks_are_taken_once(
+            world_size in 1_usize..70, node in 1_usize..70, most in 1_usize..70, base in 1_usize..70,
+            mut taken in proptest::collection::vec(1_usize..70, 0..8),
+        ) {
+            let most = most.min(world_size);
+            let base = base.min(most);
+            let mut free = FreeRanks::new(world_size, node);
+            taken.sort_unstable_by_key(|&many| std::cmp::Reverse(many));
+            let mut blocks: Vec<(usize, usize)> = Vec::new();
+            for many in taken {
+                let has = free.has(many);
+                let first = free.take(many);
+                prop_assert_eq!(has, first.is_some());
+                blocks.extend(first.map(|first| (first, many)));
+            }
+            let cut = free.cut(GroupSizes::Any, base, most);
+            prop_assert!(cut.iter().all(|&(_, size)| 0 < size && size <= most));
+            blocks.extend(cut);
+            for &(first, size) in &blocks {
+                prop_assert!(size > node || first / node == (first + size - 1) / node, "{first} {size}");
+            }
+            blocks.sort_unstable();
+            let mut next = 0;
+            for (first, size) in blocks {
+                prop_assert_eq!(first, next);
+                next += size;
+            }
+            prop_assert_eq!(next, world_size);
+        }
+    }
+}
