@@ -65,6 +65,7 @@ def test_every_field_of_a_result_is_documented(result: type[Any]) -> None:
 
 CHOICES = {
     "GENERATIONS": "Generation",
+    "GROUP_SIZES": "GroupSizes",
     "LEFTOVER": "Leftover",
     "METHODS": "Method",
     "ON_BACKLOG": "OnBacklog",

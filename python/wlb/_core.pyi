@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import (
     Generation,
+    GroupSizes,
     Leftover,
     Method,
     OnBacklog,
@@ -27,6 +28,7 @@ _Result = TypeVar("_Result")
 __all__ = [
     "BUILD_PROFILE",
     "GENERATIONS",
+    "GROUP_SIZES",
     "IMBALANCE_RESOLUTION",
     "LEFTOVER",
     "MAX_CP_SIZE",
@@ -83,6 +85,7 @@ MAX_STAGES: int
 MAX_MEAN_DELAY: float
 IMBALANCE_RESOLUTION: float
 GENERATIONS: tuple[Generation, ...]
+GROUP_SIZES: tuple[GroupSizes, ...]
 LEFTOVER: tuple[Leftover, ...]
 METHODS: tuple[Method, ...]
 ON_BACKLOG: tuple[OnBacklog, ...]
@@ -565,11 +568,15 @@ def plan_dynamic_cp(
     attention_costs: ArrayLike | None = None,
     num_virtual_stages: int = 1,
     max_cp_size: int | None = None,
+    group_sizes: GroupSizes = "powers_of_two",
+    ranks_per_node: int | None = None,
     num_micro_batches: int | None = None,
     min_micro_batches: int | None = None,
     max_micro_batches: int | None = None,
     cp_seconds_per_token: float = 0.0,
     cp_seconds_per_exchange: float = 0.0,
+    cp_seconds_per_token_in_node: float | None = None,
+    cp_seconds_per_exchange_in_node: float | None = None,
     cp_overlap: float = 1.0,
     p2p_seconds: float = 0.0,
     micro_batch_seconds: float = 0.0,

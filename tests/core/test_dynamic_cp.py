@@ -27,6 +27,8 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
         "num_stages": draw(st.integers(1, 4)),
         "max_tokens_per_rank": draw(st.integers(5, 200)),
         "max_cp_size": draw(st.none() | st.integers(1, world_size)),
+        "group_sizes": draw(st.sampled_from(["powers_of_two", "any"])),
+        "ranks_per_node": draw(st.none() | st.integers(1, 8)),
         "cp_seconds_per_token": draw(seconds),
         "cp_seconds_per_exchange": draw(seconds),
         "cp_overlap": draw(st.floats(0.0, 1.0)),
@@ -37,11 +39,13 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(machine=machines(), lengths=testing.document_lengths(max_length=200), cost=testing.cost_models())
 def test_plans_are_legal(machine: dict[str, Any], lengths: list[int], cost: wlb.CostModel) -> None:
-    largest = 1 << (int(machine["max_cp_size"] or machine["world_size"]).bit_length() - 1)
+    largest = int(machine["max_cp_size"] or machine["world_size"])
+    if machine["group_sizes"] != "any":
+        largest = 1 << (largest.bit_length() - 1)
     limit = largest * machine["max_tokens_per_rank"]
     lengths = [min(length, limit) for length in lengths]
     plan = wlb.plan_dynamic_cp(lengths, cost_model=cost, **machine)
-    assert violations(plan, lengths, machine["max_cp_size"]) == []
+    assert violations(plan, lengths, machine["max_cp_size"], machine["group_sizes"]) == []
     assert plan.balanced_seconds * (1 - 1e-9) <= plan.lower_bound <= plan.seconds * (1 + 1e-9)
     assert wlb.plan_dynamic_cp(np.array(lengths, np.int64), cost_model=cost, **machine) == plan
 
@@ -107,6 +111,19 @@ def test_a_long_document_gets_more_ranks() -> None:
     assert sizes[0] >= 4
     assert min(sizes.values()) == 1
     assert plan.seconds < 1.05 * plan.lower_bound
+
+
+def test_groups_stay_inside_a_node_where_exchange_is_free() -> None:
+    machine: dict[str, Any] = {"world_size": 12, "num_stages": 1, "max_tokens_per_rank": 4096}
+    lengths = [9000, 5000, 4000, 3000, 2500, 2000, *[300] * 30]
+    options: dict[str, Any] = {"cost_model": COST, "cp_seconds_per_token": 3000.0, "cp_overlap": 0.0}
+    for sizes in ("powers_of_two", "any"):
+        flat = wlb.plan_dynamic_cp(lengths, group_sizes=sizes, **options, **machine)
+        plan = wlb.plan_dynamic_cp(lengths, group_sizes=sizes, ranks_per_node=4, **options, **machine)
+        assert violations(plan, lengths, group_sizes=sizes) == []
+        assert plan.seconds < 0.9 * flat.seconds
+        groups = [group for batch in plan for group in batch]
+        assert all(group.first_rank // 4 == (group.first_rank + group.cp_size - 1) // 4 for group in groups)
 
 
 def test_documents_bring_their_own_costs() -> None:
@@ -211,6 +228,15 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
         ({"min_micro_batches": 5, "num_micro_batches": 5}, "min_micro_batches", None, None),
         ({"max_micro_batches": 1, "max_tokens_per_rank": 400}, "max_micro_batches", None, None),
         ({"cp_overlap": 1.01}, "cp_overlap", None, 1.01),
+        ({"group_sizes": "all"}, "group_sizes", None, "all"),
+        ({"ranks_per_node": 0}, "ranks_per_node", None, 0),
+        ({"cp_seconds_per_token_in_node": 1.0}, "cp_seconds_per_token_in_node", None, None),
+        (
+            {"ranks_per_node": 4, "cp_seconds_per_exchange_in_node": -1.0},
+            "cp_seconds_per_exchange_in_node",
+            None,
+            -1.0,
+        ),
         ({"cp_seconds_per_token": -1.0}, "cp_seconds_per_token", None, -1.0),
         ({"cp_seconds_per_exchange": float("inf")}, "cp_seconds_per_exchange", None, float("inf")),
         ({"p2p_seconds": -2.0}, "p2p_seconds", None, -2.0),

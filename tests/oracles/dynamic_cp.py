@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import wlb
 
 
-def violations(plan: wlb.DynamicCpPlan, lengths: Sequence[int], max_cp_size: int | None = None) -> list[str]:
+def violations(
+    plan: wlb.DynamicCpPlan, lengths: Sequence[int], max_cp_size: int | None = None, group_sizes: str = "powers_of_two"
+) -> list[str]:
     """What is wrong with a plan; documents are named by their indices. Empty for every plan that wlb makes."""
     wrong: list[str] = []
     placed: list[int] = []
@@ -14,7 +16,8 @@ def violations(plan: wlb.DynamicCpPlan, lengths: Sequence[int], max_cp_size: int
         for group in batch.groups:
             name = f"micro-batch {j}, group from rank {group.first_rank}"
             size, ranks = group.cp_size, list(group.ranks)
-            if size not in (2**bit for bit in range(17)) or group.first_rank % size:
+            aligned = size in (2**bit for bit in range(17)) and group.first_rank % size == 0
+            if size < 1 or not (aligned or group_sizes == "any"):
                 wrong.append(f"{name}: misaligned")
             if size > (max_cp_size or plan.world_size):
                 wrong.append(f"{name}: too large")

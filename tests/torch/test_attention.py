@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wlb
 from wlb.torch.attention import arguments, context_parallel_attention, kernels, merge, prepare_attention, routes
 from wlb.torch.attention.segments import Call
+from wlb.torch.data import DynamicCpLoader, PackedBatch
+from wlb.torch.groups import ContextParallelGroups, build_mesh
 
 HEAD_DIM = 8
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -168,6 +170,45 @@ def matrix(rng: np.random.Generator, sampled: int) -> list[Case]:
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
 def test_equals_dense_attention(cp_size: int) -> None:
     check(cp_size, matrix(np.random.default_rng(cp_size), 64))
+
+
+PLANNED = (90, 60, 20, 9, 1)
+"""On three ranks of 32 tokens the first needs three, the second two."""
+
+
+def planned(rank: int) -> list[tuple[Case, int, list[float]]]:
+    """Attention over the groups that a loader's micro-batches have: of each its documents, size and deviations."""
+    groups = ContextParallelGroups(build_mesh(dp=3, device_type="cpu"))
+    loader: DynamicCpLoader[PackedBatch] = DynamicCpLoader(
+        [[np.zeros(length, np.int64) for length in PLANNED[rank::3]]],
+        plan=functools.partial(
+            wlb.plan_dynamic_cp,
+            world_size=3,
+            num_stages=1,
+            max_tokens_per_rank=32,
+            cost_model=wlb.CostModel(attention=1.0, linear=100.0),
+            cp_seconds_per_token=200.0,
+            group_sizes="any",
+            num_micro_batches=2,
+        ),
+        group=dist.group.WORLD,
+    )
+    (step,) = loader
+    loader.close()
+    found = []
+    for batch, of_all in zip(step.micro_batches, step.plan, strict=True):
+        case = Case(tuple(of_all.group_of(rank).lengths.tolist()), "per_document", "all_gather", "GQA")
+        found.append((case, batch.cp_size, deviations(case, batch.cp_rank, groups.of(batch))))
+    return found
+
+
+def test_groups_of_any_size_attend_as_one() -> None:
+    results = processes.run(3, planned)
+    sizes = sorted(sorted(sizes) for sizes in zip(*([size for _, size, _ in ranks] for ranks in results), strict=True))
+    assert sizes == [[1, 2, 2], [3, 3, 3]]
+    for case, _, (out, *gradients) in itertools.chain(*results):
+        assert out < 1e-6, case
+        assert max(gradients) < 1e-5, case
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])

@@ -304,7 +304,7 @@ def resolve(rank: int) -> tuple[list[str], str]:
             group, first, size = groups.of(sent), batch.cp_first_rank, batch.cp_size
             assert (group is None) == (size == 1)
             assert group is None or dist.get_process_group_ranks(group) == [*range(first, first + size)]
-            with pytest.raises(wlb.WlbError, match=f"this is rank {batch.cp_rank} of"):
+            with pytest.raises(wlb.WlbError, match=f"this is rank {rank} of 4"):
                 groups.of(replace(sent, cp_rank=batch.cp_rank + 1))
     with pytest.raises(wlb.WlbError) as caught:
         groups.of(collate([DATA[0]], cp_rank=rank % 2, cp_size=2))
@@ -314,7 +314,7 @@ def resolve(rank: int) -> tuple[list[str], str]:
 def test_a_micro_batch_finds_its_group() -> None:
     results = processes.run(4, resolve)
     assert len({plan for plans, _ in results for plan in plans}) == 1
-    assert "is for rank 1 of 2 from None on; this is rank 1 of those from 2 on" in results[3][1]
+    assert "is for rank 1 of 2 from None on; this is rank 3 of 4" in results[3][1]
 
 
 def groups_made_before(rank: int) -> list[list[int]]:

@@ -25,8 +25,8 @@ class CpGroup(Copied):
     same ranks and take as long, in whatever plan.
 
     Attributes:
-        first_rank: First of its ranks, a multiple of ``cp_size``.
-        cp_size: Number of ranks, a power of two; also ``len()``.
+        first_rank: First of its ranks; a multiple of ``cp_size``, unless ``group_sizes="any"``.
+        cp_size: Number of ranks, a power of two, unless ``group_sizes="any"``; also ``len()``.
         document_ids: int64[k]: the documents, in order of arrival.
         lengths: int32[k]: tokens of each document.
         tokens_per_rank: Most tokens of a rank, sharded "per_document": the ranks differ by at most one.

@@ -1,4 +1,4 @@
-"""Who talks to whom: the device mesh, and a context-parallel group for every power of two."""
+"""Who talks to whom: the device mesh, and the context-parallel groups of plans."""
 
 from __future__ import annotations
 
@@ -63,19 +63,22 @@ class ContextParallelGroups:
     A group of size `s` is an aligned run of `s` neighbours: ranks ``[i * s, (i + 1) * s)`` of the dp x cp ranks of one
     (pp, tp) position. Where `s` does not divide their number, the last ranks have no group of that size.
 
+    Other groups, of plans with ``group_sizes="any"``, are made by their ranks when a micro-batch first has them, and
+    kept: a communicator each, so a job that meets many of them needs the memory.
+
     Args:
         mesh: from :func:`build_mesh`.
         timeout: of their collectives; default that of the world, or of the backend where it does not tell (MPI).
 
     Complexity:
-        Collective: every rank calls it once, at the same point. At most 2 * world size groups; NCCL connects one at its
-        first use.
+        Collective: every rank calls it once, at the same point. At most 2 * world size groups, and at most half the
+        square of the dp x cp ranks as plans ask for them; NCCL connects one at its first use.
     """
 
     def __init__(self, mesh: DeviceMesh, *, timeout: timedelta | None = None) -> None:
         if mesh.mesh_dim_names != MESH_DIMS:
             raise error("mesh", f"has dimensions {mesh.mesh_dim_names}: must have {MESH_DIMS}", value=mesh)
-        timeout = timeout or _timeout_of_world(mesh.device_type)
+        self._timeout = timeout = timeout or _timeout_of_world(mesh.device_type)
         pp, dp, cp, tp = mesh.mesh.shape
         # [pp, tp, dp * cp]: the order in which every rank creates every group.
         positions = mesh.mesh.permute(0, 3, 1, 2).reshape(pp * tp, dp * cp).tolist()
@@ -83,6 +86,7 @@ class ContextParallelGroups:
         self._stage = next(ranks for ranks in positions if me in ranks)
         self._ranks: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._group: dict[int, dist.ProcessGroup | None] = {}
+        self._others: dict[tuple[int, ...], dist.ProcessGroup] = {}
         size = 1
         while size <= dp * cp:
             self._group[size] = None
@@ -129,18 +133,30 @@ class ContextParallelGroups:
         """The group of a micro-batch whose plan chose one, as attention takes it; None for one rank alone.
 
         A process group cannot come from a loader's worker or another thread's plan: the micro-batch names its ranks,
-        and the process that trains it looks them up here.
+        and the process that trains it looks them up here. The first time that they are no aligned power of two, they
+        make their group: a collective of them alone. All ranks take the micro-batches of a plan in one order, so none
+        waits for another's.
 
         Raises:
-            WlbError: for a micro-batch whose ranks are no group here, or that is another rank's.
+            WlbError: for a micro-batch whose ranks are not all here, or that is another rank's.
         """
-        ranks = dist.get_process_group_ranks(self.group(batch.cp_size))
-        first = self._stage.index(ranks[0])
-        me = ranks.index(dist.get_rank())
-        if (batch.cp_first_rank, batch.cp_rank) != (first, me):
-            message = f"is for rank {batch.cp_rank} of {batch.cp_size} from {batch.cp_first_rank} on"
-            raise error("batch", f"{message}; this is rank {me} of those from {first} on", value=batch.cp_rank)
-        return self.group(batch.cp_size) if batch.cp_size > 1 else None
+        first, size = batch.cp_first_rank, batch.cp_size
+        me = self._stage.index(dist.get_rank())
+        if first is None or first + size > len(self._stage) or me - first != batch.cp_rank:
+            message = f"is for rank {batch.cp_rank} of {size} from {first} on"
+            raise error("batch", f"{message}; this is rank {me} of {len(self._stage)}", value=batch.cp_rank)
+        ranks = tuple(self._stage[first : first + size])
+        if size == 1:
+            return None
+        if size in self._group and first % size == 0:
+            return self.group(size)
+        if ranks not in self._others:
+            made = dist.new_group(
+                list(ranks), timeout=self._timeout, group_desc=f"cp{size}", use_local_synchronization=True
+            )
+            assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+            self._others[ranks] = made
+        return self._others[ranks]
 
 
 def _timeout_of_world(device_type: str) -> timedelta | None:

@@ -40,7 +40,9 @@ arguments! {
     costs: Table = floats_by_row();
     cp_overlap: f64 = real();
     cp_seconds_per_exchange: f64 = real();
+    cp_seconds_per_exchange_in_node: f64 = real();
     cp_seconds_per_token: f64 = real();
+    cp_seconds_per_token_in_node: f64 = real();
     cp_size: usize = count(MAX_CP_SIZE);
     delay_price: f64 = real();
     document: f64 = real();
@@ -85,6 +87,7 @@ arguments! {
     outlier_thresholds: Vec<i32> = narrow("thresholds are int32");
     p2p_seconds: f64 = real();
     query_lengths: Lengths = read_lengths();
+    ranks_per_node: usize = count(MAX_WORLD_SIZE);
     recompute: bool = flag();
     seconds: Vec<f64> = floats();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
@@ -116,6 +119,8 @@ pub(crate) mod optional {
         attention_costs: Vec<f64>;
         cost_columns: usize;
         costs: Table;
+        cp_seconds_per_exchange_in_node: f64;
+        cp_seconds_per_token_in_node: f64;
         delay_price: f64;
         dp_size: i64;
         groups: Vec<i64>;
@@ -134,6 +139,7 @@ pub(crate) mod optional {
         num_kv_heads: i64;
         num_micro_batches: usize;
         outlier_thresholds: Vec<i32>;
+        ranks_per_node: usize;
         starts: Vec<i32>;
         token_buckets: Vec<i32>;
         tokens_per_batch: i64;

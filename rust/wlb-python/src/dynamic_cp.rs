@@ -2,10 +2,11 @@
 
 use pyo3::prelude::*;
 use wlb_core::Lengths;
-use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions};
+use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions, Node};
 use wlb_core::packing::Pricing;
 
 use crate::arguments;
+use crate::convert::choice;
 use crate::cost::{CostModel, document_costs, pricing};
 use crate::error::{raise, refuse};
 use crate::plain::{Array, Tuple, column};
@@ -19,8 +20,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its documents need.
 ///
 /// A long document gets as many ranks as it takes to finish with the others, short ones share few. Groups are aligned
-/// powers of two inside any ``world_size``, so that all of them can be built once. All ranks have the same number of
-/// micro-batches.
+/// powers of two inside any ``world_size``, so that all of them can be built once; or of any size. All ranks have the same
+/// number of micro-batches.
 ///
 /// A micro-batch of documents with ``T`` tokens in all takes a group of ``c`` ranks
 /// ``micro_batch_seconds + cost / c + max(0, exchange - cp_overlap * attention_cost / c)`` through the whole model, forward and
@@ -39,7 +40,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     attention_costs: float64[n], the part of each of ``costs`` that is attention, behind which the exchange hides: wanted beside
 ///         ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
 ///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
-///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two.
+///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
+///     group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which worlds of 24 or 48 ranks
+///         want, and memory that the longest documents fill.
+///     ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r // ranks_per_node``.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
 ///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each stage, its DualPipeV
 ///         two.
@@ -47,6 +51,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         times that; if the documents do not fit by then, later. With ``micro_batch_seconds``, it begins with what memory forces.
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
 ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
+///     cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same of groups inside a node, with ``ranks_per_node``; each 0 if
+///         None.
 ///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
 ///     p2p_seconds: latency between pipeline stages.
 ///     micro_batch_seconds: what every micro-batch takes through the whole model, whatever is in it.
@@ -66,9 +72,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs = None,
-    num_virtual_stages = 1, max_cp_size = None,
+    num_virtual_stages = 1, max_cp_size = None, group_sizes = "powers_of_two", ranks_per_node = None,
     num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
-    cp_seconds_per_exchange = 0.0, cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
+    cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node = None, cp_seconds_per_exchange_in_node = None,
+    cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
 ))]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 fn plan_dynamic_cp<'py>(
@@ -82,11 +89,16 @@ fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::optional::attention_costs)] attention_costs: Option<Vec<f64>>,
     #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
     #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
+    group_sizes: &str,
+    #[pyo3(from_py_with = arguments::optional::ranks_per_node)] ranks_per_node: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::min_micro_batches)] min_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::max_micro_batches)] max_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::cp_seconds_per_token)] cp_seconds_per_token: f64,
     #[pyo3(from_py_with = arguments::cp_seconds_per_exchange)] cp_seconds_per_exchange: f64,
+    #[pyo3(from_py_with = arguments::optional::cp_seconds_per_token_in_node)] cp_seconds_per_token_in_node: Option<f64>,
+    #[pyo3(from_py_with = arguments::optional::cp_seconds_per_exchange_in_node)]
+    cp_seconds_per_exchange_in_node: Option<f64>,
     #[pyo3(from_py_with = arguments::cp_overlap)] cp_overlap: f64,
     #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
     #[pyo3(from_py_with = arguments::micro_batch_seconds)] micro_batch_seconds: f64,
@@ -98,6 +110,7 @@ fn plan_dynamic_cp<'py>(
         num_virtual_stages,
         max_tokens_per_rank,
         max_cp_size,
+        group_sizes: choice(group_sizes)?,
         num_micro_batches,
         min_micro_batches,
         max_micro_batches,
@@ -106,6 +119,7 @@ fn plan_dynamic_cp<'py>(
             seconds_per_token: cp_seconds_per_token,
             overlap: cp_overlap,
         },
+        node: node(ranks_per_node, cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node)?,
         p2p_seconds,
         micro_batch_seconds,
     };
@@ -140,4 +154,27 @@ fn plan_dynamic_cp<'py>(
         balanced_seconds: plan.balanced_seconds,
         sweep: Tuple(plan.sweep),
     })
+}
+
+/// What exchange costs inside a node, where the caller says which ranks are in one.
+fn node(
+    ranks: Option<usize>,
+    seconds_per_token: Option<f64>,
+    seconds_per_exchange: Option<f64>,
+) -> PyResult<Option<Node>> {
+    let Some(ranks) = ranks else {
+        let given = [
+            ("cp_seconds_per_token_in_node", seconds_per_token),
+            ("cp_seconds_per_exchange_in_node", seconds_per_exchange),
+        ];
+        return match given.into_iter().find(|(_, seconds)| seconds.is_some()) {
+            Some((argument, _)) => {
+                Err(refuse(argument, None, None, "has no meaning without ranks_per_node: pass it, too"))
+            }
+            None => Ok(None),
+        };
+    };
+    let [seconds_per_token, seconds_per_exchange] =
+        [seconds_per_token, seconds_per_exchange].map(Option::unwrap_or_default);
+    Ok(Some(Node { ranks, seconds_per_exchange, seconds_per_token }))
 }

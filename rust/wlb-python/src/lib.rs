@@ -7,6 +7,7 @@
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use wlb_core::cost::{Passes, Unit};
+use wlb_core::dynamic_cp::GroupSizes;
 use wlb_core::limits::{MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
 use wlb_core::packing::stream::{IMBALANCE_RESOLUTION, OnBacklog, Oversize, Release, StreamMethod};
 use wlb_core::packing::tune::MAX_MEAN_DELAY;
@@ -65,6 +66,7 @@ fn facts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("IMBALANCE_RESOLUTION", IMBALANCE_RESOLUTION)?;
     let choices = [
         ("GENERATIONS", Generation::NAMES),
+        ("GROUP_SIZES", GroupSizes::NAMES),
         ("LEFTOVER", Leftover::NAMES),
         ("METHODS", Method::NAMES),
         ("ON_BACKLOG", OnBacklog::NAMES),
