@@ -237,6 +237,12 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
             None,
             -1.0,
         ),
+        (
+            {"ranks_per_node": 4, "cp_seconds_per_token_in_node": 1.0},
+            "cp_seconds_per_token_in_node",
+            None,
+            None,
+        ),
         ({"cp_seconds_per_token": -1.0}, "cp_seconds_per_token", None, -1.0),
         ({"cp_seconds_per_exchange": float("inf")}, "cp_seconds_per_exchange", None, float("inf")),
         ({"p2p_seconds": -2.0}, "p2p_seconds", None, -2.0),

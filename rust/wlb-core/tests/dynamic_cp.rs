@@ -36,11 +36,8 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     let part = prop_oneof![3 => Just(None), 1 => (0.0..=1.0).prop_map(Some)];
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e6];
     let sizes = select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]);
-    let node = (1_usize..10, seconds(), seconds()).prop_map(|(ranks, seconds_per_exchange, seconds_per_token)| Node {
-        ranks,
-        seconds_per_exchange,
-        seconds_per_token,
-    });
+    // Ranks of a node, and what part of the price is left inside.
+    let node = (1_usize..10, prop_oneof![Just(0.0), Just(1.0), 0.0..1.0]);
     let groups = (part, sizes, proptest::option::weighted(0.3, node));
     (world_size, stages, virtual_stages, max_tokens, count, groups, communication(), seconds(), seconds()).prop_map(
         |(
@@ -65,7 +62,11 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 min_micro_batches: count.1,
                 max_micro_batches: count.2,
                 communication,
-                node,
+                node: node.map(|(ranks, part)| Node {
+                    ranks,
+                    seconds_per_exchange: part * communication.seconds_per_exchange,
+                    seconds_per_token: part * communication.seconds_per_token,
+                }),
                 p2p_seconds: p2p,
                 micro_batch_seconds: constant,
             }

@@ -52,7 +52,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
 ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
 ///     cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same of groups inside a node, with ``ranks_per_node``; each 0 if
-///         None.
+///         None, and at most what it costs across nodes.
 ///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
 ///     p2p_seconds: latency between pipeline stages.
 ///     micro_batch_seconds: what every micro-batch takes through the whole model, whatever is in it.

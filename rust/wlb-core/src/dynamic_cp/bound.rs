@@ -83,10 +83,8 @@ fn exchanged(problem: &Problem) -> f64 {
     let per_token = |communication: Communication| {
         communication.seconds_per_token + communication.seconds_per_exchange / problem.max_tokens_per_rank as f64
     };
-    let across = per_token(problem.cost.communication);
-    let inside = across.min(per_token(problem.cost.of_size(1)));
     let on = |load: &Load, cp_size: usize| {
-        let price = if cp_size <= problem.cost.ranks_of_node() { inside } else { across };
+        let price = per_token(problem.cost.of_size(cp_size));
         load.tokens as f64 * (cp_size - 1) as f64 * price - overlap * load.attention
     };
     let from = |counted: usize| {

@@ -40,7 +40,7 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
         return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
     options.communication.check()?;
-    options.node.map_or(Ok(()), |node| node.check())?;
+    options.node.map_or(Ok(()), |node| node.check(&options.communication))?;
     check_seconds("micro_batch_seconds", options.micro_batch_seconds)?;
     check_seconds("p2p_seconds", options.p2p_seconds)?;
     match costs {

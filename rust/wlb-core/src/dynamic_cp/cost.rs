@@ -55,11 +55,22 @@ pub struct Node {
 }
 
 impl Node {
-    /// Checks every field.
-    pub(super) fn check(&self) -> Result<()> {
+    /// Checks every field, against what exchange costs across nodes: never less.
+    pub(super) fn check(&self, across: &Communication) -> Result<()> {
         check_range("ranks_per_node", self.ranks as i64, 1, MAX_WORLD_SIZE as i64)?;
         check_seconds("cp_seconds_per_exchange_in_node", self.seconds_per_exchange)?;
-        check_seconds("cp_seconds_per_token_in_node", self.seconds_per_token)
+        check_seconds("cp_seconds_per_token_in_node", self.seconds_per_token)?;
+        let pairs = [
+            ("cp_seconds_per_exchange_in_node", self.seconds_per_exchange, across.seconds_per_exchange),
+            ("cp_seconds_per_token_in_node", self.seconds_per_token, across.seconds_per_token),
+        ];
+        match pairs.into_iter().find(|&(_, inside, across)| inside > across) {
+            Some((argument, ..)) => {
+                let requirement = "is more than what the same costs across nodes (without _in_node): give both";
+                Err(Error::Combination { argument, requirement })
+            }
+            None => Ok(()),
+        }
     }
 }
 

@@ -13,7 +13,12 @@
 //! | `demand` | how much work documents are where exchange makes it more |
 //! | `shape` | how much work each micro-batch should get: less where the pipeline fills and drains |
 //! | `relaxed` | from there to the best, if short documents could be divided at will |
-//! | `solver` | documents to groups, for one number of micro-batches |
+//! | `problem` | documents and the sizes that their groups may have |
+//! | `ranks` | ranks of a micro-batch that no group has yet, node by node |
+//! | `solver` | documents to blocks of ranks, for one number of micro-batches (`block`) |
+//! | `halving` | blocks to groups (`draft`) |
+//! | `tighten` | the groups of one micro-batch, in the shortest time that its ranks allow |
+//! | `refine` | a plan made faster by these, and, of few documents, by moving them |
 //! | `simulate` | seconds of the step |
 //! | `bound` | what no plan can beat |
 //! | `sweep` | tries numbers of micro-batches and block sizes, and keeps what the simulation finds fastest |
@@ -31,11 +36,13 @@ mod options;
 mod plan;
 mod problem;
 mod ranks;
+mod refine;
 mod relaxed;
 mod shape;
 mod simulate;
 mod solver;
 mod sweep;
+mod tighten;
 
 pub use cost::{Communication, Costs, Node};
 pub use options::{DynamicCpOptions, GroupSizes};

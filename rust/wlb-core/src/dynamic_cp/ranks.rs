@@ -55,27 +55,21 @@ impl FreeRanks {
                 GroupSizes::PowersOfTwo => {
                     let mut first = part.start;
                     while first < part.end {
-                        let size = base.min(1 << (part.end - first).ilog2());
+                        let aligned = if first == 0 { base } else { 1 << first.trailing_zeros() };
+                        let size = base.min(1 << (part.end - first).ilog2()).min(aligned);
                         blocks.push((first, size));
                         first += size;
                     }
                 }
-                // Blocks that reach over nodes have whole ones.
-                GroupSizes::Any if base > self.node => {
-                    let nodes = part.len().div_ceil(self.node);
-                    let count = (nodes * self.node / base).max(nodes.div_ceil((most / self.node).max(1)));
-                    let ends = equal(nodes, count).scan(part.start, |first, nodes| {
-                        let begin = std::mem::replace(first, (*first + nodes * self.node).min(part.end));
-                        Some((begin, *first - begin))
-                    });
-                    blocks.extend(ends);
-                }
                 GroupSizes::Any => {
+                    // Blocks that reach over nodes have whole ones, where they may.
+                    let inside = base <= self.node;
+                    let unit = if inside { 1 } else { self.node };
                     let mut first = part.start;
                     while first < part.end {
-                        let end = (first + 1).next_multiple_of(self.node).min(part.end);
-                        let ranks = end - first;
-                        for size in equal(ranks, (ranks / base).max(ranks.div_ceil(most))) {
+                        let end = if inside { (first + 1).next_multiple_of(self.node) } else { part.end };
+                        let ranks = end.min(part.end) - first;
+                        for size in near(ranks, base, most, unit) {
                             blocks.push((first, size));
                             first += size;
                         }
@@ -87,10 +81,17 @@ impl FreeRanks {
     }
 }
 
-/// So many in all, in `count` numbers that differ by at most one; fewer where there are too few.
-fn equal(all: usize, count: usize) -> impl Iterator<Item = usize> {
-    let count = count.clamp(1, all);
-    (0..count).map(move |index| (index + 1) * all / count - index * all / count)
+/// So many ranks in blocks of `base` or somewhat more, at most `most`: equal ones, in whole units; or, if these are
+/// larger, as many of the most as there are, and the rest.
+fn near(ranks: usize, base: usize, most: usize, unit: usize) -> Vec<usize> {
+    let units = ranks.div_ceil(unit);
+    let count = (ranks / base.next_multiple_of(unit)).max(1);
+    if units.div_ceil(count) * unit <= most || ranks <= most {
+        let end = |index: usize| (index * units / count * unit).min(ranks);
+        return (0..count).map(|index| end(index + 1) - end(index)).collect();
+    }
+    let rest = Some(ranks % most).filter(|&rest| rest > 0);
+    std::iter::repeat_n(most, ranks / most).chain(rest).collect()
 }
 
 #[cfg(test)]
@@ -101,7 +102,7 @@ mod tests {
     use super::{FreeRanks, GroupSizes};
 
     proptest! {
-        /// Every rank is in one block, none of them is larger than allowed, and one that fits into a node is in one.
+        /// Every rank is in one block, none of them is larger than allowed, and what fits into a node is in one.
         #[test]
         fn ranks_are_taken_once(
             world_size in 1_usize..70, node in 1_usize..70, most in 1_usize..70, base in 1_usize..70,
@@ -110,6 +111,7 @@ mod tests {
             let most = most.min(world_size);
             let base = base.min(most);
             let mut free = FreeRanks::new(world_size, node);
+            let all = taken.is_empty();
             taken.sort_unstable_by_key(|&many| std::cmp::Reverse(many));
             let mut blocks: Vec<(usize, usize)> = Vec::new();
             for many in taken {
@@ -119,11 +121,13 @@ mod tests {
                 blocks.extend(first.map(|first| (first, many)));
             }
             let cut = free.cut(GroupSizes::Any, base, most);
-            prop_assert!(cut.iter().all(|&(_, size)| 0 < size && size <= most));
-            blocks.extend(cut);
-            for &(first, size) in &blocks {
+            let small = cut.iter().filter(|_| base <= node);
+            for &(first, size) in blocks.iter().chain(small) {
                 prop_assert!(size > node || first / node == (first + size - 1) / node, "{first} {size}");
             }
+            prop_assert!(cut.iter().all(|&(_, size)| 0 < size && size <= most));
+            prop_assert!(!all || cut.iter().any(|&(_, size)| size >= base), "none of {base}: {cut:?}");
+            blocks.extend(cut);
             blocks.sort_unstable();
             let mut next = 0;
             for (first, size) in blocks {

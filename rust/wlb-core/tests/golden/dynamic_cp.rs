@@ -1,7 +1,7 @@
 //! `dynamic_cp.json`: plans of the engine, of which the oracle says that they are legal and how long they take.
 
 use serde::{Deserialize, Serialize};
-use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, Group, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, Group, GroupSizes, Node, plan_dynamic_cp};
 
 use crate::common::check::close;
 use crate::common::dynamic_cp::{Works, group_seconds, planned, step_seconds};
@@ -36,6 +36,10 @@ struct Machine {
     #[serde(skip_serializing_if = "Option::is_none")]
     max_cp_size: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    group_sizes: Option<GroupSizes>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ranks_per_node: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     num_micro_batches: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     min_micro_batches: Option<usize>,
@@ -45,6 +49,10 @@ struct Machine {
     cp_seconds_per_token: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cp_seconds_per_exchange: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cp_seconds_per_token_in_node: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cp_seconds_per_exchange_in_node: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cp_overlap: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,6 +76,12 @@ impl DynamicCpCase {
         DynamicCpOptions {
             num_virtual_stages: machine.num_virtual_stages.unwrap_or(1),
             max_cp_size: machine.max_cp_size,
+            group_sizes: machine.group_sizes.unwrap_or_default(),
+            node: machine.ranks_per_node.map(|ranks| Node {
+                ranks,
+                seconds_per_token: machine.cp_seconds_per_token_in_node.unwrap_or(0.0),
+                seconds_per_exchange: machine.cp_seconds_per_exchange_in_node.unwrap_or(0.0),
+            }),
             num_micro_batches: machine.num_micro_batches,
             min_micro_batches: machine.min_micro_batches,
             max_micro_batches: machine.max_micro_batches,
