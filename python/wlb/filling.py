@@ -24,6 +24,7 @@ class Offer:
         costs: float64 [pieces, columns], where documents bring their costs to the packer; else None.
         more: Whether there are further ones.
         rest_waits: Whether what does not enter now has to make a step of its own later: more than a few tokens, then.
+        early: int64 [pieces], by how many iterations each comes before its turn; None: all come in order.
         numbers: int64 [pieces], documents as who gave them counts them, for errors; None: as `ids`.
     """
 
@@ -33,6 +34,7 @@ class Offer:
     more: bool
     rest_waits: bool
     costs: NDArray[np.float64] | None = None
+    early: NDArray[np.int64] | None = None
     numbers: NDArray[np.int64] | None = None
 
 
@@ -111,8 +113,14 @@ def _refused(offer: Offer, cause: WlbError) -> WlbError:
 def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Packing:
     starts = None if offer.starts is None else offer.starts[:pieces]
     costs = None if offer.costs is None else offer.costs[:pieces]
+    early = None if offer.early is None else offer.early[:pieces]
     return packer.push(
-        offer.lengths[:pieces], offer.ids[:pieces], starts=starts, costs=costs, min_step_tokens=min_step_tokens
+        offer.lengths[:pieces],
+        offer.ids[:pieces],
+        starts=starts,
+        costs=costs,
+        min_step_tokens=min_step_tokens,
+        early=early,
     )
 
 

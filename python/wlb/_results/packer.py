@@ -52,6 +52,8 @@ class PackerMetrics:
         delay_mean: Mean wait of a token, in iterations.
         delay_p99: The wait that 99 % of the tokens do not exceed, in iterations.
         delay_max: Longest wait of a document, in iterations.
+        early_mean: Mean iterations by which a token is trained before its turn, 0 unless documents come early
+            (``push(early=...)``). With ``delay_mean``, which counts from the turn on, the mean displacement.
         backlog_mean: Mean over pushes of the tokens that waited after them.
         backlog_max: Most tokens that waited after a push.
         tokens_per_step_cv: Standard deviation over mean of the tokens in a step.
@@ -74,6 +76,7 @@ class PackerMetrics:
     delay_mean: float
     delay_p99: int
     delay_max: int
+    early_mean: float
     backlog_mean: float
     backlog_max: int
     tokens_per_step_cv: float

@@ -9,7 +9,7 @@ use common::naive::{self, Plan};
 use common::strategies::checked;
 use common::{auto, check};
 use wlb_core::packing::Piece;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::sharding::Remainder;
 use wlb_core::{CostModel, Leftover, Mask, Method, PackOptions, ShardOptions, Strategy, pack, shard};
 
@@ -143,6 +143,33 @@ fn adaptive_holds_what_balance_is_worth() {
     let pushes: [&[i32]; 2] = [&[18, 2, 2], &[18]];
     assert_eq!(streamed(&config(Vec::new(), Some(0.01), None), &pushes), [[2, 2], [18, 18]]);
     assert_eq!(streamed(&config(Vec::new(), Some(10.0), None), &pushes), [[18, 4], [18, 0]]);
+}
+
+/// What leaves at once where waiting is dear stays until its turn if it came before it: waiting brings it nearer.
+#[test]
+fn adaptive_holds_what_came_early() {
+    let config = config(Vec::new(), Some(10.0), None);
+    let (mut oracle, mut packer) = (naive::Packer::new(config.clone()), Packer::new(config).unwrap());
+    let steps = [(&[18, 2, 2][..], &[1, 0, 0][..]), (&[18], &[0])].map(|(lengths, early)| {
+        let plan = oracle.push_early(lengths, None, 0, early);
+        let checked = checked(lengths);
+        let push = Push { early: Some(early), ..Push::new(&checked) };
+        check::same_plan(&packer.push_pieces(&push).unwrap(), &plan);
+        plan.tokens
+    });
+    assert_eq!(steps, [[2, 2], [18, 18]]);
+    assert_eq!((packer.metrics().delay_mean(), packer.metrics().early_mean()), (0.0, 0.0));
+}
+
+/// 171 pairs where the mean of two micro-batches is (171 + 11 * 3) / 2 = 102: 2 * (171 / 102 - 1) = 1.35 iterations.
+#[test]
+fn costly_documents_have_a_lead() {
+    let packer = Packer::new(config(Vec::new(), Some(10.0), None)).unwrap();
+    let lengths = checked(&[&[18][..], &[2; 11]].concat());
+    let leads = |most| packer.leads(&lengths, 40, most).unwrap();
+    assert_eq!(leads(4), [&[1][..], &[0; 11]].concat());
+    assert_eq!(leads(0), [0; 12]);
+    assert!(packer.leads(&lengths, 0, 1).is_err() && packer.leads(&lengths, 40, 1025).is_err());
 }
 
 /// Pieces of at most 4 tokens, all full but the last; batches of as many documents as fit in 6 tokens, at least one.

@@ -47,6 +47,7 @@ arguments! {
     delay_price: f64 = real();
     document: f64 = real();
     dp_size: i64 = integer();
+    early: Vec<i64> = integers();
     equal_documents: bool = flag();
     experts_per_token: i64 = integer();
     ffn_hidden_size: i64 = integer();
@@ -75,6 +76,7 @@ arguments! {
     micro_batch_seconds: f64 = real();
     min_micro_batches: usize = count(MAX_MICRO_BATCHES);
     min_step_tokens: i64 = integer();
+    most: i64 = integer();
     multiple_of: usize = count(MAX_MICRO_BATCHES);
     multiple_of_tokens: i32 = positive();
     num_heads: i64 = integer();
@@ -123,6 +125,7 @@ pub(crate) mod optional {
         cp_seconds_per_token_in_node: f64;
         delay_price: f64;
         dp_size: i64;
+        early: Vec<i64>;
         groups: Vec<i64>;
         head_dim: i64;
         hybrid_threshold: i64;

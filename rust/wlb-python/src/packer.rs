@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use numpy::PyArray1;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -368,6 +369,9 @@ impl Packer {
     ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is there. Such a
     ///         step is less balanced. It holds so many tokens at least, or all that is there, or ``num_micro_batches // 2 *
     ///         max_tokens`` (without ``limits``, which may leave less room).
+    ///     early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream (see
+    ///         :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be trained, and waiting
+    ///         costs nothing. Delays count from the turn on.
     ///
     /// Returns:
     ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was split);
@@ -383,7 +387,7 @@ impl Packer {
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
     /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
-    #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0))]
+    #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0, early = None))]
     #[allow(clippy::too_many_arguments, reason = "most are keywords in Python")]
     fn push(
         &self,
@@ -393,10 +397,11 @@ impl Packer {
         #[pyo3(from_py_with = arguments::optional::starts)] starts: Option<Vec<i32>>,
         #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
         #[pyo3(from_py_with = arguments::min_step_tokens)] min_step_tokens: i64,
+        #[pyo3(from_py_with = arguments::optional::early)] early: Option<Vec<i64>>,
     ) -> PyResult<Packing> {
         let push = |core: &mut Core| {
-            let (ids, starts) = (ids.as_deref(), starts.as_deref());
-            core.push_pieces(&Push { ids, starts, min_step_tokens, costs: table(&costs), ..Push::new(&lengths) })
+            let (ids, starts, early) = (ids.as_deref(), starts.as_deref(), early.as_deref());
+            core.push_pieces(&Push { lengths: &lengths, ids, starts, min_step_tokens, early, costs: table(&costs) })
         };
         let packing = if self.is_watched(&lengths) {
             self.change_within_bounds(py, self.pieces(&lengths), push)
@@ -404,6 +409,35 @@ impl Packer {
             self.change(py, self.pieces(&lengths), push)?.map_err(raise)
         };
         packing.map(Packing::from)
+    }
+
+    /// By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
+    ///
+    /// A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which has to be
+    /// gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about then.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
+    ///     tokens_per_batch: tokens of a global batch.
+    ///     most: iterations, at most 1024.
+    ///
+    /// Returns:
+    ///     int64[n], from 0 to ``most``.
+    ///
+    /// Raises:
+    ///     WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
+    ///
+    /// O(n).
+    #[pyo3(signature = (lengths, *, tokens_per_batch, most))]
+    fn leads<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
+        #[pyo3(from_py_with = arguments::most)] most: i64,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let leads = self.lock().leads(&lengths, tokens_per_batch, most).map_err(raise)?;
+        Ok(PyArray1::from_vec(py, leads))
     }
 
     /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
@@ -492,6 +526,7 @@ impl Packer {
             delay_mean: metrics.delay_mean(),
             delay_p99: metrics.delay_percentile(0.99),
             delay_max: metrics.delay_max(),
+            early_mean: metrics.early_mean(),
             backlog_mean: metrics.backlog_mean(),
             backlog_max: metrics.backlog_max,
             tokens_per_step_cv: metrics.tokens_per_step_cv(),

@@ -38,6 +38,7 @@ class ReadingOrder:
         oversize: What happens to documents over `limit`, as the packer has it.
         limit: Longest document, in tokens.
         costs: What they cost, where they bring that to the packer.
+        max_early: Iterations that a document may come before its turn.
     """
 
     corpus: Corpus
@@ -49,6 +50,7 @@ class ReadingOrder:
     oversize: str
     limit: int
     costs: CorpusCosts | None = None
+    max_early: int = 0
 
     @property
     def longest(self) -> int | None:
@@ -82,17 +84,35 @@ class Ahead:
     Under `oversize="split"` documents are cut here, where the packer would cut them, so that one that is longer than a
     global batch enters piece by piece.
 
+    Behind those whose turn has come it offers documents of later global batches that would wait for others of their
+    cost, as early as the packer says (`Packer.leads`), up to `max_early` iterations.
+
     Attributes:
         place: Of the next document in the epoch.
         offset: Its tokens that have entered.
+        taken: int64 [documents], places from `place` on of those that have entered before their turn, ascending.
     """
 
-    def __init__(self, order: ReadingOrder, *, epoch: int, place: int, offset: int, guess: int) -> None:
+    def __init__(
+        self,
+        order: ReadingOrder,
+        packer: wlb.Packer,
+        *,
+        epoch: int,
+        place: int,
+        offset: int,
+        taken: NDArray[np.int64],
+        guess: int,
+    ) -> None:
         self._order = order
+        self._packer = packer
         self._epoch = epoch
         self.place = place
         self.offset = offset
-        self.guess = guess  # documents that a global batch has
+        self.taken = taken
+        self.guess = guess  # documents that are looked at for a step
+        self._due = 0
+        self._turns_end = place
         self._places = np.empty(0, np.int64)
         self._ends = np.empty(0, np.int64)
         self._finished = np.empty(0, np.bool_)
@@ -101,10 +121,11 @@ class Ahead:
         """See `Source`; the last offer of an epoch leaves no rest of less than a step."""
         order = self._order
         wanted = (1 + extra) * order.tokens_per_batch
-        looked_at = wanted + order.min_step_tokens
+        ahead = order.max_early * order.tokens_per_batch
+        looked_at = wanted + ahead + order.min_step_tokens
         total = order.corpus.lengths.size
         while True:
-            end = min(self.place + self.guess, total)
+            end = min(self.place + max(self.guess, self.taken[-1:].sum() + 2 - self.place), total)
             documents, left = order.documents(self._epoch, self.place, end)
             left[:1] -= self.offset
             if end == total or left.sum() > looked_at:
@@ -117,30 +138,65 @@ class Ahead:
         else:
             at, starts, lengths = np.arange(documents.size), np.zeros(documents.size, np.int64), shown
         ends = starts + lengths
-        entered = lengths.cumsum()
-        taken = max(int(np.searchsorted(entered, wanted, side="right")), 1)
+        passed = lengths.cumsum()  # in the order of turns, what has entered before its turn included
+        new: NDArray[np.bool_] = ~np.isin(self.place + at, self.taken)
+        outside = np.where(new, lengths, 0).cumsum()
+        turn = max(int(np.searchsorted(passed, wanted, side="right")), int(new.argmax()) + 1)
         whole_rest = end == total and bool((shown == left).all())
-        if whole_rest and entered[-1] - entered[taken - 1] < order.min_step_tokens:
-            taken = lengths.size
-        last = whole_rest and taken == lengths.size
+        if whole_rest and outside[-1] - outside[turn - 1] < order.min_step_tokens:
+            turn = lengths.size
+        last = whole_rest and turn == lengths.size
+        iterations = np.zeros(lengths.size, np.int64)
+        offered = np.flatnonzero(new[:turn])
+        if ahead and not last:
+            iterations = 1 + (passed - lengths - passed[turn - 1]) // order.tokens_per_batch
+            early = turn + self._early(lengths, left[at], new, iterations, turn)
+            rest = outside[-1] - outside[turn - 1] - lengths[early].sum()
+            if not whole_rest or rest >= max(order.min_step_tokens, 1):
+                offered = np.concatenate([offered, early])
+        self._due = int(new[:turn].sum())
+        self._turns_end = int(self.place + at[turn - 1]) + 1
         offset = np.where(at == 0, self.offset, 0)
-        self._places, self._ends, self._finished = self.place + at, ends + offset, ends == left[at]
+        self._places, self._ends = (self.place + at)[offered], (ends + offset)[offered]
+        self._finished = (ends == left[at])[offered]
+        at, lengths = at[offered], lengths[offered]
         return Offer(
-            ids=self._epoch * total + documents[at[:taken]],
-            starts=(starts + offset)[:taken] if order.oversize == "split" else None,
-            lengths=lengths[:taken],
+            ids=self._epoch * total + documents[at],
+            starts=(starts + offset)[offered] if order.oversize == "split" else None,
+            lengths=lengths,
             more=not last,
             rest_waits=last,
-            costs=order.costs_of(documents, at[:taken], lengths[:taken]),
-            numbers=documents[at[:taken]],
+            costs=order.costs_of(documents, at, lengths),
+            early=np.maximum(iterations[offered], 0) if offered.size > self._due else None,
+            numbers=documents[at],
         )
+
+    def _early(
+        self,
+        lengths: NDArray[np.int64],
+        left: NDArray[np.int64],
+        new: NDArray[np.bool_],
+        iterations: NDArray[np.int64],
+        turn: int,
+    ) -> NDArray[np.int64]:
+        """Which pieces behind `turn` come now, counted from there: whole documents that have as much lead."""
+        order = self._order
+        leads = self._packer.leads(lengths, tokens_per_batch=order.tokens_per_batch, most=order.max_early)
+        comes = new & (lengths == left) & (leads >= iterations)
+        return np.flatnonzero(comes[turn:])
 
     def advance(self, pieces: int) -> None:
         """See `Source`."""
-        if pieces:
-            place, end, finished = (row[pieces - 1].item() for row in (self._places, self._ends, self._finished))
-            self.guess = max(place - self.place, 1) * 5 // 4 + 1
-            self.place, self.offset = (place + 1, 0) if finished else (place, end)
+        if not pieces:
+            return
+        before, entered = self.place, self._places[:pieces]
+        place, end, finished = (row[min(pieces, self._due) - 1].item() for row in (entered, self._ends, self._finished))
+        self.place, self.offset = (place + 1, 0) if finished else (place, end)
+        if pieces >= self._due and finished:
+            self.place = self._turns_end  # what stands between has entered before its turn
+        self.taken = np.union1d(self.taken, entered[self._due :])
+        self.taken = self.taken[self.taken >= self.place]
+        self.guess = max(self.place - before, 1) * (1 + self._order.max_early) * 5 // 4 + 1
 
 
 class StepReader:
@@ -165,6 +221,7 @@ class StepReader:
         self._packer = packer.empty_copy()
         self._position = 0
         self._offset = 0  # tokens of the document there that have entered
+        self._taken = np.empty(0, np.int64)  # places of those that have entered before their turn
         self._guess = 64
         self._link = Link()
         self._saved: dict[str, Any] | None = None  # the state here, once it was asked for
@@ -219,9 +276,18 @@ class StepReader:
         if self._position == self._order.corpus.lengths.size:
             packing = self._packer.drain()
         else:
-            ahead = Ahead(self._order, epoch=self.epoch, place=self._position, offset=self._offset, guess=self._guess)
+            ahead = Ahead(
+                self._order,
+                self._packer,
+                epoch=self.epoch,
+                place=self._position,
+                offset=self._offset,
+                taken=self._taken,
+                guess=self._guess,
+            )
             self._packer, packing = next_packing(self._packer, ahead, min_step_tokens=self._order.min_step_tokens)
             self._position, self._offset, self._guess = ahead.place, ahead.offset, ahead.guess
+            self._taken = ahead.taken
         self.step += 1
         self._link, self._saved = link, None
         return packing
@@ -259,6 +325,7 @@ class StepReader:
             raise error("epoch", message, value=epoch)
         self._link = Link.moved(self._state())
         self.epoch, self._position, self._offset, self._saved = epoch, 0, 0, None
+        self._taken = np.empty(0, np.int64)
 
     def describe(self) -> dict[str, Any]:
         """What a ledger has to know of the documents. Plain JSON values."""
@@ -268,7 +335,7 @@ class StepReader:
     def snapshot(self) -> Snapshot:
         """The state, to be written out later; it does not change when the reader goes on."""
         state = self._state()
-        read = self._position + (self._offset > 0)
+        read = self._position + (self._offset > 0) + self._taken.size
         return Snapshot.of(state, Progress.of(read, state), self._switches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,6 +363,7 @@ class StepReader:
                     "epoch": self.epoch,
                     "position": self._position,
                     "outside": self._outside(),
+                    **({"taken": self._taken.tolist()} if self._taken.size else {}),
                     "step": self.step,
                     "micro_batches": 0,
                     "packer": self._packer.state_dict(),
@@ -339,6 +407,7 @@ class StepReader:
             raise error("state", f"has 'position' = {position} beyond the last document", value=position)
         if (epoch + 1) * total >= 2**63:
             raise error("state", f"has 'epoch' = {epoch}, beyond what ids can count", value=epoch)
+        read_taken(state, position, total)
         check_outside(read_outside(state), self._config)
         reader = StepReader(self._order, self._config, self._switches)
         reader._restore(state, allow_config_change=allow_config_change)
@@ -354,7 +423,23 @@ class StepReader:
         position, epoch, step = (field(state, name, int) for name in ("position", "epoch", "step"))
         rest = read_outside(state)
         offset = rest[0][1] if rest else 0
+        self._taken = read_taken(state, position, self._order.corpus.lengths.size)
         packer, link = self._config.empty_copy(), Link.of(state)
         packer.load_state_dict(field(state, "packer", dict), allow_config_change=allow_config_change)
         self._packer, self._position, self._offset, self.epoch, self.step = packer, position, offset, epoch, step
         self._link, self._saved = link, None
+
+
+def read_taken(state: Mapping[str, Any], position: int, total: int) -> NDArray[np.int64]:
+    """int64 [documents]: places of those that entered before their turn, ascending from the position on.
+
+    Raises:
+        wlb.WlbError: They are no such places.
+    """
+    found = state.get("taken", [])
+    if not isinstance(found, list) or not all(type(place) is int for place in found):
+        raise error("state", "has 'taken' that is no list of whole numbers", value=found)
+    places = np.array(found, np.int64)
+    if places.size and not (position <= places[0] and places[-1] < total and (np.diff(places) > 0).all()):
+        raise error("state", f"has 'taken' that does not ascend from {position} to below {total}", value=found)
+    return places

@@ -58,6 +58,10 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         shuffle: Another order in every epoch; else documents come as they are numbered.
         seed: Of these orders.
         num_epochs: Epochs of the run; more may be added when it is resumed.
+        max_early: Iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
+            cost model. Then long documents are read as long before their turn as they would wait after it
+            (`Packer.leads`): so the mean displacement falls by a fifth to a third at equal balance. Of the next
+            `1 + max_early` global batches lengths are looked at. None comes before its epoch. 4 is enough.
         costs: float [documents] or [documents, columns], what each costs, where the packer was made with
             `cost_columns`; the same on every rank. Or a function of a document's number that gives its float, or
             floats: it is asked whenever a step is planned, in workers too, and has to answer alike every time. A piece
@@ -83,12 +87,17 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         shuffle: bool = True,
         seed: int = 0,
         num_epochs: int = 1,
+        max_early: int = 0,
         costs: ArrayLike | Callable[[int], Any] | None = None,
     ) -> None:
         micro_batches = packer.num_micro_batches
         check_integer("dp_size", dp_size, minimum=1)
         check_integer("dp_rank", dp_rank, minimum=0)
         check_integer("num_epochs", num_epochs, minimum=1)
+        check_integer("max_early", max_early, minimum=0, maximum=1024)
+        if max_early and (packer.release != "adaptive" or packer.cost_model is None):
+            message = f'= {max_early}: needs a packer with release="adaptive" and a cost model'
+            raise error("max_early", message, value=max_early)
         check_integer("seed", seed, minimum=-(2**63))
         if micro_batches % dp_size:
             raise error("dp_size", f"= {dp_size} does not divide {micro_batches} micro-batches", value=dp_size)
@@ -114,6 +123,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             num_epochs=num_epochs,
             oversize=packer.oversize,
             limit=limit,
+            max_early=max_early,
             costs=None if costs is None else CorpusCosts(costs, packer, corpus.lengths),
         )
         if packer.oversize == "split":

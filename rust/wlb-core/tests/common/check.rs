@@ -226,15 +226,15 @@ pub(crate) fn dealt_fairly(packing: &Packing, dp_size: usize) {
 
 /// The packer holds what the oracle holds.
 pub(crate) fn same_packer(packer: &Packer, expected: &naive::Packer) {
-    let waiting = |piece, arrived| naive::Waiting { piece, arrived };
+    let waiting = |piece, arrived, turn| naive::Waiting { piece, arrived, turn };
     let queues: Vec<Vec<naive::Waiting>> = packer
         .queue()
         .levels()
         .iter()
-        .map(|level| level.iter().map(|w| waiting(w.piece, w.arrived)).collect())
+        .map(|level| level.iter().map(|w| waiting(w.piece, w.arrived, w.turn)).collect())
         .collect();
     assert_eq!(queues, expected.queues, "queues");
-    let carried: Vec<naive::Waiting> = packer.carried().iter().map(|w| waiting(w.piece, w.arrived)).collect();
+    let carried: Vec<naive::Waiting> = packer.carried().iter().map(|w| waiting(w.piece, w.arrived, w.turn)).collect();
     assert_eq!(carried, expected.carried, "carried");
     assert_eq!(packer.iteration(), expected.iteration, "iteration");
     assert_eq!(packer.pending(), expected.pending().len(), "pending");
@@ -293,7 +293,8 @@ fn same_metrics(metrics: &Metrics, steps: &[naive::Step]) {
     // One pass over squares loses what cancels: compare variances, at the scale of the squares.
     assert!((metrics.tokens_per_step_cv().powi(2) - variance / average.powi(2)).abs() <= 1e-9);
 
-    let delays: Vec<(i64, u64)> = steps.iter().flat_map(|step| step.delays.iter().copied()).collect();
+    let moved: Vec<(i64, i64)> = steps.iter().flat_map(|step| step.moved.iter().copied()).collect();
+    let delays: Vec<(i64, u64)> = moved.iter().map(|&(tokens, late)| (tokens, late.max(0) as u64)).collect();
     let all_tokens: i64 = delays.iter().map(|&(tokens, _)| tokens).sum();
     assert_eq!((metrics.documents, metrics.tokens), (delays.len() as u64, all_tokens as u64));
     let longest = delays.iter().map(|&(_, delay)| delay).max().unwrap_or(0);
@@ -302,6 +303,8 @@ fn same_metrics(metrics: &Metrics, steps: &[naive::Step]) {
     let p99 = delays.iter().map(|&(_, delay)| delay).filter(|&delay| within(delay) * 100 >= all_tokens * 99).min();
     assert_eq!(metrics.delay_percentile(0.99), p99.unwrap_or(0));
     let waited: f64 = delays.iter().map(|&(tokens, delay)| tokens as f64 * delay as f64).sum();
+    let early: f64 = moved.iter().map(|&(tokens, late)| tokens as f64 * (-late).max(0) as f64).sum();
+    assert!(close(metrics.early_mean(), if moved.is_empty() { 0.0 } else { early / all_tokens as f64 }));
     assert!(close(metrics.delay_mean(), if delays.is_empty() { 0.0 } else { waited / all_tokens as f64 }));
     let mut seen = 0;
     for (delay, tokens) in metrics.delays() {

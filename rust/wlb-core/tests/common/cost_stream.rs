@@ -174,7 +174,7 @@ impl Stream {
     /// One column: the release rule of the packer that prices by length, told these costs.
     fn adaptive(&self, batch: &Batch, listing: &[Waiting], urgent: &[usize], tried: &[usize], min_tokens: i64) -> Plan {
         let waiting: Vec<naive::Waiting> =
-            listing.iter().map(|w| naive::Waiting { piece: w.piece, arrived: w.arrived }).collect();
+            listing.iter().map(|w| naive::Waiting { piece: w.piece, arrived: w.arrived, turn: w.arrived }).collect();
         let (costs, others) = (one_column(batch), &tried[urgent.len()..]);
         let plan = naive::adaptive(&waiting, urgent, others, self.iteration, &self.config, &costs);
         let plan = naive::fuller(plan, &pieces(listing), tried, min_tokens, &self.config, &costs);

@@ -457,12 +457,15 @@ pub(crate) fn adaptive(
     let holds = Holds::levelled(config);
     let n = holds.n;
     let cost = |i: usize| costs.of[i];
-    let debt = |i: usize| listing[i].piece.length as u128 * u128::from(iteration - listing[i].arrived + 1);
-    let price = |debt: u128| {
+    let debt = |i: usize| {
+        let (length, turn) = (i128::from(listing[i].piece.length), listing[i].turn);
+        if turn > iteration { -length } else { length * i128::from(iteration - turn + 1) }
+    };
+    let price = |debt: i128| {
         let global_batch = config.num_micro_batches as f64 * f64::from(config.max_document_tokens);
         config.delay_price.unwrap() * debt as f64 / global_batch
     };
-    let loss = |heaviest: f64, total: f64, debt: u128| {
+    let loss = |heaviest: f64, total: f64, debt: i128| {
         let imbalance = if total > 0.0 { heaviest * n as f64 / total } else { 1.0 };
         (imbalance - 1.0).max(0.0) + price(debt)
     };
@@ -481,8 +484,12 @@ pub(crate) fn adaptive(
         let total = alone.costs.iter().sum::<f64>() + of_others;
         let tokens: i64 =
             alone.tokens.iter().sum::<i64>() + leaves.iter().map(|&i| i64::from(listing[i].piece.length)).sum::<i64>();
-        let beyond = (tokens - n as i64 * holds.tokens).max(0) as u128;
-        let waiting: u128 = others[..held].iter().map(|&i| debt(i)).sum();
+        // What came early may be among what finds no room: its waiting costs less than nothing.
+        let came_early = leaves.iter().filter(|&&i| listing[i].turn > iteration);
+        let came_early: i64 = came_early.map(|&i| i64::from(listing[i].piece.length)).sum();
+        let beyond = tokens - n as i64 * holds.tokens;
+        let beyond = i128::from((beyond - came_early).max(0) - came_early);
+        let waiting: i128 = others[..held].iter().map(|&i| debt(i)).sum();
         cuts.push((loss(longest, total, waiting + if leaves.is_empty() { 0 } else { beyond }), held));
     }
     cuts.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
@@ -490,7 +497,7 @@ pub(crate) fn adaptive(
     let mut best: Option<(f64, usize, Plan)> = None;
     for &(_, held) in cuts.iter().take(8) {
         let mut plan = alone.clone();
-        let mut waiting: u128 = others[..held].iter().map(|&i| debt(i)).sum();
+        let mut waiting: i128 = others[..held].iter().map(|&i| debt(i)).sum();
         let everything =
             plan.costs.iter().sum::<f64>() + others[held..].iter().rev().fold(0.0, |sum, &i| sum + cost(i));
         for &i in &others[held..] {
@@ -620,6 +627,7 @@ pub(crate) fn split(document: Piece, limit: i32) -> Vec<Piece> {
 pub(crate) struct Waiting {
     pub(crate) piece: Piece,
     pub(crate) arrived: u64,
+    pub(crate) turn: u64,
 }
 
 /// One global batch that a packer emitted.
@@ -628,7 +636,7 @@ pub(crate) struct Step {
     pub(crate) plan: Plan,
     pub(crate) flushed: bool,
     /// `(tokens, iterations waited)` of each emitted piece.
-    pub(crate) delays: Vec<(i64, u64)>,
+    pub(crate) moved: Vec<(i64, i64)>,
     /// For whom it was made.
     pub(crate) shape: StepShape,
 }
@@ -667,6 +675,17 @@ impl Packer {
 
     /// Of which so many tokens leave, if they are there.
     pub(crate) fn push_at_least(&mut self, lengths: &[i32], ids: Option<&[i64]>, min_step_tokens: i64) -> Plan {
+        self.push_early(lengths, ids, min_step_tokens, &vec![0; lengths.len()])
+    }
+
+    /// By so many iterations before their turns.
+    pub(crate) fn push_early(
+        &mut self,
+        lengths: &[i32],
+        ids: Option<&[i64]>,
+        min_step_tokens: i64,
+        early: &[i64],
+    ) -> Plan {
         let t = self.iteration;
         let default_ids: Vec<i64> = (self.next_id..).take(lengths.len()).collect();
         let ids = ids.unwrap_or(&default_ids);
@@ -674,14 +693,14 @@ impl Packer {
 
         let limit = self.config.max_document_tokens;
         let mut new = Vec::new();
-        for (&id, &length) in ids.iter().zip(lengths) {
+        for ((&id, &length), early) in ids.iter().zip(lengths).zip(early) {
             let document = Piece { id, start: 0, length };
             let pieces = match self.config.oversize {
                 Oversize::Split => split(document, limit),
                 Oversize::Truncate | Oversize::Error => vec![Piece { length: length.min(limit), ..document }],
             };
             for piece in pieces {
-                let waiting = Waiting { piece, arrived: t };
+                let waiting = Waiting { piece, arrived: t, turn: t + *early as u64 };
                 match self.level(piece.length) {
                     Some(level) => self.queues[level].push(waiting),
                     None => new.push(waiting),
@@ -813,11 +832,11 @@ impl Packer {
             .filter(|&&i| plan.assignment[i] < 0 && plan.leftover.contains(&listing[i].piece))
             .map(|&i| listing[i])
             .collect();
-        let delays = (0..listing.len())
+        let moved = (0..listing.len())
             .filter(|&i| plan.assignment[i] >= 0)
-            .map(|i| (i64::from(pieces[i].length), self.iteration - listing[i].arrived))
+            .map(|i| (i64::from(pieces[i].length), self.iteration as i64 - listing[i].turn as i64))
             .collect();
-        self.steps.push(Step { plan: plan.clone(), flushed, delays, shape: self.config.shape.clone() });
+        self.steps.push(Step { plan: plan.clone(), flushed, moved, shape: self.config.shape.clone() });
         self.iteration += 1;
         plan
     }

@@ -322,6 +322,7 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
         let event = prop_oneof![
             10 => lengths.clone().prop_map(Event::Push),
             4 => (lengths.clone(), min_step_tokens).prop_map(|(lengths, tokens)| Event::PushAtLeast(lengths, tokens)),
+            6 => vec((1..=longest, 0_i64..5), 0..most_documents.max(1)).prop_map(Event::PushEarly),
             4 => lengths.prop_flat_map(move |lengths| {
                 let ids = vec(id.clone(), lengths.len());
                 ids.prop_map(move |ids| Event::PushNamed(lengths.iter().copied().zip(ids).collect()))

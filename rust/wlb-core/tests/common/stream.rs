@@ -21,6 +21,8 @@ pub(crate) enum Event {
     PushNamed(Vec<(i32, i64)>),
     /// A global batch of which so many tokens leave, if they are there.
     PushAtLeast(Vec<i32>, i64),
+    /// A global batch of documents that come so many iterations before their turn, where the release rule asks.
+    PushEarly(Vec<(i32, i64)>),
     /// Pushes that must fail and change nothing.
     PushWrong(Vec<i32>),
     /// Saved, and loaded in another process.
@@ -69,8 +71,13 @@ impl Both {
 
     fn meet(&mut self, event: &Event) {
         match event {
-            Event::Push(lengths) => self.push(lengths, None, 0),
-            Event::PushAtLeast(lengths, min_step_tokens) => self.push(lengths, None, *min_step_tokens),
+            Event::Push(lengths) => self.push(lengths, None, 0, None),
+            Event::PushAtLeast(lengths, min_step_tokens) => self.push(lengths, None, *min_step_tokens, None),
+            Event::PushEarly(documents) => {
+                let (lengths, early): (Vec<i32>, Vec<i64>) = documents.iter().copied().unzip();
+                let asks = self.packer.config().release == Release::Adaptive;
+                self.push(&lengths, None, 0, asks.then_some(early.as_slice()));
+            }
             Event::PushNamed(documents) => {
                 let lengths: Vec<i32> = documents.iter().map(|&(length, _)| length).collect();
                 let mut taken: BTreeSet<i64> = self.oracle.pending().iter().map(|waiting| waiting.piece.id).collect();
@@ -80,7 +87,7 @@ impl Both {
                     id
                 };
                 let ids: Vec<i64> = documents.iter().map(free).collect();
-                self.push(&lengths, Some(&ids), 0);
+                self.push(&lengths, Some(&ids), 0, None);
             }
             Event::PushWrong(lengths) => self.push_wrong(lengths),
             Event::Resume => {
@@ -127,7 +134,7 @@ impl Both {
         }
     }
 
-    fn push(&mut self, lengths: &[i32], ids: Option<&[i64]>, min_step_tokens: i64) {
+    fn push(&mut self, lengths: &[i32], ids: Option<&[i64]>, min_step_tokens: i64, early: Option<&[i64]>) {
         let config = self.packer.config().clone();
         let limit = config.max_document_tokens;
         // Under `Oversize::Error` a stream holds no longer documents; `push_wrong` tries one. No document is split into
@@ -150,7 +157,8 @@ impl Both {
         let lengths_checked = checked(&lengths);
         assert_eq!(self.packer.admits(&lengths_checked, None).ok(), self.oracle.admits(&lengths), "admitted documents");
         let there = self.packer.pending_tokens() + tokens_of(&lengths, &config);
-        let push = Push { ids, min_step_tokens, ..Push::new(&lengths_checked) };
+        let turns = early.map_or_else(|| vec![0; lengths.len()], <[i64]>::to_vec);
+        let push = Push { ids, min_step_tokens, early, ..Push::new(&lengths_checked) };
         let packing = self.packer.push_pieces(&push).unwrap();
         // Single documents may fill a micro-batch where their number is limited.
         let most = if config.shape.max_documents.is_some() { 1 } else { i64::from(config.max_tokens) };
@@ -163,11 +171,11 @@ impl Both {
             check::refined_step_is_no_worse(
                 &self.packer,
                 &packing,
-                &unrefined.push_at_least(&lengths, ids, min_step_tokens),
+                &unrefined.push_early(&lengths, ids, min_step_tokens, &turns),
                 &unrefined,
             );
         }
-        let plan = self.oracle.push_at_least(&lengths, ids, min_step_tokens);
+        let plan = self.oracle.push_early(&lengths, ids, min_step_tokens, &turns);
         self.emit(&packing, &plan);
         check::queues_keep_their_word(&self.packer);
         assert!(first_carried.is_none_or(|piece| packing.pieces.contains(&piece)), "carried for ever");
@@ -225,6 +233,21 @@ impl Both {
         }
         let error = self.packer.push(&checked(&fits), Some(&[fresh.as_slice(), &[7]].concat())).unwrap_err();
         assert!(matches!(error, Error::Mismatch { argument: "ids", .. }));
+        for (early, index) in
+            [(vec![1; fits.len() + 1], None), (vec![1025; fits.len()], Some(0)), (vec![-1; fits.len()], Some(0))]
+        {
+            if fits.is_empty() && index.is_some() {
+                continue;
+            }
+            let lengths = checked(&fits);
+            let push = Push { early: Some(&early), ..Push::new(&lengths) };
+            match self.packer.push_pieces(&push).unwrap_err() {
+                Error::Combination { argument: "early", .. } => assert_eq!(before.config().release, Release::Fifo),
+                Error::Mismatch { argument: "early", .. } => assert!(index.is_none()),
+                Error::Entry { argument: "early", index: at, .. } => assert_eq!(Some(at), index),
+                error => panic!("{error}"),
+            }
+        }
         if let [_, .., last] = fresh.as_slice() {
             let twice = [&[*last], &fresh[1..]].concat();
             let error = self.packer.push(&checked(&fits), Some(&twice)).unwrap_err();

@@ -82,7 +82,7 @@ struct Columns {
 impl FromIterator<naive::Waiting> for Columns {
     fn from_iter<I: IntoIterator<Item = naive::Waiting>>(all: I) -> Self {
         let mut columns = Self::default();
-        for naive::Waiting { piece, arrived } in all {
+        for naive::Waiting { piece, arrived, .. } in all {
             columns.ids.push(piece.id);
             columns.starts.push(piece.start);
             columns.lengths.push(piece.length);
@@ -142,7 +142,7 @@ impl Case for PackerCase {
         };
         self.before.iter().for_each(|step| check(step, &mut packer));
         let columns = |waiting: &mut dyn Iterator<Item = &Waiting>| -> Columns {
-            waiting.map(|&Waiting { piece, arrived, .. }| naive::Waiting { piece, arrived }).collect()
+            waiting.map(|&Waiting { piece, arrived, turn, .. }| naive::Waiting { piece, arrived, turn }).collect()
         };
         let text = packer.save();
         // The next running id shows in the state.

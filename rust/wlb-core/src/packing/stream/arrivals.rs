@@ -5,10 +5,13 @@ use crate::lengths::Lengths;
 use crate::limits::MAX_ITERATION;
 use crate::packing::split::check_cuts;
 
-use super::config::Oversize;
+use super::config::{Oversize, Release};
 use super::cost_rows::CostTable;
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
+
+/// Iterations that a document comes before its turn, at most.
+pub(super) const MAX_EARLY: i64 = 1024;
 
 /// What enters a packer in one iteration.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +26,9 @@ pub struct Push<'a> {
     /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
     /// must not be nearly empty and has nothing further to read. 0: as the rule says.
     pub min_step_tokens: i64,
+    /// By how many iterations each comes before its turn in the order of the stream, for a caller that knows what comes;
+    /// only under [`Release::Adaptive`]. Until its turn a document is not late: training it moves it, and waiting does not.
+    pub early: Option<&'a [i64]>,
     /// What each costs in every column, where documents bring their costs, and only there. A document that is cut shares
     /// them among its pieces by their tokens; one that is truncated has the share of what is kept.
     pub costs: Option<CostTable<'a>>,
@@ -31,14 +37,14 @@ pub struct Push<'a> {
 impl<'a> Push<'a> {
     /// Whole documents, named by a running number.
     pub fn new(lengths: &'a Lengths) -> Self {
-        Self { lengths, ids: None, starts: None, min_step_tokens: 0, costs: None }
+        Self { lengths, ids: None, starts: None, min_step_tokens: 0, early: None, costs: None }
     }
 }
 
 impl Packer {
     /// Everything that can be wrong with a push, before anything changes. Gives the first default id and the next.
     pub(super) fn check_push(&self, push: &Push<'_>) -> Result<(i64, Option<i64>)> {
-        let Push { lengths, ids, starts, min_step_tokens, costs } = *push;
+        let Push { lengths, ids, starts, min_step_tokens, early, costs } = *push;
         let config = &self.config;
         let limit = config.max_document_tokens;
         if config.oversize == Oversize::Error
@@ -59,6 +65,7 @@ impl Packer {
         self.check_costs(lengths, costs, |length| length.min(limit))?;
         check_range("iteration", self.iteration as i64, 0, MAX_ITERATION as i64 - 1)?;
         check_range("min_step_tokens", min_step_tokens, 0, i64::MAX)?;
+        self.check_early(lengths, early)?;
         let exhausted =
             Error::Combination { argument: "ids", requirement: "int64 has no further running number; pass ids" };
         let Some(ids) = ids else {
@@ -92,6 +99,23 @@ impl Packer {
             .max()
             .map_or(self.next_id, |&max| self.next_id.and_then(|next| max.checked_add(1).map(|above| above.max(next))));
         Ok((0, above))
+    }
+
+    fn check_early(&self, lengths: &[i32], early: Option<&[i64]>) -> Result<()> {
+        let Some(early) = early else { return Ok(()) };
+        let argument = "early";
+        if self.config.release != Release::Adaptive {
+            let requirement = "has a meaning only with release=\"adaptive\": queues do not ask when a document comes";
+            return Err(Error::Combination { argument, requirement });
+        }
+        if early.len() != lengths.len() {
+            return Err(Error::Mismatch { argument, found: early.len(), other: "lengths", expected: lengths.len() });
+        }
+        if let Some(index) = early.iter().position(|early| !(0..=MAX_EARLY).contains(early)) {
+            let requirement = "a document comes from 0 to 1024 iterations before its turn";
+            return Err(Error::Entry { argument, index, value: early[index] as f64, requirement });
+        }
+        Ok(())
     }
 
     /// Checks that no token stands twice in a push, nor belongs to a document that waits. Without `starts` an id is all

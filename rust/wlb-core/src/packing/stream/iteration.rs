@@ -120,8 +120,8 @@ impl Packer {
         self.carried = placed.placement.leftover.iter().map(|&index| pieces[index]).collect();
         let assignment = &placed.placement.assignment;
         let emitted = pieces.iter().zip(assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
-        let delays: Vec<(i32, u64)> =
-            emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration - waiting.arrived)).collect();
+        let moved: Vec<(i32, i64)> =
+            emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration as i64 - waiting.turn as i64)).collect();
         let piece = |index: usize| pieces[index].piece;
         if adaptive {
             let mut waits: Vec<bool> = assignment.iter().map(|&micro_batch| micro_batch < 0).collect();
@@ -137,7 +137,7 @@ impl Packer {
         self.iteration += 1;
         self.keep_rows();
         let backlog = self.pending_tokens();
-        self.metrics.record(&packing, occasion == Occasion::Drain, delays.into_iter(), backlog);
+        self.metrics.record(&packing, occasion == Occasion::Drain, moved.into_iter(), backlog);
         packing
     }
 }

@@ -31,6 +31,9 @@ pub struct Metrics {
     memory_skew_sum: f64,
     memory_skew_worst: f64,
     delay_tokens: BTreeMap<u64, u64>,
+    /// Tokens times the iterations that they were trained before their turn.
+    #[serde(default, skip_serializing_if = "is_none")]
+    early: u64,
     /// Most tokens that waited after a push.
     #[serde(default)]
     pub backlog_max: u64,
@@ -53,18 +56,20 @@ fn is_none(count: &u64) -> bool {
 }
 
 impl Metrics {
-    /// Counts one global batch; `delays` gives the tokens of each emitted piece and the iterations it waited, `backlog`
-    /// the tokens that wait now.
+    /// Counts one global batch; `moved` gives the tokens of each emitted piece and the iterations from its turn to now,
+    /// below 0 before it; `backlog` the tokens that wait now.
     pub(super) fn record(
         &mut self,
         packing: &Packing,
         flushed: bool,
-        delays: impl Iterator<Item = (i32, u64)>,
+        moved: impl Iterator<Item = (i32, i64)>,
         backlog: i64,
     ) {
         // Almost all wait as long as the one before, most often not at all: one look-up for all of them.
         let (mut run, mut run_tokens) = (0, 0);
-        for (length, delay) in delays {
+        for (length, iterations) in moved {
+            let delay = iterations.max(0) as u64;
+            self.early = self.early.saturating_add((-iterations).max(0) as u64 * length as u64);
             if delay != run {
                 self.count_delay(run, run_tokens);
                 (run, run_tokens) = (delay, 0);
@@ -139,10 +144,16 @@ impl Metrics {
         (f64::from(edge) / IMBALANCE_RESOLUTION).min(self.imbalance_worst()).max(1.0)
     }
 
-    /// Mean wait of a token, in iterations.
+    /// Mean wait of a token since its turn, in iterations.
     pub fn delay_mean(&self) -> f64 {
         let waited: f64 = self.delay_tokens.iter().map(|(&delay, &tokens)| delay as f64 * tokens as f64).sum();
         if self.tokens == 0 { 0.0 } else { waited / self.tokens as f64 }
+    }
+
+    /// Mean over tokens of the iterations by which they are trained before their turn; 0 unless documents come early.
+    /// With the mean wait it is the mean displacement.
+    pub fn early_mean(&self) -> f64 {
+        if self.tokens == 0 { 0.0 } else { self.early as f64 / self.tokens as f64 }
     }
 
     /// The wait that `fraction` of the tokens do not exceed, in iterations.
@@ -215,6 +226,7 @@ impl Metrics {
             self.backlog_max,
             self.pushes,
             self.padding,
+            self.early,
         ]
         .iter()
         .any(|&n| n > 1 << 62)

@@ -10,6 +10,7 @@
 //! | `release_fifo`, `release_adaptive`, `level` | which of them leave, and where these go |
 //! | `iteration`, `fuller` | one packing, made of what leaves |
 //! | `drain` | the end of the stream |
+//! | `lead` | how early a document should come, where it is known before its turn |
 //! | `admission` | how much may enter, so that what waits stays bounded |
 //! | `cost_history` | the packer goes on under another cost model |
 //! | `shape` | for which ranks and in which shapes steps are made |
@@ -26,6 +27,7 @@ mod cost_rows;
 mod drain;
 mod fuller;
 mod iteration;
+mod lead;
 mod level;
 mod metrics;
 mod outlier_queue;

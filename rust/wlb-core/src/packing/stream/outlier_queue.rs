@@ -13,6 +13,8 @@ pub struct Waiting {
     pub piece: Piece,
     /// The iteration in which it was pushed.
     pub arrived: u64,
+    /// The iteration in which it comes in order: later than that, if it came early.
+    pub turn: u64,
     /// Where its costs stand, if it brought some ([`Packer::costs`](super::Packer::costs)).
     pub(super) row: usize,
 }

@@ -99,10 +99,10 @@ impl Packer {
         self.carried.iter().map(|waiting| i64::from(waiting.piece.length)).sum()
     }
 
-    /// Iterations that the oldest of what is pending has waited; 0 if nothing is. O(pending).
+    /// Iterations that the oldest of what is pending has waited since its turn; 0 if nothing has. O(pending).
     pub fn oldest_wait(&self) -> u64 {
         let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
-        waiting.map(|waiting| self.iteration - waiting.arrived).max().unwrap_or(0)
+        waiting.map(|waiting| self.iteration.saturating_sub(waiting.turn)).max().unwrap_or(0)
     }
 
     /// The outliers that wait.

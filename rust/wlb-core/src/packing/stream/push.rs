@@ -50,7 +50,7 @@ impl Packer {
     /// pending documents.
     pub fn push_pieces(&mut self, push: &Push<'_>) -> Result<Packing> {
         let (first_id, next_id) = self.check_push(push)?;
-        let Push { lengths, ids, starts, min_step_tokens, costs } = *push;
+        let Push { lengths, ids, starts, min_step_tokens, early, costs } = *push;
         let arrived = self.iteration;
 
         let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
@@ -73,7 +73,8 @@ impl Packer {
                     // Minus zero is the zero that it equals.
                     self.rows.push(costs.row(index).iter().map(|cost| cost * share + 0.0))
                 });
-                let waiting = Waiting { piece, arrived, row };
+                let turn = arrived + early.map_or(0, |early| early[index] as u64);
+                let waiting = Waiting { piece, arrived, turn, row };
                 match self.queue.level(piece.length) {
                     Some(level) => {
                         self.queue.push(level, waiting);

@@ -7,7 +7,8 @@
 //!
 //! The sum is over the documents that would then wait. `iterations` is how long each would have waited after this step,
 //! so the first iteration of a wait costs the document's tokens once and the second twice. Waiting becomes more
-//! expensive the longer it lasts, and so it always ends.
+//! expensive the longer it lasts, and so it always ends. A document that came before its turn is not late: to hold it
+//! brings it nearer to its place, and counts as minus one iteration.
 //!
 //! Only eight values of `k` are tried: those with the smallest lower bound on the loss. The bound uses that the
 //! heaviest document that leaves cannot be split, and that tokens beyond the room of all micro-batches have to wait.
@@ -164,11 +165,13 @@ struct Document {
     index: usize,
     length: i32,
     cost: f64,
-    /// Tokens times the iterations that it would have waited.
-    debt: u128,
+    /// Tokens times the iterations that it would have waited; minus its tokens before its turn.
+    debt: i128,
     /// Of this one and all after it.
     cost_from_here: f64,
     tokens_from_here: i64,
+    /// Those of them whose turn has not come.
+    early_from_here: i64,
 }
 
 struct Search<'a> {
@@ -194,15 +197,18 @@ impl<'a> Search<'a> {
         let level = Levelled::of(priced, config);
         let document = |&index: &usize| {
             let (length, cost) = (priced.lengths[index], costs[index]);
-            let debt = length as u128 * (u128::from(iteration - pieces[index].arrived) + 1);
-            Document { index, length, cost, debt, cost_from_here: 0.0, tokens_from_here: 0 }
+            let late = iteration as i128 - i128::from(pieces[index].turn);
+            let debt = i128::from(length) * if late < 0 { -1 } else { late + 1 };
+            Document { index, length, cost, debt, cost_from_here: 0.0, tokens_from_here: 0, early_from_here: 0 }
         };
         let mut documents: Vec<Document> = others.iter().map(document).collect();
-        let (mut cost, mut tokens) = (0.0, 0);
+        let (mut cost, mut tokens, mut early) = (0.0, 0, 0);
         for document in documents.iter_mut().rev() {
             cost += document.cost;
             tokens += i64::from(document.length);
+            early += if document.debt < 0 { i64::from(document.length) } else { 0 };
             (document.cost_from_here, document.tokens_from_here) = (cost, tokens);
+            document.early_from_here = early;
         }
         // So many additions, each off by half an epsilon; an imbalance is at most `N`.
         let additions = 4.0 * (pieces.len() + config.num_micro_batches) as f64;
@@ -217,11 +223,12 @@ impl<'a> Search<'a> {
         let urgent_cost: f64 = urgent.costs.iter().sum();
         let urgent_tokens: i64 = urgent.tokens.iter().sum();
         let room = self.level.count as i64 * self.level.max_tokens - urgent_tokens;
-        let mut debt = 0;
+        let mut debt = 0_i128;
         let mut cuts = Vec::with_capacity(self.documents.len() + 1);
         for (held, document) in self.documents.iter().enumerate() {
-            // What is more than all micro-batches hold waits too, an iteration at least.
-            let displaced = (document.tokens_from_here - room).max(0) as u128;
+            // What is more than all micro-batches hold waits too, an iteration at least; and what came early may.
+            let early = document.early_from_here;
+            let displaced = i128::from((document.tokens_from_here - room - early).max(0) - early);
             let heaviest = (urgent.empty_cost() + document.cost).max(heaviest_urgent);
             let loss = self.loss(heaviest, urgent_cost + document.cost_from_here, debt + displaced);
             cuts.push(Cut { held, loss });
@@ -238,7 +245,7 @@ impl<'a> Search<'a> {
     fn attempt(&self, held: usize, limit: f64) -> Option<(Cut, Placement)> {
         let Bins { placement, counts, .. } = &self.urgent;
         let mut level = Level::new(placement.clone(), self.level.max_tokens, counts.clone());
-        let mut debt: u128 = self.documents[..held].iter().map(|document| document.debt).sum();
+        let mut debt: i128 = self.documents[..held].iter().map(|document| document.debt).sum();
         let mut placed: f64 = placement.costs.iter().sum();
         let mean =
             (placed + self.documents.get(held).map_or(0.0, |first| first.cost_from_here)) / self.level.count as f64;
@@ -250,8 +257,9 @@ impl<'a> Search<'a> {
                 continue;
             }
             debt += document.debt;
-            let to_come = self.documents.get(at + 1).map_or(0.0, |next| next.cost_from_here);
-            if self.loss(level.heaviest(), placed + to_come, debt) > limit {
+            let (to_come, early) =
+                self.documents.get(at + 1).map_or((0.0, 0), |next| (next.cost_from_here, next.early_from_here));
+            if self.loss(level.heaviest(), placed + to_come, debt - i128::from(early)) > limit {
                 return None;
             }
         }
@@ -260,12 +268,12 @@ impl<'a> Search<'a> {
         Some((Cut { held, loss }, level.placement))
     }
 
-    fn loss(&self, heaviest: f64, total: f64, debt: u128) -> f64 {
+    fn loss(&self, heaviest: f64, total: f64, debt: i128) -> f64 {
         let imbalance = if total > 0.0 { heaviest * self.level.count as f64 / total } else { 1.0 };
         (imbalance - 1.0).max(0.0) + self.price(debt)
     }
 
-    fn price(&self, debt: u128) -> f64 {
+    fn price(&self, debt: i128) -> f64 {
         self.config.delay_price.unwrap_or(DELAY_PRICE) * debt as f64 / self.config.tokens_per_batch() as f64
     }
 }

@@ -6,6 +6,7 @@ use crate::error::{Error, Result, from_json};
 use crate::limits::MAX_ITERATION;
 use crate::packing::piece::Piece;
 
+use super::arrivals::MAX_EARLY;
 use super::config::PackerConfig;
 use super::cost_history::{CostHistory, fingerprint};
 use super::cost_rows::{CostRows, MOST_COST};
@@ -44,6 +45,9 @@ struct Columns {
     starts: Vec<i32>,
     lengths: Vec<i32>,
     arrived: Vec<u64>,
+    /// Left out where none came early: states of such packers are as they always were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    turns: Option<Vec<u64>>,
     /// Row by row, where documents bring their costs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     costs: Option<Vec<f64>>,
@@ -252,13 +256,16 @@ impl State {
 impl Columns {
     fn of<'a>(packer: &Packer, all: impl IntoIterator<Item = &'a Waiting>) -> Self {
         let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Vec::new()), ..Self::default() };
+        let mut turns = Vec::new();
         for waiting in all {
             columns.ids.push(waiting.piece.id);
             columns.starts.push(waiting.piece.start);
             columns.lengths.push(waiting.piece.length);
             columns.arrived.push(waiting.arrived);
+            turns.push(waiting.turn);
             columns.costs.iter_mut().for_each(|costs| costs.extend(packer.costs(waiting)));
         }
+        columns.turns = (turns != columns.arrived).then_some(turns);
         columns
     }
 
@@ -268,7 +275,8 @@ impl Columns {
             Err(Error::State { path: path.to_owned(), problem })
         }
         let rows = self.ids.len();
-        if [self.starts.len(), self.lengths.len(), self.arrived.len()] != [rows; 3] {
+        let turns = self.turns.as_ref().unwrap_or(&self.arrived);
+        if [self.starts.len(), self.lengths.len(), self.arrived.len(), turns.len()] != [rows; 4] {
             return wrong(path, "its columns differ in length".to_owned());
         }
         let limit = state.config.max_document_tokens;
@@ -295,6 +303,10 @@ impl Columns {
                         format!("arrived[{row}] = {arrived} is not before the iteration {}", state.iteration),
                     );
                 }
+                let turn = turns[row];
+                if turn.checked_sub(arrived).is_none_or(|early| early > MAX_EARLY as u64) {
+                    return wrong(path, format!("turns[{row}] = {turn} is out of range"));
+                }
                 let own = &costs[row * columns..][..columns];
                 let exceeds = |cost: f64, limit: Option<f64>| limit.is_some_and(|limit| cost > limit);
                 let wrong_cost =
@@ -302,7 +314,7 @@ impl Columns {
                 if let Some(at) = own.iter().zip(limits).position(wrong_cost) {
                     return wrong(path, format!("costs[{}] = {} is out of range", row * columns + at, own[at]));
                 }
-                Ok(Waiting { piece, arrived, row: kept.push(own.iter().copied()) })
+                Ok(Waiting { piece, arrived, turn, row: kept.push(own.iter().copied()) })
             })
             .collect()
     }

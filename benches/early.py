@@ -1,0 +1,94 @@
+"""What reading ahead buys: documents that come before their turn (`max_early`), against those that only wait.
+
+    python benches/early.py --lengths x.npy ...    # prints a table, writes the record
+
+A stream is as in release.py, read by `BalancedBatchSampler`. Displacement is the mean, over tokens, of the iterations
+between the one in which a document comes in order and the one in which it is trained, before or after it
+(`delay_mean + early_mean`). Both rules run at several prices of delay; the table interpolates between them at equal
+mean imbalance. The documents at the end of the stream, drained, count in the displacement and not in the balance.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import CONTEXT, RECORDS, Lengths, Row, llama_7b, machine, read_lengths, rounded, write_record
+from rich.console import Console
+from rich.table import Table
+
+import wlb
+from wlb.torch.data import BalancedBatchSampler
+
+PRICES = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.022, 0.016, 0.011)
+LEVELS = (1.01, 1.005, 1.003)
+MOST = (0, 2, 4, 8)
+
+
+def stream(lengths: Lengths, tokens: int, seed: int) -> Lengths:
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(lengths) for _ in range(-(-tokens // int(lengths.sum())))])
+    _, _, pieces = wlb.split_documents(order, max_document_tokens=CONTEXT)
+    return np.asarray(pieces[: np.searchsorted(pieces.cumsum(dtype=np.int64), tokens)], np.int64)
+
+
+def run(lengths: Lengths, micro_batches: int, price: float, most: int) -> Row:
+    packer = wlb.Packer(
+        num_micro_batches=micro_batches,
+        max_tokens=CONTEXT * 3 // 2,
+        max_document_tokens=CONTEXT,
+        cost_model=llama_7b(1.0),
+        release="adaptive",
+        delay_price=price,
+    )
+    sampler = BalancedBatchSampler(lengths, packer=packer, dp_rank=0, dp_size=1, shuffle=False, max_early=most)
+    reader, heaviest, mean = sampler.reader.copy(), 0.0, 0.0
+    while not reader.ended:
+        costs = reader.next_step().costs
+        heaviest, mean = heaviest + float(costs.max()), mean + float(costs.mean())
+    of = reader.metrics()
+    return {
+        "delay_price": price,
+        "imbalance_mean": of.imbalance_mean,
+        "imbalance_p95": of.imbalance_p95,
+        "imbalance_worst": of.imbalance_worst,
+        "lost_time": heaviest / mean,
+        "displacement": of.delay_mean + of.early_mean,
+        "early_mean": of.early_mean,
+        "delay_max": of.delay_max,
+    }
+
+
+def at(level: float, points: list[Row], key: str) -> float:
+    """Between the points around that mean imbalance."""
+    ascending = sorted((point["imbalance_mean"], point[key]) for point in points)
+    return float(np.interp(level, *zip(*ascending, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--lengths", type=Path, nargs="+", required=True)
+    parser.add_argument("--micro-batches", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    table = Table("lengths", "max_early", *(f"displacement at {level}" for level in LEVELS), "worst step at 1.005")
+    rows: list[dict[str, Any]] = []
+    for path in given.lengths:
+        lengths = stream(read_lengths(path), given.steps * given.micro_batches * CONTEXT, given.seed)
+        for most in MOST:
+            points = [run(lengths, given.micro_batches, price, most) for price in PRICES]
+            moved = [at(level, points, "displacement") for level in LEVELS]
+            worst = at(1.005, points, "imbalance_worst")
+            table.add_row(path.stem, str(most), *(f"{value:.3f}" for value in moved), f"{worst:.3f}")
+            levels = dict(zip(map(str, LEVELS), moved, strict=True))
+            rows.append({"lengths": path.stem, "max_early": most, "displacement_at": levels, "points": points})
+    Console(width=120).print(table)
+    settings = {"micro_batches": given.micro_batches, "steps": given.steps, "seed": given.seed}
+    write_record(RECORDS / "early.json", {"machine": machine(), **settings, "rows": rounded(rows)}, indent=1)
+
+
+if __name__ == "__main__":
+    main()
