@@ -260,6 +260,7 @@ def test_metrics_have_the_names_of_what_they_are() -> None:
             "delay_mean": 8 / 806,
             "delay_p99": 0,
             "delay_max": 1,
+            "early_mean": 0.0,
             "backlog_mean": 8 / 100,
             "backlog_max": 8,
             "tokens_per_step_cv": totals.std() / totals.mean(),
