@@ -420,6 +420,10 @@ impl<'a> Search<'a> {
         if !few {
             found.extend(self.best.clone());
         }
+        let mut standing = match &self.best {
+            Some(best) => self.simulated_price(best)?,
+            None => f64::INFINITY,
+        };
         for Best { num_micro_batches, draft, order, .. } in found {
             let pipeline = self.pipeline(num_micro_batches)?;
             let problem = self.problem;
@@ -433,14 +437,28 @@ impl<'a> Search<'a> {
             };
             let seconds = if few { refined.improve(step, TRIES) } else { step(&refined.costs()) };
             let draft = refined.into_draft();
-            let price = price(self.options, num_micro_batches, seconds);
-            let beats = self.best.as_ref().is_some_and(|best| price < best.price(self.options));
-            if beats && self.fits_memory(&pipeline, &draft, &order)? {
+            let candidate = Best { num_micro_batches, draft, order, seconds };
+            let beats = |best: &Best| candidate.price(self.options) < best.price(self.options);
+            if !self.best.as_ref().is_some_and(beats) {
+                continue;
+            }
+            // The estimate lets no group wait for another's ranks, so a plan may win by it and lose by the clock.
+            let simulated = self.simulated_price(&candidate)?;
+            if simulated < standing && self.fits_memory(&pipeline, &candidate.draft, &candidate.order)? {
                 self.note(num_micro_batches, seconds);
-                self.best = Some(Best { num_micro_batches, draft, order, seconds });
+                standing = simulated;
+                self.best = Some(candidate);
             }
         }
         Ok(())
+    }
+
+    /// The price of a plan whose ranks wait for one another.
+    fn simulated_price(&self, plan: &Best) -> Result<f64> {
+        let pipeline = self.pipeline(plan.num_micro_batches)?;
+        let draft = plan.draft.in_order(&plan.order, &self.problem.documents);
+        let seconds = simulate::step_seconds(&pipeline, &draft, self.options);
+        Ok(price(self.options, plan.num_micro_batches, seconds))
     }
 
     /// What a number of micro-batches takes, or promises to.
