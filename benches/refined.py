@@ -2,7 +2,7 @@
 
     python benches/refined.py                      # prints the tables, writes benches/records/refined.json
     python benches/refined.py --lengths x.npy ...  # also on real lengths, split at 16K, 32K and 128K
-    python benches/refined.py --scaling            # only times, 1 to 100,000 micro-batches; writes refined_time.json
+    python benches/refined.py --scaling            # only times, up to 100,000 micro-batches
 
 50 to 500 documents in 4 to 64 micro-batches that may hold little more than the mean. Only instances where Algorithm 1
 could not always follow the cost are kept. The optimum is rarely known: the yardstick is the greater of two lower
@@ -22,22 +22,7 @@ from typing import Any
 
 import highspy
 import numpy as np
-from common import (
-    CONTEXT,
-    COST,
-    RECORDS,
-    Lengths,
-    Row,
-    bars,
-    machine,
-    options,
-    parse,
-    rounded,
-    samples,
-    synthetic,
-    tables,
-    write_record,
-)
+from common import COST, Lengths, bars, machine, options, parse, samples, synthetic, tables, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -46,8 +31,21 @@ import wlb
 
 DOCUMENTS = (50, 100, 200, 350, 500)
 MICRO_BATCHES = (4, 8, 16, 32, 64)
-SMALL = (5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)  # documents, in any number of micro-batches
-LARGE = ((8700, 64), (30_000, 1024), (60_000, 25_000), (300_000, 10_000), (300_000, 100_000), (1_000_000, 100_000))
+SIZES = (
+    (20, 2),
+    (50, 8),
+    (100, 4),
+    (100, 16),
+    (500, 16),
+    (1500, 64),
+    (8700, 64),
+    (30_000, 1024),
+    (60_000, 25_000),
+    (300_000, 10_000),
+    (300_000, 100_000),
+    (1_000_000, 10_000),
+    (1_000_000, 100_000),
+)  # documents, micro-batches
 ROOM = (1.02, 1.1, 1.5)
 Instance = tuple[str, Lengths, dict[str, Any]]  # where the lengths are from, and how they are packed
 
@@ -155,62 +153,43 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
     return row
 
 
-def sizes(seeds: int) -> Iterator[tuple[str, Lengths, int]]:
-    """Batches from a single micro-batch to 100,000: where lengths are from, lengths, micro-batches."""
-    small = ((n, micro_batches) for n in SMALL for micro_batches in 2 ** np.arange(10) if micro_batches <= n)
-    for n, micro_batches in itertools.chain(small, LARGE):
-        for seed in range(seeds if n <= max(SMALL) else 1):
-            rng = np.random.default_rng(seed)
-            yield "log-normal", np.exp(rng.normal(7.0, 1.2, n)).astype(np.int64).clip(16, CONTEXT), int(micro_batches)
-            yield "synthetic", synthetic(n, seed), int(micro_batches)
-            yield "uniform", rng.integers(1, 4097, n), int(micro_batches)
-
-
-def scaling(seeds: int) -> list[Row]:
-    """Least time of `refined` over that of `var_length`, call by call in turn, from tight to loose batches."""
-    rows: list[Row] = []
-    with bars() as progress:
-        for name, lengths, micro_batches in progress.track(list(sizes(seeds)), description="times"):
-            longest, mean = int(lengths.max()), int(lengths.sum()) / micro_batches
-            for max_tokens in sorted({max(int(np.ceil(room * mean)), longest) for room in (1.0, *ROOM, 3.0)}):
-                options = {"num_micro_batches": micro_batches, "max_tokens": max_tokens, "leftover": "return"}
-                methods = ("var_length", "refined")
-                calls = [functools.partial(wlb.pack, lengths, cost_model=COST, method=m, **options) for m in methods]
-                least = [float("inf")] * 2
-                for _ in range(5 if len(lengths) > max(SMALL) else 100):
-                    for at, call in enumerate(calls):
-                        least[at] = min(least[at], timeit.timeit(call, number=1))
-                batch = {"lengths": name, "documents": len(lengths), "micro_batches": micro_batches}
-                us = {f"{method}_us": 1e6 * seconds for method, seconds in zip(methods, least, strict=True)}
-                rows.append({**batch, "max_tokens_over_mean": max_tokens / mean, **us, "ratio": least[1] / least[0]})
-    return rows
-
-
-def report_times(console: Console, rows: list[Row]) -> None:
-    table = Table("documents", "batches", "p50", "p95", "worst", "above 3", title="Time of refined over var_length")
-    for least, most in ((1, 19), (20, 75), (76, 1000), (1001, 10**6), (1, 10**6)):
-        ratios = np.array([row["ratio"] for row in rows if least <= row["documents"] <= most])
-        quantiles = (f"{value:.2f}" for value in np.quantile(ratios, [0.5, 0.95, 1.0]))
-        table.add_row(f"{least:,} to {most:,}", f"{len(ratios):,}", *quantiles, str((ratios > 3).sum()))
+def scaling(console: Console) -> None:
+    """Time of `refined` over that of `var_length`, by size: at most 3, but for some of under 1,000 documents."""
+    columns = ("documents", "micro-batches", "max_tokens / mean", "var_length, ms", "refined, ms", "ratio")
+    table = Table(*columns, title="refined over var_length")
+    for documents, micro_batches in SIZES:
+        lengths = np.exp(np.random.default_rng(0).normal(7.0, 1.2, documents)).astype(np.int64).clip(16, 131072)
+        longest, mean = int(lengths.max()), int(lengths.sum()) / micro_batches
+        for room in (1.02, 1.1, 1.5):
+            options = {"num_micro_batches": micro_batches, "max_tokens": max(int(room * mean), longest)}
+            scaled(table, lengths, options | {"leftover": "return"}, f"{options['max_tokens'] / mean:.2f}")
+        for contexts in (1, 2):
+            scaled(table, lengths, {"num_micro_batches": None, "max_tokens": contexts * longest}, "")
     console.print(table)
-    worst = Table("documents", "micro-batches", "lengths", "max_tokens / mean", "ratio", title="The ten slowest")
-    for row in sorted(rows, key=lambda row: -row["ratio"])[:10]:
-        sizes = (f"{row['documents']:,}", f"{row['micro_batches']:,}", row["lengths"])
-        worst.add_row(*sizes, f"{row['max_tokens_over_mean']:.3f}", f"{row['ratio']:.2f}")
-    console.print(worst)
+
+
+def scaled(table: Table, lengths: Lengths, options: dict[str, Any], room: str) -> None:
+    plan = wlb.pack(lengths, cost_model=COST, **options)
+    least = {"var_length": float("inf"), "refined": float("inf")}
+    # In turn, so that both meet the same machine.
+    for _ in range(5 if len(lengths) > 10_000 else 200):
+        for method in least:
+            call: Any = functools.partial(wlb.pack, lengths, cost_model=COST, method=method, **options)
+            least[method] = min(least[method], timeit.timeit(call, number=1))
+    label = f"{len(plan):,}" if options["num_micro_batches"] else f"as few as hold it: {len(plan):,}"
+    times = [f"{1e3 * seconds:.4g}" for seconds in least.values()]
+    table.add_row(f"{len(lengths):,}", label, room, *times, f"{least['refined'] / least['var_length']:.2f}")
 
 
 def main() -> None:
     parser = options(__doc__, lengths=True, record="refined.json")
     parser.add_argument("--seeds", type=int, default=2, help="instances of each kind")
     parser.add_argument("--solver-seconds", type=float, default=5.0, help="time limit of HiGHS, for one instance")
-    parser.add_argument("--scaling", action="store_true", help="only its time over var_length's, by size")
+    parser.add_argument("--scaling", action="store_true", help="only print its time over var_length's, by size")
     arguments = parse(parser)
 
     if arguments.scaling:
-        rows = scaling(arguments.seeds)
-        write_record(RECORDS / "refined_time.json", {"machine": machine(), "rows": rounded(rows)})
-        report_times(tables(110), rows)
+        scaling(tables(150))
         return
     with bars() as progress:
         found = progress.track(list(instances(arguments.lengths, arguments.seeds)), description="refined")

@@ -77,11 +77,6 @@ impl Ladder {
         }
     }
 
-    /// Index of the next weight above one, ties by index. The number of weights after the last.
-    pub(crate) fn after(&self, index: usize) -> usize {
-        self.rungs[index].heavier as usize
-    }
-
     /// All indices by weight, ties by index.
     pub(crate) fn ascending(&self) -> impl Iterator<Item = usize> + '_ {
         let heavier = |&index: &u32| Some(self.rungs[index as usize].heavier).filter(|&next| next != self.end());

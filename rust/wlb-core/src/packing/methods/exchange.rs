@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::ladder::Ladder;
 use crate::packing::placement::Placement;
 
-use super::documents::{Document, Documents};
+use super::documents::Documents;
 
 /// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of tiny batches.
 ///
@@ -37,7 +37,7 @@ pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64)
         contents.apply(heaviest, partner, &exchange);
         changed.extend([heaviest, partner]);
     }
-    contents.into_placement(start, &changed)
+    if changed.is_empty() { start } else { contents.into_placement(start, changed) }
 }
 
 /// What goes from the heaviest micro-batch to its partner, what comes back, by their places there, and what both cost then.
@@ -61,12 +61,8 @@ const NONE: Item = Item { length: 0, cost: 0.0, rank: u32::MAX };
 /// What is in each micro-batch, in the order that searches need.
 struct Contents<'a> {
     documents: &'a Documents,
-    /// Of each micro-batch, longest first; the last is [`NONE`]. Empty until it is looked at: most never are.
+    /// Of each micro-batch, longest first; the last is [`NONE`].
     items: Vec<Vec<Item>>,
-    /// Rank of the longest document of each micro-batch as it was at the start.
-    longest: Vec<u32>,
-    /// By rank: the next in the same micro-batch.
-    next: Vec<u32>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
     by_cost: Ladder,
@@ -194,18 +190,17 @@ fn boundary(items: &[Item], is_before: impl Fn(&Item) -> bool) -> usize {
 
 impl<'a> Contents<'a> {
     fn new(documents: &'a Documents, start: &Placement) -> Self {
-        let mut longest = vec![NONE.rank; start.tokens.len()];
-        let mut next = vec![NONE.rank; documents.longest_first.len()];
-        for (rank, document) in documents.longest_first.iter().enumerate().rev() {
+        let usual = documents.longest_first.len() / start.tokens.len() + 4;
+        let mut items: Vec<Vec<Item>> = start.tokens.iter().map(|_| Vec::with_capacity(usual)).collect();
+        for (rank, document) in documents.longest_first.iter().enumerate() {
             if let Ok(j) = usize::try_from(start.assignment[document.index as usize]) {
-                next[rank] = std::mem::replace(&mut longest[j], rank as u32);
+                items[j].push(Item { length: i64::from(document.length), cost: document.cost, rank: rank as u32 });
             }
         }
+        items.iter_mut().for_each(|items| items.push(NONE));
         Self {
             documents,
-            items: vec![Vec::new(); start.tokens.len()],
-            longest,
-            next,
+            items,
             tokens: start.tokens.clone(),
             costs: start.costs.clone(),
             by_cost: Ladder::new(start.costs.iter().copied()),
@@ -213,31 +208,13 @@ impl<'a> Contents<'a> {
         }
     }
 
-    /// Lists what a micro-batch holds, if it was not looked at before.
-    fn list(&mut self, micro_batch: usize) {
-        let items = &mut self.items[micro_batch];
-        if !items.is_empty() {
-            return;
-        }
-        let mut rank = self.longest[micro_batch];
-        while rank != NONE.rank {
-            let Document { length, cost, .. } = self.documents.longest_first[rank as usize];
-            items.push(Item { length: i64::from(length), cost, rank });
-            rank = self.next[rank as usize];
-        }
-        items.push(NONE);
-    }
-
     /// The lightest partner that has an exchange, and its best one.
     fn find(&mut self, heaviest: usize) -> Option<(usize, Exchange)> {
         let mut left = self.steps;
         let mut found = None;
-        self.list(heaviest);
         'search: for at_most_two in [false, true] {
-            let mut lighter = self.by_cost.lightest();
-            while self.costs[lighter] < self.costs[heaviest] {
-                let partner = lighter;
-                self.list(partner);
+            let lighter = self.by_cost.ascending().take_while(|&j| self.costs[j] < self.costs[heaviest]);
+            for partner in lighter {
                 let both = [heaviest, partner];
                 let mut search = Search {
                     has: &self.items[heaviest],
@@ -256,7 +233,6 @@ impl<'a> Contents<'a> {
                 if found.is_some() || left == 0 {
                     break 'search;
                 }
-                lighter = self.by_cost.after(partner);
             }
         }
         self.steps = left;
@@ -290,27 +266,18 @@ impl<'a> Contents<'a> {
         }
     }
 
-    /// What a micro-batch that was looked at holds.
-    fn held(&self, micro_batch: usize) -> &[Item] {
-        let items = &self.items[micro_batch];
-        &items[..items.len() - 1]
-    }
-
     /// `start` with what was exchanged, unless rounding lifts the maximum: costs are summed anew.
-    fn into_placement(mut self, mut start: Placement, changed: &[usize]) -> Placement {
-        for &j in changed {
-            self.costs[j] = self.held(j).iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
-        }
-        if self.costs.iter().copied().fold(0.0, f64::max) >= start.max_cost() {
-            return start;
-        }
-        for &j in changed {
-            for item in self.held(j) {
+    fn into_placement(self, start: Placement, changed: Vec<usize>) -> Placement {
+        let mut placement = start.clone();
+        for j in changed {
+            let items = &self.items[j][..self.items[j].len() - 1];
+            placement.tokens[j] = items.iter().map(|item| item.length).sum();
+            placement.costs[j] = items.iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
+            for item in items {
                 let document = self.documents.longest_first[item.rank as usize];
-                start.assignment[document.index as usize] = j as i32;
+                placement.assignment[document.index as usize] = j as i32;
             }
         }
-        (start.tokens, start.costs) = (self.tokens, self.costs);
-        start
+        if placement.max_cost() < start.max_cost() { placement } else { start }
     }
 }

@@ -59,7 +59,7 @@ impl<'a> Shares<'a> {
     /// All items shared out by a rule; none if one finds no room.
     ///
     /// # Complexity
-    /// O(n log n) for `n` items, and a few steps of the ladder of `N` shares for each; O(n N) at worst.
+    /// O(n log n) for `n` items; the ladder of `N` shares takes a few steps for each, O(N) at worst.
     pub(super) fn filled(items: &'a [Item], limits: Limits, targets: &[f64], rule: Rule) -> Option<Self> {
         let mut shares = Self::new(items, limits, targets);
         match rule {
