@@ -200,6 +200,17 @@ def sampled(rank: int, state: dict[str, Any] | None, num_workers: int) -> tuple[
     return steps, states, delay
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("dp_size", 2), ("max_documents", 8), ("multiple_of_tokens", 16), ("token_buckets", (64, 160))]
+)
+def test_what_a_packer_promises_of_micro_batches_is_refused(name: str, value: Any) -> None:
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=160, cost_model=COST, **{name: value})
+    sampler = BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=0, dp_size=packer.dp_size or 1)
+    source = StepLoader(DataLoader(Documents(DATA), batch_sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
+    with pytest.raises(wlb.WlbError, match=f"batches has a packer with {name} = .*leave {name} out"):
+        make(source, 1)
+
+
 def test_documents_wait_in_queues_and_in_states() -> None:
     whole = processes.run(4, sampled, None, 1)
     steps = [check_step([result[0][number] for result in whole]) for number in range(len(whole[0][0]))]

@@ -111,7 +111,8 @@ class DynamicCpLoader(Generic[T]):
     reads, perhaps none. Of a global batch with an index known to all, let rank r of n read `indices[r::n]`. It may also
     be a `Step`, as a `StepLoader` gives it with `collate_fn=list`: all its documents. So outliers wait in the queues of
     a `wlb.Packer` first, and what the packer lets go is planned here: make its `num_micro_batches` a multiple of the
-    ranks.
+    ranks. What a packer promises of micro-batches (`dp_size`, `max_documents`, padded sizes) would not hold for those
+    that are planned here, and is refused.
 
     A rank whose iterator ends gives nothing while the others go on; when all have ended, so does the iteration. The
     next one iterates again. A loop that was left goes on in the next one.
@@ -157,6 +158,7 @@ class DynamicCpLoader(Generic[T]):
         prepare: Callable[[PackedBatch], T] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
+        check_source(batches)
         self._peers = Peers(group, timeout=timeout, description="dynamic_cp")
         self._batches: Any = batches
         self._plan = plan
@@ -451,6 +453,21 @@ class DynamicCpLoader(Generic[T]):
                 )
             )
         return batches
+
+
+def check_source(batches: object) -> None:
+    """Whether all that the packer in front of a loader promises can be kept.
+
+    Raises:
+        wlb.WlbError: It plans for ranks, or the shapes of its micro-batches.
+    """
+    packer = getattr(batches, "packer", None)
+    if not isinstance(packer, wlb.Packer):
+        return
+    for name, unset in (("dp_size", None), ("max_documents", None), ("multiple_of_tokens", 1), ("token_buckets", ())):
+        if (value := getattr(packer, name)) != unset:
+            message = f"has a packer with {name} = {value}, and its micro-batches are planned anew here: leave {name} out"
+            raise error("batches", message, value=value)
 
 
 def _replan(

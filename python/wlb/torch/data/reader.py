@@ -229,6 +229,11 @@ class StepReader:
         self.step = 0
 
     @property
+    def packer(self) -> wlb.Packer:
+        """The one that gave the configuration; it holds nothing."""
+        return self._config
+
+    @property
     def cost_model(self) -> wlb.CostModel | None:
         """What the last step was planned by, or the first is; None where documents bring their costs."""
         return self._packer.cost_model

@@ -172,6 +172,11 @@ class StepLoader(Generic[T]):
         self._sampler.consumed(reader)
 
     @property
+    def packer(self) -> wlb.Packer:
+        """The one that gave the configuration; it holds nothing."""
+        return self._sampler.reader.packer
+
+    @property
     def cost_switches(self) -> CostSwitches:
         """From which step on other costs hold; see `CostTracker`."""
         return self._sampler.cost_switches

@@ -174,6 +174,11 @@ class BalancedStream(Generic[T]):
         """
         return copy.deepcopy(self._steps.position.snapshot.state)
 
+    @property
+    def packer(self) -> wlb.Packer:
+        """The one that gave the configuration; it holds nothing."""
+        return self._config
+
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved one stood, on any number of ranks. No communication; before the first step.
 
