@@ -466,7 +466,9 @@ def check_source(batches: object) -> None:
         return
     for name, unset in (("dp_size", None), ("max_documents", None), ("multiple_of_tokens", 1), ("token_buckets", ())):
         if (value := getattr(packer, name)) != unset:
-            message = f"has a packer with {name} = {value}, and its micro-batches are planned anew here: leave {name} out"
+            message = (
+                f"has a packer with {name} = {value}, and its micro-batches are planned anew here: leave {name} out"
+            )
             raise error("batches", message, value=value)
 
 
