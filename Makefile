@@ -27,8 +27,8 @@ test-long: $(VENV)/.wlb-test
 ## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick.
 test-trainers: $(TRAINERS)/.wlb $(TRAINERS)/llamafactory $(TRAINERS)/axolotl
 	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py $(TRAINERS_FLAGS)
-	PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py $(TRAINERS_FLAGS)
-	PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py $(TRAINERS_FLAGS)
+	PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py $(TRAINERS_FLAGS) || [ $$? -eq 5 ]
+	PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py $(TRAINERS_FLAGS) || [ $$? -eq 5 ]
 
 ## Formatting, lints, floors and circles of imports, types, stubs.
 lint: $(VENV)/.wlb-test
@@ -94,13 +94,12 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps verl || true
 	# `pretrain` is in no package. The path comes after the installed megatron-core.
 	$(TRAINERS)/bin/python -m pip install --quiet six || true
-	rm -rf $(TRAINERS)/Megatron-LM
-	git clone --quiet --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM $(TRAINERS)/Megatron-LM || true
+	test -d $(TRAINERS)/Megatron-LM || git clone --quiet --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM $(TRAINERS)/Megatron-LM || true
 	echo $(abspath $(TRAINERS))/Megatron-LM > $$($(TRAINERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/megatron-lm.pth
 	touch $@
 
 # Programs that want other versions of what is there: a folder each, which goes before. Its tests are skipped without it.
-$(TRAINERS)/llamafactory $(TRAINERS)/axolotl: $(TRAINERS)/%: tests/trainers/%.txt $(TRAINERS)/.wlb
+$(TRAINERS)/llamafactory $(TRAINERS)/axolotl: $(TRAINERS)/%: tests/trainers/%.txt | $(TRAINERS)/.wlb
 	rm -rf $@
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps --target $@ --requirement $< || true
 	mkdir -p $@ && touch $@

@@ -357,6 +357,28 @@ def test_documents_come_early_once_and_within_bounds(oversize: str, seed: int) -
     assert metrics.delay_max <= made.bounds().delay
 
 
+def test_early_documents_do_not_depend_on_what_was_guessed() -> None:
+    """A reader that is copied, as a loader does before every step, guesses anew how many documents to look at."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1.4, 4000), 8, 8192).astype(np.int64)
+    made = packer(4, max_tokens=12288, max_document_tokens=8192, outlier_thresholds=(), release="adaptive")
+    reader = sampler(0, 1, lengths=lengths, packer_=made, max_early=4, num_epochs=1).reader.copy()
+    while not reader.ended:
+        expected = reader.copy().next_step().digest()
+        assert reader.next_step().digest() == expected
+    assert reader.metrics().early_mean > 0
+
+
+def test_an_epoch_ends_that_was_read_early() -> None:
+    """Also where a step may hold as little as it likes."""
+    lengths = [10] * 60 + [100, 10, 100, 10, 100]
+    made = packer(2, max_tokens=100, max_document_tokens=100, outlier_thresholds=(), release="adaptive")
+    of = sampler(
+        0, 1, lengths=lengths, packer_=made, shuffle=False, max_early=4, min_step_tokens=0, tokens_per_batch=50,
+        num_epochs=1,
+    )  # fmt: skip
+    assert len(list(itertools.islice(of, 200))) < 200
+
+
 def test_early_documents_lower_the_displacement_at_equal_balance() -> None:
     """The guarantee of benches/early.py, small: at equal mean imbalance a fifth less."""
     lengths = np.clip(np.random.default_rng(1).lognormal(4.5, 1.4, 30_000), 1, 8192).astype(np.int64)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import wlb
 import wlb.torch as wt
 from wlb._seal import seal
+from wlb.torch.data.work import PlannedWork, replan_as
 
 RNG = np.random.default_rng(3)
 LENGTHS = np.minimum(60 + RNG.pareto(1.1, 4000) * 60, 2048).astype(int)
@@ -384,3 +385,12 @@ def test_groups_of_dynamic_plans_are_logged_with_their_ranks(tmp_path: Path) -> 
         (group.lengths.tolist(), len(group)) for group in groups
     ]
     assert 2 in [row["ranks"] for row in rows]
+
+
+@pytest.mark.parametrize("more", [{"dp_size": 2}, {"dp_size": 2, "sync": "micro_batch"}, {"max_documents": 8}])
+def test_plans_for_ranks_and_in_shapes_are_judged_as_what_they_are(more: dict[str, Any]) -> None:
+    packer = wlb.Packer(num_micro_batches=8, max_tokens=8192, cost_model=WRONG, **more)
+    packing = packer.push([4096, 4096, *[300] * 12])
+    work = PlannedWork.of(packing, WRONG)
+    assert work.imbalance(WRONG) == pytest.approx(packing.rank_imbalance)
+    assert work.again(replan_as(packer), WRONG) == pytest.approx(packing.rank_imbalance)

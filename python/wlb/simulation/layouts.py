@@ -22,7 +22,7 @@ from wlb.simulation.bounds import Bounds
 from wlb.simulation.planner import obstacle
 from wlb.simulation.run import simulate
 from wlb.simulation.scenario import Scenario
-from wlb.simulation.tuning import SPLITS, Choice, Kind, Objective, Settings
+from wlb.simulation.tuning import KINDS, SPLITS, Choice, Kind, Objective, Settings
 
 WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed")
 """Kinds that need nothing of wlb: what a gain is honestly measured against, on the best layout for them."""
@@ -224,6 +224,7 @@ class _Search:
         self._nearest: tuple[float, ParallelLayout] | None = None
         self._bounds = Bounds(lengths, self._cut)
         self._found: dict[tuple[ParallelLayout, Settings], Choice] = {}
+        self._failed: set[tuple[ParallelLayout, Settings]] = set()
         self._tightness = math.inf
 
     def run(self, gpus: int, template: ParallelLayout, own: ParallelLayout | None, *, prune: bool) -> LayoutSearch:
@@ -349,6 +350,8 @@ class _Search:
             layout = candidate.scenario.layout
             self._progress(in_short(layout), done, self._total)
             choice = self._simulated(candidate)
+            if choice is None:
+                continue
             if choice.delay > candidate.scenario.max_mean_delay:
                 continue
             if layout not in best or self._faster(choice, best[layout]):
@@ -360,11 +363,19 @@ class _Search:
         one, other = (_seconds(each, self._by, self._whole_flops) for each in (choice, than))
         return one < other
 
-    def _simulated(self, candidate: _Candidate) -> Choice:
+    def _simulated(self, candidate: _Candidate) -> Choice | None:
+        """None where the plan cannot be, which is counted."""
         scenario, settings = candidate.scenario, candidate.settings
         key = (scenario.layout, settings)
+        if key in self._failed:
+            return None
         if key not in self._found:
-            outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
+            try:
+                outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
+            except WlbError as reason:
+                self._failed.add(key)
+                self._counts[f"{KINDS[settings.kind]} has no plan for it ({reason})"] += 1
+                return None
             choice = Choice(**vars(settings), outcome=outcome)
             self._found[key] = choice
             if candidate.bound:

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from wlb._errors import error
+from wlb._errors import check_integer, error
 
 Span: TypeAlias = float | tuple[Any, Any]
 """Seconds by the clock, or the events of a device around them."""
@@ -92,7 +92,11 @@ class StepTimer:
         """What runs inside belongs to micro-batch `index` of this step; more than once, and inside each other not.
 
         A part that raises is not counted.
+
+        Raises:
+            WlbError: `index` is negative, or no integer.
         """
+        check_integer("index", index, minimum=0)
         return self._part(self._spans.setdefault(index, []))
 
     def attach_stages(self, stages: Iterable[Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -29,6 +30,7 @@ _SEARCHED = 1 << 26
 """Tokens that layouts are compared on, in 2 to 8 global batches: time grows with them."""
 
 _SIZES = {"tp", "cp", "pp", "dp", "virtual_stages"}
+_SEARCH = {option(name) for name in _SIZES} | {"gpus", "global-batch", "steps"}
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
     "context",
@@ -151,6 +153,19 @@ def tune(
     output.write(report, command_line)
 
 
+def _without(command_line: str, names: Collection[str]) -> str:
+    """The command without these options and their values."""
+    kept: list[str] = []
+    words = iter(shlex.split(command_line))
+    for word in words:
+        name, assigned, _ = word.partition("=")
+        if name.removeprefix("--") not in names:
+            kept.append(word)
+        elif not assigned:
+            next(words, None)
+    return shlex.join(kept)
+
+
 def _search(
     source: Source,
     reading: Reading,
@@ -195,8 +210,7 @@ def _search(
         sizes = " ".join(
             f"--{option(name)} {getattr(found, name)}" for name in ("tp", "cp", "pp", "dp", "virtual_stages")
         )
-        continued = f"{command_line.partition(' --')[0]} --model {cluster.model_name} --gpu {cluster.gpu} {sizes}"
-        continued += f" --micro-batches {tokens // context} --context {context}"
+        continued = f"{_without(command_line, _SEARCH)} {sizes} --micro-batches {tokens // context}"
         report = layouts_report(
             search,
             stream,

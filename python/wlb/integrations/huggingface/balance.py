@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,15 @@ from wlb.torch.training import meeting_place, takes_keywords
 
 _SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def check_named(options: Iterable[str]) -> None:
+    """Refuses options that :func:`balance` does not have.
+
+    Raises:
+        wlb.WlbError: naming the first.
+    """
+    check_options(options, balance, wlb.Packer, but=_SET_HERE)
 
 
 def balance(
@@ -86,7 +96,7 @@ def balance(
             left, dispatches batches, or shards sequences; data without `input_ids`; a model of which the costs are not
             known. Nothing has changed then. In `train`: what :func:`wlb.torch.verify` finds.
     """
-    check_options(packer, balance, wlb.Packer, but=_SET_HERE)
+    check_named(packer)
     check_trainer(trainer)
     check_integer("max_tokens", max_tokens, minimum=1)
     check_integer("max_delay", max_delay, minimum=0)

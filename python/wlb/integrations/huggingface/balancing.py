@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from wlb._errors import error
-from wlb.integrations.huggingface.balance import balance
+from wlb.integrations.huggingface.balance import balance, check_named
 
 
 @contextmanager
@@ -24,9 +24,10 @@ def balancing(*, check: Callable[[Trainer], None] = lambda trainer: None, **opti
         **options: of :func:`balance`.
 
     Raises:
-        wlb.WlbError: no trainer began to train, so that nothing was balanced: it has a loop of its own, or trained in
-            another process. In `train`: what :func:`balance` raises.
+        wlb.WlbError: an option is unknown; no trainer began to train, so that nothing was balanced: it has a loop of
+            its own, or trained in another process. In `train`: what :func:`balance` raises.
     """
+    check_named(options)  # and not only once data and model are loaded
     own, began = Trainer.train, []
 
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:

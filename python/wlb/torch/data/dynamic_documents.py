@@ -43,7 +43,10 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
     """
     if callable(costs):
         return costs
-    array = np.asarray(costs)
+    try:
+        array = np.asarray(costs)
+    except (TypeError, ValueError, RuntimeError) as reason:  # rows of unequal length; a tensor that numpy cannot hold
+        raise error(name, f"is no array of numbers: {reason}") from None
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.dtype.kind not in "fiu" or array.ndim != 1 or not array.size:

@@ -125,12 +125,16 @@ class Ahead:
         looked_at = wanted + ahead + order.min_step_tokens
         total = order.corpus.lengths.size
         while True:
-            end = min(self.place + max(self.guess, self.taken[-1:].sum() + 2 - self.place), total)
+            end = min(self.place + max(self.guess, self._taken_until - self.place), total)
             documents, left = order.documents(self._epoch, self.place, end)
             left[:1] -= self.offset
             if end == total or left.sum() > looked_at:
                 break
             self.guess *= 2
+        # However much was guessed, the same is looked at: what comes early goes by all of it.
+        seen = max(int(np.searchsorted(left.cumsum(), looked_at, side="right")) + 1, self._taken_until - self.place)
+        end = min(self.place + seen, end)
+        documents, left = documents[: end - self.place], left[: end - self.place]
         # So much of a long document as is looked at: it may have millions of pieces.
         shown = np.minimum(left, looked_at + order.limit)
         if order.oversize == "split":
@@ -143,7 +147,7 @@ class Ahead:
         outside = np.where(new, lengths, 0).cumsum()
         turn = max(int(np.searchsorted(passed, wanted, side="right")), int(new.argmax()) + 1)
         whole_rest = end == total and bool((shown == left).all())
-        if whole_rest and outside[-1] - outside[turn - 1] < order.min_step_tokens:
+        if whole_rest and outside[-1] - outside[turn - 1] < max(order.min_step_tokens, 1):
             turn = lengths.size
         last = whole_rest and turn == lengths.size
         iterations = np.zeros(lengths.size, np.int64)
@@ -170,6 +174,11 @@ class Ahead:
             early=np.maximum(iterations[offered], 0) if offered.size > self._due else None,
             numbers=documents[at],
         )
+
+    @property
+    def _taken_until(self) -> int:
+        """The place behind the document that follows the last one that came early."""
+        return int(self.taken[-1:].sum()) + 2
 
     def _early(
         self,

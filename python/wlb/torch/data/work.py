@@ -78,12 +78,17 @@ class PlannedWork:
     def imbalance(self, cost_model: wlb.CostModel) -> float:
         """How much longer the step takes than all work spread evenly; NaN without any. A pipeline is left out.
 
-        Of a packing, the heaviest micro-batch over the mean. Of a dynamic plan the way through all micro-batches, in
+        Of a packing, the heaviest micro-batch over the mean; of one for ranks, the time of the slowest rank, or of the
+        slowest in every round, over that of the mean rank. Of a dynamic plan the way through all micro-batches, in
         which the ranks of a group wait for one another, over the documents' costs on the mean rank: what ranks exchange
         counts as time, and not as work.
         """
         seconds = [part.seconds(cost_model) for part in self.parts]
-        if isinstance(self.plan, wlb.Packing):
+        if isinstance(self.plan, wlb.Packing) and self.plan.dp_size is not None:
+            ranks = np.array(seconds)[self.plan.deal(self.plan.dp_size)]
+            longest = ranks.max(axis=0).sum() if self.plan.sync == "micro_batch" else ranks.sum(axis=1).max()
+            mean = ranks.sum(axis=1).mean()
+        elif isinstance(self.plan, wlb.Packing):
             longest, mean = max(seconds), sum(seconds) / len(seconds)
         else:
             free = np.zeros(self.plan.world_size)
@@ -92,7 +97,7 @@ class PlannedWork:
                 free[first : first + part.ranks] = free[first : first + part.ranks].max() + time
             costs = (cost_model.cost(part.lengths).sum() for part in self.parts if part.lengths.size)
             longest, mean = float(free.max()), float(sum(costs)) / self.plan.world_size
-        return longest / mean if mean > 0 else float("nan")
+        return float(longest / mean) if mean > 0 else float("nan")
 
     def shares(self, cost_model: wlb.CostModel) -> NDArray[np.float64]:
         """float64 [parts]: of what they take together."""
@@ -102,7 +107,10 @@ class PlannedWork:
     def again(self, replan: Replan, cost_model: wlb.CostModel) -> float:
         """The imbalance of the same documents planned anew by these costs; infinite where they do not fit so."""
         lengths = np.concatenate([part.lengths for part in self.parts]).astype(np.int64)
-        plan = replan(lengths, cost_model, self.plan)
+        try:
+            plan = replan(lengths, cost_model, self.plan)
+        except wlb.WlbError:
+            return float("inf")
         if isinstance(plan, wlb.Packing) and plan.leftover.size:
             return float("inf")
         return PlannedWork.of(plan, cost_model).imbalance(cost_model)
@@ -110,20 +118,21 @@ class PlannedWork:
 
 def replan_as(packer: wlb.Packer) -> Replan:
     """Plans the documents of one of this packer's steps anew."""
-    return functools.partial(_pack_again, max_tokens=packer.max_tokens, method=packer.method)
+    options: dict[str, Any] = {"max_tokens": packer.max_tokens, "method": packer.method}
+    if packer.dp_size is None and packer.max_documents is None:
+        options["leftover"] = "return"
+    else:
+        options |= {"dp_size": packer.dp_size, "max_documents": packer.max_documents}
+    if packer.sync is not None:
+        options["sync"] = packer.sync
+    return functools.partial(_pack_again, **options)
 
 
 def _pack_again(
-    lengths: NDArray[np.int64], cost_model: wlb.CostModel, plan: wlb.Packing, *, max_tokens: int, method: Any
+    lengths: NDArray[np.int64], cost_model: wlb.CostModel, plan: wlb.Packing, *, max_tokens: int, **options: Any
 ) -> wlb.Packing:
-    return wlb.pack(
-        lengths,
-        num_micro_batches=len(plan),
-        max_tokens=max(int(plan.tokens.max()), max_tokens),
-        cost_model=cost_model,
-        method=method,
-        leftover="return",
-    )
+    largest = max(int(plan.tokens.max()), max_tokens)
+    return wlb.pack(lengths, num_micro_batches=len(plan), max_tokens=largest, cost_model=cost_model, **options)
 
 
 def median_error(cost_model: wlb.CostModel, rows: Iterable[tuple[Part, float]]) -> float:
