@@ -8,7 +8,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof headline reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -59,6 +59,10 @@ compare: $(VENV)/.wlb-peers $(VENV)/peers
 proof: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) --page docs/proof.md --picture docs/proof.png \
 	    --record benches/records/proof.json $(PROOF_FLAGS)
+
+## What wlb is worth over the best layout without it, predicted; writes docs/headline.md. LENGTHS: .npy files.
+headline: $(VENV)/.wlb-studies
+	$(BIN)/python -m studies.headline $(LENGTHS) --page docs/headline.md --record benches/records/headline.json $(HEADLINE_FLAGS)
 
 ## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
 loss-curves: $(VENV)/.wlb-studies
