@@ -59,7 +59,7 @@ def main(
     gpu: str = "h100",
     gpus: PositiveInt = 64,
     batches: tuple[float, ...] = MILLIONS,
-    tokens: PositiveInt = 48,
+    tokens: PositiveInt = 24,
     workers: PositiveInt = 2,
     page: Path = Path("headline.md"),
     record: Path = Path("headline.json"),
@@ -72,7 +72,7 @@ def main(
         gpu: preset.
         gpus: of the cluster.
         batches: millions (2^20) of tokens of a global batch.
-        tokens: millions of tokens of each stream, in random order; at least eight global batches.
+        tokens: millions of tokens of each stream, in random order; at least four global batches.
         workers: processes.
         page: where the tables go.
         record: where all numbers go.
@@ -80,6 +80,7 @@ def main(
     corpora = sources(lengths, documents=60_000)
     cases = [Case(*case) for case in itertools.product(corpora, batches, HIDDEN, get_args(Objective))]
     options = {"model": wlb.ModelConfig.preset(model), "hardware": wlb.Hardware.preset(gpu), "gpus": gpus}
+    about = {"machine": machine(), "command": command(lengths), "model": model, "gpu": gpu, "gpus": gpus}
     found: dict[Case, Row] = {}
     with (
         Progress(console=Console(stderr=True), transient=True) as bars,
@@ -91,10 +92,9 @@ def main(
         running = {pool.submit(answer, case, corpora[case.corpus], tokens, options): case for case in order}
         for done in as_completed(running):
             found[running[done]] = done.result()
+            rows = [asdict(case) | found[case] for case in cases if case in found]
+            write_record(record, rounded(about | {"rows": rows}))  # a run that is cut off leaves what it has
             bars.advance(task)
-    rows = [asdict(case) | found[case] for case in cases]
-    about = {"machine": machine(), "command": command(lengths)}
-    write_record(record, rounded(about | {"model": model, "gpu": gpu, "gpus": gpus, "rows": rows}))
     text = "\n".join(lines(json.loads(record.read_text()))) + "\n"
     page.write_text(text)
     print(text)
@@ -109,7 +109,7 @@ def command(lengths: Iterable[Path]) -> str:
 def answer(case: Case, lengths: np.ndarray[Any, np.dtype[np.int64]], millions: int, options: dict[str, Any]) -> Row:
     """The best with wlb and without, and the gain."""
     batch = int(case.millions * 2**20)
-    wanted = max(millions * 2**20, 8 * batch)
+    wanted = max(millions * 2**20, 4 * batch)
     order = np.random.default_rng(0).permutation(lengths)
     order = order[: int(np.searchsorted(order.cumsum(), wanted)) + 1]
     overlap = dict.fromkeys(("cp_overlap", "tp_overlap", "dp_overlap"), case.hidden)
