@@ -167,8 +167,8 @@ def lines(record: Row) -> Iterator[str]:
         "- *Band*: the same two plans were attention 0.35 to 2.5 times as fast as assumed. *Hidden*: the share of all"
         " communication, of context-, tensor- and data-parallel ranks, that computation hides. By FLOPs a method pays"
         " for the documents that it cuts. With all of it hidden the best layouts have tensor-parallel ranks on several"
-        " nodes, which no network gives: read those rows as a limit. A gain of 1.00 beside a method without wlb: nothing"
-        " of wlb is faster."
+        " nodes, which no network gives: read those rows as a limit. Where the best with wlb is a method without it,"
+        " nothing of wlb is faster."
     )
     for corpus in dict.fromkeys(row["corpus"] for row in rows):
         yield from ["", f"## {corpus}", ""]
