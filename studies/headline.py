@@ -8,7 +8,6 @@ faster). The gain is the best of the first over the best of the second, each on 
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import sys
 import textwrap
@@ -93,9 +92,10 @@ def main(
         for done in as_completed(running):
             found[running[done]] = done.result()
             rows = [asdict(case) | found[case] for case in cases if case in found]
-            write_record(record, rounded(about | {"rows": rows}))  # a run that is cut off leaves what it has
+            made = rounded(about | {"rows": rows})
+            write_record(record, made)  # a run that is cut off leaves what it has
             bars.advance(task)
-    text = "\n".join(lines(json.loads(record.read_text()))) + "\n"
+    text = "\n".join(lines(made)) + "\n"
     page.write_text(text)
     print(text)
 

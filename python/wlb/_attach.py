@@ -71,7 +71,6 @@ def _hugging_face(trainer: Any, **options: Any) -> Any:
 
 def _llamafactory(run_exp: Any, **options: Any) -> Any:
     _checked(import_module("wlb.integrations.huggingface").balance, options)
-    import_module("wlb.integrations.huggingface.balance").check_named(options)
     return import_module("wlb.integrations.llamafactory").balanced(run_exp, **options)
 
 

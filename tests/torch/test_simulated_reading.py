@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import wlb
@@ -21,6 +21,7 @@ from wlb.simulation.reading import Reading
     st.sampled_from([{"outlier_thresholds": (50, 80)}, {}, {"release": "adaptive"}]),
     st.none() | st.integers(0, 4),
 )
+@example([1, 1, 95, 4], 100, 1, 50, {}, None)  # a document that is more than a global batch, and little behind it
 def test_a_simulation_has_the_plans_of_a_run(
     lengths: list[int],
     max_tokens: int,

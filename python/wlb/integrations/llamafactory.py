@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 from wlb._errors import error
+from wlb.integrations.huggingface.balance import check_named
 from wlb.integrations.huggingface.balancing import balancing
 
 
@@ -20,9 +21,10 @@ def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None
         **options: of :func:`wlb.integrations.huggingface.balance`.
 
     Raises:
-        wlb.WlbError: in `run_exp`: LLaMA-Factory's own packing is on (in stage `pt` it is unless told otherwise), Ray
-            would train in other processes, another stage, or what `balance` and `balancing` raise.
+        wlb.WlbError: an option is unknown. In `run_exp`: LLaMA-Factory's own packing is on (in stage `pt` it is unless
+            told otherwise), Ray would train in other processes, another stage, or what `balance` and `balancing` raise.
     """
+    check_named(options)
 
     @wraps(run_exp)
     def run(args: Any = None, callbacks: Any = None) -> None:

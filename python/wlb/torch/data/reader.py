@@ -122,12 +122,15 @@ class Ahead:
         order = self._order
         wanted = (1 + extra) * order.tokens_per_batch
         ahead = order.max_early * order.tokens_per_batch
-        looked_at = wanted + ahead + order.min_step_tokens
         total = order.corpus.lengths.size
+        # Places from here on that have entered before their turn: what comes now begins behind them.
+        entered = int((self.taken == self.place + np.arange(self.taken.size)).sum())
         while True:
             end = min(self.place + max(self.guess, self._taken_until - self.place), total)
             documents, left = order.documents(self._epoch, self.place, end)
             left[:1] -= self.offset
+            # One piece comes even where it is more than a global batch; the rest behind must be known to be a step.
+            looked_at = max(wanted, int(left[:entered].sum()) + order.limit) + ahead + order.min_step_tokens
             if end == total or left.sum() > looked_at:
                 break
             self.guess *= 2
