@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, RandomSampler, WeightedRandomSampler
 from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
@@ -315,6 +315,21 @@ class OwnLoader(Trainer):
         return super().get_train_dataloader()
 
 
+class Weighted(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return WeightedRandomSampler([1.0] * 9 + [0.1] * (len(self.train_dataset) - 9), 50)  # type: ignore[arg-type]
+
+
+class Repeating(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return RandomSampler(self.train_dataset, replacement=True)  # type: ignore[arg-type]
+
+
+class Fewer(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return RandomSampler(self.train_dataset, num_samples=10)  # type: ignore[arg-type]
+
+
 def masked_by_document(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """As LLaMA-Factory's neat packing: a number for each document."""
     batch = together(features)
@@ -344,6 +359,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "several documents": ({"collator": positions_anew}, "train_dataset", "position_ids that begin anew"),
     "mlm": ({"collator": MASKED}, "data_collator", "mlm=True"),
     "own loader": ({"cls": OwnLoader}, "trainer", "OwnLoader with a get_train_dataloader"),
+    "weights": ({"cls": Weighted}, "trainer", "a WeightedRandomSampler.*leave its _get_train_sampler out"),
+    "replacement": ({"cls": Repeating}, "trainer", "draws documents by a RandomSampler with replacement"),
+    "some documents": ({"cls": Fewer}, "trainer", "draws documents by a RandomSampler of 10 of 90"),
 }
 
 

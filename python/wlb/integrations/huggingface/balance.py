@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import nn
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -21,7 +21,7 @@ from wlb._errors import check_integer, check_options, error
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.plans import ROOM, Evaluation, KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.proof import prove
-from wlb.integrations.huggingface.refusals import check_trainer
+from wlb.integrations.huggingface.refusals import check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.training import meeting_place, takes_keywords
@@ -92,9 +92,10 @@ def balance(
         The same trainer.
 
     Raises:
-        wlb.WlbError: an argument makes no sense; the trainer has its own packing on, groups by length, drops what is
-            left, dispatches batches, or shards sequences; data without `input_ids`; a model of which the costs are not
-            known. Nothing has changed then. In `train`: what :func:`wlb.torch.verify` finds.
+        wlb.WlbError: an argument makes no sense; the trainer has its own packing on, groups by length, draws documents
+            by a sampler of its own, drops what is left, dispatches batches, or shards sequences; data without
+            `input_ids`; a model of which the costs are not known. Nothing has changed then. In `train`: what
+            :func:`wlb.torch.verify` finds.
     """
     check_named(packer)
     check_trainer(trainer)
@@ -141,6 +142,7 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     rows = Rows(*_documents(trainer, trainer.train_dataset, "training"))
     if not len(rows):
         raise error("train_dataset", "is empty")
+    shuffle = shuffles(trainer)
     measured = rows.lengths() if lengths is None else np.asarray(lengths)
     if measured.shape != (len(rows),):
         message = f"has shape {measured.shape}, but there are {len(rows)} documents"
@@ -153,7 +155,6 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     num_epochs = max(1, math.ceil(args.num_train_epochs))
     if args.max_steps > 0:  # as many as that takes: what waits is drained after the last one
         num_epochs = 2 + math.ceil(args.max_steps * tokens_per_batch / int(trained.sum()))
-    shuffle = not isinstance(trainer._get_train_sampler(trainer.train_dataset), SequentialSampler)
     return KnownLengths(rows, measured, packer, tokens_per_batch, num_epochs, shuffle, args)
 
 

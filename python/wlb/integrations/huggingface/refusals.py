@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers
 from packaging.version import Version
+from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer
 
 from wlb._errors import error
@@ -50,6 +51,31 @@ def check_trainer(trainer: Any) -> None:
         message = "has mlm=True: only next tokens can be learnt; DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         raise error("data_collator", message, value=True)
     _check_labels_are_counted(trainer)
+
+
+def shuffles(trainer: Any) -> bool:
+    """Whether the sampler of a trainer gives every epoch an order of its own; otherwise it keeps that of the data set.
+
+    Raises:
+        wlb.WlbError: It does neither: it draws with weights, say, or leaves documents out. A plan would not ask it.
+    """
+    dataset = trainer.train_dataset
+    sampler = trainer._get_train_sampler(dataset)
+    if type(sampler) is SequentialSampler:
+        return False
+    name = type(sampler).__name__
+    if type(sampler) is RandomSampler:
+        if sampler.replacement:
+            name += " with replacement"
+        elif sampler.num_samples != len(dataset):
+            name += f" of {sampler.num_samples} of {len(dataset)}"
+        else:
+            return True
+    message = (
+        f"draws documents by a {name}, which would not be asked: leave its _get_train_sampler out; or put what it "
+        'would draw into the data set, in that order, with train_sampling_strategy="sequential"'
+    )
+    raise error("trainer", message, value=name)
 
 
 def _check_class(trainer: Trainer) -> None:
