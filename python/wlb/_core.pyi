@@ -60,8 +60,10 @@ __all__ = [
     "WlbError",
     "__version__",
     "batch_offsets",
+    "most_tokens",
     "order_micro_batches",
     "pack",
+    "padded_tokens",
     "pairs",
     "pass_weights",
     "plan_dynamic_cp",
@@ -416,6 +418,8 @@ def tune_delay_price(
     tokens_per_batch: int | None = None,
     method: StreamMethod = "var_length",
 ) -> TuneResult: ...
+def padded_tokens(tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
+def most_tokens(max_tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
 def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.int64]: ...
 def split_documents(
     lengths: ArrayLike, *, max_document_tokens: int

@@ -96,8 +96,14 @@ def test_a_state_goes_on_with_other_ranks_and_no_other_shape() -> None:
         if dp_size == 4:
             assert packing == whole.copy().push(batches(1)[0])
     for name, other in (("sync", "micro_batch"), ("max_documents", 25), ("token_buckets", (3072,))):
-        with pytest.raises(wlb.StateError, match="padding" if name == "token_buckets" else name):
+        with pytest.raises(wlb.StateError, match=name):
             packer(**{**SHAPE, name: other}).load_state_dict(state)
+    # Other ranks share a micro-batch in other multiples.
+    for multiple in (1, 64, 128):
+        resumed = packer(**{**SHAPE, "multiple_of_tokens": multiple})
+        assert resumed.fingerprint == whole.fingerprint
+        resumed.load_state_dict(state)
+        assert resumed.multiple_of_tokens == multiple
 
 
 @pytest.mark.parametrize(

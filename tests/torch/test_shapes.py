@@ -157,10 +157,26 @@ def test_what_does_not_fit_together_is_named() -> None:
         BalancedStream(TEXTS, packer=packer(4), collate_fn=COLLATE)
     with pytest.raises(wlb.WlbError, match=r"loader gives .* padding included: collate needs"):
         next(iter(loader(0, 1, collate_fn=collate)))
+    filled = functools.partial(collate, multiple_of_tokens=8, token_buckets=(48, 96))
+    for unlike in (filled, functools.partial(filled, max_documents=7)):
+        with pytest.raises(wlb.WlbError, match=r"loader gives cu_seqlens of .* max_documents = 6 promises 8 in every"):
+            next(iter(loader(0, 1, collate_fn=unlike)))
+        stream = BalancedStream(TEXTS, packer=packer(1), collate_fn=unlike)
+        with pytest.raises(wlb.WlbError, match=r"collate_fn gives cu_seqlens of .* max_documents = 6 promises 8"):
+            next(stream)
     stream = BalancedStream(TEXTS, packer=packer(1), collate_fn=collate)
     with pytest.raises(wlb.WlbError, match=r"collate_fn gives .* padding included: collate needs"):
         next(stream)
     with pytest.raises(wlb.WlbError, match=r"max_documents = 1: these are 2 documents"):
         collate([[1], [2]], max_documents=1)
-    with pytest.raises(wlb.WlbError, match=r"token_buckets\[0\] = 2: this micro-batch has 3 tokens"):
+    with pytest.raises(wlb.WlbError, match=r"token_buckets\[0\] = 2: this micro-batch has 3 tokens") as caught:
         collate([[1, 2, 3]], token_buckets=[2])
+    assert (caught.value.argument, caught.value.index, caught.value.value) == ("token_buckets", 0, 2)
+    with pytest.raises(wlb.WlbError, match=r"token_buckets\[1\] = 4: must be above 0, and above the size before it"):
+        collate([[1]], token_buckets=[8, 4])
+    with pytest.raises(wlb.WlbError, match=r"token_buckets\[0\] = 0: must be above 0"):
+        collate([[1]], token_buckets=[0, 4])
+    with pytest.raises(wlb.WlbError, match=r"token_buckets\[0\] = 12: must be a multiple of multiple_of_tokens"):
+        collate([[1]], token_buckets=[12], multiple_of_tokens=8)
+    with pytest.raises(wlb.WlbError, match=r"multiple_of_tokens = 0"):
+        collate([[1]], multiple_of_tokens=0)

@@ -58,6 +58,14 @@ pub enum Error {
     #[allow(missing_docs)]
     Column { argument: &'static str, column: usize, requirement: &'static str },
 
+    /// A micro-batch has more tokens than the largest size that it may run with.
+    #[error(
+        "token_buckets[{index}] = {value}: this micro-batch has {tokens} tokens, more than the largest size; give the \
+         packer the same sizes"
+    )]
+    #[allow(missing_docs)]
+    NoBucket { index: usize, value: i64, tokens: i64 },
+
     /// Two sequences that belong together have different lengths.
     #[error("{argument} has {found} entries, but {other} has {expected}")]
     #[allow(missing_docs)]
@@ -168,6 +176,7 @@ impl Error {
             | Self::Schedule { argument, .. }
             | Self::InfiniteCost { argument, .. } => argument,
             Self::LeftOver { .. } => "lengths",
+            Self::NoBucket { .. } => "token_buckets",
             Self::Order { .. } => "orders",
             Self::Profile { .. } => "profile",
             Self::Backlog { .. } => "lengths",
@@ -184,6 +193,7 @@ impl Error {
             | Self::Entry { index, .. }
             | Self::DuplicateId { index, .. }
             | Self::LeftOver { index, .. }
+            | Self::NoBucket { index, .. }
             | Self::InfiniteCost { index, .. } => Some(*index),
             Self::Cell { row, .. } => Some(*row),
             Self::Order { rank, .. } => Some(*rank),

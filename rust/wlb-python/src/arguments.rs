@@ -94,6 +94,7 @@ arguments! {
     seconds: Vec<f64> = floats();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
     token_buckets: Vec<i32> = narrow("sizes are int32");
+    tokens: i64 = integer();
     tokens_per_batch: i64 = integer();
     vocab_size: i64 = integer();
     window: usize = count(MAX_MICRO_BATCHES);

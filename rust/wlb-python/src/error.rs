@@ -123,6 +123,7 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::Schedule { value, .. }
         | Error::InfiniteCost { value, .. }
         | Error::LeftOver { value, .. }
+        | Error::NoBucket { value, .. }
         | Error::TotalTooLong { total: value, .. } => whole(*value),
         Error::Backlog { pending_tokens, .. } => whole(*pending_tokens),
         Error::Mismatch { found, .. } => whole(*found as i64),

@@ -22,6 +22,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<MicroBatch>()?;
     module.add_function(wrap_pyfunction!(pack, module)?)?;
     module.add_function(wrap_pyfunction!(batch_offsets, module)?)?;
+    module.add_function(wrap_pyfunction!(padded_tokens, module)?)?;
+    module.add_function(wrap_pyfunction!(most_tokens, module)?)?;
     module.add_function(wrap_pyfunction!(split_documents, module)?)
 }
 
@@ -420,6 +422,49 @@ fn batch_offsets(
 ) -> PyResult<Array<Vec<i64>>> {
     let offsets = core::batch_offsets(&lengths, tokens_per_batch).map_err(raise)?;
     Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
+}
+
+/// The size that a micro-batch runs with, for who makes its batch.
+///
+/// Args:
+///     tokens: of its documents.
+///     multiple_of_tokens: as for :func:`pack`.
+///     token_buckets: likewise.
+///
+/// Returns:
+///     ``tokens`` and the padding, as ``Packing.padded_tokens`` has it. Nothing of an empty micro-batch, but with buckets.
+///
+/// Raises:
+///     WlbError: sizes that make no sense, or more tokens than the largest of them.
+#[pyfunction]
+#[pyo3(signature = (tokens, *, multiple_of_tokens = 1, token_buckets = None))]
+fn padded_tokens(
+    #[pyo3(from_py_with = arguments::tokens)] tokens: i64,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+) -> PyResult<i64> {
+    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    padding.checked(tokens).map_err(raise)
+}
+
+/// The largest size within ``max_tokens``: what a packer makes of it.
+///
+/// Args:
+///     max_tokens: most tokens of a micro-batch.
+///     multiple_of_tokens: as for :func:`pack`.
+///     token_buckets: likewise.
+///
+/// Raises:
+///     WlbError: sizes that make no sense, or all above ``max_tokens``.
+#[pyfunction]
+#[pyo3(signature = (max_tokens, *, multiple_of_tokens = 1, token_buckets = None))]
+fn most_tokens(
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+) -> PyResult<i32> {
+    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    padding.most(max_tokens).map_err(raise)
 }
 
 /// Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.

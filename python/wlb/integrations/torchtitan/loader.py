@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import torch
@@ -15,15 +16,17 @@ from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader
 
 import wlb
+from wlb._core import most_tokens
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
-from wlb.torch.data import IGNORE, BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data import BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.state import field as field_of
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
-_FILLER: Final = 128  # tokens of a document of filler: one block of an attention kernel
+_FILLER: Final = 128  # filler is cut into documents of one block of an attention kernel: it costs next to nothing
 _FOREVER: Final = 2**31 - 1
+_SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 _PARTS: Final = {"documents", "streams", "lengths", "cost_model", "group"}  # objects, which no command line has
 
 
@@ -50,7 +53,7 @@ class WlbDataLoader(BaseDataLoader):
     A batch is `{"input": int64 [1, tokens], "positions": int64 [1, tokens]}` and its labels, int64 [1, tokens]: the
     next token of the document, -100 where there is none. Positions begin at 0 in every document, and in every piece of
     a cut one, which is where torchtitan's varlen and FlexAttention masks begin. An empty micro-batch, legal in a plan,
-    becomes one token that no loss counts.
+    becomes the shortest row that is allowed; no loss counts what fills rows up.
 
     Its state in torchtitan's checkpoints is the same on every rank, and may be loaded on another number of them.
 
@@ -94,11 +97,15 @@ class WlbDataLoader(BaseDataLoader):
         """Of a rank in a step: gradient accumulation times pipeline micro-batches. `balance` sets it."""
 
         multiple_of_tokens: int = 1
-        """Micro-batches are filled up to a multiple of so many tokens. `balance` sets what parallelism needs."""
+        """Micro-batches are filled up to a multiple of so many tokens, which max_tokens counts. `balance` makes it one
+        of what parallelism needs, too."""
 
         token_buckets: list[int] = field(default_factory=list)
-        """Lengths that micro-batches are filled up to, ascending, the last one at least max_tokens: compiled models
-        then see these shapes alone."""
+        """The only lengths of micro-batches, ascending: they are filled up to the next one, and compiled models see
+        these shapes alone. Lengths above max_tokens are not used."""
+
+        max_documents: int | None = None
+        """Most documents of a micro-batch, but for what fills it up."""
 
         shuffle: bool = True
         """Whether documents come in another order in every epoch. Streams come as they are."""
@@ -134,6 +141,15 @@ class WlbDataLoader(BaseDataLoader):
         give_lengths: Annotated[bool, tyro.conf.Suppress] = False
         """Also gives "lengths", int [documents] with the filler, which context parallelism shards by."""
 
+        def most_tokens(self) -> int:
+            """The longest micro-batch: `max_tokens`, down to one of the lengths that are allowed.
+
+            Raises:
+                wlb.WlbError: They make no sense, or are all above `max_tokens`.
+            """
+            multiple, buckets = self.multiple_of_tokens, self.token_buckets
+            return most_tokens(self.max_tokens, multiple_of_tokens=multiple, token_buckets=buckets)
+
         def to_dict(self) -> dict[str, Any]:
             """For a log: all but the data."""
             values = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _PARTS}
@@ -155,13 +171,13 @@ class WlbDataLoader(BaseDataLoader):
             ("max_delay", 0),
             ("micro_batches", 1),
             ("num_workers", 0),
-            ("multiple_of_tokens", 1),
         ):
             check_integer(name, getattr(config, name), minimum=minimum)
         self._config = config
-        self._positions = min(_FILLER, seq_len)
-        self._buckets = _buckets(config)
-        context = min(seq_len, config.max_tokens) if config.max_document_tokens is None else config.max_document_tokens
+        self._filler = min(_FILLER, seq_len)
+        shape: dict[str, Any] = {name: getattr(config, name) for name in _SHAPE}
+        most = config.most_tokens()
+        context = min(seq_len, most) if config.max_document_tokens is None else config.max_document_tokens
         if context > seq_len:
             message = f"= {context}: more than training.seq_len = {seq_len}, the positions that the model has"
             raise error("max_document_tokens", message, value=context)
@@ -175,17 +191,20 @@ class WlbDataLoader(BaseDataLoader):
             oversize=config.oversize,
             cost_model=config.cost_model,
             **waiting,
+            **shape,
         )
+        packed = partial(collate, **shape)
+        self._empty = collate([], token_buckets=[config.multiple_of_tokens])
         tokens = config.tokens_per_batch
         if tokens is None:
-            tokens = max(1, packer.num_micro_batches * config.max_tokens * 4 // 5)
+            tokens = max(1, packer.num_micro_batches * most * 4 // 5)
         self.steps: StepLoader[PackedBatch] | BalancedStream[PackedBatch]
         measured = known(config, tokenizer)
         if measured is None:
             self.steps = BalancedStream(
                 streams(config, tokenizer),
                 packer=packer,
-                collate_fn=collate,
+                collate_fn=packed,
                 group=_group(config, dp_world_size),
                 tokens_per_batch=tokens,
             )
@@ -205,7 +224,7 @@ class WlbDataLoader(BaseDataLoader):
                 DataLoader(
                     documents,
                     batch_sampler=sampler,
-                    collate_fn=collate,
+                    collate_fn=packed,
                     num_workers=config.num_workers,
                     prefetch_factor=config.prefetch_factor if config.num_workers else None,
                 )
@@ -270,43 +289,18 @@ class WlbDataLoader(BaseDataLoader):
         self.reports.append(StepReport(step.packing.step_cost, float(costs.mean()), tokens, waiting))
 
     def _row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
-        tokens = batch.tokens.numel()
-        filler = self._length(max(tokens, 1)) - tokens
-        positions = torch.arange(filler) % self._positions
+        if not batch.tokens.numel():
+            batch = self._empty
+        filler = batch.num_padding
+        cut = torch.arange(filler) % self._filler
         row: dict[str, Any] = {
-            "input": torch.cat([batch.tokens, torch.zeros(filler, dtype=torch.int64)]).unsqueeze(0),
-            "positions": torch.cat([batch.position_ids, positions]).unsqueeze(0),
+            "input": batch.tokens.unsqueeze(0),
+            "positions": torch.cat([batch.position_ids[: batch.tokens.numel() - filler], cut]).unsqueeze(0),
         }
         if self._config.give_lengths:
-            whole, rest = divmod(filler, self._positions)
-            row["lengths"] = [*batch.shard.lengths.tolist(), *[self._positions] * whole, *[rest][: rest > 0]]
-        return row, torch.cat([batch.labels, torch.full((filler,), IGNORE)]).unsqueeze(0)
-
-    def _length(self, tokens: int) -> int:
-        for bucket in self._buckets:
-            if tokens <= bucket:
-                return bucket
-        return -(-tokens // self._config.multiple_of_tokens) * self._config.multiple_of_tokens
-
-
-def _buckets(config: WlbDataLoader.Config) -> list[int]:
-    multiple, buckets = config.multiple_of_tokens, config.token_buckets
-    if config.max_tokens % multiple:
-        less = config.max_tokens - config.max_tokens % multiple
-        message = f"= {config.max_tokens}: micro-batches are filled up to a multiple of {multiple} tokens, "
-        message += f"which parallel ranks need; make it {less or multiple}"
-        raise error("max_tokens", message, value=config.max_tokens)
-    for index, bucket in enumerate(buckets):
-        check_integer("token_buckets", bucket, minimum=1)
-        if bucket % multiple:
-            message = f"= {bucket}: must be a multiple of {multiple} tokens, which parallel ranks need"
-            raise error("token_buckets", message, index=index, value=bucket)
-        if index and bucket <= buckets[index - 1]:
-            raise error("token_buckets", f"= {bucket}: they must ascend", index=index, value=bucket)
-    if buckets and buckets[-1] < config.max_tokens:
-        message = f"= {buckets[-1]}: the last one must hold max_tokens = {config.max_tokens}"
-        raise error("token_buckets", message, index=len(buckets) - 1, value=buckets[-1])
-    return buckets
+            documents = batch.shard.lengths[: batch.document_ids.numel()].tolist()
+            row["lengths"] = documents + [min(self._filler, filler - at) for at in range(0, filler, self._filler)]
+        return row, batch.labels.unsqueeze(0)
 
 
 def _group(config: WlbDataLoader.Config, dp_world_size: int) -> Any:

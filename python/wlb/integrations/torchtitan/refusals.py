@@ -53,6 +53,10 @@ def inner_attentions(model: Any) -> list[Any]:
     return [attention.inner_attention for attention in attentions if attention is not None]
 
 
+def _is_varlen(model: Any) -> bool:
+    return any(isinstance(inner, VarlenAttention.Config) for inner in inner_attentions(model))
+
+
 def _check_model(config: Any) -> None:
     model = config.model_spec.model
     if not isinstance(model, Decoder.Config):
@@ -69,7 +73,7 @@ def _check_model(config: Any) -> None:
 
 def _check_parallelism(config: Any) -> None:
     parallelism, model = config.parallelism, config.model_spec.model
-    varlen = any(isinstance(inner, VarlenAttention.Config) for inner in inner_attentions(model))
+    varlen = _is_varlen(model)
     pp, cp = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
     if pp > 1 and parallelism.pipeline_parallel_schedule_csv:
         message = "gives a schedule for one number of micro-batches: name one in pipeline_parallel_schedule"
@@ -104,9 +108,14 @@ def _check_parallelism(config: Any) -> None:
 
 def _check_shapes(config: Any) -> None:
     buckets = getattr(config.dataloader, "token_buckets", ())
-    if not config.training.disable_cuda_graphs and len(buckets) != 1:
+    graphs = not config.training.disable_cuda_graphs
+    if graphs and sum(bucket <= config.dataloader.max_tokens for bucket in buckets) != 1:
         message = "= False: a graph has one shape, and micro-batches are of unequal length; make it True, or give one "
         message += "token bucket"
+        raise error("disable_cuda_graphs", message, value=False)
+    if graphs and _is_varlen(config.model_spec.model):
+        message = "= False: a graph has one shape, and varlen attention takes as many offsets as a row has documents; "
+        message += "make it True, or take attn_backend='flex'"
         raise error("disable_cuda_graphs", message, value=False)
     if config.compile.enable and not buckets:
         message = "compile.enable without token_buckets: every length of a micro-batch may be compiled anew"

@@ -48,7 +48,7 @@ class BalancedTrainer(_Trainer):
         logger.info(
             "wlb: %d micro-batches of at most %d tokens a rank and step, %d tokens a step",
             per_rank,
-            self.config.dataloader.max_tokens,
+            self.config.dataloader.most_tokens(),
             self.config.dataloader.tokens_per_batch,
         )
         log = self.metrics_processor.log
@@ -103,14 +103,14 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
     if tokens is None:
         rows = training.global_batch_size
         tokens = (rows if rows > 0 else training.local_batch_size * replicas) * training.seq_len
-    needed = math.ceil(_ROOM * tokens / (replicas * loader.max_tokens))
+    loader = replace(loader, multiple_of_tokens=math.lcm(loader.multiple_of_tokens, _multiple(config, ranks)))
+    needed = math.ceil(_ROOM * tokens / (replicas * loader.most_tokens()))
     together = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if ranks.pp_enabled else 1
     model = config.model_spec.model
     return replace(
         loader,
         tokens_per_batch=tokens,
         micro_batches=max(1, math.ceil(needed / together)) * together,
-        multiple_of_tokens=math.lcm(loader.multiple_of_tokens, _multiple(config, ranks)),
         cost_model=cost_of_model(model) if loader.cost_model is None else loader.cost_model,
         group=ranks.get_mesh("batch").get_group() if ranks.dp_enabled and loader.group is None else loader.group,
         give_lengths=ranks.cp_enabled,

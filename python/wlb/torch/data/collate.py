@@ -10,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 import wlb
+from wlb._core import padded_tokens
 from wlb._errors import check_integer, error
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.documents import Document, as_arrays, integers
@@ -75,7 +76,8 @@ def collate(
         message = f"= {max_documents}: these are {len(named)} documents; give the packer the same limit"
         raise error("max_documents", message, value=max_documents)
     lengths = np.array([document.tokens.size for document in named], np.int64)
-    padding = _padded(int(lengths.sum()), multiple_of_tokens, token_buckets) - int(lengths.sum())
+    total = int(lengths.sum())
+    padding = padded_tokens(total, multiple_of_tokens=multiple_of_tokens, token_buckets=token_buckets) - total
     if padding:
         lengths = np.append(lengths, padding)
     shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy, causal=causal, **sharding)  # type: ignore[arg-type]
@@ -99,16 +101,6 @@ def collate(
         num_valid_tokens=num_valid_tokens,
         cu_seqlens_size=None if max_documents is None else max_documents + 2,
     )
-
-
-def _padded(tokens: int, multiple: int, buckets: Sequence[int]) -> int:
-    """The size of a micro-batch when it runs: `Packing.padded_tokens` of one with so many tokens."""
-    check_integer("multiple_of_tokens", multiple, minimum=1)
-    if len(buckets) and tokens > buckets[-1]:
-        message = f"= {buckets[-1]}: this micro-batch has {tokens} tokens; give the packer the same sizes"
-        raise error("token_buckets", message, index=len(buckets) - 1, value=buckets[-1])
-    size = next((bucket for bucket in buckets if tokens <= bucket), tokens)
-    return -(-size // multiple) * multiple
 
 
 def packed(documents: Sequence[Document]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

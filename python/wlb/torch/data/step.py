@@ -141,6 +141,7 @@ class StepLoader(Generic[T]):
         """
         batches = iter(self._loader)
         reader = self._sampler.consumer()
+        most = self.packer.max_documents
 
         def next_step(reader: StepReader) -> tuple[Step[T], StepReader]:
             """What follows `reader`, and where one stands after it. On an error nothing counts as consumed."""
@@ -152,7 +153,8 @@ class StepLoader(Generic[T]):
             seconds = time.perf_counter() - started
             padded = packing.padded_tokens
             for index, batch in zip(indices.tolist(), micro_batches, strict=True):
-                check_batch(batch, packing[index], int(padded[index]), following.documents(packing[index]), "loader")
+                numbers = following.documents(packing[index])
+                check_batch(batch, packing[index], int(padded[index]), most, numbers, "loader")
             if self._prepare is not None:
                 micro_batches = [self._prepare(batch) for batch in micro_batches]
             step = Step(reader.step, reader.epoch, packing, indices, micro_batches, seconds, following.snapshot())
@@ -222,11 +224,26 @@ class StepLoader(Generic[T]):
         self._sampler.load_state_dict(state, allow_config_change=allow_config_change)
 
 
-def check_batch(batch: object, planned: wlb.MicroBatch, padded: int, numbers: NDArray[np.int64], argument: str) -> None:
-    """Whether `batch` has the lengths and the size of the plan: the other ranks of a pipeline count on them.
+def check_batch(
+    batch: object,
+    planned: wlb.MicroBatch,
+    padded: int,
+    max_documents: int | None,
+    numbers: NDArray[np.int64],
+    argument: str,
+) -> None:
+    """Whether `batch` has the lengths and sizes of the plan: kernels and the other ranks of a pipeline count on them.
+
+    Args:
+        batch: What was collated; nothing is known of others than a `PackedBatch`.
+        planned: The micro-batch.
+        padded: Its tokens with padding.
+        max_documents: The packer's.
+        numbers: int64 [documents], what they are called.
+        argument: Who gave the batch.
 
     Raises:
-        wlb.WlbError: It has others; `numbers` are those of its documents.
+        wlb.WlbError: It has others.
     """
     if not isinstance(batch, PackedBatch):
         return
@@ -244,3 +261,8 @@ def check_batch(batch: object, planned: wlb.MicroBatch, padded: int, numbers: ND
         message = f"gives a micro-batch of {size} tokens where the plan has {padded}, padding included: collate needs "
         message += "the packer's multiple_of_tokens and token_buckets"
         raise error(argument, message, value=size)
+    entries = batch.cu_seqlens.numel()
+    if max_documents is not None and entries != max_documents + 2:
+        message = f"gives cu_seqlens of {entries} entries where the packer's max_documents = {max_documents} promises "
+        message += f"{max_documents + 2} in every micro-batch: collate needs the same max_documents"
+        raise error(argument, message, value=entries)

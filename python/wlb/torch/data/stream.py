@@ -273,7 +273,8 @@ class BalancedStream(Generic[T]):
             padded = packing.padded_tokens
             for index, batch in zip(deal[self._rank].tolist(), micro_batches, strict=True):
                 planned = packing[index]
-                check_batch(batch, planned, int(padded[index]), planned.document_ids, "collate_fn")
+                most = self._packer.max_documents
+                check_batch(batch, planned, int(padded[index]), most, planned.document_ids, "collate_fn")
             number = self._number
             self._number, self._link = number + 1, self._latest.link
             self._latest = self._position()

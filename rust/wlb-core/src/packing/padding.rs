@@ -75,6 +75,25 @@ impl Padding {
         Ok(within.copied().unwrap_or(max_tokens / self.multiple_of * self.multiple_of))
     }
 
+    /// As [`Padding::padded`], of a micro-batch that nobody planned for these sizes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a negative number of tokens, and [`Error::NoBucket`] for more than the largest bucket.
+    pub fn checked(&self, tokens: i64) -> Result<i64> {
+        check_range("tokens", tokens, 0, MAX_TOKENS)?;
+        match self.buckets.last() {
+            Some(&largest) if i64::from(largest) < tokens => {
+                Err(Error::NoBucket { index: self.buckets.len() - 1, value: i64::from(largest), tokens })
+            }
+            _ => Ok(self.padded(tokens)),
+        }
+    }
+
+    /// The multiple aside, which follows from how ranks share a micro-batch and may be another one on resume.
+    pub(super) fn of_any_multiple(&self) -> Option<Self> {
+        Some(Self { multiple_of: 1, buckets: self.buckets.clone() }).filter(|padding| !padding.is_none())
+    }
+
     /// The size of a micro-batch of so many tokens, which are at most the largest size. An empty one has the smallest
     /// bucket, and without buckets no tokens.
     pub fn padded(&self, tokens: i64) -> i64 {

@@ -34,9 +34,13 @@ impl StepShape {
         self.ranks.is_some() || self.max_documents.is_some()
     }
 
-    /// As a fingerprint has it: without the number of ranks.
+    /// As a fingerprint has it: without the number of ranks, and the multiple of tokens that follows from it.
     pub(super) fn of_any_ranks(&self) -> Self {
-        Self { ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }), ..self.clone() }
+        Self {
+            ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }),
+            padding: self.padding.as_ref().and_then(Padding::of_any_multiple),
+            ..self.clone()
+        }
     }
 
     /// Checks every field, for a packer of these.

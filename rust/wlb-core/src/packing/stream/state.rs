@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, from_json};
 use crate::limits::MAX_ITERATION;
+use crate::packing::padding::Padding;
 use crate::packing::piece::Piece;
 
 use super::arrivals::MAX_EARLY;
@@ -323,7 +324,7 @@ impl Columns {
 /// Fields that must agree for the same stream to give the same plans, where they do not.
 fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
     let fields = |config: &PackerConfig| {
-        let shape = &config.shape;
+        let shape = config.shape.of_any_ranks();
         [
             ("max_tokens", config.max_tokens.to_string()),
             ("max_document_tokens", config.max_document_tokens.to_string()),
@@ -337,7 +338,7 @@ fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
             ("limits", serde_json::to_string(&config.limits).unwrap_or_default()),
             ("sync", shape.ranks.map_or("None", |ranks| ranks.sync.as_str()).to_owned()),
             ("max_documents", shape.max_documents.map_or("None".to_owned(), |most| most.to_string())),
-            ("padding", serde_json::to_string(&shape.padding).unwrap_or_default()),
+            ("token_buckets", format!("{:?}", shape.padding.as_ref().map_or(&[][..], Padding::buckets))),
         ]
     };
     fields(saved)
