@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_run import CONTEXT, Run, build, configuration, documents, initialize, on_cpu
+from megatron_run import CONTEXT, Run, alone, build, configuration, documents, initialize, on_cpu
 
 import wlb
 import wlb.torch as wt
@@ -156,6 +157,87 @@ def test_a_schedule_is_one_that_megatron_can_run(lengths: list[int], world: int,
         assert max(shares) <= limit
     assert sorted(trained) == numbers
     assert all(of_numbers[-1])  # gradients are exchanged with the last sample of each rank
+
+
+QUANTIZED = [
+    ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+    ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, None),  # what Megatron-Core says
+    ({}, 1),
+]
+
+
+def rows(rank: int, cp: int, changes: dict[str, Any], multiple: int, dynamic: bool = False) -> Any:
+    """Of an epoch: tokens of each row, labels that count, padding by steps and by the packer, and the multiple."""
+    with on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = Run(cp=cp, dynamic_cp=dynamic)
+        initialize(run)
+        config = configuration(run, finalize_model_grads_func=print)
+        model = build(run, config) if dynamic else config
+        for name, value in changes.items():
+            setattr(config, name, value)
+        sizes = {"max_tokens_per_rank": 384, "max_document_tokens": 192, "tokens_per_batch": 1500, "pad_token": 9}
+        data = megatron.data_iterator(
+            documents(), model=model, cost_model=COST, dynamic_cp=dynamic, multiple_of_tokens=multiple, **sizes
+        )
+        found, labels, padding = [], 0, 0
+        for step in data:
+            padding += step.padding_tokens
+            for batch in step.batches:
+                found.append(batch.tokens.shape[1])
+                labels += int(batch.loss_mask.sum())
+                assert batch.packed_seq_params.cu_seqlens_q[-1] == found[-1] * batch.packed_seq_params.shard.cp_size
+        planned = data.metrics().padding_tokens
+        data.close()
+        return found, labels, padding, planned, megatron.row_multiple(config, cp_size=cp, multiple_of_tokens=multiple)
+
+
+@pytest.mark.parametrize("layout", ["one", "cp", "dynamic"])
+@pytest.mark.parametrize(("changes", "demanded"), QUANTIZED)
+@pytest.mark.parametrize("more", [1, 48])
+def test_rows_are_what_quantized_kernels_take(
+    layout: str, changes: dict[str, Any], demanded: int | None, more: int
+) -> None:
+    ranks, cp = {"one": (1, 1), "cp": (2, 2), "dynamic": (2, 1)}[layout]
+    found = run_processes(ranks, rows, cp, changes, more, layout == "dynamic")
+    multiple = found[0][-1]
+    assert demanded is None or multiple == np.lcm.reduce([demanded, more, cp])
+    assert multiple % 16 == 0 or not changes
+    for sizes, *_ in found:
+        assert sizes
+        assert not any(size % multiple for size in sizes)
+        assert max(sizes) <= 384
+    learnt = sum(int((labels != wt.IGNORE).sum()) for _, labels in alone_rows())
+    assert sum(labels for _, labels, *_ in found) == learnt
+    counted, held = sum(padding for _, _, padding, *_ in found), sum(sum(sizes) for sizes, *_ in found)
+    assert held - counted == sum(len(tokens) for tokens, _ in alone_rows())  # every token once, all else is counted
+    if layout != "dynamic":
+        inside = sum(-len(tokens) % (2 * cp if cp > 1 else 1) for tokens, _ in alone_rows())
+        empty = counted - inside - found[0][3]  # rows without documents, of which a plan has none
+        assert empty % multiple == 0
+        assert empty >= 0
+        assert found[0][3] > 0 or multiple == cp
+
+
+def alone_rows() -> list[tuple[Any, Any]]:
+    return alone(np.array([(at, 0, 192) for at in range(len(documents()))]))
+
+
+def test_its_own_schedulers_refuse_rows_that_quantized_kernels_do_not_take() -> None:
+    config = SimpleNamespace(fp8="hybrid", fp8_recipe="mxfp8", fp4=None, max_seqlen_per_dp_cp_rank=96)
+    for alignment, message in ((None, "= None: the kernels"), (48, "multiples of 32 tokens")):
+        config.pad_packed_seq_alignment = alignment
+        with pytest.raises(wlb.WlbError, match=message) as caught:
+            refusals.alignment_of(config)
+        assert caught.value.argument == "pad_packed_seq_alignment"
+    for alignment, multiple in ((64, 64), ("max", 96)):
+        config.pad_packed_seq_alignment = alignment
+        assert refusals.alignment_of(config) == multiple
+    scheduler = megatron.DynamicCpScheduler(64, World(2), cost_model=COST)
+    with pytest.raises(wlb.WlbError, match=r"sample_id_seqlens\[1\] has 96 tokens.* pad samples to multiples of 64"):
+        scheduler.get_groups_and_subsamples([(0, 64), (1, 96)], config)
+    assert scheduler.get_groups_and_subsamples([(0, 64), (1, 128)], config)
 
 
 def test_a_scheduler_takes_costs_from_the_model() -> None:

@@ -45,6 +45,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp": (2, Run(tp=2)),
     "sequence parallel": (2, Run(tp=2, sequence_parallel=True)),
     "cp": (2, Run(cp=2)),
+    "cp, rows of 48": (2, Run(cp=2, options={"multiple_of_tokens": 48, "max_tokens_per_rank": 96})),
     "pp": (2, Run(pp=2)),
     "interleaved": (2, Run(pp=2, chunks=2, config={"overlap_p2p_comm": True})),
     "dp, pp": (4, Run(pp=2)),

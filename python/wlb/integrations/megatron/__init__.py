@@ -21,6 +21,7 @@ from wlb.integrations.megatron.packed import (
     padded_positions,
     real_lengths,
     required_multiple,
+    row_multiple,
     slice_for_rank,
 )
 from wlb.integrations.megatron.packing_scheduler import install_schedulers
@@ -50,5 +51,6 @@ __all__ = [
     "pretraining",
     "real_lengths",
     "required_multiple",
+    "row_multiple",
     "slice_for_rank",
 ]

@@ -18,7 +18,7 @@ from wlb._errors import check_integer, check_options, error
 from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments, source
 from wlb.integrations.megatron.iterator import DataIterator, Header
-from wlb.integrations.megatron.packed import required_multiple
+from wlb.integrations.megatron.packed import required_multiple, row_multiple
 from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing
@@ -48,6 +48,7 @@ def data_iterator(
     num_workers: int = 0,
     pad_token: int = 0,
     each_rank_reads: bool = False,
+    multiple_of_tokens: int = 1,
     **planning: Any,
 ) -> DataIterator:
     """Steps of micro-batches of equal work for Megatron-Core's `forward_backward_func`, whatever its schedule.
@@ -68,9 +69,10 @@ def data_iterator(
             return output, functools.partial(loss_func, batch.loss_mask)
 
     **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, as Megatron-Core cuts them (with
-    `dynamic_cp` by the largest group, which `max_cp_size` limits), and are not on one rank; rows to multiples of the
-    tensor-parallel size for sequence parallelism, and of 16 or 32 for FP8 and FP4. A row without documents holds
-    padding of that size. `MegatronStep.padding_tokens` counts it; nothing of it is learnt.
+    `dynamic_cp` by the largest group, which `max_cp_size` limits), and are not on one rank; rows to multiples of what
+    :func:`row_multiple` says: the tensor-parallel size for sequence parallelism, 16 or 32 for FP8, MXFP8 and FP4. The
+    plan counts it. A row without documents holds padding of that size. `MegatronStep.padding_tokens` counts all of it;
+    nothing of it is learnt.
 
     Args:
         dataset: `.bin` and `.idx` files: an `IndexedDataset`, :class:`IndexedDocuments`, or what they are called
@@ -95,6 +97,8 @@ def data_iterator(
         pad_token: what padding consists of.
         each_rank_reads: instead of the first of those that train the same documents, so that nothing is sent: for a
             loop that takes a step inside of a schedule, as `pretrain` does, where stages must not wait for each other.
+        multiple_of_tokens: a rank's rows are multiples of so many tokens beside what the configuration demands by
+            itself: 128 for HybridEP, for one. Divides `max_tokens_per_rank`.
         **planning: further arguments of :func:`wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
 
     Returns:
@@ -133,9 +137,11 @@ def data_iterator(
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
     ranks, cp_size = _ranks(config, everyone, dynamic_cp=dynamic_cp, planning=planning)
     multiple = required_multiple(cp_size=cp_size)
-    row_multiple = _row_multiple(config, cp_size)
-    if max_tokens_per_rank % row_multiple:
-        message = f"= {max_tokens_per_rank}: rows are padded to multiples of {row_multiple}, and would be longer"
+    of_rows = row_multiple(config, cp_size=cp_size, multiple_of_tokens=multiple_of_tokens)
+    if max_tokens_per_rank % of_rows:
+        less = max_tokens_per_rank // of_rows * of_rows or of_rows
+        message = f"= {max_tokens_per_rank}: rows are padded to multiples of {of_rows}, and would be longer; make it "
+        message += f"{less}"
         raise error("max_tokens_per_rank", message, value=max_tokens_per_rank)
     held = max_tokens_per_rank * cp_size
     context = held // multiple * multiple if max_document_tokens is None else max_document_tokens
@@ -154,11 +160,13 @@ def data_iterator(
     readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
     shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
     limits: dict[str, Any] = {"max_tokens": held, "max_document_tokens": context, "oversize": oversize}
+    padding: dict[str, Any] = {"multiple_of_tokens": cp_size * of_rows}
     if dynamic_cp:  # the packer's micro-batches only say who reads: nobody holds them
         limits["max_tokens"] = max(context, math.ceil(ROOM * tokens_per_batch / shares))
+        padding = {}
     if max_delay:
         limits |= {"release": "adaptive", "max_delay": max_delay}
-    packer = wlb.Packer(num_micro_batches=shares, cost_model=cost_model, **limits)
+    packer = wlb.Packer(num_micro_batches=shares, cost_model=cost_model, **limits, **padding)
     steps: StepLoader[Any] | None = None
     padded: PaddedDocuments | None = None
     if sharing.reads:
@@ -176,9 +184,8 @@ def data_iterator(
             seed=seed,
             num_epochs=num_epochs,
         )
-        keep = partial(
-            collate, cp_size=cp_size, cp_rank=parallel_state.get_context_parallel_rank(), strategy="per_document"
-        )
+        rank = parallel_state.get_context_parallel_rank()
+        keep = partial(collate, cp_size=cp_size, cp_rank=rank, strategy="per_document", **padding)
         loader = DataLoader(
             documents, batch_sampler=sampler, collate_fn=list if dynamic_cp else keep, num_workers=num_workers
         )
@@ -203,7 +210,7 @@ def data_iterator(
         steps=steps,
         dynamic=dynamic,
         documents=padded,
-        row_multiple=row_multiple,
+        row_multiple=of_rows,
         pad_token=pad_token,
     )
 
@@ -251,18 +258,6 @@ def _group_of(size: int, everyone: Any) -> Any:
         message += f"hybrid_context_parallel=True, or leave max_cp_size below {size}"
         raise error("hybrid_context_parallel", message, value=size) from None
     return group if group.size() == size else None
-
-
-def _row_multiple(config: Any, cp_size: int) -> int:
-    """What a rank's tokens of a row must be a multiple of."""
-    multiple = 2 if cp_size > 1 else 1
-    if config.sequence_parallel:
-        multiple = math.lcm(multiple, config.tensor_model_parallel_size)
-    if getattr(config, "fp8", None):
-        multiple = math.lcm(multiple, 32 if config.fp8_recipe == "mxfp8" else 16)
-    if getattr(config, "fp4", None):
-        multiple = math.lcm(multiple, 32)
-    return multiple
 
 
 def _shares(config: Any, readers: int, held: int, tokens_per_batch: int, *, dynamic_cp: bool) -> int:

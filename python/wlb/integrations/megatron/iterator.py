@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 import wlb
+from wlb._core import padded_tokens
 from wlb._errors import error
 from wlb.integrations.megatron.documents import PaddedDocuments
 from wlb.integrations.megatron.refusals import check_interleaved
@@ -225,9 +226,9 @@ class DataIterator:
     def _header(self, step: AnyStep) -> Header:
         rows = []
         for batch in step.micro_batches:
-            size = batch.tokens.numel()
-            filler = -size % self._row_multiple if size else self._row_multiple
-            lengths = tuple(batch.shard.lengths.tolist())
+            size = _own(batch)
+            filler = padded_tokens(max(size, 1), multiple_of_tokens=self._row_multiple) - size
+            lengths = tuple(batch.shard.lengths[: batch.document_ids.numel()].tolist())
             rows.append(Row(lengths, batch.shard.cp_size, batch.cp_rank, filler))
         figures = self._metrics.end_step(step)
         return Header(number=step.number, epoch=step.epoch, rows=tuple(rows), figures=figures)
@@ -240,7 +241,8 @@ class DataIterator:
         mine = None
         if step is not None:
             tokens, labels = (
-                torch.cat([getattr(batch, name) for batch in step.micro_batches]) for name in ("tokens", "labels")
+                torch.cat([getattr(batch, name)[: _own(batch)] for batch in step.micro_batches])
+                for name in ("tokens", "labels")
             )
             mine = tokens.to(device), labels.to(device)
         sizes = [row.shard.rank(row.cp_rank).num_tokens - row.filler for row in header.rows]
@@ -283,3 +285,8 @@ class DataIterator:
             "seq_length": max(batch.position_ids.shape[1] for batch in batches),
             "micro_batch_size": 1,
         }
+
+
+def _own(batch: PackedBatch) -> int:
+    """Tokens of a rank's part that come before what fills it up."""
+    return batch.tokens.numel() - batch.num_padding // batch.cp_size

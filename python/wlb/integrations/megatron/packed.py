@@ -29,17 +29,19 @@ not tested.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 import wlb
-from wlb._errors import error
+from wlb._errors import check_integer, error
 
 
 def required_multiple(*, cp_size: int, tp_size: int = 1) -> int:
@@ -53,6 +55,31 @@ def required_multiple(*, cp_size: int, tp_size: int = 1) -> int:
         if value < 1:
             raise error(argument, f"must be at least 1, not {value}", value=value)
     return (2 * cp_size if cp_size > 1 else 1) * tp_size
+
+
+def row_multiple(config: Any, *, cp_size: int, multiple_of_tokens: int = 1) -> int:
+    """What the tokens of a rank's row, all its documents together, must be a multiple of.
+
+    Twice for context parallelism, whose ranks hold two chunks of every document; the tensor-parallel ranks where they
+    share tokens (sequence parallelism); and what the kernels of FP8 (16), MXFP8 (32) and FP4 demand, as Megatron-Core
+    says it. Plan with it, so that `max_tokens` counts the padding:
+    ``Packer(multiple_of_tokens=cp_size * row_multiple(config, cp_size=cp_size))``, and fill rows up to
+    ``packing.padded_tokens`` with one more document.
+
+    Args:
+        config: a `TransformerConfig`.
+        cp_size: context-parallel ranks.
+        multiple_of_tokens: what else asks for a multiple, such as 128 for HybridEP.
+    """
+    check_integer("multiple_of_tokens", multiple_of_tokens, minimum=1)
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return math.lcm(2 if cp_size > 1 else 1, shares, quantized_multiple(config), multiple_of_tokens)
+
+
+def quantized_multiple(config: Any) -> int:
+    """What the matrix products of a model in FP8 or FP4 want a rank's tokens to be a multiple of; else 1."""
+    quantized = getattr(config, "fp8", None) or getattr(config, "fp4", None)
+    return get_align_size_for_quantization(config) if quantized else 1
 
 
 def padded_lengths(lengths: ArrayLike, *, pad_multiple: int) -> NDArray[np.int64]:

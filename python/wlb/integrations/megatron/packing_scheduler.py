@@ -12,6 +12,7 @@ from megatron.core.datasets import data_schedule
 import wlb
 from wlb._errors import check_options, error
 from wlb.integrations.megatron.costs import cost_of
+from wlb.integrations.megatron.refusals import alignment_of
 from wlb.integrations.megatron.scheduler import SET_HERE, DynamicCpScheduler
 
 
@@ -55,9 +56,16 @@ def _packing(theirs: Any, cost_model: wlb.CostModel | None) -> Any:
     class PackingScheduler(theirs):  # type: ignore[misc]
         """Micro-batches of nearly equal work, in the place of those that are filled in the order of the samples."""
 
+        _alignment = 1
+
         def run(self, *args: Any, **kwargs: Any) -> Any:
-            """As theirs; says what samples cost the model."""
+            """As theirs; says what samples cost the model, and what rows are padded to.
+
+            Raises:
+                wlb.WlbError: The kernels of the model do not take such rows.
+            """
             config = kwargs["config"] if "config" in kwargs else args[-1]
+            self._alignment = alignment_of(config)
             self._cost = cost_of(config, vocab_size=1) if cost_model is None else cost_model
             return super().run(*args, **kwargs)
 
@@ -80,6 +88,7 @@ def _packing(theirs: Any, cost_model: wlb.CostModel | None) -> Any:
                 max_tokens=self.max_seqlen_per_dp_cp_rank * self.cp_size,
                 cost_model=self._cost,
                 multiple_of=together,
+                multiple_of_tokens=self._alignment * self.cp_size,
                 dp_size=self.dp_size,
                 sync="step",
                 max_documents=getattr(self, "max_num_seqs", None),

@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from wlb._errors import error
 from wlb.integrations.megatron.attention import PackedSelfAttention
+from wlb.integrations.megatron.packed import quantized_multiple
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # the first whose rows name their ranks; the last that was looked at
 
@@ -81,6 +82,21 @@ def check_config(config: Any, *, dynamic_cp: bool) -> None:
     for name in ("multi_latent_attention", "mtp_num_layers"):
         if dynamic_cp and (value := getattr(config, name, None)):
             raise error(name, f"= {value}: Megatron-Core does not run it over a micro-batch's own ranks", value=value)
+
+
+def alignment_of(config: Any) -> int:
+    """What Megatron-Core's own sequence packing pads a rank's rows to a multiple of.
+
+    Raises:
+        wlb.WlbError: the kernels of FP8 or FP4 do not take such rows.
+    """
+    demanded = quantized_multiple(config)
+    given = getattr(config, "pad_packed_seq_alignment", None)
+    rows = config.max_seqlen_per_dp_cp_rank if given == "max" else given or 1
+    if rows % demanded:
+        message = f"= {given}: the kernels of FP8 and FP4 take rows of multiples of {demanded} tokens; make it one"
+        raise error("pad_packed_seq_alignment", message, value=given)
+    return int(rows)
 
 
 def check_layers(chunks: list[Any]) -> None:

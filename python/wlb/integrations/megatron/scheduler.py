@@ -10,6 +10,7 @@ import numpy as np
 import wlb
 from wlb._errors import check_integer, check_options, error
 from wlb.integrations.megatron.costs import cost_of
+from wlb.integrations.megatron.packed import quantized_multiple
 
 Group = tuple[int, list[int]]  # ranks, samples
 # Arguments of plans that follow from the samples and the ranks.
@@ -85,12 +86,21 @@ class DynamicCpScheduler:
             that several ranks have is theirs together: 1, 2, 4, ... neighbours, whose number divides their first.
 
         Raises:
-            wlb.WlbError: A sample fits on no group, or there are too few samples to give every rank one.
+            wlb.WlbError: A sample fits on no group, is cut to rows that the kernels of FP8 or FP4 do not take, or there
+                are too few samples to give every rank one.
         """
         numbers = [int(number) for number, _ in sample_id_seqlens]
         lengths = np.array([int(length) for _, length in sample_id_seqlens], np.int64)
         if not numbers:
             return [], []
+        multiple = quantized_multiple(config) * self._options["max_cp_size"]
+        if quantized_multiple(config) > 1 and (lengths % multiple).any():
+            at = int(np.flatnonzero(lengths % multiple)[0])
+            message = (
+                f"has {lengths[at]} tokens: in FP8 and FP4 a rank takes multiples of {quantized_multiple(config)}; "
+            )
+            message += f"pad samples to multiples of {multiple}, or lower max_cp_size"
+            raise error("sample_id_seqlens", message, index=at, value=int(lengths[at]))
         plan = wlb.plan_dynamic_cp(
             lengths,
             world_size=self.total_hdp_gpus,
