@@ -96,6 +96,9 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	# verl asks for whole inference engines: without what its planner does not import. Its tests are skipped without it.
 	$(TRAINERS)/bin/python -m pip install --quiet tensordict ray pandas codetiming hydra-core peft dill || true
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps verl || true
+	# It asks for older transformers and numpy, and for the clients of every cloud.
+	$(TRAINERS)/bin/python -m pip install --quiet boto3 Brotli catalogue python-snappy xxhash zstd || true
+	$(TRAINERS)/bin/python -m pip install --quiet --no-deps mosaicml-streaming || true
 	# `pretrain` is in no package. The path comes after the installed megatron-core.
 	$(TRAINERS)/bin/python -m pip install --quiet six || true
 	test -d $(TRAINERS)/Megatron-LM || git clone --quiet --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM $(TRAINERS)/Megatron-LM || true

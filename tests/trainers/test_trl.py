@@ -17,7 +17,8 @@ from transformers import TrainerCallback
 import wlb
 from small_corpus import CONTEXT, llama, loss_of_one
 from wlb.integrations.huggingface import balance
-from wlb.integrations.rows import Rows, streams_of
+from wlb.integrations.rows import Rows
+from wlb.integrations.streams import streams_of
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")

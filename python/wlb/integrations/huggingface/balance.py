@@ -160,6 +160,9 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
 
 def _streamed(trainer: Trainer, limits: Limits, tokens_per_batch: int | None) -> Streamed:
     args = trainer.args
+    if args.max_steps <= 0:
+        message = "is not given, and a data set that is read as a stream does not say how many steps it has: give it"
+        raise error("max_steps", message, value=args.max_steps)
     dataset, collator = _documents(trainer, trainer.train_dataset, "training")
     if tokens_per_batch is None:
         num_micro_batches = args.world_size * args.gradient_accumulation_steps

@@ -16,7 +16,8 @@ from transformers import TrainingArguments
 
 import wlb
 from wlb._choices import Oversize
-from wlb.integrations.rows import Collator, Rows, streams_of
+from wlb.integrations.rows import Collator, Rows
+from wlb.integrations.streams import streams_of
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader, collate
 
 # Tokens of a step, over those that its micro-batches may hold: with a quarter to spare any documents can be balanced.

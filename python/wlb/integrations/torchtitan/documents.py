@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from wlb._errors import error
-from wlb.integrations.rows import lengths_of, streams_of
+from wlb.integrations.rows import lengths_of
+from wlb.integrations.streams import streams_of
 from wlb.torch.data import Documents
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,6 +115,8 @@ class BalancedStream(Generic[T]):
         check_ranks(packer, self._size, "group")
         if not streams:
             raise error("streams", "is empty")
+        for stream in streams:
+            restores_itself(stream)  # or is refused
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
@@ -573,6 +576,27 @@ def _costs_of(costs: Callable[[Any], Any], columns: int, document: Any, argument
     return cost_row(costs(document), columns, f"{argument}.costs", index)
 
 
+def restores_itself(stream: Any) -> bool:
+    """Whether a stream gives and takes a state of its own.
+
+    Raises:
+        wlb.WlbError: it does, but asks for arguments that say what was trained, which nobody knows where it is read.
+    """
+    if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
+        return False
+    try:
+        inspect.signature(stream.state_dict).bind()
+    except TypeError:
+        message = (
+            f"is a {type(stream).__name__}, whose state_dict asks for arguments: give what wraps it, such as "
+            "wlb.integrations.mosaic.streams_of(...)"
+        )
+        raise error("streams", message, value=stream) from None
+    except ValueError:  # a function that does not say what it takes
+        pass
+    return True
+
+
 class _Stream:
     """One stream and how far it was read. Not opened before it is read."""
 
@@ -613,7 +637,7 @@ class _Stream:
             documents.append(_Read(self._kept(read), costs))
             self._read += 1
             self._credit -= kept
-        if all(hasattr(self._documents, f"{verb}state_dict") for verb in ("", "load_")):
+        if restores_itself(self._documents):
             self._saved = copy.deepcopy(self._documents.state_dict())
         return documents
 
