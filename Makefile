@@ -27,8 +27,8 @@ test-long: $(VENV)/.wlb-test
 ## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick.
 test-trainers: $(TRAINERS)/.wlb $(TRAINERS)/llamafactory $(TRAINERS)/axolotl
 	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py $(TRAINERS_FLAGS)
-	PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py $(TRAINERS_FLAGS) || [ $$? -eq 5 ]
-	PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py $(TRAINERS_FLAGS) || [ $$? -eq 5 ]
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py $(TRAINERS_FLAGS) || [ $$? -eq 5 ]
+	HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py $(TRAINERS_FLAGS) || [ $$? -eq 5 ]
 
 ## Formatting, lints, floors and circles of imports, types, stubs.
 lint: $(VENV)/.wlb-test

@@ -15,7 +15,6 @@ from text_corpus import texts, tokenised
 
 from wlb._errors import WlbError
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
 pytest.importorskip("axolotl")
 
 from axolotl.cli.train import do_cli
@@ -83,7 +82,11 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "options", "changes"),
-    [("wlb", {}, {}), ("sample_packing", {"max_tokens": 64}, {"sample_packing": True, "pad_to_sequence_len": False})],
+    [
+        ("wlb", {}, {}),
+        ("max_delays", {"max_tokens": 64, "max_delays": 3}, {}),
+        ("sample_packing", {"max_tokens": 64}, {"sample_packing": True, "pad_to_sequence_len": False}),
+    ],
 )
 def test_what_cannot_be_balanced_is_refused(
     argument: str, options: dict[str, Any], changes: dict[str, Any], tmp_path: Path

@@ -16,7 +16,6 @@ from text_corpus import texts, tokenised
 import wlb
 from wlb._errors import WlbError
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("llamafactory")
 with mock.patch.object(torch.version, "cuda", None):  # it refuses one of another CUDA than its own, which no test needs
     pytest.importorskip("torchaudio")
@@ -81,12 +80,18 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
         ("packing", {"packing": True}),
         ("packing", {"stage": "pt"}),
         ("stage", {"stage": "dpo"}),
+        ("stage", {"stage": "ppo"}),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(argument: str, changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(WlbError) as refused:
         wlb.attach(run_exp, max_tokens=64)(configuration(save_model(tmp_path), tmp_path / "out", **changes))
     assert refused.value.argument == argument
+
+
+def test_an_option_that_is_unknown_is_named_where_it_is_given() -> None:
+    with pytest.raises(WlbError, match=r"max_delays is no option here; known are .*max_delay, "):
+        wlb.attach(run_exp, max_tokens=64, max_delays=3)
 
 
 def test_what_trains_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
