@@ -15,7 +15,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from test_training import Network, loader
+from test_training import LENGTHS, Network, loader
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -229,6 +229,42 @@ class Positioned(Network):
         return self.head(torch.tanh(self.hidden(embedded)))  # type: ignore[no-any-return]
 
 
+def counted_as(count: Callable[[PackedBatch], Any]) -> None:
+    """As trainers that count what their models shift afterwards, or that do not look at `shift_labels`."""
+    model = llama()
+
+    def train(step: Step[PackedBatch]) -> Tensor:
+        counted = torch.tensor(float(sum(int(count(batch)) for batch in step.micro_batches)))
+        dist.all_reduce(counted)
+        total = torch.zeros(())
+        for batch in step.micro_batches:
+            loss = model(**batch.as_hf(), num_items_in_batch=float(counted)).loss
+            loss.backward()
+            total += loss.detach()
+        wt.all_reduce_gradients(model)
+        dist.all_reduce(total)
+        return total
+
+    steps = loader(dist.get_rank(), dist.get_world_size())
+    wt.verify(model, next(step for step in steps if holds_a_beginning(step.packing)), train=train)
+
+
+def holds_a_beginning(packing: wlb.Packing) -> bool:
+    """Whether there is a piece that is not the last of its document."""
+    ends = [np.array(LENGTHS)[part.document_ids] > part.starts + part.lengths for part in packing]
+    return bool(np.concatenate(ends).any())
+
+
+def labels_of_a_row(batch: PackedBatch) -> Any:
+    """As transformers 5.6: those that the model shifts, without what the last token of a piece predicts."""
+    return (batch.as_hf()["labels"] != IGNORE).sum()
+
+
+def labels_before_the_shift(batch: PackedBatch) -> Any:
+    """First tokens of documents too, which nothing predicts."""
+    return batch.num_valid_tokens + len(batch.document_ids)
+
+
 def mean_of_means() -> None:
     model = llama()
 
@@ -307,6 +343,16 @@ TRAPS: dict[str, tuple[Callable[[], None], str, str]] = {
     ),
     "convolution": (lambda: wt.verify(Convolved(), first_step()), "model", "It has Conv1d"),  # type: ignore[dict-item]
     "labels shifted twice": (lambda: summed_ddp(shifted_twice), "model", "labels shifted twice"),
+    "labels of rows": (
+        lambda: counted_as(labels_of_a_row),
+        "model",
+        r"is divided by \d+ labels where \d+ are learnt.*last token of a piece",
+    ),
+    "labels before the shift": (
+        lambda: counted_as(labels_before_the_shift),
+        "model",
+        r"is divided by \d+ labels where \d+ are learnt.*before they are shifted",
+    ),
     "mean of means": (mean_of_means, "model", "mean of the means"),
     "evaluation": (evaluated_by_batches, "evaluate", "batches are weighed alike"),
     "wrapped twice": (wrapped_twice, "step", "wrapped twice"),

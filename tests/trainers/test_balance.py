@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import IterableDataset, RandomSampler, WeightedRandomSampl
 from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Trainer,
@@ -421,6 +423,53 @@ def test_the_proof_is_printed_before_the_first_step(tmp_path: Path, capsys: pyte
     balanced(tmp_path, max_steps=1).train()
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[:6] == ["found", "documents", "apart", "loss", "gradient", "evaluation"]
+
+
+class Plain(LlamaForCausalLM):
+    """Takes no `shift_labels`."""
+
+    accepts_loss_kwargs = True
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Any,
+        position_ids: Any = None,
+        labels: Any = None,
+        use_cache: Any = None,
+        num_items_in_batch=None,
+    ) -> Any:
+        named = {"position_ids": position_ids, "labels": labels, "use_cache": use_cache}
+        return super().forward(input_ids, num_items_in_batch=num_items_in_batch, **named)
+
+
+def long_ones_first() -> tuple[Any, dict[str, Any]]:
+    """Data of which the first step has pieces, and arguments of one step."""
+    data = sorted(documents(), key=lambda row: -len(row["input_ids"]))
+    return data, {"max_steps": 1, "train_sampling_strategy": "sequential"}
+
+
+def test_plain_models_are_proved_on_documents_that_are_cut(tmp_path: Path) -> None:
+    """What follows a cut is then not learnt, by the proof neither."""
+    data, options = long_ones_first()
+    trainer: Any = Trainer(Plain(llama().config), arguments(tmp_path, **options), train_dataset=data)
+    trainer.data_collator = together
+    with pytest.raises(wlb.WlbError, match='"split": Plain takes no shift_labels'):
+        balance(trainer, max_tokens=64)
+    balance(trainer, max_tokens=64, oversize="truncate").train()
+
+
+def test_labels_that_a_trainer_counts_by_itself_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.6 does: it looks at `labels`, in which no row holds what the last token of a piece predicts."""
+
+    class Older(Trainer):
+        def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+            return sum((batch["labels"] != -100).sum() for batch in batch_samples)
+
+    data, options = long_ones_first()
+    trainer: Any = Older(llama(), arguments(tmp_path, **options), train_dataset=data, data_collator=together)
+    monkeypatch.setattr(import_module("wlb.integrations.huggingface.balance"), "_labels_to_count", lambda batch: batch)
+    with pytest.raises(wlb.WlbError, match="last token of a piece"):
+        balance(trainer, max_tokens=64).train()
 
 
 def test_models_that_mix_documents_are_refused(tmp_path: Path) -> None:

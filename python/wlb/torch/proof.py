@@ -163,6 +163,18 @@ _NOT_EXCHANGED = (
     "has another gradient on each rank: they are not exchanged before the optimizer steps. Use train_step, a wrapper "
     "such as DistributedDataParallel, or all_reduce_gradients(model)"
 )
+_SHIFTED_TWICE = (
+    "is trained with labels shifted twice: each token learns the one after the next. Those of a PackedBatch are "
+    "shifted; models that shift by themselves take batch.as_hf()"
+)
+_MEAN_OF_MEANS = (
+    "has the mean of the means of micro-batches, in which tokens of short ones weigh more: divide sums by the labels "
+    "of the whole global batch (train_step, token_normalized_loss)"
+)
+_COUNTED_BEFORE = (
+    "they are counted before they are shifted, with first tokens of documents, or without what the last token of a "
+    "piece predicts. Count those of a batch's num_valid_tokens, or of as_hf()'s shift_labels"
+)
 _ARGUMENTS = {"documents": "step", "evaluation": "evaluate", "resume": "loader"}
 
 
@@ -203,28 +215,33 @@ class _Together:
 
 
 def _shortened(step: Step[PackedBatch]) -> Step[PackedBatch]:
-    """A few short documents of every micro-batch: of unequal lengths, and where there are tokens at least two."""
+    """A few short documents of every micro-batch: of unequal lengths, and where there are tokens at least two.
+
+    Of a micro-batch with pieces, whose last tokens predict what follows in no row, the first is a piece.
+    """
     batches = []
     for index, batch in zip(step.indices.tolist(), step.micro_batches, strict=True):
-        parts = _parts(batch)
+        parts = sorted(((*part, _goes_on(part[1])) for part in _parts(batch)), key=lambda part: not part[2])
         documents = [part for part in parts if part[0].numel() > 1 or len(parts) == 1][:_DOCUMENTS]
         if len(documents) == 1 and (half := documents[0][0].numel() // 3) > 1:
-            tokens, labels = (row[: _DOCUMENTS * _TOKENS] for row in documents[0])
-            documents = [(tokens[:half], labels[:half]), (tokens[half:], labels[half:])]
+            tokens, labels, goes_on = documents[0]
+            end = _DOCUMENTS * _TOKENS
+            documents = [(tokens[:half], labels[:half], goes_on), (tokens[half:end], labels[half:end], goes_on)]
         cut = []
-        for place, (tokens, labels) in enumerate(documents):
+        for place, (tokens, labels, goes_on) in enumerate(documents):
             # Unequal, so that a mean of means is another one.
             length = min(tokens.numel(), _TOKENS // 4 + (29 * (_DOCUMENTS * index + place)) % (_TOKENS * 3 // 4))
-            cut.append((tokens[:length], _ended(labels[:length])))
+            labels = labels[:length].clone()
+            if not goes_on:
+                labels[-1:] = IGNORE
+            cut.append((tokens[:length], labels))
         batches.append(_batch(cut, batch))
     return replace(step, micro_batches=batches)
 
 
-def _ended(labels: Tensor) -> Tensor:
-    """The last token predicts nothing: alone there is no further one."""
-    labels = labels.clone()
-    labels[-1:] = IGNORE
-    return labels
+def _goes_on(labels: Tensor) -> bool:
+    """Whether it is a piece, whose last token predicts what follows; that of a whole document predicts nothing."""
+    return bool((labels[-1:] != IGNORE).any())
 
 
 def _batch(documents: Sequence[tuple[Tensor, Tensor]], like: PackedBatch) -> PackedBatch:
@@ -376,11 +393,11 @@ class _Prover:
     def loss_and_gradient(self, step: Step[PackedBatch]) -> list[Check]:
         """Loss and gradients of a whole step, against those of its documents one by one."""
         found, gradients = self._trained(step)
-        expected, shifted, means = self._loss_alone(step)
+        expected, suspects = self._loss_alone(step)
         checks = []
         if found is not None:
             apart = abs(found - expected) / max(abs(expected), 1e-30)
-            fix = self._explained(found, shifted, means, expected)
+            fix = self._explained(found, expected, suspects)
             checks.append(Check("loss", f"{found:.6g}", f"{expected:.6g}", apart, self.allowed, fix))
         checks.append(self._slope(step, gradients) if self.sharded else self._gradient(step, gradients))
         return checks
@@ -430,12 +447,14 @@ class _Prover:
         logits = self.alone(self.model, tokens).float()
         return logits, labels, nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
-    def _loss_alone(self, step: Step[PackedBatch]) -> tuple[float, tuple[float, float], float]:
-        """The mean over all labels; what it may be with labels shifted twice; and the mean of micro-batches' means."""
+    def _loss_alone(self, step: Step[PackedBatch]) -> tuple[float, list[tuple[float, str]]]:
+        """The mean over all labels; and what it would be by each known mistake, with the fix."""
         with torch.no_grad():
             rows = list(self._sums_alone(step))
         total = sum(float(row[2]) for row in rows)
         count = float(sum(int((row[1] != IGNORE).sum()) for row in rows))
+        ends = float(sum(_goes_on(row[1]) for row in rows))
+        begun = float(sum(len(batch.shard.lengths) for batch in step.micro_batches))
         twice = twice_count = means = 0.0
         at = 0
         for batch in step.micro_batches:
@@ -452,23 +471,24 @@ class _Prover:
             twice_count += int((labels_again != IGNORE).sum())
             own = int((labels != IGNORE).sum())
             means += sum(float(row[2]) for row in of_batch) / own if own else 0.0
-        total, count, twice, twice_count, means = self.together.sums(total, count, twice, twice_count, means)
-        return total / max(count, 1), (twice / max(twice_count, 1), twice / max(count, 1)), means / len(step.packing)
+        total, count, ends, begun, twice, twice_count, means = self.together.sums(
+            total, count, ends, begun, twice, twice_count, means
+        )
+        suspects = [
+            (twice / max(twice_count, 1), _SHIFTED_TWICE),
+            (twice / max(count, 1), _SHIFTED_TWICE),
+            (means / len(step.packing), _MEAN_OF_MEANS),
+        ]
+        for counted in (count - ends, count + begun, count - ends + begun):
+            if counted not in (0, count):
+                fix = f"is divided by {counted:g} labels where {count:g} are learnt: {_COUNTED_BEFORE}"
+                suspects.append((total / counted, fix))
+        return total / max(count, 1), suspects
 
-    def _explained(self, found: float, shifted: tuple[float, float], means: float, expected: float) -> str:
-        def like(value: float) -> bool:
-            return abs(found - value) <= self.allowed * abs(value)
-
-        if any(map(like, shifted)):
-            return (
-                "is trained with labels shifted twice: each token learns the one after the next. Those of a "
-                "PackedBatch are shifted; models that shift by themselves take batch.as_hf()"
-            )
-        if like(means):
-            return (
-                "has the mean of the means of micro-batches, in which tokens of short ones weigh more: divide sums by "
-                "the labels of the whole global batch (train_step, token_normalized_loss)"
-            )
+    def _explained(self, found: float, expected: float, suspects: list[tuple[float, str]]) -> str:
+        for value, fix in suspects:
+            if abs(found - value) <= self.allowed * abs(value):
+                return fix
         return (
             f"has a loss of {found:.6g} where its documents alone have {expected:.6g}, "
             f"{found / expected if expected else math.inf:.4g} times as much: is it the mean over the labels of all "
