@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 import wlb
@@ -168,6 +169,18 @@ def validate(rank: int) -> float:
 def test_evaluation_weighs_tokens_alike() -> None:
     expected = mean_over_tokens(llama(), list(range(0, len(LENGTHS), 3)))
     assert processes.run(2, validate) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def test_versions_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("wlb.integrations.versions.version", lambda package: "2.4.0")
+        with pytest.raises(wlb.WlbError, match=r"lightning is 2.4.0: 2.5 or newer is needed"):
+            data()
+    monkeypatch.delattr(CombinedLoader, "_state_dicts")
+    with pytest.raises(
+        wlb.WlbError, match=r"no CombinedLoader._state_dicts: it is newer than this version of wlb knows"
+    ):
+        data()
 
 
 def test_another_accumulation_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from torchtitan.models.llama3 import model_registry
 
 import wlb
 from small_corpus import CONTEXT, LENGTHS
-from wlb.integrations.torchtitan import WlbDataLoader, balance, version
+from wlb.integrations import versions
+from wlb.integrations.torchtitan import WlbDataLoader, balance
 from wlb.integrations.torchtitan.costs import cost_of_model
 from wlb.torch.data import BalancedBatchSampler, Piece
 
@@ -399,9 +400,9 @@ def test_other_packings_and_misspelt_options_are_refused(tmp_path: Path) -> None
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "version", lambda name: "0.2.2")
+    monkeypatch.setattr(versions, "version", lambda name: "0.2.2")
     with pytest.raises(wlb.WlbError, match=r"torchtitan is 0.2.2: 0.3.0 or newer is needed"):
-        version.check_version()
+        versions.check_version("torchtitan", "0.3.0")
 
 
 def test_costs_are_those_that_torchtitan_counts() -> None:

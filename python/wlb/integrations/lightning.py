@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import lightning
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
 
@@ -27,6 +29,7 @@ from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.rows import lengths_of
+from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
@@ -34,6 +37,7 @@ from wlb.torch.metrics import StepMetrics
 
 __all__ = ["BalancedDataModule"]
 
+_OLDEST = "2.5"
 _ROOM = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
 Row = Callable[[PackedBatch, float], Any]
 
@@ -72,8 +76,9 @@ class BalancedDataModule(LightningDataModule):
             by; by default `batch.as_hf()` and `num_items_in_batch`.
 
     Raises:
-        wlb.WlbError: an argument makes no sense. In `fit`: `accumulate_grad_batches` was given, and is another;
-            `limit_train_batches` cuts a global batch; dataloaders are reloaded.
+        wlb.WlbError: an argument makes no sense, or Lightning is older or newer than what this knows. In `fit`:
+            `accumulate_grad_batches` was given, and is another; `limit_train_batches` cuts a global batch; dataloaders
+            are reloaded.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class BalancedDataModule(LightningDataModule):
         row: Row = _hugging_face,
     ) -> None:
         super().__init__()
+        _check_lightning()
         for name, value, minimum in (
             ("max_tokens", max_tokens, 1),
             ("tokens_per_batch", tokens_per_batch, 1),
@@ -257,6 +263,17 @@ class _Validation:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
             yield self._row(batch, self._num_items)
+
+
+def _check_lightning() -> None:
+    """Refuses a Lightning that is too old, and one that no longer asks loaders for states where this does."""
+    check_version("lightning", _OLDEST)
+    for name in ("_state_dicts", "_load_state_dicts"):  # else a run that is resumed would begin anew, and not say so
+        if not hasattr(CombinedLoader, name):
+            message = (
+                f"{lightning.__version__} has no CombinedLoader.{name}: it is newer than this version of wlb knows"
+            )
+            raise error("lightning", message, value=lightning.__version__)
 
 
 def _check_epochs(trainer: Any, needed: int) -> None:

@@ -82,7 +82,7 @@ def pretraining(
         return found
     given = getattr(args, "dataloader_save", None)  # as loaders with a state have it, where somebody added it
     if args.iteration > 0:
-        found.load_state(_saved(given or args.load, args.iteration) if steps.reads else None)
+        found.load_state(_saved(given or args.load, args.iteration))
     args.dataloader_save = given or args.save
     return found
 
@@ -119,7 +119,7 @@ class MicroBatches:
         return self._left.popleft()
 
     def save_state(self) -> dict[str, Any] | None:
-        """What Megatron's checkpoints hold: where the step stands that was given last; None on ranks that do not read.
+        """What Megatron's checkpoints hold: where the step stands that was given last.
 
         Raises:
             wlb.WlbError: a part of a step was given.
@@ -129,7 +129,7 @@ class MicroBatches:
             raise error("global_batch_size", message, value=self._each)
         return self._steps.state_dict()
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """The next one is the first of the step after that which had this state. Every rank calls it."""
         self._left.clear()
         self._steps.load_state_dict(state)

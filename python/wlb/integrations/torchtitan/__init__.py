@@ -10,9 +10,9 @@
 ranks take the micro-batches as they are: of unequal length, cut document by document.
 """
 
-from wlb.integrations.torchtitan.version import check_version
+from wlb.integrations.versions import check_version
 
-check_version()  # before what an older one has not
+check_version("torchtitan", "0.3.0")  # before what an older one has not
 
 from wlb.integrations.torchtitan.balance import balance  # noqa: E402
 from wlb.integrations.torchtitan.context_parallel import DocumentAttention  # noqa: E402
