@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -15,10 +16,11 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from test_training import LENGTHS, Network, loader
+from test_training import LENGTHS, Network, documents, loader
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import wlb
@@ -400,3 +402,51 @@ def test_a_timer_counts_no_micro_batch_of_it() -> None:
     wt.verify(model, step)
     timer.end_step(step)
     assert np.isnan(timer.read()[0].seconds).all()
+
+
+# --- rows of their own, and rows that are filled up -------------------------------------------------------------------
+
+
+def by_rows(rank: int, names: list[str]) -> dict[str, str]:
+    """What is said of documents in rows of their own: nothing, or what is wrong; with the fix in words."""
+    quiet()
+    found = {}
+    for name in names:
+        model = fsdp2() if dist.is_initialized() and dist.get_world_size() > 1 else llama()
+        rows = {"right": as_hf, "cached": cached, "masked": masked}[name]
+        group = dist.group.WORLD
+        train = None if name == "right" else by_hand(model, rows, scale=1.0)
+        try:
+            proof = wt.verify(model, first_step(), train=train, alone="rows", group=group, report=None)
+            assert [check.name for check in proof.checks] == ["documents", "apart", "loss", "gradient"]
+            found[name] = ""
+        except wlb.WlbError as wrong:
+            found[name] = str(wrong)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_documents_in_rows_of_their_own_teach_the_same(ranks: int) -> None:
+    for found in processes.run(ranks, by_rows, ["right", "cached", "masked"]):
+        assert found["right"] == ""
+        for name in ("cached", "masked"):
+            assert "lets documents of a row see each other" in found[name]
+
+
+def test_rows_that_are_filled_up_are_proved_and_padding_is_no_document() -> None:
+    sizes: dict[str, Any] = {"multiple_of_tokens": 16, "max_documents": 9}
+    cost = wlb.CostModel(attention=1.0, linear=50.0)
+    packer = wlb.Packer(
+        num_micro_batches=4, max_tokens=64, max_document_tokens=40, oversize="split", cost_model=cost, **sizes
+    )
+    sampler = wt.BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=0, dp_size=1)
+    padded = DataLoader(wt.Documents(documents()), batch_sampler=sampler, collate_fn=partial(wt.collate, **sizes))
+    step = next(iter(wt.StepLoader(padded)))
+    assert sum(batch.num_padding for batch in step.micro_batches)
+    proof = wt.verify(llama(), step, report=None)
+    assert "4 of 4" in str(proof)
+
+
+def test_a_coarser_dtype_allows_more() -> None:
+    plain, coarse = (wt.verify(llama(), first_step(), dtype=dtype, report=None) for dtype in (None, torch.bfloat16))
+    assert coarse.checks[1].allowed == 256 * plain.checks[1].allowed

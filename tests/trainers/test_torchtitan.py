@@ -15,19 +15,23 @@ import pytest
 import titan
 import torch
 from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
 
 import wlb
 from small_corpus import CONTEXT, LENGTHS
 from wlb.integrations import versions
-from wlb.integrations.torchtitan import WlbDataLoader, balance
+from wlb.integrations.torchtitan import WlbDataLoader, balance, proof
 from wlb.integrations.torchtitan.costs import cost_of_model
 from wlb.torch.data import BalancedBatchSampler, Piece
 
 STEPS = 20
+CHUNKED = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=CrossEntropyLoss.Config(global_vocab_size=titan.VOCABULARY))
 
 
 def run(rank: int, folder: Path, packed: dict[str, Any], options: dict[str, Any], kill: int | None = None) -> Any:
@@ -170,10 +174,106 @@ def test_all_kinds_of_ranks_together(attention: str, tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_ranks_and_chunks_of_the_loss_divide_rows(tmp_path: Path) -> None:
-    loss = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=CrossEntropyLoss.Config(global_vocab_size=titan.VOCABULARY))
-    options = {"parallelism": {"tensor_parallel_degree": 2}, "loss": loss}
+    options = {"parallelism": {"tensor_parallel_degree": 2}, "loss": CHUNKED}
     for found in processes.run(2, run, tmp_path, {}, options):
         np.testing.assert_allclose(found[0], reference()[0], rtol=1e-5)
+
+
+def one_mask_for_all() -> None:
+    masks = Decoder.get_attention_masks
+
+    def whole(self: Any, positions: torch.Tensor, **others: Any) -> Any:
+        return masks(self, positions=torch.arange(positions.shape[1]).expand_as(positions), **others)
+
+    Decoder.get_attention_masks = whole  # type: ignore[method-assign]
+
+
+def labels_shifted_twice() -> None:
+    row = WlbDataLoader.row
+
+    def shifted(self: Any, batch: Any) -> Any:
+        given, labels = row(self, batch)
+        return given, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+
+    WlbDataLoader.row = shifted  # type: ignore[method-assign]
+
+
+def gradients_averaged() -> None:
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+
+
+def a_step_read_ahead() -> None:
+    generator = Trainer.batch_generator
+
+    def ahead(self: Any, data: Any) -> Any:
+        rows = generator(self, data)
+        each = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        held = [next(rows) for _ in range(each)]
+        for row in rows:
+            held.append(row)
+            yield held.pop(0)
+
+    Trainer.batch_generator = ahead  # type: ignore[method-assign]
+
+
+CONTEXT_PARALLEL = {"parallelism": {"context_parallel_degree": 2}}
+TRAPS: list[tuple[Any, int, dict[str, Any], dict[str, Any], str]] = [
+    (one_mask_for_all, 1, {}, {}, "lets documents of a row see each other"),
+    (one_mask_for_all, 2, {"max_tokens": 256}, CONTEXT_PARALLEL, "lets documents of a row see each other"),
+    (labels_shifted_twice, 1, {}, {}, "is trained with labels shifted twice"),
+    (gradients_averaged, 2, {}, {}, "it is averaged over 2 ranks"),
+    (a_step_read_ahead, 1, {}, {}, "goes on with step 3 where step 2 was next"),
+]
+
+
+def trapped(rank: int, folder: Path, trap: Any, packed: dict[str, Any], options: dict[str, Any]) -> tuple[str, int]:
+    """What the proof says, and how many steps were trained."""
+    trap()
+    made = balance(titan.config(folder, **options, steps=2), **sources() | packed)
+    try:
+        return "", len(titan.train(made)[0])
+    except wlb.WlbError as found:
+        return str(found), 0
+
+
+@pytest.mark.parametrize(("trap", "ranks", "packed", "options", "message"), TRAPS)
+def test_what_goes_wrong_in_training_is_found_before_the_first_step(
+    trap: Any, ranks: int, packed: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for found, trained in processes.run(ranks, trapped, tmp_path, trap, packed, options):
+        assert message in found
+        assert trained == 0
+
+
+def test_no_proof_where_none_is_wanted(tmp_path: Path) -> None:
+    assert processes.run(1, trapped, tmp_path, one_mask_for_all, {"verify": False}, {}) == [("", 2)]
+
+
+def proved(rank: int, folder: Path, options: dict[str, Any], packed: dict[str, Any]) -> Any:
+    """The names of what was compared, and the losses."""
+    proofs: list[Any] = []
+    proof._report = proofs.append
+    losses = run(rank, folder, packed, options)[0]
+    return [[check.name for check in each.checks] for each in proofs], losses
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [
+        ({}, {"token_buckets": [48, 64], "max_documents": 3}),
+        ({"loss": CHUNKED}, {}),
+        ({"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}}, {}),
+        ({"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}}, {}),
+    ],
+)
+def test_a_proof_leaves_all_as_it_was(options: dict[str, Any], packed: dict[str, Any], tmp_path: Path) -> None:
+    ranks = 2 if "parallelism" in options else 1
+    options = {"steps": 3, "layers": 4} | options
+    found = processes.run(ranks, proved, tmp_path / "proved", options, packed)
+    plain = processes.run(ranks, proved, tmp_path / "plain", options, packed | {"verify": False})
+    assert found[0][0] == [["documents", "apart", "loss", "gradient", "resume"]]
+    assert [losses for _, losses in found] == [losses for _, losses in plain]
+    assert len(found[0][1]) == 3
 
 
 def rows_of(config: WlbDataLoader.Config, count: int, ranks: int = 1, rank: int = 0) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -82,11 +82,12 @@ def verify(
     *,
     train: Train | None = None,
     evaluate: Callable[[Step[PackedBatch]], Any] | None = None,
-    alone: Alone | None = None,
+    alone: Alone | Literal["rows"] | None = None,
     loader: Callable[[], Any] | None = None,
     save: Callable[[Any, Step[Any]], Mapping[str, Any]] | None = None,
     group: dist.ProcessGroup | None = None,
     accelerator: Any = None,
+    dtype: torch.dtype | None = None,
     report: Callable[[Proof], None] | None = print,
 ) -> Proof:
     """Proves on your own model that a step trains what its documents, one at a time, would.
@@ -114,12 +115,16 @@ def verify(
             or None. By default `train_step(model, step, group=group, accelerator=accelerator)`.
         evaluate: the mean loss of a step, as you evaluate.
         alone: logits, float[tokens, vocabulary], of the model for the tokens, int64[tokens], of one document. By
-            default those of `model(input_ids=..., use_cache=False)`, or of `model(batch)`.
+            default those of `model(input_ids=..., use_cache=False)`, or of `model(batch)`. "rows", where no rank has
+            all of the model or of a document (pipeline, tensor and context parallelism): the same documents in rows of
+            their own, trained by `train` too, which does not find what is wrong with both, such as a divisor. All ranks
+            there are take part then, and `train` may get more micro-batches than the plan has.
         loader: makes the loader of steps anew, with all that stands between it and the training loop.
         save: what a checkpoint of loader and last trained step holds of the data; by default `step.state`. It is given
             to the new loader's `load_state_dict`.
         group: the ranks that share the global batch; None for all.
         accelerator: as in :func:`train_step`.
+        dtype: what the model computes in, where that is coarser than its parameters (mixed precision).
         report: gets the proof before anything is raised; on every rank.
 
     Returns:
@@ -140,11 +145,17 @@ def verify(
     together = _Together(group, next(model.parameters()).device)
     small = _shortened(step)
     train = train or (lambda of: train_step(model, of, group=group, accelerator=accelerator))
-    proof = _Prover(model, train, alone or _alone, together)
-    checks = [_documents(step, together)]
+    if alone == "rows":
+        everyone = _Together(dist.group.WORLD if dist.is_initialized() else None, together.device)
+        proof = _Prover(model, train, _alone, everyone, dtype)
+        known = _documents(step, together)
+        checks = [replace(known, error=everyone.largest(known.error)[0])]
+    else:
+        proof = _Prover(model, train, alone or _alone, together, dtype)
+        checks = [_documents(step, together)]
     with _still(model), untimed():
         checks.append(proof.apart(small))
-        checks += proof.loss_and_gradient(small)
+        checks += proof.against_rows(small) if alone == "rows" else proof.loss_and_gradient(small)
         if evaluate is not None:
             checks.append(proof.evaluation(small, evaluate))
         if loader is not None:
@@ -259,8 +270,8 @@ def _batch(documents: Sequence[tuple[Tensor, Tensor]], like: PackedBatch) -> Pac
 
 
 def _parts(batch: PackedBatch) -> list[tuple[Tensor, Tensor]]:
-    """Tokens of every document, and what each predicts."""
-    ends = batch.cu_seqlens.tolist()
+    """Tokens of every document, and what each predicts; not of what fills the row up."""
+    ends = batch.cu_seqlens[: batch.document_ids.numel() + 1].tolist()
     return [(batch.tokens[start:end], batch.labels[start:end]) for start, end in pairwise(ends)]
 
 
@@ -269,7 +280,7 @@ def _documents(step: Step[PackedBatch], together: _Together) -> Check:
     wrong = 0
     for index, batch in zip(step.indices.tolist(), step.micro_batches, strict=False):
         planned = step.packing[index].lengths
-        wrong += not np.array_equal(batch.shard.lengths, planned)
+        wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], planned)
     wrong += abs(len(step.micro_batches) - len(step.indices))
     mine = f"{step.number}:{step.packing.digest()}:{sorted(step.indices.tolist())}"
     every = together.texts(mine)
@@ -328,13 +339,15 @@ def _like(tokens: Tensor) -> PackedBatch:
 class _Prover:
     """Compares a training step with documents alone."""
 
-    def __init__(self, model: nn.Module, train: Train, alone: Alone, together: _Together) -> None:
+    def __init__(
+        self, model: nn.Module, train: Train, alone: Alone, together: _Together, dtype: torch.dtype | None
+    ) -> None:
         self.model, self.train, self.alone, self.together = model, train, alone, together
         self.device = together.device
         floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-        coarsest = max(torch.finfo(parameter.dtype).eps for parameter in floating)
+        coarsest = max(torch.finfo(kind).eps for kind in [dtype or torch.float32, *(each.dtype for each in floating)])
         # Half of the digits: rounding in another order costs fewer, what is wrong costs more.
-        self.allowed = math.sqrt(max(coarsest, torch.finfo(torch.float32).eps))
+        self.allowed = math.sqrt(coarsest)
         wrappers = (FSDPModule, FullyShardedDataParallel)
         self.sharded = any(isinstance(module, wrappers) for module in model.modules()) or any(
             isinstance(parameter, DTensor) for parameter in floating
@@ -355,14 +368,8 @@ class _Prover:
                 before = [(tokens_of(tokens), torch.full_like(labels, IGNORE)) for tokens, labels in documents[:-1]]
                 batches.append(_batch([*before, *documents[-1:]], batch))
             runs.append(self._trained(replace(step, micro_batches=batches))[1])
-        moved = length = 0.0
-        for one, other in zip(*runs, strict=True):
-            if one is not None and other is not None:
-                one, other = _local(one).double(), _local(other).double()
-                moved += float((one - other).square().sum())
-                length += float(one.square().sum())
-        moved, length, several = self.together.sums(moved, length, rows / 2)
-        apart = math.sqrt(moved / length) if length else 0.0
+        apart, _ = self._moved(*runs)
+        (several,) = self.together.sums(rows / 2)
         return Check(
             "apart",
             f"moved by {apart:.1e}",
@@ -372,6 +379,37 @@ class _Prover:
             "lets documents of a row see each other: what one teaches changes with the tokens of those before it. "
             + self._suspects(),
         )
+
+    def against_rows(self, step: Step[PackedBatch]) -> list[Check]:
+        """Loss and gradients of a whole step, against those of a step with a row for each document."""
+        found, gradients = self._trained(step)
+        rows = [_batch([part], batch) for batch in step.micro_batches for part in _parts(batch)]
+        (most,) = self.together.largest(len(rows))
+        rows += [_batch([], step.micro_batches[0])] * (round(most) - len(rows))  # wrappers meet in every micro-batch
+        expected, of_rows = self._trained(replace(step, micro_batches=rows))
+        fix = "than its documents in rows of their own: do they see each other, and do positions begin anew in each?"
+        checks = []
+        if found is not None and expected is not None:
+            (apart,) = self.together.largest(abs(found - expected) / max(abs(expected), 1e-30))
+            fixed = f"has a loss of {found:.6g}, another one {fix} Those have {expected:.6g}"
+            checks.append(Check("loss", f"{found:.6g}", f"{expected:.6g}", apart, self.allowed, fixed))
+        apart, length = self._moved(of_rows, gradients)
+        moved = f"moved by {apart:.1e}"
+        return [*checks, Check("gradient", moved, f"{length:.6g}", apart, self.allowed, f"has another gradient {fix}")]
+
+    def _moved(self, these: list[Tensor | None], others: list[Tensor | None]) -> tuple[float, float]:
+        """How far gradients are from these, relative to their length, over what all ranks have of them; the length."""
+        moved = length = 0.0
+        for one, other in zip(these, others, strict=True):
+            if one is None and other is None:
+                continue
+            present: Any = other if one is None else one
+            zero = torch.zeros_like(_local(present)).double()
+            mine = zero if one is None else _local(one).double()
+            moved += float((mine - (zero if other is None else _local(other).double())).square().sum())
+            length += float(mine.square().sum())
+        moved, length = self.together.sums(moved, length)
+        return math.sqrt(moved / length) if length else math.sqrt(moved), math.sqrt(length)
 
     def _suspects(self) -> str:
         """What may mix documents in this model."""

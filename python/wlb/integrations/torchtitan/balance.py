@@ -35,7 +35,7 @@ def balance(config: Any, *, max_tokens: int, **options: Any) -> Any:
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         **options: of :class:`WlbDataLoader.Config`: `documents`, `streams` or `dataset` (by default the data set of
             `config.dataloader`), `max_document_tokens`, `oversize`, `max_delay`, `tokens_per_batch`, `token_buckets`,
-            `num_epochs`, `lengths`, `cost_model`, ...
+            `num_epochs`, `lengths`, `cost_model`, `verify`, ...
 
     Returns:
         A configuration of the same kind: `config.build().train()`, or `torchtitan.train`'s `--config`. What is changed

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import torch
 import tyro
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader
 
 import wlb
-from wlb._core import most_tokens
+from wlb._core import most_tokens, padded_tokens
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
-from wlb.torch.data import BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data import IGNORE, BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.state import field as field_of
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
@@ -67,7 +68,10 @@ class WlbDataLoader(BaseDataLoader):
         snapshot_every_n_steps: Not used: a state is written when it is asked for.
 
     Attributes:
+        config: The configuration, with the lengths that were read.
         steps: Where the micro-batches come from.
+        step: The one of which micro-batches were given last.
+        before_first: Gets the first step, before anything of it is given.
         reports: Of the steps given since somebody looked, who clears it; the latest 1,000.
 
     Raises:
@@ -138,6 +142,9 @@ class WlbDataLoader(BaseDataLoader):
         group: Annotated[Any, tyro.conf.Suppress] = None
         """Data-parallel process group, for streams; by default all ranks. `balance` sets it."""
 
+        verify: bool = True
+        """Whether `balance`'s trainer proves before its first step that packing changes nothing that is learnt."""
+
         give_lengths: Annotated[bool, tyro.conf.Suppress] = False
         """Also gives "lengths", int [documents] with the filler, which context parallelism shards by."""
 
@@ -173,7 +180,7 @@ class WlbDataLoader(BaseDataLoader):
             ("num_workers", 0),
         ):
             check_integer(name, getattr(config, name), minimum=minimum)
-        self._config = config
+        self.config = config
         self._filler = min(_FILLER, seq_len)
         shape: dict[str, Any] = {name: getattr(config, name) for name in _SHAPE}
         most = config.most_tokens()
@@ -194,7 +201,6 @@ class WlbDataLoader(BaseDataLoader):
             **shape,
         )
         packed = partial(collate, **shape)
-        self._empty = collate([], token_buckets=[config.multiple_of_tokens])
         tokens = config.tokens_per_batch
         if tokens is None:
             tokens = max(1, packer.num_micro_batches * most * 4 // 5)
@@ -210,6 +216,7 @@ class WlbDataLoader(BaseDataLoader):
             )
         else:
             documents, lengths = measured
+            self.config = replace(config, lengths=lengths)  # who makes it again need not read them all
             sampler = BalancedBatchSampler(
                 lengths,
                 packer=packer,
@@ -230,6 +237,8 @@ class WlbDataLoader(BaseDataLoader):
                 )
             )
         self.reports: deque[StepReport] = deque(maxlen=1000)
+        self.step: Step[PackedBatch] | None = None
+        self.before_first: Callable[[Step[PackedBatch]], None] | None = None
         self._inside = 0  # micro-batches that were given of a step that was not given whole
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -238,10 +247,14 @@ class WlbDataLoader(BaseDataLoader):
         ended = isinstance(self.steps, StepLoader) and self.steps.ended
         while not ended:
             for step, _ in labelled_steps(self.steps):
+                if self.before_first is not None:
+                    before, self.before_first = self.before_first, None
+                    before(step)
+                self.step = step
                 self._report(step)
                 for done, batch in enumerate(step.micro_batches, start=1):
                     self._inside = done % len(step.micro_batches)
-                    yield self._row(batch)
+                    yield self.row(batch)
             ended = isinstance(self.steps, BalancedStream) or self.steps.ended
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,9 +264,9 @@ class WlbDataLoader(BaseDataLoader):
             wlb.WlbError: A part of a step was given: the Trainer's steps have other numbers of micro-batches.
         """
         if self._inside:
-            message = f"= {self._config.micro_batches}: the Trainer saved after {self._inside} of them; make it what a "
+            message = f"= {self.config.micro_batches}: the Trainer saved after {self._inside} of them; make it what a "
             message += "rank takes in a step: gradient accumulation times pipeline micro-batches"
-            raise error("micro_batches", message, value=self._config.micro_batches)
+            raise error("micro_batches", message, value=self.config.micro_batches)
         try:
             return {_STATE: json.dumps(self.steps.state_dict())}
         except TypeError as cause:
@@ -288,19 +301,20 @@ class WlbDataLoader(BaseDataLoader):
         tokens = int(step.packing.tokens.sum())
         self.reports.append(StepReport(step.packing.step_cost, float(costs.mean()), tokens, waiting))
 
-    def _row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
-        if not batch.tokens.numel():
-            batch = self._empty
-        filler = batch.num_padding
-        cut = torch.arange(filler) % self._filler
+    def row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
+        """One micro-batch as torchtitan takes it, filled up to a length that is allowed."""
+        tokens = batch.tokens.numel() - batch.num_padding
+        multiple, buckets = self.config.multiple_of_tokens, self.config.token_buckets
+        filler = padded_tokens(max(tokens, 1), multiple_of_tokens=multiple, token_buckets=buckets) - tokens
+        positions = torch.cat([batch.position_ids[:tokens], torch.arange(filler) % self._filler])
         row: dict[str, Any] = {
-            "input": batch.tokens.unsqueeze(0),
-            "positions": torch.cat([batch.position_ids[: batch.tokens.numel() - filler], cut]).unsqueeze(0),
+            "input": pad(batch.tokens[:tokens], (0, filler)).unsqueeze(0),
+            "positions": positions.unsqueeze(0),
         }
-        if self._config.give_lengths:
+        if self.config.give_lengths:
             documents = batch.shard.lengths[: batch.document_ids.numel()].tolist()
             row["lengths"] = documents + [min(self._filler, filler - at) for at in range(0, filler, self._filler)]
-        return row, batch.labels.unsqueeze(0)
+        return row, pad(batch.labels[:tokens], (0, filler), value=IGNORE).unsqueeze(0)
 
 
 def _group(config: WlbDataLoader.Config, dp_world_size: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from wlb.integrations.torchtitan.costs import cost_of_model
 from wlb.integrations.torchtitan.loader import WlbDataLoader
 from wlb.integrations.torchtitan.metrics import plan_metrics
 from wlb.integrations.torchtitan.pipeline import over_unequal_micro_batches
+from wlb.integrations.torchtitan.proof import prove
 from wlb.integrations.torchtitan.refusals import check_config, inner_attentions
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class BalancedTrainer(_Trainer):
             self.config.dataloader.most_tokens(),
             self.config.dataloader.tokens_per_batch,
         )
+        if self.config.dataloader.verify:
+            loader.before_first = partial(prove, self)
         log = self.metrics_processor.log
 
         def with_plans(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -1,0 +1,160 @@
+"""The proof before a trainer's first step: torchtitan's own forward and backward against documents alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import utils as distributed
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import DataloaderExhaustedError
+
+from wlb.integrations.torchtitan.loader import WlbDataLoader
+from wlb.torch.data import PackedBatch, Step, StepLoader, collate
+from wlb.torch.proof import Proof, verify
+
+
+def prove(trainer: Any, step: Step[PackedBatch]) -> None:
+    """Runs :func:`wlb.torch.verify` on a trainer's own forward and backward of a step, wrapped as they are.
+
+    Against logits of documents alone where a rank has the whole model and whole rows; under pipeline, tensor and
+    context parallelism, and with a loss of another kind, against the same documents in rows of their own. The state is
+    that which the Trainer would save after a step, of a loader that it reads as it reads its own.
+
+    Raises:
+        wlb.WlbError: As there.
+    """
+    ranks, loader = trainer.parallel_dims, trainer.dataloader
+    shared = ranks.pp_enabled or ranks.tp_enabled or ranks.cp_enabled
+    loss = trainer.loss_fn.loss_fn if isinstance(trainer.loss_fn, ChunkedLossWrapper) else trainer.loss_fn
+    parts = trainer.model_parts
+    with _as_it_was(trainer):
+        verify(
+            parts[0] if len(parts) == 1 else nn.ModuleList(parts),
+            step,
+            train=lambda of: _trained(trainer, [loader.row(batch) for batch in of.micro_batches]),
+            alone="rows" if shared or type(loss) is not CrossEntropyLoss else _Alone(trainer),
+            loader=(lambda: _Steps(trainer)) if isinstance(loader.steps, StepLoader) else None,
+            save=lambda steps, _: steps.loader.state_dict(),
+            group=_replicas(ranks),
+            dtype=_coarsest(trainer),
+            report=_report if dist.get_rank() == 0 else None,
+        )
+
+
+def _report(proof: Proof) -> None:
+    logger.info("wlb: packed rows against documents alone\n%s", proof)
+
+
+def _replicas(ranks: Any) -> Any:
+    """The ranks that share the global batch; of one alone a group of its own."""
+    mesh = ranks.get_optional_mesh("batch")
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True) if mesh is None else mesh.get_group()
+
+
+def _coarsest(trainer: Any) -> torch.dtype:
+    if has_quantization(trainer.model_config):
+        return torch.float8_e4m3fn  # whose scales follow from what shares a row
+    return TORCH_DTYPE_MAP[trainer.config.training.mixed_precision_param]
+
+
+def _trained(trainer: Any, rows: list[tuple[dict[str, Any], Tensor]]) -> float:
+    """Forward and backward of a step as in torchtitan's `train_step`; the mean loss, the same on all ranks."""
+    ranks, each = trainer.parallel_dims, trainer.num_pipeline_parallel_microbatches
+    rows = rows + [trainer.dataloader.row(collate([]))] * (-len(rows) % each)
+    valid = sum((labels != IGNORE_INDEX).sum() for _, labels in rows).to(trainer.device)  # type: ignore[union-attr]
+    if ranks.dp_enabled:
+        valid = distributed.dist_sum_tensor(valid, ranks.get_mesh("batch"))
+    if not int(valid):
+        return 0.0  # as a step without labels is passed over
+    total = torch.zeros((), device=trainer.device)
+    for at in range(0, len(rows), each):
+        inputs = [_on(row, trainer.device) for row, _ in rows[at : at + each]]
+        labels = [predicted.to(trainer.device) for _, predicted in rows[at : at + each]]
+        given = (inputs, labels) if ranks.pp_enabled else (inputs[0], labels[0])
+        loss = trainer.forward_backward_step(input_dict=given[0], labels=given[1], global_valid_tokens=valid)
+        total += loss.detach().reshape(())
+    if ranks.dp_cp_enabled:
+        total.fill_(distributed.dist_sum(total, ranks.get_optional_mesh("loss")))
+    if ranks.pp_enabled:  # the last stage has it
+        total = total if trainer.pp_has_last_stage else torch.full_like(total, -torch.inf)
+        total.fill_(distributed.dist_max(total, ranks.get_mesh("pp")))
+    return float(total)
+
+
+def _on(row: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in row.items()}
+
+
+class _Alone:
+    """Logits of one document, by the masks and the context that the trainer makes."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __call__(self, model: Any, tokens: Tensor) -> Tensor:
+        trainer: Any = self._trainer
+        row, labels = trainer.dataloader.row(collate([tokens.cpu()]))
+        inputs, _, keywords = trainer.post_dataloading_process(_on(row, trainer.device), labels.to(trainer.device))
+        hidden = getattr(model, "_skip_lm_head", False)  # which a loss in chunks applies by itself
+        try:
+            if hidden:
+                model._skip_lm_head = False
+            with trainer.train_context():
+                logits: Tensor = model(inputs, **keywords)
+        finally:
+            if hidden:
+                model._skip_lm_head = hidden
+        return logits[0, : tokens.numel()]
+
+
+class _Steps:
+    """The steps that the trainer would take of a loader made anew, which is read as it reads its own."""
+
+    def __init__(self, trainer: Any) -> None:
+        mesh = trainer.parallel_dims.get_optional_mesh("batch")
+        size, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        config = trainer.dataloader.config
+        self.loader: WlbDataLoader = config.build(
+            dp_world_size=size, dp_rank=rank, tokenizer=trainer.tokenizer, seq_len=trainer.config.training.seq_len
+        )
+        self._rows = trainer.batch_generator(self.loader)
+        self._each = trainer.gradient_accumulation_steps * trainer.num_pipeline_parallel_microbatches
+
+    def __iter__(self) -> Iterator[Step[PackedBatch]]:
+        while True:
+            try:
+                for _ in range(self._each):
+                    next(self._rows)
+            except DataloaderExhaustedError:
+                return
+            assert self.loader.step is not None
+            yield self.loader.step
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next step is that after the one with this state."""
+        self.loader.load_state_dict(state)
+
+
+@contextmanager
+def _as_it_was(trainer: Any) -> Iterator[None]:
+    """Runs no CUDA graph, which has one shape; what is counted, by the trainer and by experts, is put back."""
+    metrics = trainer.metrics_processor
+    seen, since, times = trainer.ntokens_seen, metrics.ntokens_since_last_log, list(metrics.data_loading_times)
+    buffers = [(buffer, buffer.clone()) for part in trainer.model_parts for buffer in part.buffers()]
+    captured, trainer.fwd_bwd_fn = trainer.fwd_bwd_fn, trainer._forward_backward_body
+    try:
+        yield
+    finally:
+        trainer.fwd_bwd_fn = captured
+        trainer.ntokens_seen, metrics.ntokens_since_last_log, metrics.data_loading_times = seen, since, times
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
