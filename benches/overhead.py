@@ -8,7 +8,8 @@ without a file), and lie as the trainer keeps them: in Arrow tables, for Megatro
 Planning and collating stand apart from reading, but for Megatron-Core, where they are measured together. For Hugging
 Face reading includes the trainer's own collator, which is asked for one document after the other. The trainer's own
 loader gives as many tokens: rows of documents without padding, or rows cut from a stream of them. Packages that are not
-installed are left out, by name. No model runs: what it takes is the same for both.
+installed are left out, by name. No model runs: what it takes is the same for both. Times are those of the CPU, which
+other programs on the machine lengthen less than those of a clock.
 """
 
 from __future__ import annotations
@@ -254,11 +255,11 @@ def reading_timed() -> Iterator[list[float]]:
 
     def timed(own: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: Documents, which: Any) -> Any:
-            started = time.perf_counter()
+            started = time.process_time()
             try:
                 return own(self, which)
             finally:
-                found.append(time.perf_counter() - started)
+                found.append(time.process_time() - started)
 
         return read
 
@@ -281,10 +282,10 @@ def ours(loader: Iterable[Any], steps: int, each: int) -> tuple[list[float], lis
     with reading_timed() as reading:
         for _ in range(steps + 1):
             reading.clear()
-            started = time.perf_counter()
+            started = time.process_time()
             for _ in range(each):
                 next(batches)
-            whole.append(time.perf_counter() - started)
+            whole.append(time.process_time() - started)
             without.append(whole[-1] - sum(reading))
     return without[1:], whole[1:]
 
@@ -293,11 +294,11 @@ def own(loader: Iterable[Any], steps: int, each: int, *, plans: bool) -> list[fl
     """Seconds for as many tokens of the package's own loader."""
     batches, seconds = iter(loader), []
     for _ in range(steps + 1):
-        started, tokens = time.perf_counter(), 0
+        started, tokens = time.process_time(), 0
         for _ in range(each):
             batch = next(batches)
             tokens += 0 if plans else size(batch)
-        taken = time.perf_counter() - started
+        taken = time.process_time() - started
         seconds.append(taken if plans else taken * TOKENS / RANKS / tokens)
     return seconds[1:]
 
