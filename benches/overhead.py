@@ -123,7 +123,7 @@ def lightning(corpus: Corpus, stack: ExitStack) -> Loaders:
     from wlb.integrations.lightning import BalancedDataModule
 
     limits = {"max_tokens": HELD, "max_document_tokens": CONTEXT, "tokens_per_batch": TOKENS}
-    data = BalancedDataModule(corpus.table, **limits, config=config())
+    data = BalancedDataModule(corpus.table, **limits, config=config(), verify=False)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     trainer.strategy.connect(LightningModule())
     stack.enter_context(mock.patch.object(Trainer, "world_size", RANKS))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import logging
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -16,6 +19,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,7 +27,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 import wlb
-from small_corpus import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one, mean_over_tokens
+from small_corpus import CONTEXT, LENGTHS, VOCABULARY, alone, documents, llama, loss_of_one, mean_over_tokens
 from wlb.integrations.lightning import BalancedDataModule
 
 STEPS = 20
@@ -38,8 +42,12 @@ class Module(lightning.LightningModule):
         self.model = llama()
         self.losses: list[float] = []
 
+    def on_train_start(self) -> None:
+        self.losses = []  # but for those of the proof
+
     def training_step(self, row: dict[str, Any], index: int) -> Tensor:
         loss: Tensor = self.model(**row).loss
+        self.log("loss_of_row", loss)
         self.losses.append(loss.item())
         return loss
 
@@ -61,7 +69,16 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def fit(folder: Path, *, stop: int = STEPS, resume: bool = False, callbacks: Any = (), **options: Any) -> Any:
+def fit(
+    folder: Path,
+    *,
+    stop: int = STEPS,
+    resume: bool = False,
+    callbacks: Any = (),
+    module: Any = None,
+    fitted: bool = False,
+    **options: Any,
+) -> Any:
     quiet()
     strategy = DDPStrategy(cluster_environment=LightningEnvironment()) if dist.is_initialized() else "auto"
     trainer = lightning.Trainer(
@@ -78,10 +95,12 @@ def fit(folder: Path, *, stop: int = STEPS, resume: bool = False, callbacks: Any
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}"), *callbacks],
         **options,
     )
-    module = Module()
+    module = module or Module()
     checkpoint = str(folder / "step=7.ckpt") if resume else None
     trainer.fit(module, data(validation=documents()[::3]), ckpt_path=checkpoint, weights_only=False)
     assert trainer.world_size == (dist.get_world_size() if dist.is_initialized() else 1)
+    if fitted:
+        return module, trainer
     size = trainer.accumulate_grad_batches
     losses = torch.tensor(module.losses).reshape(-1, size).mean(1)
     if dist.is_initialized():
@@ -130,6 +149,57 @@ def test_its_loggers_get_a_line_a_step(tmp_path: Path) -> None:
     lines = [line for line in lines if line["wlb/imbalance"]]
     assert len(lines) == 5
     assert all(float(line["wlb/imbalance"]) >= 1 and float(line["wlb/tokens"]) > 0 for line in lines)
+
+
+class Convolved(Module):
+    """A layer that looks at the tokens before, whosever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv1d(VOCABULARY, VOCABULARY, 4)
+
+    def training_step(self, row: dict[str, Any], index: int) -> Tensor:
+        logits = self.model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits
+        mixed = self.convolution(torch.nn.functional.pad(logits.transpose(1, 2), (3, 0)))
+        total = torch.nn.functional.cross_entropy(mixed, row["shift_labels"], reduction="sum")
+        return total / row["num_items_in_batch"]
+
+
+class Counting(Module):
+    """Counts its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torchmetrics.SumMetric()
+
+    def training_step(self, row: dict[str, Any], index: int) -> dict[str, Tensor]:  # type: ignore[override]
+        self.tokens.update(row["input_ids"].numel())
+        return {"loss": super().training_step(row, index)}
+
+
+def proved(rank: int, folder: Path) -> tuple[str, str, int, float]:
+    """What it prints, what it says of a module that mixes documents, and what of a step is left behind."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        module, *_ = fit(folder, stop=1, module=Counting(), fitted=True)
+    with pytest.raises(wlb.WlbError) as refused:
+        fit(folder, stop=1, module=Convolved())
+    return printed.getvalue(), str(refused.value), len(module.losses), float(module.tokens.compute())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_step_is_proved(ranks: int, tmp_path: Path) -> None:
+    sampler = data()._sampler(0, 1)
+    batches = [batch for batch, _ in zip(sampler, range(sampler.num_micro_batches_per_rank), strict=False)]
+    size = sum(len(alone(element)[0]) for batch in batches for element in batch) + sum(not batch for batch in batches)
+    found = processes.run(ranks, proved, tmp_path)
+    lines = [line.split()[0] for line in found[0][0].splitlines() if line.strip()]
+    assert lines[:5] == ["found", "documents", "apart", "loss", "gradient"]
+    assert [printed for printed, *_ in found[1:]] == [""] * (ranks - 1)
+    for _, message, losses, _ in found:
+        assert re.search(r"see each other.*Conv1d.*mix documents", message), message
+        assert losses == len(batches) // ranks
+    assert found[0][3] == size, "counted over all ranks, once"
 
 
 def killed(rank: int, folder: Path) -> None:

@@ -28,6 +28,7 @@ import wlb
 from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.lightning_proof import prove
 from wlb.integrations.rows import lengths_of
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
@@ -74,11 +75,13 @@ class BalancedDataModule(LightningDataModule):
         num_workers: of the loader.
         row: makes what `training_step` gets of a micro-batch and the number that the sum of its losses is to be divided
             by; by default `batch.as_hf()` and `num_items_in_batch`.
+        verify: prove before the first step of a `fit` that rows train what their documents do, by the module's own
+            `training_step` (:func:`wlb.torch.verify`); seconds.
 
     Raises:
         wlb.WlbError: an argument makes no sense, or Lightning is older or newer than what this knows. In `fit`:
             `accumulate_grad_batches` was given, and is another; `limit_train_batches` cuts a global batch; dataloaders
-            are reloaded.
+            are reloaded; what :func:`wlb.torch.verify` finds.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class BalancedDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         row: Row = _hugging_face,
+        verify: bool = True,
     ) -> None:
         super().__init__()
         _check_lightning()
@@ -127,6 +131,7 @@ class BalancedDataModule(LightningDataModule):
         self._order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
         self._num_workers = num_workers
         self._row = row
+        self._verify = verify
 
     def setup(self, stage: str) -> None:
         """Sets the Trainer's `accumulate_grad_batches`.
@@ -160,7 +165,7 @@ class BalancedDataModule(LightningDataModule):
         divided = trainer.world_size
         if trainer.lightning_module.automatic_optimization:
             divided *= trainer.accumulate_grad_batches
-        return _MicroBatches(StepLoader(loader), trainer, divided, self._row)
+        return _MicroBatches(StepLoader(loader), trainer, divided, self._row, verify=self._verify)
 
     def val_dataloader(self) -> Any:
         """Rows of all documents of the evaluation, as many on every rank."""
@@ -188,8 +193,9 @@ class BalancedDataModule(LightningDataModule):
 class _MicroBatches:
     """What Lightning iterates over, an epoch at a time, and whose state it saves."""
 
-    def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, divided: int, row: Row) -> None:
+    def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, divided: int, row: Row, *, verify: bool) -> None:
         self._steps, self._trainer, self._divided, self._row = steps, trainer, divided, row
+        self._unproved = verify
         # Steps, without their micro-batches, that were given and are not yet known to be trained.
         self._given: deque[Step[Any]] = deque()
         self._metrics = StepMetrics(steps)
@@ -203,6 +209,9 @@ class _MicroBatches:
         if not self._given:
             self._done, self._state = self._trainer.global_step, self._steps.state_dict()
         for step, labels in labelled_steps(self._steps):
+            if self._unproved:
+                self._unproved = False
+                prove(self._trainer, step, self._divided, self._row)
             self._given.append(replace(step, micro_batches=[]))
             for batch in step.micro_batches:
                 yield self._row(batch, (labels or 1) / self._divided)

@@ -1,0 +1,93 @@
+"""The proof before Lightning's first step: the module's own training step against documents in rows of their own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric
+
+from wlb.torch.data import PackedBatch, Step
+from wlb.torch.loss import count_valid_tokens
+from wlb.torch.proof import verify
+from wlb.torch.training import meeting_place
+
+
+def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[PackedBatch, float], Any]) -> None:
+    """Runs :func:`wlb.torch.verify` on `training_step` and the strategy's backward, without hooks and callbacks.
+
+    What the step logs meanwhile is dropped, and metrics of torchmetrics are put back; other things that a module keeps
+    of its training steps are seen a few times more.
+
+    Args:
+        trainer: in `fit`, with its strategy set up.
+        step: the first.
+        divided: by what Lightning and its wrappers divide gradients.
+        row: makes what `training_step` gets, as `BalancedDataModule` has it.
+
+    Raises:
+        wlb.WlbError: documents of a row see each other, or a row trains something else than its documents.
+
+    Warns:
+        UserWarning: the module steps its optimizers itself, so that there is nothing to compare before it does.
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    if not module.automatic_optimization:
+        message = "a module with automatic_optimization=False is not verified: call wlb.torch.verify with its model"
+        warnings.warn(message, stacklevel=2)
+        return
+    group = dist.group.WORLD if dist.is_initialized() else None
+    where = meeting_place(group, strategy.root_device)
+    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def train(of: Step[PackedBatch]) -> float:
+        labels = count_valid_tokens((batch.num_valid_tokens for batch in of.micro_batches), group=group, device=where)
+        total = torch.zeros((), dtype=torch.float64)
+        for index, batch in enumerate(of.micro_batches):
+            given = strategy.batch_to_device(row(batch, (labels or 1) / divided))
+            output = strategy.training_step(given, *([index] if numbered else []))
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is not None:
+                strategy.backward(loss / trainer.accumulate_grad_batches, None)
+                total += loss.detach().double().cpu()
+        total = total.to(where, torch.float32)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return float(total) / divided
+
+    report = print if trainer.is_global_zero else None
+    precision = str(trainer.precision)
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16 if precision.startswith("16") else None
+    with torch.enable_grad(), _as_it_was(module):
+        verify(strategy.model, step, train=train, alone="rows", dtype=dtype, report=report)
+
+
+@contextmanager
+def _as_it_was(module: Any) -> Iterator[None]:
+    """Without logging, which Lightning takes in its loops alone; metrics and buffers are put back."""
+    metrics = [each for each in module.modules() if isinstance(each, Metric)]
+    states = [copy.deepcopy({name: getattr(metric, name) for name in _kept(metric)}) for metric in metrics]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    silent = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
+    vars(module).update(silent)
+    try:
+        yield
+    finally:
+        for name in silent:
+            del vars(module)[name]
+        for metric, state in zip(metrics, states, strict=True):
+            for name, value in state.items():
+                setattr(metric, name, value)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _kept(metric: Metric) -> list[str]:
+    return [*metric._defaults, "_update_count", "_computed"]
