@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import io
 import re
 import warnings
@@ -40,6 +41,9 @@ with warnings.catch_warnings():
 import wlb.torch as wt
 from wlb.integrations import megatron
 
+# As the installed version calls Dynamic-CP.
+NAMES = inspect.signature(parallel_state.initialize_model_parallel).parameters
+DYNAMIC = next(name for name in ("hybrid_context_parallel", "dynamic_context_parallel") if name in NAMES)
 VOCABULARY, CONTEXT = 64, 64
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 
@@ -156,7 +160,14 @@ def on_cpu() -> Iterator[None]:
     names = ("synchronize", "manual_seed", "nvtx", "current_stream", "stream")
     nothing = dict.fromkeys(names, mock.DEFAULT)
     random = mock.patch.object(tensor_parallel, "get_cuda_rng_tracker")  # of dropout, of which there is none here
-    with _OnCpu(), random, mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), **nothing):
+    wait = torch.distributed.barrier
+    barrier = mock.patch.object(torch.distributed, "barrier", lambda group=None, **_: wait(group=group))
+    with (
+        _OnCpu(),
+        random,
+        barrier,
+        mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), **nothing),
+    ):
         yield
 
 
@@ -272,7 +283,7 @@ def initialize(run: Run) -> None:
         pipeline_model_parallel_size=run.pp,
         context_parallel_size=run.cp,
         virtual_pipeline_model_parallel_size=run.chunks if run.chunks > 1 else None,
-        hybrid_context_parallel=run.dynamic_cp,
+        **{DYNAMIC: run.dynamic_cp},
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -225,7 +224,9 @@ def alone_rows() -> list[tuple[Any, Any]]:
 
 
 def test_its_own_schedulers_refuse_rows_that_quantized_kernels_do_not_take() -> None:
-    config = SimpleNamespace(fp8="hybrid", fp8_recipe="mxfp8", fp4=None, max_seqlen_per_dp_cp_rank=96)
+    config = configuration(Run())
+    for name, value in (("fp8", "hybrid"), ("fp8_recipe", "mxfp8"), ("max_seqlen_per_dp_cp_rank", 96)):
+        setattr(config, name, value)
     for alignment, message in ((None, "= None: the kernels"), (48, "multiples of 32 tokens")):
         config.pad_packed_seq_alignment = alignment
         with pytest.raises(wlb.WlbError, match=message) as caught:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from processes import run as run_processes
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -16,8 +18,11 @@ from megatron_run import Run, initialize, on_cpu
 
 import wlb
 from wlb.integrations import megatron
+from wlb.integrations.megatron.groups import largest_group
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
+KNOWN = ("BalancedCPScheduler", "DpBalancedScheduler", "DefaultDynamicCPScheduler")
+PLAIN = {"pipeline_model_parallel_layout": None, "mtp_num_layers": None}  # what its wrapper also asks of a model
 COST = wlb.CostModel(attention=1.0, linear=200.0)
 needs_packing = pytest.mark.skipif(
     not hasattr(data_schedule, "wrap_data_iterator"), reason="this megatron-core has no sequence packing of its own"
@@ -26,7 +31,7 @@ needs_packing = pytest.mark.skipif(
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BalancedCPScheduler", "DpBalancedScheduler", "scheduler_map"):
+    for name in (*KNOWN, "scheduler_map"):
         if (found := getattr(data_schedule, name, None)) is not None:
             monkeypatch.setattr(data_schedule, name, dict(found) if isinstance(found, dict) else found)
 
@@ -55,6 +60,7 @@ def packed(rank: int, run: Run, ours: bool, group: int | None) -> Any:
             sequence_packing_scheduler="dp_balanced",
             virtual_pipeline_model_parallel_size=2 if group else None,
             microbatch_group_size_per_vp_stage=group,
+            **PLAIN,
         )
         read = iter([samples(rank // run.cp)])
         wrapped, count, tokens, _ = data_schedule.wrap_data_iterator([read, None] if group else read, config, 1)
@@ -91,6 +97,113 @@ def test_its_wrapper_moves_every_sample_where_the_plan_wants_it(run: Run, group:
     assert slowest(ours[:: run.cp]) < 1.01 < slowest(theirs[:: run.cp])
 
 
+DYNAMIC = getattr(data_schedule, "DefaultDynamicCPScheduler", None)
+needs_groups = pytest.mark.skipif(DYNAMIC is None, reason="this megatron-core has no groups for each micro-batch")
+CAPACITY = 256
+
+
+def grouped(rank: int, ours: bool, least: int, group: int | None) -> Any:
+    """Of each micro-batch the samples that this rank shares, their lengths, and with how many ranks."""
+    with on_cpu():
+        initialize(Run())
+        if ours:
+            megatron.install_schedulers(cost_model=COST)
+        config = SimpleNamespace(
+            max_seqlen_per_dp_cp_rank=CAPACITY,
+            sequence_packing_scheduler="default_dynamic_cp",
+            min_dynamic_context_parallel_size=least,
+            virtual_pipeline_model_parallel_size=2 if group else None,
+            microbatch_group_size_per_vp_stage=group,
+            **PLAIN,
+        )
+        read = iter([samples(rank)])
+        wrapped, count, tokens, _ = data_schedule.wrap_data_iterator([read, None] if group else read, config, 1)
+        iterator = wrapped[0] if group else wrapped
+        found = []
+        for _ in range(count):
+            batch = next(iterator)
+            lengths = batch["cu_seqlens_padded"].diff().tolist()
+            held = [int(part[0]) for part in batch["tokens"].split(lengths)]
+            found.append((dict(zip(held, lengths, strict=True)), int(batch["local_cp_size"])))
+        return found, tokens
+
+
+def longest(ranks: list[Any]) -> float:
+    """The slowest rank of every micro-batch, over equal ranks."""
+    steps = [[COST.cost(list(held.values())).sum() / size for held, size in found] for found, _ in ranks]
+    return float(np.max(steps, axis=0).sum() / np.mean(steps, axis=0).sum())
+
+
+@needs_groups
+@pytest.mark.parametrize(("least", "group"), [(1, None), (2, None), (1, 4)])
+def test_its_wrapper_shares_every_sample_among_the_ranks_of_the_plan(least: int, group: int | None) -> None:
+    ours, theirs = (run_processes(4, grouped, mine, least, group) for mine in (True, False))
+    expected = {int(row["tokens"][0]): len(row["tokens"]) for rank in range(4) for row in samples(rank)}
+    held: dict[int, int] = {}
+    for part in zip(*(found for found, _ in ours), strict=True):
+        first = 0
+        while first < 4:
+            samples_here, size = part[first]
+            assert samples_here, "a rank is idle"
+            assert size in (1, 2, 4)
+            assert size >= least
+            assert first % size == 0  # one of the groups that there are
+            assert all(other == part[first] for other in part[first : first + size])
+            assert sum(samples_here.values()) / size <= CAPACITY
+            assert not held.keys() & samples_here.keys()
+            held |= samples_here
+            first += size
+    assert held == expected
+    assert len(ours[0][0]) % (group or 1) == 0
+    assert all(tokens == sum(expected.values()) for _, tokens in ours)
+    assert longest(ours) < longest(theirs)
+
+
+@needs_groups
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.sampled_from([2, 4, 6, 8]), st.sampled_from([1, 2]))
+def test_groups_hold_their_samples_and_no_rank_is_idle(lengths: list[int], world: int, least: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*KNOWN, "scheduler_map"):
+            if (found := getattr(data_schedule, name, None)) is not None:
+                patch.setattr(data_schedule, name, dict(found) if isinstance(found, dict) else found)
+        megatron.install_schedulers(cost_model=COST)
+        scheduler = data_schedule.DefaultDynamicCPScheduler(CAPACITY, 1, world, None, min_cp_size=least)
+        numbers = {10 * at + 3: length for at, length in enumerate(lengths)}
+        try:
+            parts = scheduler.get_groups_and_subsamples(list(numbers.items()))
+        except wlb.WlbError as refused:
+            assert max(lengths) > CAPACITY * least * largest_group(world // least), refused  # noqa: PT017
+            return
+    for part in parts:
+        assert len(part) == world
+        for rank, mine in enumerate(part):
+            assert mine
+            size = sum(other[0] in mine for other in part)
+            assert size == world or (size & (size - 1) == 0 and size >= least)
+            begin = rank // size * size
+            assert part[begin : begin + size] == [mine] * size
+            assert sum(numbers[number] for number in mine) <= CAPACITY * size
+    trained = [number for part in parts for number in {number for rank in part for number in rank}]
+    assert sorted(trained) == sorted(numbers)
+
+
+@needs_groups
+def test_what_dynamic_groups_cannot_be_is_named(untouched: None) -> None:
+    megatron.install_schedulers()
+    scheduler = data_schedule.DefaultDynamicCPScheduler(CAPACITY, 1, 4, None, min_cp_size=1)
+    with pytest.raises(wlb.WlbError, match="cost_model is missing"):
+        scheduler.get_groups_and_subsamples([(0, 8)])
+    assert scheduler.get_groups_and_subsamples([]) == []
+    megatron.install_schedulers(cost_model=COST, max_cp_size=2)
+    scheduler = data_schedule.DefaultDynamicCPScheduler(CAPACITY, 1, 4, None, min_cp_size=1)
+    with pytest.raises(wlb.WlbError, match=r"lengths\[0\] = 800"):
+        scheduler.get_groups_and_subsamples([(0, 800)])
+    scheduler = data_schedule.DefaultDynamicCPScheduler(CAPACITY, 1, 4, None, min_cp_size=3)
+    with pytest.raises(wlb.WlbError, match="min_cp_size = 3: must be a power of two"):
+        scheduler.get_groups_and_subsamples([(0, 8)])
+
+
 @needs_packing
 def test_too_few_samples_are_named(untouched: None) -> None:
     megatron.install_schedulers(cost_model=COST)
@@ -102,8 +215,7 @@ def test_too_few_samples_are_named(untouched: None) -> None:
 
 def test_one_call_replaces_what_this_version_has(untouched: None) -> None:
     replaced = megatron.install_schedulers(cost_model=COST)
-    known = ["BalancedCPScheduler", "DpBalancedScheduler"]
-    assert replaced == [name for name in known if hasattr(data_schedule, name)]
+    assert replaced == [name for name in KNOWN if hasattr(data_schedule, name)]
     assert megatron.install_schedulers() == replaced  # another time too
     group = SimpleNamespace(size=lambda: 4)
     scheduler = data_schedule.BalancedCPScheduler(max_seq_len_per_rank=64, dp_cp_group=group)

@@ -251,12 +251,13 @@ def _group_of(size: int, everyone: Any) -> Any:
     """This rank's among the groups of so many; None where the last ranks have none."""
     if size == everyone.size():
         return everyone
+    kind = "hybrid" if hasattr(parallel_state, "get_hybrid_data_context_parallel_groups") else "dynamic"
     try:
-        group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+        group = getattr(parallel_state, f"get_{kind}_data_context_parallel_groups")(group_size=size)
     except (KeyError, AssertionError, TypeError):
         message = "= False: nobody made groups of 2, 4, ... ranks; give initialize_model_parallel "
-        message += f"hybrid_context_parallel=True, or leave max_cp_size below {size}"
-        raise error("hybrid_context_parallel", message, value=size) from None
+        message += f"{kind}_context_parallel=True, or leave max_cp_size below {size}"
+        raise error(f"{kind}_context_parallel", message, value=size) from None
     return group if group.size() == size else None
 
 

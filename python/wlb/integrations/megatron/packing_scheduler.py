@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,96 +11,169 @@ import numpy as np
 from megatron.core.datasets import data_schedule
 
 import wlb
+from wlb._core import most_tokens
 from wlb._errors import check_options, error
 from wlb.integrations.megatron.costs import cost_of
+from wlb.integrations.megatron.groups import SET_HERE, filled, largest_group, of_ranks, planned, too_few
 from wlb.integrations.megatron.refusals import alignment_of
-from wlb.integrations.megatron.scheduler import SET_HERE, DynamicCpScheduler
+from wlb.integrations.megatron.scheduler import DynamicCpScheduler
 
 
 def install_schedulers(*, cost_model: wlb.CostModel | None = None, **options: Any) -> list[str]:
-    """Puts wlb's plans in the place of Megatron-Core's schedulers, of which a version has one, or two.
+    """Puts wlb's plans in the place of Megatron-Core's schedulers, of which a version has some.
 
     - `BalancedCPScheduler`, of `hybrid_context_parallel`: :class:`DynamicCpScheduler`.
     - `DpBalancedScheduler`, of `sequence_packing_scheduler="dp_balanced"`: as few micro-batches as hold the samples of
       a step, of nearly equal work; it reads, moves and packs samples as before.
+    - `DefaultDynamicCPScheduler`, of `"default_dynamic_cp"`, in its development: groups of ranks for every micro-batch,
+      by `wlb.plan_dynamic_cp`.
 
     Args:
         cost_model: what samples cost; by default from the model's configuration, without the output layer.
-        **options: of `wlb.plan_dynamic_cp`, for the first.
+        **options: of `wlb.plan_dynamic_cp`, for the first and the last.
 
     Returns:
         The names of those that were replaced.
 
     Raises:
-        wlb.WlbError: the installed version has neither, or an option is unknown.
+        wlb.WlbError: the installed version has none of them, or an option is unknown.
     """
     check_options(options, wlb.plan_dynamic_cp, but=SET_HERE)
     replaced = []
     if hasattr(data_schedule, "BalancedCPScheduler"):
         data_schedule.BalancedCPScheduler = partial(DynamicCpScheduler, cost_model=cost_model, **options)
         replaced.append("BalancedCPScheduler")
-    theirs = getattr(data_schedule, "DpBalancedScheduler", None)
-    if theirs is not None:
-        data_schedule.DpBalancedScheduler = ours = _packing(theirs, cost_model)
-        for name, scheduler in data_schedule.scheduler_map.items():
-            if scheduler is theirs:
-                data_schedule.scheduler_map[name] = ours
-        replaced.append("DpBalancedScheduler")
+    for name, ours in (("DpBalancedScheduler", _Packing), ("DefaultDynamicCPScheduler", _Dynamic)):
+        if not hasattr(data_schedule, name):
+            continue
+        theirs = getattr(data_schedule, name)
+        bases = (theirs,) if issubclass(theirs, ours) else (ours, theirs)
+        scheduler = type(name, bases, {"_cost": cost_model, "_options": options})
+        setattr(data_schedule, name, scheduler)
+        for word, known in data_schedule.scheduler_map.items():
+            if known is theirs:
+                data_schedule.scheduler_map[word] = scheduler
+        replaced.append(name)
     if not replaced:
-        raise error("megatron-core", "has neither BalancedCPScheduler nor DpBalancedScheduler: use data_iterator")
+        raise error("megatron-core", "has no scheduler that is known here: use data_iterator")
     return replaced
 
 
-def _packing(theirs: Any, cost_model: wlb.CostModel | None) -> Any:
-    """A class like theirs; it replaces one that is ours already, too."""
+class _Planned:
+    """What goes in front of a scheduler of theirs, and knows the model."""
 
-    class PackingScheduler(theirs):  # type: ignore[misc]
-        """Micro-batches of nearly equal work, in the place of those that are filled in the order of the samples."""
+    _cost: wlb.CostModel | None
+    _options: dict[str, Any]
+    _alignment, _stages, _virtual_stages = 1, 1, 1
+    cp_size: int
+    dp_size: int
+    microbatch_group_size_per_vp_stage: int | None
 
-        _alignment = 1
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As theirs; says what samples cost the model, over which stages, and what rows are padded to.
 
-        def run(self, *args: Any, **kwargs: Any) -> Any:
-            """As theirs; says what samples cost the model, and what rows are padded to.
+        Raises:
+            wlb.WlbError: The kernels of the model do not take such rows.
+        """
+        run: Any = super().run  # type: ignore[misc]
+        given = inspect.signature(run).bind(*args, **kwargs).arguments
+        config = given["config"]
+        self._alignment, self._stages = alignment_of(config), given["pp_group"].size()
+        self._virtual_stages = config.virtual_pipeline_model_parallel_size or 1
+        if self._cost is None:
+            self._cost = cost_of(config, vocab_size=1)
+        return run(*args, **kwargs)
 
-            Raises:
-                wlb.WlbError: The kernels of the model do not take such rows.
-            """
-            config = kwargs["config"] if "config" in kwargs else args[-1]
-            self._alignment = alignment_of(config)
-            self._cost = cost_of(config, vocab_size=1) if cost_model is None else cost_model
-            return super().run(*args, **kwargs)
 
-        def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-            """Of every micro-batch and every data x context rank the numbers of its samples.
+class _Packing(_Planned):
+    """Micro-batches of nearly equal work, in the place of those that are filled in the order of the samples."""
 
-            Args:
-                sample_id_seqlens: number and tokens of every sample of the step, the same on all ranks.
+    max_seqlen_per_dp_cp_rank: int
 
-            Raises:
-                wlb.WlbError: A sample is longer than what the ranks of a micro-batch hold, or there are fewer samples
-                    than micro-batches.
-            """
-            numbers = np.array([int(number) for number, _ in sample_id_seqlens])
-            lengths = np.array([int(length) for _, length in sample_id_seqlens], np.int64)
-            together = self.dp_size * (self.microbatch_group_size_per_vp_stage or 1)
-            plan = wlb.pack(
-                lengths,
-                num_micro_batches=None,
-                max_tokens=self.max_seqlen_per_dp_cp_rank * self.cp_size,
-                cost_model=self._cost,
-                multiple_of=together,
-                multiple_of_tokens=self._alignment * self.cp_size,
-                dp_size=self.dp_size,
-                sync="step",
-                max_documents=getattr(self, "max_num_seqs", None),
-            )
-            if not all(len(micro_batch.document_ids) for micro_batch in plan):
-                message = f"are {len(numbers)}, too few for {len(plan)} micro-batches"
-                raise error("sample_id_seqlens", message, value=len(numbers))
-            of_ranks = plan.deal(self.dp_size)
-            return [
-                [numbers[plan[int(index)].document_ids].tolist() for index in column for _ in range(self.cp_size)]
-                for column in zip(*of_ranks, strict=True)
-            ]
+    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
+        """Of every micro-batch and every data x context rank the numbers of its samples.
 
-    return PackingScheduler
+        Args:
+            sample_id_seqlens: number and tokens of every sample of the step, the same on all ranks.
+
+        Raises:
+            wlb.WlbError: A sample is longer than what the ranks of a micro-batch hold, or there are fewer samples than
+                micro-batches.
+        """
+        numbers, lengths = _columns(sample_id_seqlens)
+        plan = wlb.pack(
+            lengths,
+            num_micro_batches=None,
+            max_tokens=self.max_seqlen_per_dp_cp_rank * self.cp_size,
+            cost_model=self._cost,
+            multiple_of=self.dp_size * (self.microbatch_group_size_per_vp_stage or 1),
+            multiple_of_tokens=self._alignment * self.cp_size,
+            dp_size=self.dp_size,
+            sync="step",
+            max_documents=getattr(self, "max_num_seqs", None),
+        )
+        if not all(len(micro_batch.document_ids) for micro_batch in plan):
+            raise too_few(len(numbers), f"{len(plan)} micro-batches")
+        of_ranks = plan.deal(self.dp_size)
+        return [
+            [numbers[plan[int(index)].document_ids].tolist() for index in column for _ in range(self.cp_size)]
+            for column in zip(*of_ranks, strict=True)
+        ]
+
+
+class _Dynamic(_Planned):
+    """Groups of ranks of nearly equal work for every micro-batch. No rank is idle in any, as theirs has it."""
+
+    max_seq_len_per_rank: int
+    min_cp_size: int
+    total_hdp_gpus: int
+
+    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
+        """Of every micro-batch and every data x context rank the numbers of its samples; its group's have the same.
+
+        Args:
+            sample_id_seqlens: number and tokens of every sample of the step, the same on all ranks.
+
+        Raises:
+            wlb.WlbError: Nobody said what samples cost, a sample fits on no group, there are fewer samples than
+                micro-batches, or the smallest group is no power of two that divides the ranks.
+        """
+        numbers, lengths = _columns(sample_id_seqlens)
+        if not len(numbers):
+            return []
+        least = self.min_cp_size
+        if least & (least - 1) or self.total_hdp_gpus % least:
+            message = f"= {least}: must be a power of two that divides the {self.total_hdp_gpus} ranks"
+            raise error("min_cp_size", message, value=least)
+        units = self.total_hdp_gpus // least  # of so many ranks, which always share samples
+        largest = min(largest_group(units), max(self._options.get("max_cp_size", self.total_hdp_gpus) // least, 1))
+        plan = partial(
+            planned,
+            lengths,
+            world_size=units,
+            num_stages=self._stages,
+            num_virtual_stages=self._virtual_stages,
+            max_tokens_per_rank=most_tokens(self.max_seq_len_per_rank, multiple_of_tokens=self._alignment) * least,
+            cost_model=self._cost_known(),
+            **{**self._options, "max_cp_size": largest},
+        )
+        parts, together = [part for part in plan() if part], self.microbatch_group_size_per_vp_stage or 1
+        if len(parts) % together:
+            parts = plan(num_micro_batches=-(-len(parts) // together) * together)
+        if not all(parts):
+            raise too_few(len(numbers), f"{len(parts)} micro-batches")
+        everyone = [[(units, [row for _, rows in part for row in rows])] for part in parts]
+        busy = [
+            filled(part, world_size=units, max_cp_size=largest) or alone
+            for part, alone in zip(parts, everyone, strict=True)
+        ]
+        return [[numbers[rows].tolist() for rows in of_ranks(part, units) for _ in range(least)] for part in busy]
+
+    def _cost_known(self) -> wlb.CostModel:
+        return cost_of(None, vocab_size=1) if self._cost is None else self._cost
+
+
+def _columns(sample_id_seqlens: Sequence[tuple[int, int]]) -> tuple[Any, Any]:
+    """Numbers and tokens of samples: int64 [samples] each."""
+    table = np.array([(int(number), int(length)) for number, length in sample_id_seqlens], np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

@@ -10,20 +10,8 @@ import numpy as np
 import wlb
 from wlb._errors import check_integer, check_options, error
 from wlb.integrations.megatron.costs import cost_of
+from wlb.integrations.megatron.groups import SET_HERE, Group, filled, largest_group, of_ranks, planned, too_few
 from wlb.integrations.megatron.packed import quantized_multiple
-
-Group = tuple[int, list[int]]  # ranks, samples
-# Arguments of plans that follow from the samples and the ranks.
-SET_HERE = (
-    "lengths",
-    "world_size",
-    "num_stages",
-    "max_tokens_per_rank",
-    "cost_model",
-    "costs",
-    "attention_costs",
-    "ids",
-)
 
 
 class DynamicCpScheduler:
@@ -57,10 +45,7 @@ class DynamicCpScheduler:
         self.total_hdp_gpus: int = dp_cp_group.size()
         self._cost_model, self._options = cost_model, options
         self._known: tuple[Any, wlb.CostModel] | None = None
-        # Megatron-Core makes groups of 2, 4, ... ranks below all of them, and one of all.
-        below = 1 << max(self.total_hdp_gpus.bit_length() - 1, 0)
-        largest = below if below == self.total_hdp_gpus or below == 1 else below // 2
-        self._options.setdefault("max_cp_size", largest)
+        self._options.setdefault("max_cp_size", largest_group(self.total_hdp_gpus))
 
     def get_total_workload(self, seq_length: int, cp_size: int | None = None, config: Any = None) -> float:
         """What a sample costs each of `cp_size` ranks, by default of as many as it needs."""
@@ -101,7 +86,7 @@ class DynamicCpScheduler:
             )
             message += f"pad samples to multiples of {multiple}, or lower max_cp_size"
             raise error("sample_id_seqlens", message, index=at, value=int(lengths[at]))
-        plan = wlb.plan_dynamic_cp(
+        parts = planned(
             lengths,
             world_size=self.total_hdp_gpus,
             num_stages=1,
@@ -109,51 +94,25 @@ class DynamicCpScheduler:
             cost_model=self._cost_of(config),
             **self._options,
         )
-        placed = [
-            [
-                (group.first_rank, group.cp_size, group.document_ids.tolist())
-                for group in part
-                if len(group.document_ids)
-            ]
-            for part in plan
-        ]
-        if sum(size for _, size, _ in placed[-1]) < self.total_hdp_gpus:
-            index, groups = self._filled([[(size, rows) for _, size, rows in part] for part in placed])
-            del placed[index]
-            placed.append(_aligned(groups))
-        per_rank: list[list[list[int]]] = []
-        for part in placed:
-            ranks: list[list[int]] = [[] for _ in range(self.total_hdp_gpus)]
-            for first, size, rows in part:
-                ranks[first : first + size] = [rows] * size
-            per_rank.append(ranks)
+        if sum(size for size, _ in parts[-1]) < self.total_hdp_gpus:
+            index, groups = self._filled(parts)
+            del parts[index]
+            parts.append(groups)
+        per_rank = [of_ranks(part, self.total_hdp_gpus) for part in parts]
         of_lengths = [[[int(lengths[row]) for row in rows] for rows in ranks] for ranks in per_rank]
         of_numbers = [[[numbers[row] for row in rows] for rows in ranks] for ranks in per_rank]
         return of_lengths, of_numbers
 
     def _filled(self, parts: list[list[Group]]) -> tuple[int, list[Group]]:
         """A part in which no rank is idle, and where it stood: the one that changes least."""
-        world, largest = self.total_hdp_gpus, self._options["max_cp_size"]
+        world = self.total_hdp_gpus
         idle = [world - sum(size for size, _ in part) for part in parts]
         for index in sorted(range(len(parts)), key=lambda index: (idle[index], -index)):
-            groups, left = list(parts[index]), idle[index]
-            while left:
-                groups.sort(key=lambda group: group[0], reverse=True)
-                growing = [at for at, (size, _) in enumerate(groups) if size <= min(left, largest // 2)]
-                shared = [at for at, (_, rows) in enumerate(groups) if len(rows) > 1]
-                if growing:  # the smallest, so that groups stay powers of two that fit
-                    size, rows = groups[growing[-1]]
-                    groups[growing[-1]], left = (2 * size, rows), left - size
-                elif shared and (size := groups[shared[-1]][0]) <= left:
-                    rows = groups[shared[-1]][1]
-                    groups[shared[-1]], left = (size, rows[::2]), left - size
-                    groups.append((size, rows[1::2]))
-                else:
-                    break
-            if not left:
+            groups = filled(parts[index], world_size=world, max_cp_size=self._options["max_cp_size"])
+            if groups is not None:
                 return index, groups
-        message = f"are too few for {world} ranks: every rank has to train one at the end of a step"
-        raise error("sample_id_seqlens", message, value=sum(len(rows) for part in parts for _, rows in part))
+        samples = sum(len(rows) for part in parts for _, rows in part)
+        raise too_few(samples, f"{world} ranks: every rank has to train one at the end of a step")
 
     def _cost_of(self, config: Any) -> wlb.CostModel:
         if self._cost_model is not None:
@@ -161,12 +120,3 @@ class DynamicCpScheduler:
         if self._known is None or self._known[0] is not config:
             self._known = (config, cost_of(config, vocab_size=1))
         return self._known[1]
-
-
-def _aligned(groups: list[Group]) -> list[tuple[int, int, list[int]]]:
-    """First rank, ranks and samples: largest first, so that every group begins at a multiple of its size."""
-    first, placed = 0, []
-    for size, rows in sorted(groups, key=lambda group: -group[0]):
-        placed.append((first, size, rows))
-        first += size
-    return placed

@@ -1,0 +1,72 @@
+"""Groups of ranks for the samples of a step, as Megatron-Core has made them: 1, 2, 4, ... neighbours, and all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import wlb
+from wlb._core import WlbError
+from wlb._errors import error
+
+Group = tuple[int, list[int]]
+"""How many ranks, and which samples."""
+
+# Arguments of plans that follow from the samples and the ranks.
+SET_HERE: Final = (
+    "lengths",
+    "world_size",
+    "num_stages",
+    "num_virtual_stages",
+    "max_tokens_per_rank",
+    "group_sizes",
+    "cost_model",
+    "costs",
+    "attention_costs",
+    "ids",
+)
+
+
+def largest_group(world_size: int) -> int:
+    """The largest power of two of which there are groups for all ranks: smaller than all of them, or just these."""
+    below = 1 << (world_size.bit_length() - 1)
+    return below if below in (world_size, 1) else below // 2
+
+
+def planned(lengths: Any, **options: Any) -> list[list[Group]]:
+    """The groups of each micro-batch, by :func:`wlb.plan_dynamic_cp`; those without samples are left out."""
+    plan = wlb.plan_dynamic_cp(lengths, **options)
+    return [
+        [(group.cp_size, group.document_ids.tolist()) for group in part if len(group.document_ids)] for part in plan
+    ]
+
+
+def filled(groups: list[Group], *, world_size: int, max_cp_size: int) -> list[Group] | None:
+    """The same samples on groups that leave no rank idle; None if that takes larger groups than there may be."""
+    groups, left = list(groups), world_size - sum(size for size, _ in groups)
+    while left:
+        groups.sort(key=lambda group: group[0], reverse=True)
+        growing = [at for at, (size, _) in enumerate(groups) if size <= min(left, max_cp_size // 2)]
+        shared = [at for at, (_, rows) in enumerate(groups) if len(rows) > 1]
+        if growing:  # the smallest, so that groups stay powers of two that fit
+            size, rows = groups[growing[-1]]
+            groups[growing[-1]], left = (2 * size, rows), left - size
+        elif shared and (size := groups[shared[-1]][0]) <= left:
+            rows = groups[shared[-1]][1]
+            groups[shared[-1]], left = (size, rows[::2]), left - size
+            groups.append((size, rows[1::2]))
+        else:
+            return None
+    return groups
+
+
+def of_ranks(groups: list[Group], world_size: int) -> list[list[int]]:
+    """Samples of every rank: largest groups first, so that each begins at a multiple of its size."""
+    ranks: list[list[int]] = []
+    for size, rows in sorted(groups, key=lambda group: -group[0]):
+        ranks += [rows] * size
+    return ranks + [[]] * (world_size - len(ranks))
+
+
+def too_few(samples: int, what: str) -> WlbError:
+    """Samples that do not suffice for every rank."""
+    return error("sample_id_seqlens", f"are {samples}, too few for {what}", value=samples)
