@@ -20,6 +20,8 @@ pytest.importorskip("axolotl")
 from axolotl.cli.train import do_cli
 from axolotl.integrations.base import BasePlugin
 
+from wlb.integrations.axolotl import BalancePlugin
+
 
 class OnCpu(BasePlugin):
     """axolotl takes it for granted that each of several ranks has a GPU."""
@@ -94,3 +96,9 @@ def test_what_cannot_be_balanced_is_refused(
     with pytest.raises(WlbError) as refused:
         do_cli(configuration(save_model(tmp_path), tmp_path / "out", options, **changes))
     assert refused.value.argument == argument
+
+
+def test_a_version_that_would_not_ask_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(BasePlugin, "post_trainer_create")
+    with pytest.raises(WlbError, match=r"plugins have no post_trainer_create: take 0.19"):
+        BalancePlugin().get_input_args()

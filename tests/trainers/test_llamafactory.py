@@ -94,6 +94,12 @@ def test_an_option_that_is_unknown_is_named_where_it_is_given() -> None:
         wlb.attach(run_exp, max_tokens=64, max_delays=3)
 
 
+def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wlb.integrations.versions.version", lambda package: "0.9.4")
+    with pytest.raises(WlbError, match=r"llamafactory is 0.9.4: 0.9.5.dev0 or newer is needed"):
+        wlb.attach(run_exp, max_tokens=64)
+
+
 def test_what_trains_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = configuration(save_model(tmp_path), tmp_path / "out")
     with monkeypatch.context() as ray:

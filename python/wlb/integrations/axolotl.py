@@ -12,6 +12,7 @@ Arguments under `wlb:` are those of :func:`wlb.integrations.huggingface.balance`
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
@@ -36,7 +37,14 @@ class BalancePlugin(BasePlugin):
     """Balances the trainer that axolotl has made."""
 
     def get_input_args(self) -> str:
-        """Where axolotl finds what may stand in its configuration."""
+        """Where axolotl finds what may stand in its configuration.
+
+        Raises:
+            wlb.WlbError: axolotl would not call the plugin once it has made its trainer, and train without a plan.
+        """
+        if not hasattr(BasePlugin, "post_trainer_create"):
+            found = version("axolotl")
+            raise error("axolotl", f"is {found}, whose plugins have no post_trainer_create: take 0.19", value=found)
         return f"{__name__}.{Options.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

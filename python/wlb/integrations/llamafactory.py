@@ -9,6 +9,9 @@ from typing import Any
 from wlb._errors import error
 from wlb.integrations.huggingface.balance import check_named
 from wlb.integrations.huggingface.balancing import balancing
+from wlb.integrations.versions import check_version
+
+_OLDEST = "0.9.5.dev0"  # the first on transformers 5
 
 
 def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None]:
@@ -21,9 +24,11 @@ def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None
         **options: of :func:`wlb.integrations.huggingface.balance`.
 
     Raises:
-        wlb.WlbError: an option is unknown. In `run_exp`: LLaMA-Factory's own packing is on (in stage `pt` it is unless
-            told otherwise), Ray would train in other processes, another stage, or what `balance` and `balancing` raise.
+        wlb.WlbError: an option is unknown, or LLaMA-Factory older than 0.9.5. In `run_exp`: LLaMA-Factory's own packing
+            is on (in stage `pt` it is unless told otherwise), Ray would train in other processes, another stage, or
+            what `balance` and `balancing` raise.
     """
+    check_version("llamafactory", _OLDEST)
     check_named(options)
 
     @wraps(run_exp)
