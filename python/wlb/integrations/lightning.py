@@ -11,7 +11,6 @@ losses: such a number that the gradient of a step is that of the mean over all i
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
+from wlb.integrations.room import micro_batches
 from wlb.integrations.rows import lengths_of
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
@@ -39,7 +39,6 @@ from wlb.torch.metrics import StepMetrics
 __all__ = ["BalancedDataModule"]
 
 _OLDEST = "2.5"
-_ROOM = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
 Row = Callable[[PackedBatch, float], Any]
 
 
@@ -175,8 +174,8 @@ class BalancedDataModule(LightningDataModule):
         return _Validation(Documents(self._validation), self._packer_options, trainer, self._row)
 
     def _micro_batches(self, ranks: int) -> int:
-        per_rank: int = math.ceil(_ROOM * self._tokens_per_batch / (ranks * self._packer_options["max_tokens"]))
-        return ranks * max(1, per_rank)
+        max_tokens = self._packer_options["max_tokens"]
+        return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
 
     def _sampler(self, rank: int, ranks: int) -> BalancedBatchSampler:
         packer = wlb.Packer(num_micro_batches=self._micro_batches(ranks), **self._packer_options, **self._waiting)

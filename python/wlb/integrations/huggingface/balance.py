@@ -19,9 +19,10 @@ import wlb
 from wlb._choices import Oversize
 from wlb._errors import check_integer, check_options, error
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
-from wlb.integrations.huggingface.plans import ROOM, Evaluation, KnownLengths, Limits, Streamed
+from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_trainer, shuffles
+from wlb.integrations.room import step_tokens
 from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.training import meeting_place, takes_keywords
@@ -166,7 +167,7 @@ def _streamed(trainer: Trainer, limits: Limits, tokens_per_batch: int | None) ->
     dataset, collator = _documents(trainer, trainer.train_dataset, "training")
     if tokens_per_batch is None:
         num_micro_batches = args.world_size * args.gradient_accumulation_steps
-        tokens_per_batch = max(1, int(num_micro_batches * limits.max_tokens / ROOM))
+        tokens_per_batch = step_tokens(num_micro_batches * limits.max_tokens)
     else:
         num_micro_batches = limits.micro_batches(tokens_per_batch, args.world_size)
     return Streamed(dataset, collator, limits.packer(num_micro_batches), tokens_per_batch)

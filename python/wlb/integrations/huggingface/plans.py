@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,12 +15,11 @@ from transformers import TrainingArguments
 
 import wlb
 from wlb._choices import Oversize
+from wlb.integrations.room import micro_batches
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader, collate
 
-# Tokens of a step, over those that its micro-batches may hold: with a quarter to spare any documents can be balanced.
-ROOM: Final = 1.25
 EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation: enough to fill them
 
 
@@ -48,7 +46,7 @@ class Limits:
 
     def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
         """The fewest, as many on all ranks, that hold so many tokens with room to spare."""
-        return ranks * max(1, math.ceil(ROOM * tokens_per_batch / (ranks * self.max_tokens)))
+        return ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,12 +22,12 @@ from wlb.integrations.megatron.packed import required_multiple, row_multiple
 from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing
+from wlb.integrations.room import ROOM, micro_batches
 from wlb.torch.data import BalancedBatchSampler, DynamicCpLoader, PackedBatch, StepLoader, collate
 from wlb.torch.data.peers import Peers
 
 # Arguments of plans that follow from the model and the ranks.
 _SET_HERE: Final = ("planning", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
-ROOM: Final = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
 
 
 def data_iterator(
@@ -265,8 +265,6 @@ def _shares(config: Any, readers: int, held: int, tokens_per_batch: int, *, dyna
     """Micro-batches of a data-parallel rank in a step: the fewest with room to spare that the schedule takes."""
     if dynamic_cp:
         return 1
-    fewest = max(1, math.ceil(ROOM * tokens_per_batch / (readers * held)))
-    if not config.virtual_pipeline_model_parallel_size:
-        return fewest
-    group: int = config.microbatch_group_size_per_vp_stage
-    return -(-fewest // group) * group
+    virtual = config.virtual_pipeline_model_parallel_size
+    together = config.microbatch_group_size_per_vp_stage if virtual else 1
+    return micro_batches(tokens_per_batch, ranks=readers, max_tokens=held, together=together)

@@ -11,9 +11,10 @@ from megatron.core.distributed import finalize_model_grads
 
 from wlb._errors import error
 from wlb.integrations.megatron.costs import cost_of
-from wlb.integrations.megatron.data import ROOM, data_iterator
+from wlb.integrations.megatron.data import data_iterator
 from wlb.integrations.megatron.iterator import DataIterator
 from wlb.integrations.megatron.rows import Batch
+from wlb.integrations.room import step_tokens
 
 _FOREVER: Final = 2**31 - 1  # epochs: `--train-iters` ends the run
 
@@ -71,7 +72,7 @@ def pretraining(
         dataset,
         model=config,
         max_tokens_per_rank=max_tokens_per_rank,
-        tokens_per_batch=max(1, int(args.global_batch_size * held / ROOM)),
+        tokens_per_batch=step_tokens(args.global_batch_size * held),
         num_epochs=num_epochs,
         each_rank_reads=True,
         **options,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -20,32 +19,17 @@ import wlb
 from wlb._core import most_tokens, padded_tokens
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.room import step_tokens
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.torch.data import IGNORE, BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.state import field as field_of
+from wlb.torch.metrics import StepMetrics
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
 _FILLER: Final = 128  # filler is cut into documents of one block of an attention kernel: it costs next to nothing
 _FOREVER: Final = 2**31 - 1
 _SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 _PARTS: Final = {"documents", "streams", "lengths", "cost_model", "group"}  # objects, which no command line has
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What the plan of one step says.
-
-    Attributes:
-        heaviest: Cost of the heaviest micro-batch.
-        mean: Mean cost of the micro-batches.
-        tokens: Of all micro-batches.
-        waiting: Tokens that wait after it.
-    """
-
-    heaviest: float
-    mean: float
-    tokens: int
-    waiting: int
 
 
 class WlbDataLoader(BaseDataLoader):
@@ -72,7 +56,7 @@ class WlbDataLoader(BaseDataLoader):
         steps: Where the micro-batches come from.
         step: The one of which micro-batches were given last.
         before_first: Gets the first step, before anything of it is given.
-        reports: Of the steps given since somebody looked, who clears it; the latest 1,000.
+        figures: What its plan says, by the names of :class:`wlb.torch.StepMetrics`.
 
     Raises:
         wlb.WlbError: An argument makes no sense; the configuration names no documents, or several kinds of them.
@@ -203,7 +187,7 @@ class WlbDataLoader(BaseDataLoader):
         packed = partial(collate, **shape)
         tokens = config.tokens_per_batch
         if tokens is None:
-            tokens = max(1, packer.num_micro_batches * most * 4 // 5)
+            tokens = step_tokens(packer.num_micro_batches * most)
         self.steps: StepLoader[PackedBatch] | BalancedStream[PackedBatch]
         measured = known(config, tokenizer)
         if measured is None:
@@ -236,7 +220,8 @@ class WlbDataLoader(BaseDataLoader):
                     prefetch_factor=config.prefetch_factor if config.num_workers else None,
                 )
             )
-        self.reports: deque[StepReport] = deque(maxlen=1000)
+        self.figures: dict[str, float] = {}
+        self._metrics = StepMetrics(self.steps)
         self.step: Step[PackedBatch] | None = None
         self.before_first: Callable[[Step[PackedBatch]], None] | None = None
         self._inside = 0  # micro-batches that were given of a step that was not given whole
@@ -251,7 +236,7 @@ class WlbDataLoader(BaseDataLoader):
                     before, self.before_first = self.before_first, None
                     before(step)
                 self.step = step
-                self._report(step)
+                self.figures = self._metrics.end_step(step)
                 for done, batch in enumerate(step.micro_batches, start=1):
                     self._inside = done % len(step.micro_batches)
                     yield self.row(batch)
@@ -293,13 +278,6 @@ class WlbDataLoader(BaseDataLoader):
         """Ends what reads streams."""
         if isinstance(self.steps, BalancedStream):
             self.steps.close()
-
-    def _report(self, step: Step[PackedBatch]) -> None:
-        costs, waiting = step.packing.costs, 0
-        if step.snapshot is not None:
-            waiting = step.snapshot.progress.tokens or 0
-        tokens = int(step.packing.tokens.sum())
-        self.reports.append(StepReport(step.packing.step_cost, float(costs.mean()), tokens, waiting))
 
     def row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
         """One micro-batch as torchtitan takes it, filled up to a length that is allowed."""

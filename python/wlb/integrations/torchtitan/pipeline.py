@@ -25,7 +25,7 @@ def over_unequal_micro_batches(pipelining_fn: Callable[..., Any]) -> Callable[..
     def pipeline(model: Any, **arguments: Any) -> tuple[PlannedSchedule, list[Any], bool, bool]:
         schedule, parts, has_first, has_last = pipelining_fn(model, **arguments)
         single = isinstance(schedule, PipelineScheduleSingle)
-        shares = _shares(arguments["parallel_dims"], arguments["parallelism"])
+        shares = token_shares(arguments["parallel_dims"], arguments["parallelism"])
         stages = [
             VarlenPipelineStage(
                 stage.submod,
@@ -94,7 +94,7 @@ class PlannedSchedule:
         raise error("validator", "cannot run in pipeline stages that are told the lengths of every step")
 
 
-def _shares(ranks: Any, parallelism: Any) -> int:
+def token_shares(ranks: Any, parallelism: Any) -> int:
     """Among how many tensor-parallel ranks the tokens of an activation between stages are split."""
     return ranks.tp if parallelism.enable_sequence_parallel else 1
 

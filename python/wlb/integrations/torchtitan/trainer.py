@@ -6,7 +6,7 @@ import copy
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -14,11 +14,11 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.logging import logger
 
+from wlb.integrations.room import micro_batches
 from wlb.integrations.torchtitan.context_parallel import shard_for_flex, shard_for_varlen, with_document_attention
 from wlb.integrations.torchtitan.costs import cost_of_model
 from wlb.integrations.torchtitan.loader import WlbDataLoader
-from wlb.integrations.torchtitan.metrics import plan_metrics
-from wlb.integrations.torchtitan.pipeline import over_unequal_micro_batches
+from wlb.integrations.torchtitan.pipeline import over_unequal_micro_batches, token_shares
 from wlb.integrations.torchtitan.proof import prove
 from wlb.integrations.torchtitan.refusals import check_config, inner_attentions
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer as _Trainer
 else:
     _Trainer = object
-
-_ROOM: Final = 1.25  # what the micro-batches of a step may hold, over its tokens: enough to balance any documents
 
 
 class BalancedTrainer(_Trainer):
@@ -58,7 +56,7 @@ class BalancedTrainer(_Trainer):
         log = self.metrics_processor.log
 
         def with_plans(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-            log(*args, extra_metrics=(extra_metrics or {}) | plan_metrics(loader), **kwargs)
+            log(*args, extra_metrics=(extra_metrics or {}) | loader.figures, **kwargs)
 
         self.metrics_processor.log = with_plans
 
@@ -108,13 +106,12 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
         rows = training.global_batch_size
         tokens = (rows if rows > 0 else training.local_batch_size * replicas) * training.seq_len
     loader = replace(loader, multiple_of_tokens=math.lcm(loader.multiple_of_tokens, _multiple(config, ranks)))
-    needed = math.ceil(_ROOM * tokens / (replicas * loader.most_tokens()))
     together = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if ranks.pp_enabled else 1
     model = config.model_spec.model
     return replace(
         loader,
         tokens_per_batch=tokens,
-        micro_batches=max(1, math.ceil(needed / together)) * together,
+        micro_batches=micro_batches(tokens, ranks=replicas, max_tokens=loader.most_tokens(), together=together),
         cost_model=cost_of_model(model) if loader.cost_model is None else loader.cost_model,
         group=ranks.get_mesh("batch").get_group() if ranks.dp_enabled and loader.group is None else loader.group,
         give_lengths=ranks.cp_enabled,
@@ -124,7 +121,7 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
 def _multiple(config: Any, ranks: Any) -> int:
     """Of tokens of a row: all context-parallel ranks get as many, which their tensor-parallel ranks and loss divide."""
     chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
-    shares = ranks.tp if config.parallelism.enable_sequence_parallel else 1
+    shares = token_shares(ranks, config.parallelism)
     block = 1
     if ranks.cp_enabled:
         inner = inner_attentions(config.model_spec.model)[0]
