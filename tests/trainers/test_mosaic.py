@@ -195,6 +195,24 @@ def test_a_trainer_needs_a_number_of_steps(corpus: str, tmp_path: Path) -> None:
         balance(trainer, max_tokens=128)
 
 
+def test_stratified_batches_keep_their_proportions(corpus: str, tmp_path: Path) -> None:
+    """In what all ranks read of them together, though documents are packed by their work."""
+    with streaming.MDSWriter(out=str(tmp_path), columns={"input_ids": "ndarray:int32"}) as out:
+        for number in range(60):
+            out.write({"input_ids": np.full(3, 1000 + number, np.int32)})
+    both = [streaming.Stream(local=folder, repeat=1) for folder in (corpus, str(tmp_path))]
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    dataset = streaming.StreamingDataset(streams=both, batch_size=6, shuffle=True, batching_method="stratified")
+    parts = [[int(row["input_ids"][0]) for row in each] for each in streams_of(dataset, num_streams=3)]
+    everything = list(chain(*parts))
+    own = sorted(int(sample["input_ids"][0]) for sample in dataset)  # all but what does not fill a batch
+    assert sorted(everything) == own
+    assert len(own) > len(dataset) - 6
+    together = list(chain(*zip(*parts, strict=True)))  # as the ranks read side by side
+    for at in range(0, len(together), 6):
+        assert sum(number >= 1000 for number in together[at : at + 6]) == 2  # 60 of 181
+
+
 def test_the_page_says_what_runs(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
     code = re.findall(r"^```text\n(from streaming import.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
