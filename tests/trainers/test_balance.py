@@ -425,6 +425,14 @@ def test_the_proof_is_printed_before_the_first_step(tmp_path: Path, capsys: pyte
     assert lines[:6] == ["found", "documents", "apart", "loss", "gradient", "evaluation"]
 
 
+def mixed(rank: int, folder: Path) -> None:
+    balanced(folder, max_steps=1, bf16=True).train()  # in a process of its own: accelerate keeps its precision
+
+
+def test_a_proof_knows_what_mixed_precision_rounds(tmp_path: Path) -> None:
+    processes.run(1, mixed, tmp_path)
+
+
 class Plain(LlamaForCausalLM):
     """Takes no `shift_labels`."""
 

@@ -124,7 +124,8 @@ def verify(
             to the new loader's `load_state_dict`.
         group: the ranks that share the global batch; None for all.
         accelerator: as in :func:`train_step`.
-        dtype: what the model computes in, where that is coarser than its parameters (mixed precision).
+        dtype: what the model computes in, where that is coarser than its parameters (mixed precision); by default as
+            the accelerator says.
         report: gets the proof before anything is raised; on every rank.
 
     Returns:
@@ -143,6 +144,8 @@ def verify(
     if any(batch.cp_size > 1 for batch in step.micro_batches):
         raise error("step", "is of several context-parallel ranks: make one with cp_size=1 to verify the model with")
     together = _Together(group, next(model.parameters()).device)
+    if dtype is None and accelerator is not None:
+        dtype = _MIXED.get(accelerator.mixed_precision)
     small = _shortened(step)
     train = train or (lambda of: train_step(model, of, group=group, accelerator=accelerator))
     if alone == "rows":
@@ -186,6 +189,8 @@ _COUNTED_BEFORE = (
     "they are counted before they are shifted, with first tokens of documents, or without what the last token of a "
     "piece predicts. Count those of a batch's num_valid_tokens, or of as_hf()'s shift_labels"
 )
+# As accelerate calls them.
+_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 _ARGUMENTS = {"documents": "step", "evaluation": "evaluate", "resume": "loader"}
 
 

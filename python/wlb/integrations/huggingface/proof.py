@@ -68,7 +68,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
         step = replace(step, micro_batches=[_without_ends(batch) for batch in step.micro_batches])
     report = print if trainer.is_world_process_zero() else None
     with _as_it_was(trainer):
-        verify(model, step, train=train, evaluate=evaluate, report=report)
+        verify(model, step, train=train, evaluate=evaluate, accelerator=accelerator, report=report)
 
 
 def _without_ends(batch: PackedBatch) -> PackedBatch:
