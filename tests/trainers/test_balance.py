@@ -31,7 +31,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import wlb
 from small_corpus import CONTEXT, LENGTHS, VOCABULARY, alone, documents, llama, loss_of_one, mean_over_tokens
-from wlb.integrations.huggingface import balance, refusals
+from wlb.integrations.huggingface import MicroBatchCallback, balance, refusals
 from wlb.torch.data import Piece
 
 STEPS = 20
@@ -422,7 +422,23 @@ def test_lengths_that_are_wrong_are_named(tmp_path: Path) -> None:
 def test_the_proof_is_printed_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     balanced(tmp_path, max_steps=1).train()
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[:6] == ["found", "documents", "apart", "loss", "gradient", "evaluation"]
+    assert lines[:7] == ["found", "documents", "apart", "loss", "gradient", "evaluation", "resume"]
+
+
+def test_checkpoints_that_are_a_step_ahead_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is fetched counts as trained."""
+    own = MicroBatchCallback.state
+    trainer = balanced(tmp_path, max_steps=1)
+
+    def ahead(self: Any) -> Any:
+        found = own(self)
+        next(iter(steps := trainer._wlb_plan.steps()))
+        next(iter(steps))
+        return found | {"steps": steps.state_dict()}
+
+    monkeypatch.setattr(MicroBatchCallback, "state", ahead)
+    with pytest.raises(wlb.WlbError, match=r"goes on with step 2 where step 1 was next"):
+        trainer.train()
 
 
 def mixed(rank: int, folder: Path) -> None:

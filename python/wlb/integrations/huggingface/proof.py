@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerControl, TrainerState
 
+from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
+from wlb.integrations.huggingface.plans import KnownLengths
 from wlb.torch.data import IGNORE, PackedBatch, Step
 from wlb.torch.proof import verify
 from wlb.torch.training import meeting_place
@@ -19,6 +22,8 @@ from wlb.torch.training import meeting_place
 
 def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
     """Runs :func:`wlb.torch.verify` on the trainer's own training step and evaluation, wrapped as they are.
+
+    With data of known length also on what a checkpoint after the first step would hold.
 
     Raises:
         wlb.WlbError: as there.
@@ -67,8 +72,45 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
     if plain:
         step = replace(step, micro_batches=[_without_ends(batch) for batch in step.micro_batches])
     report = print if trainer.is_world_process_zero() else None
+    known = isinstance(trainer._wlb_plan, KnownLengths) and trainer._wlb_plan.sampler().total_steps() > 1
     with _as_it_was(trainer):
-        verify(model, step, train=train, evaluate=evaluate, accelerator=accelerator, report=report)
+        verify(
+            model,
+            step,
+            train=train,
+            evaluate=evaluate,
+            accelerator=accelerator,
+            loader=(lambda: _Steps(trainer)) if known else None,
+            save=lambda steps, _: steps.state_after_the_first(),
+            report=report,
+        )
+
+
+class _Steps:
+    """The steps that the trainer would take of a loader made anew, fetched and saved as it does."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loader = MicroBatchLoader(trainer._wlb_plan.steps())
+        self._callback = MicroBatchCallback()
+
+    def __iter__(self) -> Iterator[Step[Any]]:
+        args = self._trainer.args
+        self._callback.on_train_begin(args, TrainerState(), TrainerControl(), train_dataloader=self._loader)
+        batches = iter(self._loader)
+        each = args.gradient_accumulation_steps
+        while self._trainer.get_batch_samples(batches, each, args.device)[0]:
+            assert self._loader.untrained is not None
+            yield self._loader.untrained[-1][0]
+
+    def state_after_the_first(self) -> Any:
+        """What a checkpoint holds once the optimizer has taken it."""
+        self._callback.on_step_end(self._trainer.args, TrainerState(), TrainerControl())
+        return self._callback.state()["steps"]
+
+    def load_state_dict(self, state: Any) -> None:
+        """The next step is that after the one with this state."""
+        self._loader.steps.load_state_dict(state)
 
 
 def _without_ends(batch: PackedBatch) -> PackedBatch:
