@@ -64,7 +64,7 @@ proof: $(VENV)/.wlb-studies
 headline: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.headline $(LENGTHS) --page docs/headline.md --record benches/records/headline.json $(HEADLINE_FLAGS)
 
-## Does packing change what is learnt? Several seeds of a small model; writes wlb-losses/.
+## Does packing change what is learnt? A small look in wlb-losses/; LOSS_CURVES_FLAGS="--seeds 20 --batches 56" is the study.
 loss-curves: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.loss_curves $(LOSS_CURVES_FLAGS)
 
@@ -83,7 +83,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo wlb-proof
+	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo wlb-proof wlb-losses
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
