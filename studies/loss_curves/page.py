@@ -101,14 +101,16 @@ def text(head: Row, rows: list[Row]) -> str:
         f"{seeds} seeds, global batches of {study['micro_batches']} contexts, {study['batches']} of them a run. Model: "
         f"hidden {study['hidden']}, {study['layers']} layers.",
         f"Documents: {head['documents']:,} Python functions as {study['vocab_size']:,} byte pairs, mean "
-        f"{head['mean_tokens']:.0f} tokens, longest {head['longest']:,}; {head['filled']:.2%} of them fill the context "
-        f"of {head['context']:,} tokens.",
+        f"{head['mean_tokens']:.0f} tokens, longest {head['longest']:,};",
+        f"{100 * head['filled']:.1f} % of them fill the context of {head['context']:,} tokens.",
         f"A model that knew only how often each token comes would have a loss of {head['unigram']:.3f}.",
         "",
         "A seed has its own weights, documents and order of arrival, the same for every way of packing. Differences",
         "are relative, within seeds, with 95 % intervals (Student's t). *p* is that of the test of equivalence: below",
-        f"0.05 the mean difference is shown to be less than {MARGIN:.1%} either way. Intervals and tests are of each",
-        "row by itself; none is widened because there are many.",
+        f"0.05 the mean difference is shown to be less than {100 * MARGIN:g} % either way. Intervals and tests are of",
+        "each row by itself; none is widened because there are many.",
+        "",
+        "![Differences of every seed](loss_curves.png)",
         "",
         "## Beside documents cut and packed in order of arrival",
         "",
@@ -194,7 +196,7 @@ def graded(found: Paired) -> list[str]:
 def interval(found: Paired) -> str:
     """Mean and half of the 95 % interval, in percent."""
     half = found.half_width()
-    return f"{found.mean:+.2%}" if math.isnan(half) else f"{100 * found.mean:+.2f} ± {100 * half:.2f} %"
+    return f"{100 * found.mean:+.2f} %" if math.isnan(half) else f"{100 * found.mean:+.2f} ± {100 * half:.2f} %"
 
 
 def verdict(found: Paired) -> str:
@@ -215,7 +217,7 @@ def draw(head: Row, rows: list[Row], path: Path) -> None:
     arms = [arm for arm in results.arms if arm != REFERENCE]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.5, 1.2 + 0.38 * len(arms)), layout="constrained")
-        axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#eaeef2", label=f"margin of {MARGIN:.1%}")
+        axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#eaeef2")
         axes.axvline(0, color="#8c959f", linewidth=1)
         for place, arm in enumerate(arms):
             found, of_seeds = results.paired(arm), 100 * results.of_seeds(arm)
@@ -225,8 +227,7 @@ def draw(head: Row, rows: list[Row], path: Path) -> None:
             axes.errorbar(100 * found.mean, place, xerr=error, fmt="o", color=WLB, capsize=4, linewidth=2)
         axes.set_yticks(range(len(arms)), arms)
         axes.invert_yaxis()
-        axes.set_xlabel(f"held-out loss beside {REFERENCE}, %, equal tokens (lower is better)")
-        axes.set_title(f"What is learnt, {len(results.seeds(REFERENCE))} seeds: means and 95 % intervals")
-        axes.legend(loc="lower right")
+        axes.set_xlabel(f"held-out loss beside {REFERENCE}, %, equal tokens; grey: the margin")
+        axes.set_title(f"What is learnt: {len(results.seeds(REFERENCE))} seeds, their means and 95 % intervals")
         figure.savefig(path, dpi=130)
         plt.close(figure)

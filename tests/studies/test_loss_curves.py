@@ -168,3 +168,26 @@ def test_a_small_study_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pyte
         command.main(options=dataclasses.replace(options, hidden=64))
     with pytest.raises(SystemExit, match="there are original"):
         command.main(options=dataclasses.replace(options, arms=("nothing",)))
+
+
+def test_what_the_documentation_says_of_the_record() -> None:
+    head, rows = command.read_record(RECORD)
+    assert page.text(head, rows) == (ROOT / "docs" / "loss_curves.md").read_text()
+    assert 0.01 <= head["filled"] <= 0.02
+    results = page.Results(head, rows)
+    assert len(results.seeds("original")) >= 20
+    assert results.mean("original") < 0.9 * head["unigram"]  # it has learnt something
+    for arm in ("queues 1", "queues 2", "queues 3", "adaptive", "Dynamic-CP"):
+        assert results.paired(arm).equivalence(page.MARGIN) < 0.05, arm
+    training_page = (ROOT / "docs" / "training.md").read_text()
+    for arm, other in (
+        ("fixed 1", "original"),
+        ("fixed 8", "original"),
+        ("queues 2", "original"),
+        ("adaptive", "original"),
+        ("Dynamic-CP", "original"),
+        ("sizes of adaptive", "original"),
+        ("sizes of adaptive", "Dynamic-CP"),
+        ("adaptive", "sizes of adaptive"),
+    ):
+        assert page.interval(results.paired(arm, other)).lstrip("+-") in training_page, (arm, other)
