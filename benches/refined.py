@@ -47,6 +47,7 @@ SIZES = (
     (1_000_000, 100_000),
 )  # documents, micro-batches
 ROOM = (1.02, 1.1, 1.5)
+ROOM_TO_SCALE = (1.0, 1.005, *ROOM)  # from no token to spare on
 Instance = tuple[str, Lengths, dict[str, Any]]  # where the lengths are from, and how they are packed
 
 
@@ -154,31 +155,41 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
 
 
 def scaling(console: Console) -> None:
-    """Time of `refined` over that of `var_length`, by size: at most 3, but for some of under 1,000 documents."""
-    columns = ("documents", "micro-batches", "max_tokens / mean", "var_length, ms", "refined, ms", "ratio")
+    """Time of `refined` over that of `var_length`, by size and by how long documents are beside a micro-batch."""
+    columns = ("documents", "cut at", "micro-batches", "max_tokens / mean", "var_length, ms", "refined, ms", "ratio")
     table = Table(*columns, title="refined over var_length")
+    ratios = []
     for documents, micro_batches in SIZES:
-        lengths = np.exp(np.random.default_rng(0).normal(7.0, 1.2, documents)).astype(np.int64).clip(16, 131072)
-        longest, mean = int(lengths.max()), int(lengths.sum()) / micro_batches
-        for room in (1.02, 1.1, 1.5):
-            options = {"num_micro_batches": micro_batches, "max_tokens": max(int(room * mean), longest)}
-            scaled(table, lengths, options | {"leftover": "return"}, f"{options['max_tokens'] / mean:.2f}")
+        whole = np.exp(np.random.default_rng(0).normal(7.0, 1.2, documents)).astype(np.int64).clip(16, 131072)
+        for cut, parts in (("", 0), ("a mean", 1), ("half a mean", 2)):
+            mean = int(whole.sum()) / micro_batches
+            limit = max(int(mean / parts), 16) if parts else int(whole.max())
+            lengths = wlb.split_documents(whole, max_document_tokens=limit)[2]
+            rooms = dict.fromkeys(max(int(room * mean) + 1, int(lengths.max())) for room in ROOM_TO_SCALE)
+            for max_tokens in rooms:
+                plan = {"num_micro_batches": micro_batches, "max_tokens": max_tokens, "leftover": "return"}
+                ratios.append(scaled(table, lengths, plan, cut, f"{max_tokens / mean:.3f}"))
         for contexts in (1, 2):
-            scaled(table, lengths, {"num_micro_batches": None, "max_tokens": contexts * longest}, "")
+            plan = {"num_micro_batches": None, "max_tokens": contexts * int(whole.max())}
+            ratios.append(scaled(table, whole, plan, "", ""))
     console.print(table)
+    above = sum(ratio > 3 for ratio in ratios)
+    console.print(f"{len(ratios)} rows: median {np.median(ratios):.2f}, worst {max(ratios):.2f}, {above} above 3")
 
 
-def scaled(table: Table, lengths: Lengths, options: dict[str, Any], room: str) -> None:
+def scaled(table: Table, lengths: Lengths, options: dict[str, Any], cut: str, room: str) -> float:
     plan = wlb.pack(lengths, cost_model=COST, **options)
     least = {"var_length": float("inf"), "refined": float("inf")}
     # In turn, so that both meet the same machine.
-    for _ in range(5 if len(lengths) > 10_000 else 200):
+    for _ in range(5 if len(lengths) > 10_000 else 100):
         for method in least:
             call: Any = functools.partial(wlb.pack, lengths, cost_model=COST, method=method, **options)
             least[method] = min(least[method], timeit.timeit(call, number=1))
     label = f"{len(plan):,}" if options["num_micro_batches"] else f"as few as hold it: {len(plan):,}"
     times = [f"{1e3 * seconds:.4g}" for seconds in least.values()]
-    table.add_row(f"{len(lengths):,}", label, room, *times, f"{least['refined'] / least['var_length']:.2f}")
+    ratio = least["refined"] / least["var_length"]
+    table.add_row(f"{len(lengths):,}", cut, label, room, *times, f"{ratio:.2f}")
+    return ratio
 
 
 def main() -> None:

@@ -253,7 +253,7 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
     refine(var_length(lengths, num_micro_batches, max_tokens, cost), lengths, max_tokens, cost)
 }
 
-/// Plans by slope, for up to three targets, where tokens ran out; then exchanges with the heaviest micro-batch. Pieces are `whole`.
+/// A plan by slope where tokens ran out; then exchanges with the heaviest micro-batch. Pieces are `whole`.
 fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Plan {
     let placed = start.micro_batches.iter().flatten().map(|piece| cost.micro_batch() + cost.cost(piece.length));
     let bound = placed.fold(start.costs.iter().sum::<f64>() / start.costs.len() as f64, f64::max);
@@ -262,22 +262,11 @@ fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Pl
         return start;
     }
     let mut best = start.clone();
-    let (mut below, mut above) = (bound, bound.max(max(&start)));
-    let mut target = bound;
-    let ran_out = start.length_fallbacks > 0 || !start.leftover.is_empty();
-    for number in 0..if ran_out { 3 } else { 0 } {
-        // A better plan is enough; if it leaves something over, it is the second that is.
-        if best != start && (best.leftover.is_empty() || number == 2) {
-            break;
-        }
-        let plan = by_slope(lengths, &start, max_tokens, target, cost);
-        if plan.as_ref().is_some_and(|plan| max(plan) <= target) {
-            above = target;
-        } else {
-            below = target;
-        }
-        target = below + (above - below) * 0.5;
+    if start.length_fallbacks > 0 || !start.leftover.is_empty() {
+        let raised = if start.leftover.is_empty() { 0.0 } else { 0.75 };
+        let target = bound + (max(&start) - bound).max(0.0) * raised;
         let rank = |plan: &Plan| (plan.leftover.len(), max(plan));
+        let plan = by_slope(lengths, &start, max_tokens, target, cost);
         best = plan.filter(|plan| max(plan) <= max(&start) && rank(plan) < rank(&best)).unwrap_or(best);
     }
     let plan = exchanged(lengths, &best, max_tokens, bound * 1.0005, cost);
@@ -299,16 +288,18 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
         plan.assignment[index] = j as i32;
     }
     let ceiling = start.costs.iter().copied().fold(0.0, f64::max);
-    for piece in &start.leftover {
+    let mut longest_first = start.leftover.clone();
+    longest_first.sort_by_key(|piece| (Reverse(piece.length), piece.id));
+    for piece in longest_first {
         let has_room = |j: &usize| plan.tokens[*j] + i64::from(piece.length) <= i64::from(max_tokens);
-        match first_least((0..n).filter(has_room).map(|j| (j, plan.costs[j]))) {
-            Some(j) if plan.costs[j] + cost.cost(piece.length) <= ceiling => {
-                plan.put(j, *piece, cost.cost(piece.length));
-                plan.assignment[piece.id as usize] = j as i32;
-            }
-            _ => plan.leftover.push(*piece),
+        if let Some(j) = first_least((0..n).filter(has_room).map(|j| (j, plan.costs[j])))
+            && plan.costs[j] + cost.cost(piece.length) <= ceiling
+        {
+            plan.put(j, piece, cost.cost(piece.length));
+            plan.assignment[piece.id as usize] = j as i32;
         }
     }
+    plan.leftover = start.leftover.iter().copied().filter(|piece| plan.assignment[piece.id as usize] < 0).collect();
     plan.micro_batches.iter_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.id));
     Some(plan)
 }

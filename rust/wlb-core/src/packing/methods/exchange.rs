@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use crate::ladder::Ladder;
 use crate::packing::placement::Placement;
 
-use super::documents::Documents;
+use super::documents::{Document, Documents};
 
 /// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of tiny batches.
 ///
@@ -30,7 +29,7 @@ pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64)
     }
     let mut contents = Contents::new(documents, &start);
     let mut changed = Vec::new();
-    while let heaviest = contents.by_cost.heaviest()
+    while let heaviest = contents.heaviest()
         && contents.costs[heaviest] > low_enough
         && let Some((partner, exchange)) = contents.find(heaviest)
     {
@@ -61,11 +60,15 @@ const NONE: Item = Item { length: 0, cost: 0.0, rank: u32::MAX };
 /// What is in each micro-batch, in the order that searches need.
 struct Contents<'a> {
     documents: &'a Documents,
-    /// Of each micro-batch, longest first; the last is [`NONE`].
+    /// Ranks of the documents of each micro-batch, longest first, one micro-batch after the other, and where each begins.
+    ranks: Vec<u32>,
+    offsets: Vec<u32>,
+    /// The same of those that were looked at, as they are by now; the last is [`NONE`]. Most never are: theirs are empty.
     items: Vec<Vec<Item>>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
-    by_cost: Ladder,
+    /// Micro-batches by cost, ties by index. A list and no `Ladder`: what was the heaviest goes anywhere, not next to where it was.
+    by_cost: Vec<u32>,
     /// How many more steps searches may take.
     steps: usize,
 }
@@ -190,20 +193,32 @@ fn boundary(items: &[Item], is_before: impl Fn(&Item) -> bool) -> usize {
 
 impl<'a> Contents<'a> {
     fn new(documents: &'a Documents, start: &Placement) -> Self {
-        let usual = documents.longest_first.len() / start.tokens.len() + 4;
-        let mut items: Vec<Vec<Item>> = start.tokens.iter().map(|_| Vec::with_capacity(usual)).collect();
-        for (rank, document) in documents.longest_first.iter().enumerate() {
-            if let Ok(j) = usize::try_from(start.assignment[document.index as usize]) {
-                items[j].push(Item { length: i64::from(document.length), cost: document.cost, rank: rank as u32 });
+        let micro_batch = |document: &Document| usize::try_from(start.assignment[document.index as usize]).ok();
+        let mut offsets = vec![0_u32; start.tokens.len() + 1];
+        documents.longest_first.iter().filter_map(micro_batch).for_each(|j| offsets[j] += 1);
+        let mut total = 0;
+        for offset in &mut offsets {
+            total += *offset;
+            *offset = total;
+        }
+        // From the last on, each is put before those that are there: the ends become the beginnings.
+        let mut ranks = vec![0; total as usize];
+        for (rank, document) in documents.longest_first.iter().enumerate().rev() {
+            if let Some(j) = micro_batch(document) {
+                offsets[j] -= 1;
+                ranks[offsets[j] as usize] = rank as u32;
             }
         }
-        items.iter_mut().for_each(|items| items.push(NONE));
+        let mut by_cost: Vec<u32> = (0..start.tokens.len() as u32).collect();
+        by_cost.sort_by(|&a, &b| start.costs[a as usize].total_cmp(&start.costs[b as usize]));
         Self {
             documents,
-            items,
+            ranks,
+            offsets,
+            items: vec![Vec::new(); start.tokens.len()],
             tokens: start.tokens.clone(),
             costs: start.costs.clone(),
-            by_cost: Ladder::new(start.costs.iter().copied()),
+            by_cost,
             steps: STEPS_MOST.min(STEPS + STEPS_EACH * start.tokens.len()),
         }
     }
@@ -212,9 +227,14 @@ impl<'a> Contents<'a> {
     fn find(&mut self, heaviest: usize) -> Option<(usize, Exchange)> {
         let mut left = self.steps;
         let mut found = None;
+        self.look_at(heaviest);
         'search: for at_most_two in [false, true] {
-            let lighter = self.by_cost.ascending().take_while(|&j| self.costs[j] < self.costs[heaviest]);
-            for partner in lighter {
+            for place in 0..self.by_cost.len() {
+                let partner = self.by_cost[place] as usize;
+                if self.costs[partner] >= self.costs[heaviest] {
+                    break;
+                }
+                self.look_at(partner);
                 let both = [heaviest, partner];
                 let mut search = Search {
                     has: &self.items[heaviest],
@@ -239,15 +259,42 @@ impl<'a> Contents<'a> {
         found
     }
 
+    fn look_at(&mut self, j: usize) {
+        if self.items[j].is_empty() {
+            let ranks = &self.ranks[self.offsets[j] as usize..self.offsets[j + 1] as usize];
+            let item = |&rank: &u32| {
+                let document = &self.documents.longest_first[rank as usize];
+                Item { length: i64::from(document.length), cost: document.cost, rank }
+            };
+            self.items[j] = ranks.iter().map(item).chain([NONE]).collect();
+        }
+    }
+
     fn apply(&mut self, heavy: usize, light: usize, exchange: &Exchange) {
         let given = self.take_out(heavy, exchange.given);
         let taken = self.take_out(light, exchange.taken);
         self.put_in(light, given);
         self.put_in(heavy, taken);
         for (j, cost) in [heavy, light].into_iter().zip(exchange.costs) {
+            let place = self.place(j);
+            self.by_cost.remove(place);
             self.costs[j] = cost;
-            self.by_cost.set(j, cost);
+            let place = self.place(j);
+            self.by_cost.insert(place, j as u32);
         }
+    }
+
+    /// The first of those that cost the most.
+    fn heaviest(&self) -> usize {
+        let max = self.costs[self.by_cost[self.by_cost.len() - 1] as usize];
+        let first = self.by_cost.partition_point(|&j| self.costs[j as usize] < max);
+        self.by_cost[first] as usize
+    }
+
+    /// Where a micro-batch is in `by_cost`, or belongs.
+    fn place(&self, j: usize) -> usize {
+        let order = |other: usize| self.costs[other].total_cmp(&self.costs[j]).then(other.cmp(&j));
+        self.by_cost.partition_point(|&other| order(other as usize).is_lt())
     }
 
     fn take_out(&mut self, j: usize, places: [usize; 2]) -> [Item; 2] {

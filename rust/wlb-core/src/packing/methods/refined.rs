@@ -16,8 +16,8 @@ use super::steepest::steepest;
 const CLOSE: f64 = 1.0001;
 /// No documents are exchanged once the maximum is this close to the lower bound.
 const NEAR: f64 = 1.0005;
-/// Most plans made by [`steepest`]. The last is made only if none of the others is better than Algorithm 1's.
-const TARGETS: usize = 3;
+/// Where documents are left over, the target lies so far between the lower bound and the maximum that may not be exceeded.
+const RAISED: f64 = 0.75;
 
 /// Algorithm 1, then [`refine`].
 ///
@@ -55,9 +55,8 @@ pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64
 
 /// Where every micro-batch has tokens to spare, `start` is next to optimal and at most some documents are exchanged. Where
 /// tokens run out, Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`] looks at
-/// both from the first document on. Its target is the lower bound, and more only where that leaves documents over: a plan
-/// that misses its target is hardly worse than one that meets a higher one. [`exchange`] then works on the heaviest
-/// micro-batch of the best.
+/// both from the first document on. Its target is the lower bound; where documents are left over it is higher, since more
+/// find room then, and balance comes second. [`exchange`] then works on the heaviest micro-batch of the better plan.
 fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement {
     let ceiling = start.max_cost();
     let mean = start.costs.iter().sum::<f64>() / start.costs.len() as f64;
@@ -72,24 +71,17 @@ fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement
         return start;
     }
 
-    let mut best: Option<Placement> = None;
-    let (mut below, mut above, mut target) = (bound, bound.max(ceiling), bound);
-    let tokens_ran_out = start.length_fallbacks > 0 || !start.leftover.is_empty();
-    for number in 1..=if tokens_ran_out { TARGETS } else { 0 } {
-        let found = steepest(&documents, &start, target, ceiling);
-        if found.as_ref().is_some_and(|found| found.max_cost() <= target) {
-            above = target;
-        } else {
-            below = target;
-        }
-        target = below + (above - below) * 0.5;
-        let is_better = |found: &Placement| found.is_better_than(best.as_ref().unwrap_or(&start), ceiling);
-        best = found.filter(is_better).or(best);
-        if best.as_ref().is_some_and(|best| best.leftover.is_empty() || number + 1 == TARGETS) {
-            break;
+    let mut best = start;
+    if best.length_fallbacks > 0 || !best.leftover.is_empty() {
+        let raised = if best.leftover.is_empty() { 0.0 } else { RAISED };
+        let target = bound + (ceiling - bound).max(0.0) * raised;
+        if let Some(found) = steepest(&documents, &best, target, ceiling)
+            && found.is_better_than(&best, ceiling)
+        {
+            best = found;
         }
     }
-    exchange(&documents, best.unwrap_or(start), bound * NEAR)
+    exchange(&documents, best, bound * NEAR)
 }
 
 impl Placement {

@@ -15,11 +15,11 @@ use super::documents::{Document, Documents};
 /// Longer documents cost more per token. A micro-batch that has few tokens left but much cost to reach `target` must get
 /// long ones, one with a heavy document and room to spare can take the many short ones: so both run out together.
 ///
-/// `None` where a document that `start` places finds no room. What `start` left over is tried last, and placed where the
-/// cost stays within `ceiling`.
+/// `None` where a document that `start` places finds no room. What `start` left over comes last, longest first again: to the
+/// least cost that has room, if that stays within `ceiling`.
 ///
 /// # Complexity
-/// O(n log N), and O(N) for each document left over that some micro-batch has room for.
+/// O(n log N).
 pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
     let mut placement = start.emptied();
     placement.length_fallbacks = start.length_fallbacks;
@@ -30,9 +30,10 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
     };
     let slope = |placement: &Placement, j: usize| (placement.costs[j] - target) / room(placement, documents, j) as f64;
     let cost = |placement: &Placement, j: usize| placement.costs[j];
+    let by_cost_from =
+        |placement: &Placement, rank| Takers::new(documents, placement, rank, within(f64::INFINITY), cost);
     let mut by_slope = Takers::new(documents, &placement, 0, within(target), slope);
-    // Most batches need it for a few documents at the end.
-    let mut by_cost = None;
+    let mut by_cost: Option<Takers<_, _>> = None; // most batches need it for a few documents at the end
     let mut meter = Meter::default();
     for (rank, document) in documents.longest_first.iter().enumerate() {
         let index = document.index as usize;
@@ -44,41 +45,34 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             placement.put(index, j, document.length, document.cost);
             by_slope.took(&placement, rank + 1);
             if let Some(by_cost) = &mut by_cost {
-                Takers::changed(by_cost, &placement, j, rank + 1);
+                by_cost.changed(&placement, j, rank + 1);
             }
         } else {
-            let by_cost =
-                by_cost.get_or_insert_with(|| Takers::new(documents, &placement, rank, within(f64::INFINITY), cost));
+            let by_cost = by_cost.get_or_insert_with(|| by_cost_from(&placement, rank));
             let j = by_cost.first(&placement, rank)?;
             placement.put(index, j, document.length, document.cost);
             by_cost.took(&placement, rank + 1);
         }
     }
-    place_left_over(documents, start, ceiling, &mut placement);
-    Some(placement)
-}
-
-fn place_left_over(documents: &Documents, start: &Placement, ceiling: f64, placement: &mut Placement) {
     if start.leftover.is_empty() {
-        return;
+        return Some(placement);
     }
-    let mut of_index = vec![None; start.assignment.len()];
-    documents.longest_first.iter().for_each(|document| of_index[document.index as usize] = Some(document));
-    let left_over = || start.leftover.iter().filter_map(|&index| of_index[index]);
-    let shortest = left_over().map(|document| document.length).min().unwrap_or(0);
-    // Few have room for any of them.
-    let has_room = |placement: &Placement, j: usize, length: i32| room(placement, documents, j) >= i64::from(length);
-    let some_room: Vec<usize> = (0..start.tokens.len()).filter(|&j| has_room(placement, j, shortest)).collect();
-    let mut meter = Meter::default();
-    for &Document { index, length, cost } in left_over() {
-        meter.spend(1 + some_room.len());
-        let with_room = some_room.iter().copied().filter(|&j| has_room(placement, j, length));
-        let least_cost = with_room.min_by(|&a, &b| placement.costs[a].total_cmp(&placement.costs[b]));
-        match least_cost.filter(|&j| placement.costs[j] + cost <= ceiling) {
-            Some(j) => placement.put(index as usize, j, length, cost),
-            None => placement.leftover.push(index as usize),
+    let mut left_over = vec![false; start.assignment.len()];
+    start.leftover.iter().for_each(|&index| left_over[index] = true);
+    let mut by_cost = by_cost_from(&placement, 0);
+    for (rank, document) in documents.longest_first.iter().enumerate() {
+        let index = document.index as usize;
+        if left_over[index]
+            && let Some(j) = by_cost.first(&placement, rank)
+            && placement.costs[j] + document.cost <= ceiling
+        {
+            placement.put(index, j, document.length, document.cost);
+            by_cost.took(&placement, rank + 1);
+            left_over[index] = false;
         }
     }
+    placement.leftover = start.leftover.iter().copied().filter(|&index| left_over[index]).collect();
+    Some(placement)
 }
 
 fn room(placement: &Placement, documents: &Documents, micro_batch: usize) -> i64 {
@@ -94,10 +88,18 @@ struct Takers<'a, F, W> {
     fits: F,
     weight: W,
     /// Weight, micro-batch, and its tokens when it was put here: with others by now, it is no longer true.
-    ready: BinaryHeap<Reverse<(u64, u32, i64)>>,
-    /// Rank of the first document that fits, micro-batch, tokens.
-    waiting: BinaryHeap<Reverse<(u32, u32, i64)>>,
+    ready: BinaryHeap<Reverse<(u64, u32, u32)>>,
+    /// Of each document by rank, a micro-batch that waits for it, and of each micro-batch the next that waits for the same.
+    waits_for: Vec<u32>,
+    next: Vec<u32>,
+    /// Whose next are known by now: all documents before this rank were looked at.
+    rank: usize,
 }
+
+/// No micro-batch.
+const NOBODY: u32 = u32::MAX;
+/// In [`Takers::next`], of a micro-batch that does not wait.
+const READY: u32 = u32::MAX - 1;
 
 impl<'a, F, W> Takers<'a, F, W>
 where
@@ -105,29 +107,33 @@ where
     W: Fn(&Placement, usize) -> f64,
 {
     fn new(documents: &'a Documents, placement: &Placement, rank: usize, fits: F, weight: W) -> Self {
+        let num_micro_batches = placement.tokens.len();
         let mut takers = Self {
             documents,
             fits,
             weight,
-            ready: BinaryHeap::with_capacity(placement.tokens.len()),
-            waiting: BinaryHeap::new(),
+            ready: BinaryHeap::with_capacity(num_micro_batches),
+            waits_for: vec![NOBODY; documents.longest_first.len()],
+            next: vec![READY; num_micro_batches],
+            rank,
         };
-        (0..placement.tokens.len()).for_each(|j| takers.changed(placement, j, rank));
+        (0..num_micro_batches).for_each(|j| takers.changed(placement, j, rank));
         takers
     }
 
-    /// The micro-batch of least weight that may take this document.
+    /// The micro-batch of least weight that may take this document; ranks only ascend.
     fn first(&mut self, placement: &Placement, rank: usize) -> Option<usize> {
-        while let Some(&Reverse((first, j, tokens))) = self.waiting.peek()
-            && first as usize <= rank
-        {
-            self.waiting.pop();
-            if placement.tokens[j as usize] == tokens {
-                self.ready.push(Reverse((ordered((self.weight)(placement, j as usize)), j, tokens)));
+        while self.rank <= rank {
+            let mut j = std::mem::replace(&mut self.waits_for[self.rank], NOBODY);
+            while j != NOBODY {
+                let next = std::mem::replace(&mut self.next[j as usize], READY);
+                self.changed(placement, j as usize, rank);
+                j = next;
             }
+            self.rank += 1;
         }
         while let Some(&Reverse((_, j, tokens))) = self.ready.peek() {
-            if placement.tokens[j as usize] == tokens {
+            if placement.tokens[j as usize] as u32 == tokens {
                 return Some(j as usize);
             }
             self.ready.pop();
@@ -138,31 +144,33 @@ where
     /// The first took a document. The next has this rank.
     fn took(&mut self, placement: &Placement, rank: usize) {
         let Some(mut first) = self.ready.peek_mut() else { return };
-        let j = first.0.1;
-        let fits = |document: &Document| (self.fits)(placement, j as usize, document);
-        if self.documents.longest_first.get(rank).is_some_and(fits) {
-            first.0 = (ordered((self.weight)(placement, j as usize)), j, placement.tokens[j as usize]);
+        let j = first.0.1 as usize;
+        if self.documents.longest_first.get(rank).is_some_and(|document| (self.fits)(placement, j, document)) {
+            first.0 = (ordered((self.weight)(placement, j)), j as u32, placement.tokens[j] as u32);
         } else {
             PeekMut::pop(first);
             self.wait(placement, j, rank);
         }
     }
 
-    /// A micro-batch holds other documents than before.
+    /// A micro-batch holds other documents than before. The next has this rank.
     fn changed(&mut self, placement: &Placement, j: usize, rank: usize) {
+        if self.next[j] != READY {
+            return; // it waits, and what it waited for is the earliest that it may take by now
+        }
         if self.documents.longest_first.get(rank).is_some_and(|document| (self.fits)(placement, j, document)) {
             let weight = ordered((self.weight)(placement, j));
-            self.ready.push(Reverse((weight, j as u32, placement.tokens[j])));
+            self.ready.push(Reverse((weight, j as u32, placement.tokens[j] as u32)));
         } else {
-            self.wait(placement, j as u32, rank);
+            self.wait(placement, j, rank);
         }
     }
 
-    fn wait(&mut self, placement: &Placement, j: u32, rank: usize) {
+    fn wait(&mut self, placement: &Placement, j: usize, rank: usize) {
         let rest = self.documents.longest_first.get(rank + 1..).unwrap_or(&[]);
-        let first = rest.partition_point(|document| !(self.fits)(placement, j as usize, document));
+        let first = rest.partition_point(|document| !(self.fits)(placement, j, document));
         if first < rest.len() {
-            self.waiting.push(Reverse(((rank + 1 + first) as u32, j, placement.tokens[j as usize])));
+            self.next[j] = std::mem::replace(&mut self.waits_for[rank + 1 + first], j as u32);
         }
     }
 }
