@@ -155,10 +155,11 @@ impl Packer {
 
     /// Whether so many new tokens may make more wait than the bounds allow, and nobody knows yet.
     fn is_watched(&self, lengths: &[i32]) -> bool {
+        if self.on_backlog == OnBacklog::Warn && self.warned.load(Ordering::Relaxed) {
+            return false;
+        }
         let core = self.lock();
-        let new: i64 = lengths.iter().map(|&length| core.size(length)).sum();
-        (self.on_backlog == OnBacklog::Error || !self.warned.load(Ordering::Relaxed))
-            && core.pending_size().saturating_add(new) > core.bounds().tokens
+        core.pending_size().saturating_add(core.size_of_new(lengths)) > core.bounds().tokens
     }
 
     /// How much a change has to do, for [`run`]; `new` pieces come to those that wait.
@@ -192,8 +193,9 @@ impl Packer {
         if config.oversize != Oversize::Split {
             return lengths.len();
         }
-        let cuts = |&length: &i32| ((length - 1) / config.max_document_tokens) as usize;
-        lengths.iter().map(cuts).fold(lengths.len(), usize::saturating_add)
+        let limit = config.max_document_tokens;
+        let cuts = |&length: &i32| ((length - 1) / limit) as usize;
+        lengths.iter().filter(|&&length| length > limit).map(cuts).fold(lengths.len(), usize::saturating_add)
     }
 }
 

@@ -45,7 +45,8 @@ pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Ve
 
 /// Checks that cutting at `limit` takes no more than [`MAX_CUTS`].
 pub(super) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
-    let cuts: i64 = lengths.iter().map(|&length| i64::from((length - 1) / limit)).sum();
+    let cuts: i64 =
+        lengths.iter().filter(|&&length| length > limit).map(|&length| i64::from((length - 1) / limit)).sum();
     if cuts <= MAX_CUTS {
         return Ok(());
     }

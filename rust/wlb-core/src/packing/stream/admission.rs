@@ -110,9 +110,12 @@ impl Packer {
         room.max(0)
     }
 
-    /// What a document counts for there.
-    pub fn size(&self, length: i32) -> i64 {
-        self.config.size_cut(length)
+    /// What documents count for there, before they are cut.
+    pub fn size_of_new(&self, lengths: &[i32]) -> i64 {
+        match self.config.shape.max_documents {
+            None => lengths.iter().map(|&length| i64::from(length)).sum(),
+            Some(_) => lengths.iter().map(|&length| self.config.size_cut(length)).sum(),
+        }
     }
 
     fn size_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {

@@ -216,6 +216,9 @@ impl PackerConfig {
 
     /// The same of a document, cut into pieces of at most `max_document_tokens`.
     pub(super) fn size_cut(&self, length: i32) -> i64 {
+        if length <= self.max_document_tokens {
+            return self.size(length); // almost all: no division
+        }
         let (pieces, rest) = (length / self.max_document_tokens, length % self.max_document_tokens);
         i64::from(pieces) * self.size(self.max_document_tokens) + if rest > 0 { self.size(rest) } else { 0 }
     }

@@ -64,19 +64,19 @@ impl Packer {
         let overdue = longest_first_of((carried..first_new).filter(|&index| due(index)).map(of_length));
         let urgent: Vec<usize> = (0..carried).chain(overdue.map(|(_, index)| index)).collect();
         // Under a cost model the longest are the costliest, and lengths sort faster.
-        let order = || -> Vec<usize> {
-            if config.cost_model.is_none() {
-                return priced.order_after(&urgent);
-            }
+        let by_length = || {
             let others = (carried..pieces.len()).filter(|&index| index >= first_new || !due(index));
-            let others = longest_first_of(others.map(of_length)).map(|(_, index)| index);
-            urgent.iter().copied().chain(others).collect()
+            urgent.iter().copied().chain(longest_first_of(others.map(of_length)).map(|(_, index)| index))
+        };
+        let order = || match config.cost_model {
+            Some(_) => by_length().collect(),
+            None => priced.order_after(&urgent),
         };
         let adaptive = config.release == Release::Adaptive && occasion != Occasion::Drain;
         let mut placed = if adaptive {
             release_adaptive::place(&priced, &pieces, &order(), urgent.len(), self.iteration, config).into()
         } else if config.cost_model.is_some() {
-            priced.place_in_order(order().into_iter(), &[])
+            priced.place_in_order(by_length(), &[])
         } else {
             priced.place_after(&urgent)
         };
@@ -119,9 +119,6 @@ impl Packer {
 
         self.carried = placed.placement.leftover.iter().map(|&index| pieces[index]).collect();
         let assignment = &placed.placement.assignment;
-        let emitted = pieces.iter().zip(assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
-        let moved: Vec<(i32, i64)> =
-            emitted.map(|(waiting, _)| (waiting.piece.length, self.iteration as i64 - waiting.turn as i64)).collect();
         let piece = |index: usize| pieces[index].piece;
         if adaptive {
             let mut waits: Vec<bool> = assignment.iter().map(|&micro_batch| micro_batch < 0).collect();
@@ -134,10 +131,13 @@ impl Packer {
             packing = packing.scored(range);
         }
         (packing.ranks, packing.padding) = (ranks, padding.clone());
+        let now = self.iteration as i64;
         self.iteration += 1;
         self.keep_rows();
         let backlog = self.pending_tokens();
-        self.metrics.record(&packing, occasion == Occasion::Drain, moved.into_iter(), backlog);
+        let emitted = pieces.iter().zip(&packing.assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
+        let moved = emitted.map(|(waiting, _)| (waiting.piece.length, now - waiting.turn as i64));
+        self.metrics.record(&packing, occasion == Occasion::Drain, moved, backlog);
         packing
     }
 }

@@ -16,6 +16,9 @@ use super::iteration::{Batch, Occasion};
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
 
+/// In place of the index of a pushed document: a part of one that was cut, or of an earlier push.
+const NO_DOCUMENT: u32 = u32::MAX;
+
 impl Packer {
     /// Packs one global batch of whole documents ([`Packer::push_pieces`] with the defaults).
     ///
@@ -54,9 +57,10 @@ impl Packer {
         let arrived = self.iteration;
 
         let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
-        let mut new = Vec::with_capacity(lengths.len());
+        // Room for those that come before them in the listing.
+        let mut new = Vec::with_capacity(batch.carried + self.queue.len() + lengths.len());
         // Which pushed document each new piece is, in listing order; none for a part of one that was cut.
-        let mut new_documents = Vec::with_capacity(lengths.len());
+        let mut new_documents: Vec<u32> = Vec::with_capacity(lengths.len());
         let mut queued_documents = vec![VecDeque::new(); self.queue.levels().len()];
         let mut meter = Meter::default();
         for (index, &length) in lengths.iter().enumerate() {
@@ -65,7 +69,7 @@ impl Packer {
             let start = starts.map_or(0, |starts| starts[index]);
             let limit = self.config.max_document_tokens;
             let cut = length > limit && self.config.oversize == Oversize::Split;
-            let document = (!cut).then_some(index);
+            let document = if cut { NO_DOCUMENT } else { index as u32 };
             let kept = if cut { length } else { length.min(limit) };
             for piece in split(Piece { id, start, length: kept }, limit) {
                 let row = costs.map_or(0, |costs| {
@@ -91,32 +95,37 @@ impl Packer {
         match self.config.release {
             Release::Fifo => {
                 self.queue.release(self.config.company(), arrived, self.config.max_delay, &mut batch.pieces);
-                let leaving = batch.pieces.iter().chain(&new).map(|waiting| i64::from(waiting.piece.length)).sum();
-                self.queue.release_oldest(min_step_tokens.saturating_sub(leaving), &mut batch.pieces);
+                if min_step_tokens > 0 {
+                    let leaving = batch.pieces.iter().chain(&new).map(|waiting| i64::from(waiting.piece.length)).sum();
+                    self.queue.release_oldest(min_step_tokens.saturating_sub(leaving), &mut batch.pieces);
+                }
             }
             // Those that do not leave come back.
             Release::Adaptive => self.queue.release_all(&mut batch.pieces),
         }
         batch.released = batch.pieces.len() - batch.carried;
 
-        let mut listed: Vec<(usize, usize)> = Vec::with_capacity(lengths.len());
-        for (at, waiting) in batch.pieces.iter().enumerate() {
+        // Which pushed document each piece of the batch is.
+        let mut listed = vec![NO_DOCUMENT; batch.pieces.len()];
+        for (document, waiting) in listed.iter_mut().zip(&batch.pieces) {
             // A level is first in, first out, and so are its pieces of this push.
             if waiting.arrived == arrived
                 && let Some(level) = self.queue.level(waiting.piece.length)
-                && let Some(Some(document)) = queued_documents[level].pop_front()
+                && let Some(queued) = queued_documents[level].pop_front()
             {
-                listed.push((document, at));
+                *document = queued;
             }
         }
-        let first_new = batch.pieces.len();
-        listed.extend(new_documents.into_iter().zip(first_new..).filter_map(|(document, at)| Some((document?, at))));
-        batch.pieces.append(&mut new);
+        listed.append(&mut new_documents);
+        new.splice(0..0, batch.pieces.drain(..));
+        batch.pieces = new;
 
         let mut packing = self.pack(batch, Occasion::Push { min_step_tokens });
         let by_listing = std::mem::replace(&mut packing.assignment, vec![-1; lengths.len()]);
-        for (document, at) in listed {
-            packing.assignment[document] = by_listing[at];
+        for (document, micro_batch) in listed.into_iter().zip(by_listing) {
+            if document != NO_DOCUMENT {
+                packing.assignment[document as usize] = micro_batch;
+            }
         }
         Ok(packing)
     }
