@@ -324,6 +324,39 @@ fn the_number_of_micro_batches_suits_what_exchange_costs() {
     assert!(mean < 0.025 && regrets.iter().all(|&regret| regret < 0.08), "{regrets:?}");
 }
 
+proptest! {
+    #![proptest_config(config(60))]
+
+    /// Groups of any size are no slower than powers of two, which are among them.
+    #[test]
+    fn more_groups_are_no_slower(
+        lengths in lengths(60, 9000), world_size in 2_usize..49, num_stages in 1_usize..5,
+        seconds_per_token in prop_oneof![Just(0.0), 0.0..5e3], overlap in 0.0..=1.0,
+    ) {
+        let communication = Communication { seconds_per_exchange: 0.0, seconds_per_token, overlap };
+        let options = DynamicCpOptions { communication, ..DynamicCpOptions::new(world_size, num_stages, 8192) };
+        let any = DynamicCpOptions { group_sizes: GroupSizes::Any, ..options.clone() };
+        let [powers, any] = [options, any].map(|options| planned(&lengths, &options, &llama_7b(), false));
+        if let (Some(powers), Some(any)) = (powers, any) {
+            prop_assert!(any.seconds <= powers.seconds, "{} is above {}", any.seconds, powers.seconds);
+        }
+    }
+
+    /// Documents of much work that are short, and of little that are long: they exchange more than they compute, and the
+    /// bound of the `k` costliest goes by the one among them that is done first.
+    #[test]
+    fn long_documents_of_little_work_bound_no_others(
+        documents in proptest::collection::vec((1_i32..60, 90.0..110.0), 2..5), num_stages in 2_usize..9,
+        seconds_per_token in 0.0..40.0,
+    ) {
+        let mut options = DynamicCpOptions::new(2, num_stages, 30);
+        options.communication.seconds_per_token = seconds_per_token;
+        let lengths: Vec<i32> = documents.iter().map(|document| document.0).collect();
+        let costs = column(&documents.iter().map(|document| document.1).collect::<Vec<_>>());
+        planned(&lengths, &options, &costs, false);
+    }
+}
+
 /// Documents that no rank can hold alone have to exchange, whatever the plan, and the bound knows it.
 #[test]
 fn exchange_that_nothing_hides_is_in_the_bound() {

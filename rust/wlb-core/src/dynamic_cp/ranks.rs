@@ -28,7 +28,7 @@ impl FreeRanks {
             part.start += many;
             return Some(first);
         }
-        if !self.has(many) {
+        if self.whole.len() < many {
             return None;
         }
         let first = self.whole.start;
@@ -38,9 +38,9 @@ impl FreeRanks {
         Some(first)
     }
 
-    /// Whether there are so many in a place.
-    pub(super) fn has(&self, many: usize) -> bool {
-        self.whole.len() >= many || self.parts.iter().any(|part| part.len() >= many)
+    /// Most neighbours that can be taken.
+    pub(super) fn most(&self) -> usize {
+        self.parts.iter().map(|part| part.len()).fold(self.whole.len(), usize::max)
     }
 
     /// Cuts what is left into blocks of about `base` ranks, `most` at most: of that many, and behind them smaller powers
@@ -115,9 +115,9 @@ mod tests {
             taken.sort_unstable_by_key(|&many| std::cmp::Reverse(many));
             let mut blocks: Vec<(usize, usize)> = Vec::new();
             for many in taken {
-                let has = free.has(many);
+                let most = free.most();
                 let first = free.take(many);
-                prop_assert_eq!(has, first.is_some());
+                prop_assert_eq!(many <= most, first.is_some());
                 blocks.extend(first.map(|first| (first, many)));
             }
             let cut = free.cut(GroupSizes::Any, base, most);

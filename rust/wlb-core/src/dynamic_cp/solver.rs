@@ -29,6 +29,23 @@ struct Blocks<'a> {
 
 const NOWHERE: u32 = u32::MAX;
 
+/// A micro-batch while larger blocks are opened in it.
+struct Place {
+    micro_batch: usize,
+    /// What it may take.
+    target: f64,
+    /// Ranks of its blocks.
+    used: usize,
+    /// Ranks of the largest block that can be opened.
+    most: usize,
+}
+
+impl Place {
+    fn new(micro_batch: usize, target: f64, world: &FreeRanks) -> Self {
+        Self { micro_batch, target, used: 0, most: world.most() }
+    }
+}
+
 impl<'a> Blocks<'a> {
     fn new(problem: &'a Problem, targets: Vec<f64>) -> Self {
         let assignment = vec![NOWHERE; problem.documents.len()];
@@ -40,26 +57,38 @@ impl<'a> Blocks<'a> {
     fn open(&mut self, base: usize) {
         let Self { problem, targets, .. } = self;
         let world = FreeRanks::new(problem.world_size, problem.node());
+        // Longest target first, so that those in which a document is done in time come before all others.
+        let mut fullest: Vec<usize> = (0..targets.len()).collect();
+        fullest.sort_by(|&a, &b| targets[b].total_cmp(&targets[a]));
+        let mut places: Vec<Place> = fullest.into_iter().map(|j| Place::new(j, targets[j] * SLACK, &world)).collect();
         let mut free = vec![world; targets.len()];
-        let mut used = vec![0_usize; targets.len()];
         let mut meter = Meter::default();
         // They come in falling sizes, so each power of two is aligned.
         for (place, size) in problem.large(base, targets.iter().copied().fold(0.0, f64::max)) {
             meter.spend(targets.len());
             let document = &problem.documents[place];
             let seconds = problem.cost.seconds(&document.load, size);
-            let room = (0..targets.len()).filter(|&j| free[j].has(size));
             // Where it exceeds the target least; of those, where most ranks are free.
-            let excess = |j: usize| (seconds - targets[j] * SLACK).max(0.0);
-            let found = room.min_by(|&a, &b| excess(a).total_cmp(&excess(b)).then(used[a].cmp(&used[b])));
-            let Some((j, first)) = found.and_then(|j| Some((j, free[j].take(size)?))) else {
-                break;
+            let in_time = places.partition_point(|place| place.target >= seconds);
+            let emptiest = |places: &[Place]| {
+                let fitting = (0..places.len()).filter(|&at| places[at].most >= size);
+                fitting.min_by_key(|&at| (places[at].used, places[at].micro_batch))
             };
+            let late = || {
+                let first = in_time + places[in_time..].iter().position(|place| place.most >= size)?;
+                let target = places[first].target;
+                let same = places[first..].partition_point(|place| place.target >= target);
+                Some(first + emptiest(&places[first..first + same])?)
+            };
+            let Some(at) = emptiest(&places[..in_time]).or_else(late) else { break };
+            let chosen = &mut places[at];
+            let j = chosen.micro_batch;
+            let Some(first) = free[j].take(size) else { break };
+            (chosen.used, chosen.most) = (chosen.used + size, free[j].most());
             self.assignment[place] = self.blocks.len() as u32;
             let (micro_batch, first_rank, cp_size) = (j as u32, first as u32, size as u32);
             let seconds = problem.cost.at(first_rank, &document.load, size);
             self.blocks.push(Block { micro_batch, first_rank, cp_size, load: document.load, seconds });
-            used[j] += size;
         }
         let seconds = problem.cost.micro_batch_seconds;
         for (j, free) in free.into_iter().enumerate() {
@@ -143,16 +172,19 @@ impl<'a> Blocks<'a> {
             documents[*cursor as usize] = document as u32;
             *cursor += 1;
         }
-        let mut order: Vec<usize> = (0..blocks.len()).collect();
-        order.sort_unstable_by_key(|&block| (blocks[block].micro_batch, blocks[block].first_rank));
+        // Blocks by micro-batch, in the order of their ranks.
+        let mut of_micro_batch: Vec<Vec<(u32, u32)>> = vec![Vec::new(); limits.len()];
+        for (index, block) in blocks.iter().enumerate() {
+            of_micro_batch[block.micro_batch as usize].push((block.first_rank, index as u32));
+        }
         let mut draft = Draft { documents: Vec::with_capacity(documents.len()), ..Draft::default() };
         let mut meter = Meter::default();
         let mut halving = Halving::new(problem);
         draft.offsets.push(0);
-        for (j, &limit) in limits.iter().enumerate() {
-            let of_micro_batch = order.partition_point(|&block| (blocks[block].micro_batch as usize) < j)
-                ..order.partition_point(|&block| blocks[block].micro_batch as usize <= j);
-            for &index in &order[of_micro_batch] {
+        for (blocks_of, &limit) in of_micro_batch.iter_mut().zip(&limits) {
+            blocks_of.sort_unstable();
+            for &(_, index) in &*blocks_of {
+                let index = index as usize;
                 meter.spend(1 + (starts[index + 1] - starts[index]) as usize);
                 let range = starts[index] as usize..starts[index + 1] as usize;
                 halving.halve(&blocks[index], &mut documents[range], limit * SLACK, &mut draft);

@@ -1,6 +1,8 @@
 //! The plan of a step: numbers of micro-batches and sizes of blocks are tried, and what the simulation finds fastest is
 //! kept.
 
+use std::rc::Rc;
+
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::pipeline::{Buffers, Pipeline, Times};
@@ -11,7 +13,7 @@ use super::cost::{Costs, GroupCost};
 use super::counts::{Counts, candidates, limit, price, whole};
 use super::demand::Demand;
 use super::draft::{self, Draft};
-use super::options::DynamicCpOptions;
+use super::options::{DynamicCpOptions, GroupSizes};
 use super::plan::{DynamicCpPlan, Group};
 use super::problem::Problem;
 use super::refine::Refined;
@@ -22,8 +24,18 @@ use super::simulate;
 /// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
 const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
+/// Where exchange costs; and from the targets of a number of micro-batches close by.
+const PRICED_STEPS: usize = 64;
+const FURTHER_STEPS: usize = 24;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.998;
+/// Where exchange costs, plans take this many times what their targets promise, at best: groups have whole ranks.
+const PRICED_PROMISE: f64 = 1.01;
+/// Where exchange costs, other sizes of blocks are tried only for what is this close to the best with one of them, of few
+/// documents and of more; and, of few, as long as not so many in turn were slower.
+const NEAR: f64 = 1.2;
+const NEAR_OF_MANY: f64 = 1.03;
+const PATIENCE: usize = 2;
 /// Where exchange costs: how much faster twice the ranks have to make a document that is not done in time on them either.
 /// Much, where many documents share the ranks; little, where the step waits for a few.
 const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
@@ -58,7 +70,7 @@ const MAX_OPS: usize = 1 << 16;
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
 /// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
 /// the simulation of the best. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
-/// world_size) where memory binds.
+/// world_size) where memory binds. Twice that where groups may have any size.
 ///
 /// # Example
 /// ```
@@ -80,6 +92,28 @@ pub fn plan_dynamic_cp<'a>(
     costs: impl Into<Costs<'a>>,
 ) -> Result<DynamicCpPlan> {
     let costs = costs.into();
+    let plan = planned(lengths, ids, options, costs)?;
+    if options.group_sizes == GroupSizes::PowersOfTwo {
+        return Ok(plan);
+    }
+    // Among more groups the search sometimes ends at a slower plan: so that of fewer is one of them.
+    let of_powers = DynamicCpOptions { group_sizes: GroupSizes::PowersOfTwo, ..options.clone() };
+    let paid = |plan: &DynamicCpPlan| price(options, plan.num_micro_batches(), plan.seconds);
+    Ok(match planned(lengths, ids, &of_powers, costs) {
+        Ok(other) if paid(&other) < paid(&plan) => {
+            DynamicCpPlan { lower_bound: plan.lower_bound.min(other.lower_bound), ..other }
+        }
+        _ => plan,
+    })
+}
+
+/// The same with groups of just those sizes.
+fn planned(
+    lengths: &Lengths,
+    ids: Option<&[i64]>,
+    options: &DynamicCpOptions,
+    costs: Costs<'_>,
+) -> Result<DynamicCpPlan> {
     if let Some(found) = ids.map(<[i64]>::len).filter(|&found| found != lengths.len()) {
         return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
     }
@@ -104,6 +138,7 @@ pub fn plan_dynamic_cp<'a>(
     let mut search = Search::new(&problem, options);
     if !problem.cost.is_free() && problem.documents.len() <= FEW {
         search.as_if_free(&counts)?;
+        search.suited = None;
     }
     for problem in &problems {
         search.problem = problem;
@@ -117,8 +152,7 @@ pub fn plan_dynamic_cp<'a>(
         search.between(most)?;
     }
     search.refine()?;
-    let Search { best, mut sweep, .. } = search;
-    let Some(best) = best else {
+    let Some(best) = search.best.take() else {
         let argument = match options {
             DynamicCpOptions { num_micro_batches: Some(_), .. } => "num_micro_batches",
             DynamicCpOptions { max_micro_batches: Some(_), .. } => "max_micro_batches",
@@ -128,9 +162,10 @@ pub fn plan_dynamic_cp<'a>(
                            max_tokens_per_rank tokens";
         return Err(Error::Combination { argument, requirement });
     };
+    let mut sweep = std::mem::take(&mut search.sweep);
     sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
     let draft = best.draft.in_order(&best.order, &problem.documents);
-    let pipeline = Pipeline::new(&options.pipeline(best.num_micro_batches))?;
+    let pipeline = search.pipeline(best.num_micro_batches)?;
     let seconds = simulate::step_seconds(&pipeline, &draft, options);
     let last = sweep.last().map_or(most, |&(num_micro_batches, _)| num_micro_batches);
     let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
@@ -161,6 +196,8 @@ pub fn plan_dynamic_cp<'a>(
 struct Candidate {
     num_micro_batches: usize,
     relaxed: Relaxed,
+    /// Steps towards better targets that it has left.
+    steps: usize,
 }
 
 /// The best so far.
@@ -179,18 +216,26 @@ impl Best {
     }
 }
 
+/// The problem, the size of blocks and the targets that gave the best so far.
+struct Suited<'a> {
+    problem: &'a Problem,
+    base: usize,
+    targets: Vec<f64>,
+}
+
 struct Search<'a> {
     problem: &'a Problem,
     options: &'a DynamicCpOptions,
     best: Option<Best>,
     sweep: Vec<(usize, f64)>,
+    pipelines: Vec<(usize, Rc<Pipeline>)>,
     buffers: Buffers,
     /// Where exchange costs.
     demand: Option<Demand>,
     /// What each number of micro-batches promised with the gain before.
     promises: Vec<f64>,
-    /// The problem and the size of blocks that suited the best so far.
-    suited: Option<(&'a Problem, usize)>,
+    /// What the best so far was made of.
+    suited: Option<Suited<'a>>,
     /// The best of each number of micro-batches, of few documents.
     others: Vec<Best>,
 }
@@ -198,18 +243,26 @@ struct Search<'a> {
 impl<'a> Search<'a> {
     fn new(problem: &'a Problem, options: &'a DynamicCpOptions) -> Self {
         let (sweep, promises, buffers) = (Vec::new(), Vec::new(), Buffers::default());
-        let (suited, others) = (None, Vec::new());
-        Self { problem, options, best: None, sweep, buffers, demand: None, promises, suited, others }
+        let (suited, others, pipelines) = (None, Vec::new(), Vec::new());
+        Self { problem, options, best: None, sweep, pipelines, buffers, demand: None, promises, suited, others }
     }
 
-    fn pipeline(&self, num_micro_batches: usize) -> Result<Pipeline> {
-        Pipeline::new(&self.options.pipeline(num_micro_batches))
+    /// The pipeline that runs that many micro-batches: made once, unless it is large.
+    fn pipeline(&mut self, num_micro_batches: usize) -> Result<Rc<Pipeline>> {
+        if let Some((_, pipeline)) = self.pipelines.iter().find(|(count, _)| *count == num_micro_batches) {
+            return Ok(pipeline.clone());
+        }
+        let pipeline = Rc::new(Pipeline::new(&self.options.pipeline(num_micro_batches))?);
+        if pipeline.num_ops() <= MAX_OPS {
+            self.pipelines.push((num_micro_batches, pipeline.clone()));
+        }
+        Ok(pipeline)
     }
 
     /// Targets after a few steps, from the shape that is faster.
     fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
         let options = self.options.pipeline(num_micro_batches);
-        let pipeline = Pipeline::new(&options)?;
+        let pipeline = self.pipeline(num_micro_batches)?;
         let problem = self.problem;
         let demand = self.demand.take();
         let mut begin = |shape: Vec<f64>| {
@@ -231,8 +284,21 @@ impl<'a> Search<'a> {
             relaxed = other;
         }
         self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
+        let steps = if demand.is_some() { PRICED_STEPS } else { STEPS };
         self.demand = demand;
-        Ok(Candidate { num_micro_batches, relaxed })
+        Ok(Candidate { num_micro_batches, relaxed, steps })
+    }
+
+    /// The same, from the targets of a number close by, where there are any.
+    fn candidate_like_the_best(&mut self, num_micro_batches: usize) -> Result<Candidate> {
+        let targets = self.suited.as_ref().map(|suited| shape::stretched(&suited.targets, num_micro_batches));
+        let (Some(Some(shape)), Some(demand)) = (targets, &self.demand) else {
+            return self.candidate(num_micro_batches);
+        };
+        let mut relaxed = Relaxed::new(self.problem, &shape, demand.work(shape.iter().sum()));
+        let pipeline = self.pipeline(num_micro_batches)?;
+        self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
+        Ok(Candidate { num_micro_batches, relaxed, steps: FURTHER_STEPS })
     }
 
     fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
@@ -248,22 +314,30 @@ impl<'a> Search<'a> {
         let mut before = before.into_iter();
         candidates.retain(|candidate| before.next() != Some(candidate.relaxed.seconds));
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
-        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate))
+        // The first one says which size of blocks the others begin with: one that memory leaves some choice.
+        let roomy = |candidate: &Candidate| 2 * candidate.num_micro_batches >= 3 * counts[0];
+        if let Some(place) = candidates.iter().position(roomy).filter(|_| self.suited.is_none()) {
+            candidates[..=place].rotate_right(1);
+        }
+        let near = if self.problem.documents.len() <= FEW { NEAR } else { NEAR_OF_MANY };
+        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate, near))
     }
 
-    /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise.
-    fn attempt(&mut self, mut candidate: Candidate) -> Result<()> {
-        let Candidate { num_micro_batches, ref mut relaxed } = candidate;
-        let promised = price(self.options, num_micro_batches, relaxed.seconds) * PROMISE;
+    /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise; and
+    /// with other sizes of blocks only what is so near to the best.
+    fn attempt(&mut self, mut candidate: Candidate, near: f64) -> Result<()> {
+        let Candidate { num_micro_batches, ref mut relaxed, steps } = candidate;
+        let promise = if self.demand.is_some() { PRICED_PROMISE } else { PROMISE };
+        let promised = price(self.options, num_micro_batches, relaxed.seconds) * promise;
         if self.best.as_ref().is_some_and(|best| promised >= best.price(self.options)) {
-            let seconds = relaxed.seconds;
+            let seconds = relaxed.seconds * promise.max(1.0);
             self.note(num_micro_batches, seconds);
             return Ok(());
         }
         let pipeline = self.pipeline(num_micro_batches)?;
-        self.descend(relaxed, STEPS, &pipeline);
+        self.descend(relaxed, steps, &pipeline);
         match self.demand {
-            Some(_) => self.sizes(&candidate, &pipeline),
+            Some(_) => self.sizes(&candidate, near, &pipeline),
             None => self.solve(&candidate, self.problem.largest_group, &pipeline).map(|_| ()),
         }
     }
@@ -278,7 +352,7 @@ impl<'a> Search<'a> {
             let promised = price(self.options, candidate.num_micro_batches, candidate.relaxed.seconds) * PROMISE;
             if self.best.as_ref().is_none_or(|best| promised < best.price(self.options)) {
                 let pipeline = self.pipeline(candidate.num_micro_batches)?;
-                self.descend(&mut candidate.relaxed, STEPS, &pipeline);
+                self.descend(&mut candidate.relaxed, candidate.steps, &pipeline);
                 self.scaled(candidate, largest, false)?;
             }
         }
@@ -319,26 +393,36 @@ impl<'a> Search<'a> {
         Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
     }
 
-    /// Tries sizes of blocks, where exchange costs: larger ones are more even, smaller ones exchange less. All of them
-    /// at first; then from the one that suited the best so far, as long as it gets faster.
-    fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
+    /// Tries sizes of blocks, where exchange costs: larger ones are more even, smaller ones exchange less. From the one
+    /// that suited the best so far, or the smallest, as long as it gets faster; all of them for a number of micro-batches
+    /// that somebody asks for.
+    fn sizes(&mut self, candidate: &Candidate, near: f64, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
-        let Some(middle) = self.suited.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
-            for &size in &sizes {
-                self.solve(candidate, size, pipeline)?;
-            }
-            return Ok(());
-        };
+        let suited = self.suited.as_ref().and_then(|suited| sizes.iter().position(|&size| size == suited.base));
+        if suited.is_none() && self.options.num_micro_batches.is_some() {
+            return sizes.iter().try_for_each(|&size| self.solve(candidate, size, pipeline).map(|_| ()));
+        }
+        let middle = suited.unwrap_or(0);
         let seconds = self.solve(candidate, sizes[middle], pipeline)?;
+        if self.best.as_ref().is_some_and(|best| seconds.is_finite() && seconds > best.seconds * near) {
+            return Ok(());
+        }
+        // Of few documents, which take no time, a size beyond one that is slower is tried, too.
+        let patience = if self.problem.documents.len() <= FEW { PATIENCE } else { 1 };
         for larger in [true, false] {
-            let (mut at, mut least) = (middle, seconds);
+            let (mut at, mut least, mut slower) = (middle, seconds, 0);
             while let Some(next) = if larger { Some(at + 1).filter(|&at| at < sizes.len()) } else { at.checked_sub(1) }
             {
                 let seconds = self.solve(candidate, sizes[next], pipeline)?;
-                if seconds >= least {
-                    break;
+                at = next;
+                if seconds < least {
+                    (least, slower) = (seconds, 0);
+                } else if least.is_finite() {
+                    slower += 1;
+                    if slower == patience {
+                        break;
+                    }
                 }
-                (at, least) = (next, seconds);
             }
         }
         Ok(())
@@ -347,9 +431,9 @@ impl<'a> Search<'a> {
     /// Where exchange costs, tries numbers of micro-batches between the best and those beside it that were tried, ever
     /// closer to it.
     fn between(&mut self, most: usize) -> Result<()> {
-        if let Some((problem, _)) = self.suited.filter(|_| self.demand.is_some()) {
-            self.problem = problem;
-            self.demand = Some(Demand::new(problem, most));
+        if let Some(suited) = self.suited.as_ref().filter(|_| self.demand.is_some()) {
+            self.problem = suited.problem;
+            self.demand = Some(Demand::new(suited.problem, most));
         }
         // Those too that turned out not to fit, of which the sweep knows nothing: no number is tried twice.
         let mut all: Vec<usize> = self.sweep.iter().map(|&(tried, _)| tried).collect();
@@ -367,8 +451,8 @@ impl<'a> Search<'a> {
             }
             for count in new {
                 all.push(count);
-                let candidate = self.candidate(count)?;
-                self.attempt(candidate)?;
+                let candidate = self.candidate_like_the_best(count)?;
+                self.attempt(candidate, 1.0)?;
             }
         }
         Ok(())
@@ -400,7 +484,7 @@ impl<'a> Search<'a> {
         let found = Best { num_micro_batches, draft, order, seconds };
         if self.best.as_ref().is_none_or(beats) {
             self.best = Some(found.clone());
-            self.suited = Some((self.problem, base));
+            self.suited = Some(Suited { problem: self.problem, base, targets: targets.to_vec() });
         }
         if self.problem.documents.len() <= SMALL {
             self.others.retain(|other| other.num_micro_batches != num_micro_batches || other.seconds < seconds);
@@ -420,8 +504,8 @@ impl<'a> Search<'a> {
         if !few {
             found.extend(self.best.clone());
         }
-        let mut standing = match &self.best {
-            Some(best) => self.simulated_price(best)?,
+        let mut standing = match self.best.clone() {
+            Some(best) => self.simulated_price(&best)?,
             None => f64::INFINITY,
         };
         for Best { num_micro_batches, draft, order, .. } in found {
@@ -454,7 +538,7 @@ impl<'a> Search<'a> {
     }
 
     /// The price of a plan whose ranks wait for one another.
-    fn simulated_price(&self, plan: &Best) -> Result<f64> {
+    fn simulated_price(&mut self, plan: &Best) -> Result<f64> {
         let pipeline = self.pipeline(plan.num_micro_batches)?;
         let draft = plan.draft.in_order(&plan.order, &self.problem.documents);
         let seconds = simulate::step_seconds(&pipeline, &draft, self.options);
@@ -504,7 +588,7 @@ impl<'a> Search<'a> {
             self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
             if self.best.is_some() && self.demand.is_some() {
                 self.suited = None;
-                self.sizes(&candidate, &pipeline)?;
+                self.sizes(&candidate, NEAR, &pipeline)?;
             }
         }
         Ok(())

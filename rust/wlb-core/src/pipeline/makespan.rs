@@ -78,18 +78,22 @@ impl Pipeline {
         clocks.resize(self.num_ranks, 0.0);
         latest.clear();
         latest.resize(self.num_ranks, NOTHING);
+        // The end of each op, one further than its place; no op has ended before everything.
         ends.clear();
-        ends.push(f64::NEG_INFINITY);
+        ends.resize(self.instructions.len() + 1, f64::NEG_INFINITY);
         before.clear();
-        for &Instruction { op, rank, input } in &self.instructions {
+        before.resize(self.instructions.len(), NOTHING);
+        for ((place, &Instruction { op, rank, input }), before) in
+            self.instructions.iter().enumerate().zip(before.iter_mut())
+        {
             let (clock, latest) = (&mut clocks[usize::from(rank)], &mut latest[usize::from(rank)]);
             let arrival = ends[input as usize] + p2p_seconds;
-            let (start, last) = if arrival > *clock { (arrival, input) } else { (*clock, *latest) };
-            let cost = costs[op.micro_batch as usize] * third;
-            *clock = start + if op.kind == Kind::Backward { cost + cost } else { cost };
-            *latest = ends.len() as u32;
-            ends.push(*clock);
-            before.push(last);
+            let waits = arrival > *clock;
+            *before = if waits { input } else { *latest };
+            let parts = if op.kind == Kind::Backward { third + third } else { third };
+            *clock = if waits { arrival } else { *clock } + costs[op.micro_batch as usize] * parts;
+            *latest = place as u32 + 1;
+            ends[place + 1] = *clock;
         }
         parts.clear();
         parts.resize(self.num_micro_batches, 0.0);
