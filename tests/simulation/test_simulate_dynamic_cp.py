@@ -185,6 +185,7 @@ def test_memory_counts_the_keys_of_the_largest_group() -> None:
     [
         ({"layout": wlb.ParallelLayout(pp=2)}, "layout"),
         ({"layout": wlb.ParallelLayout(pp=2, cp=2), "schedule": "zb_h1"}, "schedule"),
+        ({"layout": wlb.ParallelLayout(pp=2, cp=2), "schedule": "interleaved_1f1b"}, "schedule"),
         ({"layout": wlb.ParallelLayout(cp=3), "max_tokens": 4096}, "max_tokens"),
     ],
 )

@@ -79,8 +79,8 @@ def check_planner(scenario: Scenario) -> int:
     """The most tokens of a rank in a micro-batch, where a cluster can be planned for at all.
 
     Raises:
-        WlbError: a rank has no others to form a group with; the planner does not know the schedule; the context does
-            not fit into the largest group.
+        WlbError: a rank has no others to form a group with; the planner does not know the schedule, or
+            it interleaves a single stage a rank; the context does not fit into the largest group.
     """
     if _world_size(scenario) == 1:
         raise error("layout", "has dp x cp = 1: Dynamic-CP needs ranks to form groups of", value=scenario.layout)
@@ -92,6 +92,12 @@ def check_planner(scenario: Scenario) -> int:
     schedule = scenario.pipeline_schedule
     if schedule not in _SCHEDULES:
         raise error("schedule", f"= {schedule!r}: Dynamic-CP plans for {' and '.join(_SCHEDULES)}", value=schedule)
+    if schedule == "interleaved_1f1b" and scenario.layout.virtual_stages == 1:
+        message = (
+            f"= {schedule!r} with one stage a rank: Dynamic-CP plans that as 1F1B, in numbers of micro-batches that its"
+            " rounds do not divide; give the layout virtual stages, or leave the schedule out"
+        )
+        raise error("schedule", message, value=schedule)
     size = _largest_group(scenario)
     if scenario.max_tokens is not None:
         per_rank = -(-scenario.max_tokens // scenario.layout.cp)
