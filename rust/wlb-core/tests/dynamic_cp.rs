@@ -342,15 +342,16 @@ proptest! {
         }
     }
 
-    /// Documents of much work that are short, and of little that are long: they exchange more than they compute, and the
-    /// bound of the `k` costliest goes by the one among them that is done first.
+    /// Short documents of much work, and a long one of less, which takes more, since it has to be exchanged: the bound of
+    /// the `k` costliest goes by the one of them that is done first, and that is not the last.
     #[test]
-    fn long_documents_of_little_work_bound_no_others(
-        documents in proptest::collection::vec((1_i32..60, 90.0..110.0), 2..5), num_stages in 2_usize..9,
-        seconds_per_token in 0.0..40.0,
+    fn a_long_document_of_little_work_bounds_no_others(
+        short in proptest::collection::vec((1_i32..4, 95.0..110.0), 1..6), long in (31_i32..61, 80.0..95.0),
+        num_stages in 6_usize..12, seconds_per_token in 0.0..2.0,
     ) {
         let mut options = DynamicCpOptions::new(2, num_stages, 30);
         options.communication.seconds_per_token = seconds_per_token;
+        let documents = [short, vec![long]].concat();
         let lengths: Vec<i32> = documents.iter().map(|document| document.0).collect();
         let costs = column(&documents.iter().map(|document| document.1).collect::<Vec<_>>());
         planned(&lengths, &options, &costs, false);
