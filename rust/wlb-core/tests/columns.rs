@@ -9,6 +9,7 @@ use common::strategies::{Memory, checked, config, lengths, llama_7b, memory, num
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::cost::DocumentCosts;
+use wlb_core::packing::{Ranks, Sync};
 use wlb_core::{Error, Leftover, Method, PackOptions, Packing, pack, pack_whole};
 
 /// One cost: none, a tie, anything.
@@ -315,6 +316,10 @@ fn what_makes_no_sense_is_named() {
     let huge = DocumentCosts::new(vec![1e307, 3e307], 2, 1, &[]).unwrap();
     let packing = pack(&lengths, &PackOptions { num_micro_batches: 20, ..options.clone() }, &huge).unwrap();
     assert!((packing.imbalance() - 15.0).abs() < 1e-12, "{}", packing.imbalance());
+    for sync in [Sync::Step, Sync::MicroBatch] {
+        let of_ranks = Packing { ranks: Some(Ranks { dp_size: 20, sync }), ..packing.clone() };
+        assert!((of_ranks.rank_imbalance() - 15.0).abs() < 1e-12, "{}", of_ranks.rank_imbalance());
+    }
     let good = DocumentCosts::new(vec![1.0, 2.0], 2, 1, &[]).unwrap();
     let method = |method| pack(&lengths, &PackOptions { method, ..options.clone() }, &good).unwrap_err().argument();
     assert_eq!([method(Method::FixedLength), method(Method::VarLengthFast)], ["method"; 2]);

@@ -11,6 +11,7 @@ mod deal;
 mod global_batches;
 mod methods;
 mod options;
+mod over_mean;
 mod pack;
 mod pack_whole;
 mod padding;

@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Result, check_range, named_choices, saturating_i64};
 use crate::limits::MAX_MICRO_BATCHES;
 
+use super::over_mean::over_mean;
+
 named_choices! {
     /// How one global batch is packed.
     #[derive(Default)]
@@ -73,9 +75,7 @@ impl Ranks {
 
     /// How much longer that is than on equal ranks.
     pub(crate) fn imbalance(self, costs: &[f64]) -> f64 {
-        let total: f64 = costs.iter().sum();
-        // A mean that was rounded up may lie above the largest.
-        if total > 0.0 { (self.step_cost(costs) * self.dp_size as f64 / total).max(1.0) } else { 1.0 }
+        over_mean(self.step_cost(costs), self.dp_size, costs.iter().sum())
     }
 }
 

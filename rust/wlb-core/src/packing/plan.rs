@@ -9,6 +9,7 @@ use crate::error::{Error, Result, from_json};
 
 use super::columns::Columns;
 use super::options::{Method, Ranks};
+use super::over_mean::over_mean;
 use super::padding::Padding;
 use super::piece::Piece;
 
@@ -82,16 +83,6 @@ impl ModelCosts {
     fn over_mean(&self, cost: f64) -> f64 {
         over_mean(cost, self.costs.len(), self.costs.iter().sum())
     }
-}
-
-/// A part over the mean of so many: 1 where all have nothing.
-fn over_mean(part: f64, count: usize, total: f64) -> f64 {
-    if total <= 0.0 {
-        return 1.0;
-    }
-    let (count, scaled) = (count as f64, part * count as f64);
-    let ratio = if scaled.is_finite() { scaled / total } else { part / total * count };
-    ratio.max(1.0) // a mean that was rounded up may lie above the largest
 }
 
 impl Packing {

@@ -1,0 +1,11 @@
+//! How far a part is above the mean, also where costs are near the end of floats.
+
+/// A part over the mean of so many: 1 where all have nothing.
+pub(super) fn over_mean(part: f64, count: usize, total: f64) -> f64 {
+    if total <= 0.0 {
+        return 1.0;
+    }
+    let (count, scaled) = (count as f64, part * count as f64);
+    let ratio = if scaled.is_finite() { scaled / total } else { part / total * count };
+    ratio.max(1.0) // a mean that was rounded up may lie above the largest
+}
