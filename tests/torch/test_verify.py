@@ -381,6 +381,34 @@ def test_each_trap_is_found_on_all_ranks() -> None:
         assert re.search(pattern, message), (name, message)
 
 
+def prompted(labels: bool = True) -> Step[PackedBatch]:
+    """A step of one micro-batch, in which prompts are longer than what is cut out of documents."""
+    rows = []
+    for number in range(4):
+        tokens = torch.arange(90 + 7 * number) * (3 + number) % 13
+        rows.append({"input_ids": tokens, "labels": torch.where(torch.arange(tokens.numel()) < 80, IGNORE, tokens)})
+        if number == 1 or not labels:
+            rows[-1]["labels"] = torch.full_like(tokens, IGNORE)
+    cost = wlb.CostModel(attention=1.0, linear=50.0)
+    packer = wlb.Packer(num_micro_batches=1, max_tokens=512, max_document_tokens=128, cost_model=cost)
+    lengths = [row["input_ids"].numel() for row in rows]
+    sampler = wt.BalancedBatchSampler(lengths, packer=packer, dp_rank=0, dp_size=1)
+    return next(iter(wt.StepLoader(DataLoader(wt.Documents(rows), batch_sampler=sampler, collate_fn=wt.collate))))
+
+
+def test_what_follows_long_prompts_is_proved() -> None:
+    model = llama()
+    proof = wt.verify(model, prompted(), evaluate=evaluation(model), report=None)
+    assert float(proof.checks[3].expected) > 0, "a gradient"
+    with pytest.raises(wlb.WlbError, match="lets documents of a row see each other"):
+        wt.verify(model, prompted(), train=by_hand(model, cached), report=None)
+
+
+def test_a_step_without_labels_proves_nothing() -> None:
+    with pytest.raises(wlb.WlbError, match="step has no label that counts"):
+        wt.verify(llama(), prompted(labels=False), report=None)
+
+
 def test_gradients_that_are_there_are_not_lost() -> None:
     model = Network()
     wt.train_step(model, first_step())

@@ -425,6 +425,15 @@ def test_the_proof_is_printed_before_the_first_step(tmp_path: Path, capsys: pyte
     assert lines[:7] == ["found", "documents", "apart", "loss", "gradient", "evaluation", "resume"]
 
 
+@pytest.mark.parametrize("num_train_epochs", [1, 3])
+def test_epochs_of_a_single_step_are_proved_too(num_train_epochs: int, tmp_path: Path) -> None:
+    few = [row for row in documents() if 2 < len(row["input_ids"]) < 20][:4]
+    trainer = balanced(tmp_path, data=few, num_train_epochs=num_train_epochs, gradient_accumulation_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == num_train_epochs
+    assert trainer.state.epoch == num_train_epochs
+
+
 def test_checkpoints_that_are_a_step_ahead_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what is fetched counts as trained."""
     own = MicroBatchCallback.state

@@ -92,7 +92,7 @@ def verify(
 ) -> Proof:
     """Proves on your own model that a step trains what its documents, one at a time, would.
 
-    A few documents of the step, cut to 64 tokens, are trained as `train` does, without the optimizer, and each is run
+    A few documents of the step, 64 tokens of each around its first label, are trained as `train` does, without the optimizer, and each is run
     alone through the model with nothing packed. Compared are
 
     - **documents**: the step's are those of its plan, each on one rank. (A sampler that was wrapped twice gives every
@@ -132,7 +132,7 @@ def verify(
         The proof; all of it passed.
 
     Raises:
-        WlbError: what is wrong, the same on every rank, and what to do about it.
+        WlbError: what is wrong, the same on every rank, and what to do about it; or the step has no labels.
 
     Complexity:
         About four such small steps, and a forward and backward for each of their documents.
@@ -147,6 +147,8 @@ def verify(
     if dtype is None and accelerator is not None:
         dtype = _MIXED.get(accelerator.mixed_precision)
     small = _shortened(step)
+    if not any(together.sums(sum(batch.num_valid_tokens for batch in small.micro_batches))):
+        raise error("step", "has no label that counts, so that nothing could be proved: verify with another one")
     train = train or (lambda of: train_step(model, of, group=group, accelerator=accelerator))
     if alone == "rows":
         everyone = _Together(dist.group.WORLD if dist.is_initialized() else None, together.device)
@@ -233,26 +235,41 @@ class _Together:
 def _shortened(step: Step[PackedBatch]) -> Step[PackedBatch]:
     """A few short documents of every micro-batch: of unequal lengths, and where there are tokens at least two.
 
-    Of a micro-batch with pieces, whose last tokens predict what follows in no row, the first is a piece.
+    Those with labels are taken first, around their first label, which may stand behind a long prompt; the last one has
+    labels if any has. Of a micro-batch with pieces, whose last tokens predict what follows in no row, the first with
+    labels is a piece.
     """
     batches = []
     for index, batch in zip(step.indices.tolist(), step.micro_batches, strict=True):
-        parts = sorted(((*part, _goes_on(part[1])) for part in _parts(batch)), key=lambda part: not part[2])
+        parts = [(*part, _goes_on(part[1])) for part in _parts(batch)]
+        parts.sort(key=lambda part: (not _learns(part[1]), not part[2]))
         documents = [part for part in parts if part[0].numel() > 1 or len(parts) == 1][:_DOCUMENTS]
+        documents.sort(key=lambda part: _learns(part[1]))
         if len(documents) == 1 and (half := documents[0][0].numel() // 3) > 1:
             tokens, labels, goes_on = documents[0]
-            end = _DOCUMENTS * _TOKENS
-            documents = [(tokens[:half], labels[:half], goes_on), (tokens[half:end], labels[half:end], goes_on)]
+            documents = [(tokens[:half], labels[:half], goes_on), (tokens[half:], labels[half:], goes_on)]
         cut = []
         for place, (tokens, labels, goes_on) in enumerate(documents):
             # Unequal, so that a mean of means is another one.
             length = min(tokens.numel(), _TOKENS // 4 + (29 * (_DOCUMENTS * index + place)) % (_TOKENS * 3 // 4))
-            labels = labels[:length].clone()
+            start = _start(labels, length)
+            tokens, labels = tokens[start : start + length], labels[start : start + length].clone()
             if not goes_on:
                 labels[-1:] = IGNORE
-            cut.append((tokens[:length], labels))
+            cut.append((tokens, labels))
         batches.append(_batch(cut, batch))
     return replace(step, micro_batches=batches)
+
+
+def _learns(labels: Tensor) -> bool:
+    return bool((labels != IGNORE).any())
+
+
+def _start(labels: Tensor, length: int) -> int:
+    """Where to cut so many tokens out of a document: at 0, or so that its first label is in the middle of them."""
+    learnt = (labels != IGNORE).nonzero()[:1].flatten().tolist()
+    first = learnt[0] if learnt else 0
+    return 0 if first < length - 1 else min(first - (length - 1) // 2, labels.numel() - length)
 
 
 def _goes_on(labels: Tensor) -> bool:
@@ -659,13 +676,12 @@ def _resume(make: Callable[[], Any], save: Callable[[Any, Step[Any]], Mapping[st
     """Saves after the first step, when others may have been fetched, and goes on in a new loader."""
     loader = make()
     steps = iter(loader)
-    first, expected = next(steps, None), None
-    if first is not None:
-        state = copy.deepcopy(save(loader, first))
-        expected = next(steps, None)
-    (short,) = together.sums(float(expected is None))
-    if short:
-        raise error("loader", "gives fewer than two steps: verify with more documents")
+    first = next(steps, None)
+    (ended,) = together.sums(float(first is None))
+    if first is None or ended:
+        raise error("loader", "gives no step: verify with more documents")
+    state = copy.deepcopy(save(loader, first))
+    expected = next(steps, None)  # none after a single one: then none may follow its state either
     again = make()
     again.load_state_dict(state)
     found = next(iter(again), None)

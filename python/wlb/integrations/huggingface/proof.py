@@ -72,7 +72,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
     if plain:
         step = replace(step, micro_batches=[_without_ends(batch) for batch in step.micro_batches])
     report = print if trainer.is_world_process_zero() else None
-    known = isinstance(trainer._wlb_plan, KnownLengths) and trainer._wlb_plan.sampler().total_steps() > 1
+    known = isinstance(trainer._wlb_plan, KnownLengths)
     with _as_it_was(trainer):
         verify(
             model,
@@ -97,11 +97,12 @@ class _Steps:
     def __iter__(self) -> Iterator[Step[Any]]:
         args = self._trainer.args
         self._callback.on_train_begin(args, TrainerState(), TrainerControl(), train_dataloader=self._loader)
-        batches = iter(self._loader)
         each = args.gradient_accumulation_steps
-        while self._trainer.get_batch_samples(batches, each, args.device)[0]:
-            assert self._loader.untrained is not None
-            yield self._loader.untrained[-1][0]
+        while not self._loader.steps.ended:  # an iteration is an epoch, which may have a single step
+            batches = iter(self._loader)
+            while self._trainer.get_batch_samples(batches, each, args.device)[0]:
+                assert self._loader.untrained is not None
+                yield self._loader.untrained[-1][0]
 
     def state_after_the_first(self) -> Any:
         """What a checkpoint holds once the optimizer has taken it."""
