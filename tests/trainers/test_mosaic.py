@@ -145,7 +145,9 @@ def own_order(rank: int, corpus: str, shuffle: bool) -> tuple[list[int], list[in
     ours = [int(row["input_ids"][0]) for row in streams_of(data(corpus, **options))[rank]]
     dist.barrier()
     begun = data(corpus, **options)
-    begun.load_state_dict(begun.state_dict(num_samples=20, from_beginning=True) | {"epoch": 0})
+    state = begun.state_dict(num_samples=20, from_beginning=True) | {"epoch": 0}
+    dist.barrier()  # they share memory, which is read above and written below
+    begun.load_state_dict(state)
     return by_itself, ours, [int(row["input_ids"][0]) for row in streams_of(begun)[rank]]
 
 
@@ -241,6 +243,14 @@ def test_what_cannot_be_exact_is_refused(corpus: str) -> None:
     state = streams_of(dataset)[0].state_dict()
     with pytest.raises(wlb.WlbError, match="is of a data set of 121 samples, this one has 60"):
         streams_of(data(corpus, epoch_size=60))[0].load_state_dict(state)
+    for change in ({"shuffle": False}, {"shuffle_algo": "py1b"}, {"batching_method": "stratified"}):
+        name, value = next(iter(change.items()))
+        with pytest.raises(wlb.WlbError, match=f"{name} = {value!r}, but the state is of .*another order"):
+            streams_of(data(corpus, **change))[0].load_state_dict(state)
+    as_saved = data(corpus, batch_size=5, shuffle_block_size=64)
+    (again,) = streams_of(as_saved)
+    again.load_state_dict(state)
+    assert as_saved.shuffle_block_size == dataset.shuffle_block_size
     gone_on = data(corpus)
     gone_on.next_epoch = 3
     with pytest.raises(wlb.WlbError, match="begins in epoch 0, but the data set is in epoch 3 already"):

@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 from wlb._errors import check_integer, error
 from wlb.integrations.rows import Collator, row, tokens_and_labels
 from wlb.integrations.versions import check_version
+from wlb.torch.data.state import field
 
 _OLDEST: Final = "0.8"
+_ORDER: Final = (
+    "batching_method",
+    "partition_algo",
+    "sampling_method",
+    "sampling_granularity",
+    "shuffle",
+    "shuffle_algo",
+)
 
 
 def is_mosaic(dataset: Any) -> bool:
@@ -70,7 +79,9 @@ def streams_of(
         num_streams = world.num_ranks
     check_integer("num_streams", num_streams, minimum=1)
     nodes = 1 if num_streams % world.num_nodes else world.num_nodes
-    begin = {"nodes": nodes, "data_set": _stands(dataset), "samples": dataset.epoch_size, "epoch": 0, "read": 0}
+    stands = _stands(dataset)
+    begin = {"nodes": nodes, "data_set": stands, "order": _order(dataset), "samples": dataset.epoch_size}
+    begin |= {"shuffle_block_size": dataset.shuffle_block_size, "epoch": 0, "read": 0}
     return [SampleStream(dataset, collator, number, num_streams, num_epochs, begin) for number in range(num_streams)]
 
 
@@ -117,7 +128,7 @@ class SampleStream:
         """The next iteration begins there.
 
         Raises:
-            wlb.WlbError: it is of another data set, or this one has already been read further.
+            wlb.WlbError: it is of another data set or another order, or this one has already been read further.
         """
         if state["samples"] != self._dataset.epoch_size:
             message = f"is of a data set of {state['samples']} samples, this one has {self._dataset.epoch_size}"
@@ -126,7 +137,21 @@ class SampleStream:
         if (stands := _stands(self._dataset)) != state["data_set"]:
             message = f"begins in epoch {state['data_set']['epoch']}, but the data set is in epoch {stands['epoch']}"
             raise error("state", f"{message} already: make a new one", value=stands["epoch"])
+        for name, value in _order(self._dataset).items():
+            if (saved := field(state, "order", dict).get(name)) != value:
+                message = (
+                    f"= {value!r}, but the state is of {saved!r}, another order: samples would be lost, and others "
+                )
+                raise error(name, f"{message}read twice; make the data set with {name}={saved!r}", value=value)
+        # By default it follows from the number of nodes, which was another one perhaps.
+        self._dataset.shuffle_block_size = field(state, "shuffle_block_size", object)
         self._state = dict(state)
+
+
+def _order(dataset: Any) -> dict[str, Any]:
+    """What says in which order samples are read, and is not in the data set's own state."""
+    names = [*_ORDER, "batch_size"] if dataset.batching_method == "stratified" else _ORDER
+    return {name: getattr(dataset, name) for name in names}
 
 
 def _stands(dataset: Any) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def verify(
 ) -> Proof:
     """Proves on your own model that a step trains what its documents, one at a time, would.
 
-    A few documents of the step, 64 tokens of each around its first label, are trained as `train` does, without the optimizer, and each is run
-    alone through the model with nothing packed. Compared are
+    A few documents of the step, 64 tokens of each around its first label, are trained as `train` does, without the
+    optimizer, and each is run alone through the model with nothing packed. Compared are
 
     - **documents**: the step's are those of its plan, each on one rank. (A sampler that was wrapped twice gives every
       rank a part of its part.)

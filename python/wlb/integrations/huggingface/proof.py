@@ -15,7 +15,7 @@ from transformers import TrainerControl, TrainerState
 
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.plans import KnownLengths
-from wlb.torch.data import IGNORE, PackedBatch, Step
+from wlb.torch.data import IGNORE, PackedBatch, Step, StepLoader
 from wlb.torch.proof import verify
 from wlb.torch.training import meeting_place
 
@@ -91,14 +91,15 @@ class _Steps:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._loader = MicroBatchLoader(trainer._wlb_plan.steps())
+        self._steps: StepLoader[PackedBatch] = trainer._wlb_plan.steps()
+        self._loader = MicroBatchLoader(self._steps)
         self._callback = MicroBatchCallback()
 
     def __iter__(self) -> Iterator[Step[Any]]:
         args = self._trainer.args
         self._callback.on_train_begin(args, TrainerState(), TrainerControl(), train_dataloader=self._loader)
         each = args.gradient_accumulation_steps
-        while not self._loader.steps.ended:  # an iteration is an epoch, which may have a single step
+        while not self._steps.ended:  # an iteration is an epoch, which may have a single step
             batches = iter(self._loader)
             while self._trainer.get_batch_samples(batches, each, args.device)[0]:
                 assert self._loader.untrained is not None
@@ -111,7 +112,7 @@ class _Steps:
 
     def load_state_dict(self, state: Any) -> None:
         """The next step is that after the one with this state."""
-        self._loader.steps.load_state_dict(state)
+        self._steps.load_state_dict(state)
 
 
 def _without_ends(batch: PackedBatch) -> PackedBatch:
