@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,22 @@ def test_the_fused_attention_is_that_of_the_library() -> None:
         loss.backward()
     gradients = [dict(one.named_parameters())["layers.0.attention.wq.weight"].grad for one in (model, plain)]
     torch.testing.assert_close(*gradients)
+
+
+def test_a_learning_rate_by_tokens_is_that_of_equal_steps() -> None:
+    trained = training.Training(hidden=32, layers=1, vocab_size=32, learning_rate=0.02, warmup=0.25)
+    documents = [np.random.default_rng(number).integers(0, 32, 20) for number in range(12)]
+    held_out = training.HeldOut.of(documents[:2], [30], 64)
+    assert [trained.rate(share) for share in (0.0, 0.125, 0.25, 1.0)] == pytest.approx([0.0, 0.01, 0.02, 0.0])
+
+    def final(sizes: list[int], by_tokens: bool) -> float:
+        ends = np.cumsum([0, *sizes]).tolist()
+        steps = [[[arms.Piece(i, 0, 20) for i in range(first, end)]] for first, end in itertools.pairwise(ends)]
+        options = {"seed": 0, "equal_steps": 4, "rate_by_tokens": by_tokens, "tick": lambda: None}
+        return float(training.run(trained, documents, steps, held_out, **options)["curve"][-1][1][0])
+
+    assert final([3, 3, 3, 3], True) == final([3, 3, 3, 3], False)
+    assert final([1, 5, 1, 5], True) != final([1, 5, 1, 5], False)
 
 
 def test_functions_are_documents(tmp_path: Path) -> None:
