@@ -206,5 +206,8 @@ def test_what_the_documentation_says_of_the_record() -> None:
         ("sizes of adaptive", "original"),
         ("sizes of adaptive", "Dynamic-CP"),
         ("adaptive", "sizes of adaptive"),
+        ("adaptive, price 4", "original"),
+        ("adaptive, half at least", "adaptive"),
+        ("adaptive, rate by tokens", "original"),
     ):
         assert page.interval(results.paired(arm, other)).lstrip("+-") in training_page, (arm, other)
