@@ -88,20 +88,6 @@ pub(super) fn around(options: &PipelineOptions, mut longest: impl Iterator<Item 
     (left <= 0.0).then_some(shape)
 }
 
-/// The shape of these targets for another number of micro-batches: its ends as they are, more or fewer like those in the
-/// middle. `None` if they are all 0.
-pub(super) fn stretched(targets: &[f64], num_micro_batches: usize) -> Option<Vec<f64>> {
-    let full = targets.iter().copied().fold(0.0, f64::max);
-    let (before, from) = (targets.len().min(num_micro_batches) / 2, targets.len());
-    let like = |j: usize| match num_micro_batches - j {
-        _ if j < before => j,
-        left if left <= before => from - left,
-        _ => from / 2,
-    };
-    let size = |j: usize| (targets[like(j)] / full).max(LEAST);
-    (full > 0.0).then(|| (0..num_micro_batches).map(size).collect())
-}
-
 fn with_ends(num_micro_batches: usize, num_stages: usize, num_virtual_stages: usize, ends: f64) -> Vec<f64> {
     let mut shape = vec![1.0; num_micro_batches];
     if num_stages > 1 {

@@ -24,18 +24,8 @@ use super::simulate;
 /// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
 const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
-/// Where exchange costs; and from the targets of a number of micro-batches close by.
-const PRICED_STEPS: usize = 64;
-const FURTHER_STEPS: usize = 24;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.998;
-/// Where exchange costs, plans take this many times what their targets promise, at best: groups have whole ranks.
-const PRICED_PROMISE: f64 = 1.01;
-/// Where exchange costs, other sizes of blocks are tried only for what is this close to the best with one of them, of few
-/// documents and of more; and, of few, as long as not so many in turn were slower.
-const NEAR: f64 = 1.2;
-const NEAR_OF_MANY: f64 = 1.03;
-const PATIENCE: usize = 2;
 /// Where exchange costs: how much faster twice the ranks have to make a document that is not done in time on them either.
 /// Much, where many documents share the ranks; little, where the step waits for a few.
 const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
@@ -138,7 +128,6 @@ fn planned(
     let mut search = Search::new(&problem, options);
     if !problem.cost.is_free() && problem.documents.len() <= FEW {
         search.as_if_free(&counts)?;
-        search.suited = None;
     }
     for problem in &problems {
         search.problem = problem;
@@ -196,8 +185,6 @@ fn planned(
 struct Candidate {
     num_micro_batches: usize,
     relaxed: Relaxed,
-    /// Steps towards better targets that it has left.
-    steps: usize,
 }
 
 /// The best so far.
@@ -216,13 +203,6 @@ impl Best {
     }
 }
 
-/// The problem, the size of blocks and the targets that gave the best so far.
-struct Suited<'a> {
-    problem: &'a Problem,
-    base: usize,
-    targets: Vec<f64>,
-}
-
 struct Search<'a> {
     problem: &'a Problem,
     options: &'a DynamicCpOptions,
@@ -234,8 +214,8 @@ struct Search<'a> {
     demand: Option<Demand>,
     /// What each number of micro-batches promised with the gain before.
     promises: Vec<f64>,
-    /// What the best so far was made of.
-    suited: Option<Suited<'a>>,
+    /// The problem and the size of blocks that suited the best so far.
+    suited: Option<(&'a Problem, usize)>,
     /// The best of each number of micro-batches, of few documents.
     others: Vec<Best>,
 }
@@ -284,21 +264,8 @@ impl<'a> Search<'a> {
             relaxed = other;
         }
         self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
-        let steps = if demand.is_some() { PRICED_STEPS } else { STEPS };
         self.demand = demand;
-        Ok(Candidate { num_micro_batches, relaxed, steps })
-    }
-
-    /// The same, from the targets of a number close by, where there are any.
-    fn candidate_like_the_best(&mut self, num_micro_batches: usize) -> Result<Candidate> {
-        let targets = self.suited.as_ref().map(|suited| shape::stretched(&suited.targets, num_micro_batches));
-        let (Some(Some(shape)), Some(demand)) = (targets, &self.demand) else {
-            return self.candidate(num_micro_batches);
-        };
-        let mut relaxed = Relaxed::new(self.problem, &shape, demand.work(shape.iter().sum()));
-        let pipeline = self.pipeline(num_micro_batches)?;
-        self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
-        Ok(Candidate { num_micro_batches, relaxed, steps: FURTHER_STEPS })
+        Ok(Candidate { num_micro_batches, relaxed })
     }
 
     fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
@@ -314,30 +281,22 @@ impl<'a> Search<'a> {
         let mut before = before.into_iter();
         candidates.retain(|candidate| before.next() != Some(candidate.relaxed.seconds));
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
-        // The first one says which size of blocks the others begin with: one that memory leaves some choice.
-        let roomy = |candidate: &Candidate| 2 * candidate.num_micro_batches >= 3 * counts[0];
-        if let Some(place) = candidates.iter().position(roomy).filter(|_| self.suited.is_none()) {
-            candidates[..=place].rotate_right(1);
-        }
-        let near = if self.problem.documents.len() <= FEW { NEAR } else { NEAR_OF_MANY };
-        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate, near))
+        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate))
     }
 
-    /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise; and
-    /// with other sizes of blocks only what is so near to the best.
-    fn attempt(&mut self, mut candidate: Candidate, near: f64) -> Result<()> {
-        let Candidate { num_micro_batches, ref mut relaxed, steps } = candidate;
-        let promise = if self.demand.is_some() { PRICED_PROMISE } else { PROMISE };
-        let promised = price(self.options, num_micro_batches, relaxed.seconds) * promise;
+    /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise.
+    fn attempt(&mut self, mut candidate: Candidate) -> Result<()> {
+        let Candidate { num_micro_batches, ref mut relaxed } = candidate;
+        let promised = price(self.options, num_micro_batches, relaxed.seconds) * PROMISE;
         if self.best.as_ref().is_some_and(|best| promised >= best.price(self.options)) {
-            let seconds = relaxed.seconds * promise.max(1.0);
+            let seconds = relaxed.seconds;
             self.note(num_micro_batches, seconds);
             return Ok(());
         }
         let pipeline = self.pipeline(num_micro_batches)?;
-        self.descend(relaxed, steps, &pipeline);
+        self.descend(relaxed, STEPS, &pipeline);
         match self.demand {
-            Some(_) => self.sizes(&candidate, near, &pipeline),
+            Some(_) => self.sizes(&candidate, &pipeline),
             None => self.solve(&candidate, self.problem.largest_group, &pipeline).map(|_| ()),
         }
     }
@@ -352,7 +311,7 @@ impl<'a> Search<'a> {
             let promised = price(self.options, candidate.num_micro_batches, candidate.relaxed.seconds) * PROMISE;
             if self.best.as_ref().is_none_or(|best| promised < best.price(self.options)) {
                 let pipeline = self.pipeline(candidate.num_micro_batches)?;
-                self.descend(&mut candidate.relaxed, candidate.steps, &pipeline);
+                self.descend(&mut candidate.relaxed, STEPS, &pipeline);
                 self.scaled(candidate, largest, false)?;
             }
         }
@@ -393,36 +352,26 @@ impl<'a> Search<'a> {
         Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
     }
 
-    /// Tries sizes of blocks, where exchange costs: larger ones are more even, smaller ones exchange less. From the one
-    /// that suited the best so far, or the smallest, as long as it gets faster; all of them for a number of micro-batches
-    /// that somebody asks for.
-    fn sizes(&mut self, candidate: &Candidate, near: f64, pipeline: &Pipeline) -> Result<()> {
+    /// Tries sizes of blocks, where exchange costs: larger ones are more even, smaller ones exchange less. All of them
+    /// at first; then from the one that suited the best so far, as long as it gets faster.
+    fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
-        let suited = self.suited.as_ref().and_then(|suited| sizes.iter().position(|&size| size == suited.base));
-        if suited.is_none() && self.options.num_micro_batches.is_some() {
-            return sizes.iter().try_for_each(|&size| self.solve(candidate, size, pipeline).map(|_| ()));
-        }
-        let middle = suited.unwrap_or(0);
-        let seconds = self.solve(candidate, sizes[middle], pipeline)?;
-        if self.best.as_ref().is_some_and(|best| seconds.is_finite() && seconds > best.seconds * near) {
+        let Some(middle) = self.suited.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
+            for &size in &sizes {
+                self.solve(candidate, size, pipeline)?;
+            }
             return Ok(());
-        }
-        // Of few documents, which take no time, a size beyond one that is slower is tried, too.
-        let patience = if self.problem.documents.len() <= FEW { PATIENCE } else { 1 };
+        };
+        let seconds = self.solve(candidate, sizes[middle], pipeline)?;
         for larger in [true, false] {
-            let (mut at, mut least, mut slower) = (middle, seconds, 0);
+            let (mut at, mut least) = (middle, seconds);
             while let Some(next) = if larger { Some(at + 1).filter(|&at| at < sizes.len()) } else { at.checked_sub(1) }
             {
                 let seconds = self.solve(candidate, sizes[next], pipeline)?;
-                at = next;
-                if seconds < least {
-                    (least, slower) = (seconds, 0);
-                } else if least.is_finite() {
-                    slower += 1;
-                    if slower == patience {
-                        break;
-                    }
+                if seconds >= least {
+                    break;
                 }
+                (at, least) = (next, seconds);
             }
         }
         Ok(())
@@ -431,9 +380,9 @@ impl<'a> Search<'a> {
     /// Where exchange costs, tries numbers of micro-batches between the best and those beside it that were tried, ever
     /// closer to it.
     fn between(&mut self, most: usize) -> Result<()> {
-        if let Some(suited) = self.suited.as_ref().filter(|_| self.demand.is_some()) {
-            self.problem = suited.problem;
-            self.demand = Some(Demand::new(suited.problem, most));
+        if let Some((problem, _)) = self.suited.filter(|_| self.demand.is_some()) {
+            self.problem = problem;
+            self.demand = Some(Demand::new(problem, most));
         }
         // Those too that turned out not to fit, of which the sweep knows nothing: no number is tried twice.
         let mut all: Vec<usize> = self.sweep.iter().map(|&(tried, _)| tried).collect();
@@ -451,8 +400,8 @@ impl<'a> Search<'a> {
             }
             for count in new {
                 all.push(count);
-                let candidate = self.candidate_like_the_best(count)?;
-                self.attempt(candidate, 1.0)?;
+                let candidate = self.candidate(count)?;
+                self.attempt(candidate)?;
             }
         }
         Ok(())
@@ -484,7 +433,7 @@ impl<'a> Search<'a> {
         let found = Best { num_micro_batches, draft, order, seconds };
         if self.best.as_ref().is_none_or(beats) {
             self.best = Some(found.clone());
-            self.suited = Some(Suited { problem: self.problem, base, targets: targets.to_vec() });
+            self.suited = Some((self.problem, base));
         }
         if self.problem.documents.len() <= SMALL {
             self.others.retain(|other| other.num_micro_batches != num_micro_batches || other.seconds < seconds);
@@ -588,7 +537,7 @@ impl<'a> Search<'a> {
             self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
             if self.best.is_some() && self.demand.is_some() {
                 self.suited = None;
-                self.sizes(&candidate, NEAR, &pipeline)?;
+                self.sizes(&candidate, &pipeline)?;
             }
         }
         Ok(())
