@@ -461,6 +461,20 @@ def test_documents_in_rows_of_their_own_teach_the_same(ranks: int) -> None:
             assert "lets documents of a row see each other" in found[name]
 
 
+def test_gradients_that_nobody_sees_prove_nothing() -> None:
+    model = llama()
+    train = by_hand(model, as_hf, scale=1.0)
+
+    def engine(step: Step[PackedBatch]) -> Any:
+        """Keeps gradients where `zero_grad` does not reach."""
+        loss = train(step)
+        model.zero_grad(set_to_none=True)
+        return loss
+
+    with pytest.raises(wlb.WlbError, match="leaves no gradient after a step with labels"):
+        wt.verify(model, first_step(), train=engine, alone="rows", report=None)
+
+
 def test_rows_that_are_filled_up_are_proved_and_padding_is_no_document() -> None:
     sizes: dict[str, Any] = {"multiple_of_tokens": 16, "max_documents": 9}
     cost = wlb.CostModel(attention=1.0, linear=50.0)

@@ -11,6 +11,7 @@ import re
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
@@ -269,6 +270,13 @@ def test_another_accumulation_is_refused(tmp_path: Path) -> None:
 def test_what_would_lose_documents_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(wlb.WlbError, match=message):
         fit(tmp_path, stop=2, **options)
+
+
+def test_deepspeed_is_refused() -> None:
+    module = data()
+    module.trainer = SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy))  # made in full only with its package
+    with pytest.raises(wlb.WlbError, match="strategy is DeepSpeed's"):
+        module.setup("fit")
 
 
 def test_costs_have_to_be_said() -> None:

@@ -136,11 +136,12 @@ class BalancedDataModule(LightningDataModule):
         """Sets the Trainer's `accumulate_grad_batches`.
 
         Raises:
-            wlb.WlbError: it is another already, or the Trainer would leave documents out.
+            wlb.WlbError: it is another already, the Trainer would leave documents out, or its strategy is DeepSpeed.
         """
         trainer: Any = self.trainer
         if stage != "fit" or trainer is None:
             return
+        _check_strategy(trainer.strategy)
         needed = self._micro_batches(trainer.world_size) // trainer.world_size
         _check_epochs(trainer, needed)
         if trainer.lightning_module.automatic_optimization:
@@ -282,6 +283,14 @@ def _check_lightning() -> None:
                 f"{lightning.__version__} has no CombinedLoader.{name}: it is newer than this version of wlb knows"
             )
             raise error("lightning", message, value=lightning.__version__)
+
+
+def _check_strategy(strategy: Any) -> None:
+    """Refuses an engine that scales losses by its own accumulation, and keeps gradients of its own."""
+    if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
+        message = "is DeepSpeed's: its engine would divide the loss once more, and keeps gradients of its own, so that "
+        message += "the first step cannot be proved; take DDP or FSDP"
+        raise error("strategy", message, value=type(strategy).__name__)
 
 
 def _check_epochs(trainer: Any, needed: int) -> None:

@@ -416,6 +416,12 @@ class _Prover:
             fixed = f"has a loss of {found:.6g}, another one {fix} Those have {expected:.6g}"
             checks.append(Check("loss", f"{found:.6g}", f"{expected:.6g}", apart, self.allowed, fixed))
         apart, length = self._moved(of_rows, gradients)
+        if not length:  # nothing was compared: that proves nothing
+            nowhere = (
+                "leaves no gradient after a step with labels: it is frozen, or what trains it keeps gradients of its "
+                "own, which neither this proof nor the model's zero_grad reaches"
+            )
+            return [*checks, Check("gradient", "none", "one", math.inf, self.allowed, nowhere)]
         moved = f"moved by {apart:.1e}"
         return [*checks, Check("gradient", moved, f"{length:.6g}", apart, self.allowed, f"has another gradient {fix}")]
 
