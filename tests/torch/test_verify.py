@@ -461,6 +461,22 @@ def test_documents_in_rows_of_their_own_teach_the_same(ranks: int) -> None:
             assert "lets documents of a row see each other" in found[name]
 
 
+def test_a_mean_of_means_is_named_where_only_gradients_show_it() -> None:
+    model = llama()
+
+    def mean_of_means(step: Step[PackedBatch]) -> Tensor:
+        total = torch.zeros(())
+        for batch in step.micro_batches:
+            loss = model(**as_hf(batch), num_items_in_batch=max(batch.num_valid_tokens * len(step.packing), 1)).loss
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    # As coarse as bfloat16 the losses of an untrained model are alike.
+    with pytest.raises(wlb.WlbError, match="points elsewhere: tokens of short micro-batches weigh more"):
+        wt.verify(model, first_step(), train=mean_of_means, dtype=torch.bfloat16, report=None)
+
+
 def test_gradients_that_nobody_sees_prove_nothing() -> None:
     model = llama()
     train = by_hand(model, as_hf, scale=1.0)

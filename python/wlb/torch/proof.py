@@ -187,6 +187,11 @@ _MEAN_OF_MEANS = (
     "has the mean of the means of micro-batches, in which tokens of short ones weigh more: divide sums by the labels "
     "of the whole global batch (train_step, token_normalized_loss)"
 )
+_WEIGHED = (
+    "has a gradient as long as that of the mean over all labels, which points elsewhere: tokens of short micro-batches "
+    "weigh more (divide sums by the labels of the whole global batch: train_step, token_normalized_loss), or documents "
+    "see each other"
+)
 _COUNTED_BEFORE = (
     "they are counted before they are shifted, with first tokens of documents, or without what the last token of a "
     "piece predicts. Count those of a batch's num_valid_tokens, or of as_hf()'s shift_labels"
@@ -598,7 +603,7 @@ class _Prover:
             f"{math.sqrt(norm):.6g}",
             apart,
             self.allowed,
-            _NOT_EXCHANGED if unlike else self._divided(factor),
+            _NOT_EXCHANGED if unlike else self._divided(factor) if abs(factor - 1) > 0.05 else _WEIGHED,
         )
 
     def _slope(self, step: Step[PackedBatch], found: list[Tensor | None]) -> Check:
