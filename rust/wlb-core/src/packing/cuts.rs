@@ -40,9 +40,12 @@ impl Cuts {
         lengths: &[i32],
         pricing: Pricing<'_>,
     ) -> Packing {
-        let empty_cost = match pricing {
-            Pricing::Model(model) => model.micro_batch(),
-            Pricing::Given(_) => 0.0,
+        let (empty_cost, by_model) = match pricing {
+            Pricing::Model(model) => {
+                let of_pieces: Vec<i32> = self.placed.iter().map(|&(_, piece)| piece.length).collect();
+                (model.micro_batch(), model.costs(&of_pieces))
+            }
+            Pricing::Given(_) => (0.0, Vec::new()),
         };
         let mut costs = vec![empty_cost; self.tokens.len()];
         let mut columns = match pricing {
@@ -53,10 +56,10 @@ impl Cuts {
         let mut assignment = vec![-1; lengths.len()];
         let mut counts = vec![0_usize; self.tokens.len()];
         let mut meter = Meter::default();
-        for &(micro_batch, piece) in &self.placed {
+        for (at, &(micro_batch, piece)) in self.placed.iter().enumerate() {
             meter.spend(1);
             let cost = match pricing {
-                Pricing::Model(model) => model.cost(piece.length),
+                Pricing::Model(_) => by_model[at],
                 // A part of a document has the part of its cost that it has of its tokens.
                 Pricing::Given(given) => {
                     let share = f64::from(piece.length) / f64::from(lengths[piece.id as usize]);

@@ -277,6 +277,9 @@ impl Both {
         let text = self.packer.save();
         let saved = self.made_with();
         let sync = |config: &PackerConfig| config.shape.ranks.map(|ranks| ranks.sync);
+        let buckets = |config: &PackerConfig| {
+            config.shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())
+        };
         let mut resumed = Packer::new(config.clone()).unwrap();
         let empty = resumed.clone();
         let changed = [
@@ -291,7 +294,8 @@ impl Both {
             ("cost_model", saved.cost_model != config.cost_model),
             ("sync", sync(&saved) != sync(config)),
             ("max_documents", saved.shape.max_documents != config.shape.max_documents),
-            ("padding", saved.shape.padding != config.shape.padding),
+            // The multiple aside, which follows from the layout.
+            ("token_buckets", buckets(&saved) != buckets(config)),
         ];
         let any_changed = changed.iter().any(|&(_, differs)| differs);
         match resumed.restore(&text, false) {
