@@ -477,6 +477,18 @@ def test_a_mean_of_means_is_named_where_only_gradients_show_it() -> None:
         wt.verify(model, first_step(), train=mean_of_means, dtype=torch.bfloat16, report=None)
 
 
+def test_what_a_model_counts_is_put_back() -> None:
+    model = llama()
+    model.register_buffer("seen", torch.zeros(()))
+
+    def count(*_: Any) -> None:
+        model.seen.add_(1)
+
+    model.register_forward_hook(count)
+    wt.verify(model, first_step(), report=None)
+    assert model.seen == 0
+
+
 def test_gradients_that_nobody_sees_prove_nothing() -> None:
     model = llama()
     train = by_hand(model, as_hf, scale=1.0)

@@ -70,10 +70,9 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
 
 @contextmanager
 def _as_it_was(module: Any) -> Iterator[None]:
-    """Without logging, which Lightning takes in its loops alone; metrics and buffers are put back."""
+    """Without logging, which Lightning takes in its loops alone; metrics are put back."""
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
     states = [copy.deepcopy({name: getattr(metric, name) for name in _kept(metric)}) for metric in metrics]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     silent = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}
     vars(module).update(silent)
     try:
@@ -84,9 +83,6 @@ def _as_it_was(module: Any) -> Iterator[None]:
         for metric, state in zip(metrics, states, strict=True):
             for name, value in state.items():
                 setattr(metric, name, value)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _kept(metric: Metric) -> list[str]:

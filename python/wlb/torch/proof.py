@@ -333,8 +333,12 @@ def _documents(step: Step[PackedBatch], together: _Together) -> Check:
 
 @contextmanager
 def _still(model: nn.Module) -> Iterator[None]:
-    """Without dropout, also where the training step turns it on; leaves modes, gradients and random states as found."""
+    """Without dropout, also where the training step turns it on.
+
+    Leaves modes, gradients, buffers (what experts count, say) and random states as found.
+    """
     training = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.eval()
     for module, _ in training:
         object.__setattr__(module, "train", lambda mode=True, module=module: module)
@@ -347,6 +351,9 @@ def _still(model: nn.Module) -> Iterator[None]:
             module.__dict__.pop("train", None)
             module.training = mode
         model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _alone(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -145,16 +145,12 @@ class _Steps:
 
 @contextmanager
 def _as_it_was(trainer: Any) -> Iterator[None]:
-    """Runs no CUDA graph, which has one shape; what is counted, by the trainer and by experts, is put back."""
+    """Runs no CUDA graph, which has one shape; what the trainer counts is put back."""
     metrics = trainer.metrics_processor
     seen, since, times = trainer.ntokens_seen, metrics.ntokens_since_last_log, list(metrics.data_loading_times)
-    buffers = [(buffer, buffer.clone()) for part in trainer.model_parts for buffer in part.buffers()]
     captured, trainer.fwd_bwd_fn = trainer.fwd_bwd_fn, trainer._forward_backward_body
     try:
         yield
     finally:
         trainer.fwd_bwd_fn = captured
         trainer.ntokens_seen, metrics.ntokens_since_last_log, metrics.data_loading_times = seen, since, times
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
