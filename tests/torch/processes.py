@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -46,14 +47,14 @@ def run(world_size: int, work: Callable[..., Any], *args: Any, timeout: float = 
             readers.append(reader)
             processes.append(process)
         try:
-            return _gather(readers, time.monotonic() + timeout)
+            return _gather(readers, processes, time.monotonic() + timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _gather(readers: list[Connection], until: float) -> list[Any]:
+def _gather(readers: list[Connection], processes: list[Any], until: float) -> list[Any]:
     results: dict[int, Any] = {}
     waiting = {id(reader): rank for rank, reader in enumerate(readers)}
     while waiting:
@@ -66,7 +67,8 @@ def _gather(readers: list[Connection], until: float) -> list[Any]:
             try:
                 failed, result = reader.recv()
             except EOFError:
-                raise RankFailed(rank, "died") from None
+                processes[rank].join(1.0)
+                raise RankFailed(rank, f"died, with exit code {processes[rank].exitcode}") from None
             if failed:
                 raise RankFailed(rank, result)
             results[rank] = result
@@ -83,6 +85,8 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    # A schedule that fails logs all of its actions, on every rank: pages under which the failure itself is not found.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(
