@@ -24,7 +24,7 @@ from faults import KINDS, PLACES
 import wlb
 from wlb.torch import heartbeat
 from wlb.torch.data import PackedBatch, collate
-from wlb.torch.pipeline import PeerFailed, failures_explained, pipeline_step
+from wlb.torch.pipeline import PeerFailed, agreement, failures_explained, pipeline_step
 from wlb.torch.pipeline.agreement import check_same
 
 
@@ -127,6 +127,34 @@ def far_apart(rank: int) -> None:
 
 def test_ranks_far_apart_are_not_taken_for_others() -> None:
     processes.run(2, far_apart)
+
+
+def without_a_heartbeat_once(rank: int, how: str) -> None:
+    """One rank's heartbeat cannot begin in a step, or ends after it: the next one counts its steps on."""
+    heart = heartbeat.heartbeat()
+    for step in range(3):
+        if rank == 1 and step == 1 and how == "ended":
+            assert heart is not None
+            heart._asked.put(None)
+            heart._thread.join()
+        if rank == 1 and step == 0 and how == "refused":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(agreement, "heartbeat", lambda: None)
+                check_same(None, faults.micro_batches([3, step]), "some schedule")
+        else:
+            check_same(None, faults.micro_batches([3, step]), "some schedule")
+        dist.barrier()
+    with pytest.raises(wlb.WlbError, match="micro_batches differ") if rank == 1 else nullcontext():
+        if rank == 1:
+            dist.barrier()
+        check_same(None, faults.micro_batches([rank]), "some schedule")
+        if rank == 0:
+            dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["ended", "refused"])
+def test_steps_are_counted_whatever_heartbeat_there_is(how: str) -> None:
+    processes.run(2, without_a_heartbeat_once, how)
 
 
 def another_plan(_fault: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from wlb._errors import error
-from wlb.torch.heartbeat import Heartbeat, StoreGone, heartbeat
+from wlb.torch.heartbeat import StoreGone, heartbeat
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 
 SLOTS: Final = 64  # of the store, used in turn: of ranks further apart, the last does not compare
@@ -26,8 +27,8 @@ class _Group:
         self.found = deque([""] * SLOTS, SLOTS)
 
 
-# By heartbeat, so by store; then by name.
-_groups: WeakKeyDictionary[Heartbeat, defaultdict[str, _Group]] = WeakKeyDictionary()
+# By store, then by name.
+_groups: WeakKeyDictionary[Store, defaultdict[str, _Group]] = WeakKeyDictionary()
 
 
 def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[PipelineMicroBatch], how: str) -> None:
@@ -48,27 +49,29 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
     Complexity:
         One round trip to the store, if there is more than one rank.
     """
-    heart = heartbeat() if dist.get_world_size(group) > 1 else None
-    if heart is None:
+    if dist.get_world_size(group) == 1:
         return
     group = group or dist.distributed_c10d._get_default_group()
     name = f"{group.group_name}/{dist.get_process_group_ranks(group)[0]}"  # some ranks' groups are named alike
-    known = _groups.setdefault(heart, defaultdict(_Group))[name]
-    known.steps += 1
+    known = _groups.setdefault(dist.distributed_c10d._get_default_store(), defaultdict(_Group))[name]
+    known.steps += 1  # whether or not the store can be asked, now and with whichever heartbeat: the others count it too
     number, found = known.steps, known.found[0]
     tokens = [micro_batch.tokens for micro_batch in micro_batches]
     digest = hashlib.blake2b(repr((tokens, how)).encode(), digest_size=16).hexdigest()
     text = f"{len(tokens)} of {sum(tokens)} tokens by {how}"
-    mine = json.dumps([number, digest, heart.rank, text])
+    mine = json.dumps([number, digest, dist.get_rank(), text])
     key = f"wlb/micro_batches/{name}/{number % SLOTS}"
     if not found or json.loads(found)[0] < number:
         before = found
+        heart = heartbeat()
         try:
             # Whoever comes first puts it in place of what all found there before, the others find it.
-            found = heart.ask(lambda store: store.compare_set(key, before, mine)).decode()
+            found = heart.ask(lambda store: store.compare_set(key, before, mine)).decode() if heart is not None else ""
         except StoreGone:  # who keeps it has failed, and so will communication
-            return
+            found = ""
     known.found.append(found)
+    if not found:
+        return
     step, theirs, rank, what = json.loads(found)
     if step == number and theirs != digest:
         raise error("micro_batches", f"differ from those of rank {rank}: here {text}, there {what}", value=tokens)
