@@ -1,7 +1,7 @@
 """A small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU) over packed documents: `[tokens, hidden]`.
 
 What is special for packed sequences is little: positions come with the batch, and attention takes the shard. The rest
-is how torch splits a decoder: stages for the pipeline, a tensor-parallel plan, FSDP.
+is how torch splits a decoder: stages for the pipeline, a tensor-parallel plan, FSDP; experts are in `experts.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import wlb
+from experts import Mixture, contexts_of_checkpoint
 from wlb.torch.attention import context_parallel_attention
 from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import data_and_context
@@ -39,11 +40,14 @@ class LlamaConfig:
 
     Args:
         hidden_size: hidden size.
-        ffn_hidden_size: hidden size of the feed-forward network.
+        ffn_hidden_size: hidden size of the feed-forward network; of one expert where there are several.
         num_layers: layers.
         num_heads: query heads.
         num_kv_heads: key and value heads.
         vocab_size: different tokens.
+        num_experts: feed-forward networks of a layer, of which a token visits some; 1: one for all.
+        experts_per_token: experts that a token visits.
+        shared_ffn_hidden_size: hidden size of one more that every token visits; 0: there is none.
         rope_theta: base of the rotary embedding.
         norm_eps: added to the variance in norms.
     """
@@ -54,6 +58,9 @@ class LlamaConfig:
     num_heads: int = 8
     num_kv_heads: int = 4
     vocab_size: int = 257
+    num_experts: int = 1
+    experts_per_token: int = 1
+    shared_ffn_hidden_size: int = 0
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
 
@@ -63,9 +70,10 @@ class LlamaConfig:
         return self.hidden_size // self.num_heads
 
     def shape(self) -> dict[str, int]:
-        """Arguments of `wlb.CostModel.from_flops` and `wlb.torch.flops.model_flops`."""
-        names = ("hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+        """Arguments of `wlb.CostModel.from_flops` and `wlb.torch.flops.model_flops`: what one token meets."""
+        names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
+        met = self.experts_per_token * self.ffn_hidden_size + self.shared_ffn_hidden_size
+        return {name: getattr(self, name) for name in names} | {"ffn_hidden_size": met}
 
 
 @dataclass(frozen=True)
@@ -119,11 +127,11 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-        self.w2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
-        self.w3 = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
+        self.w1 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.w3 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -135,13 +143,21 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, options)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.ffn = FeedForward(config)
+        sizes, self.shared = (config.hidden_size, config.ffn_hidden_size), None
+        if config.num_experts == 1:
+            self.ffn: nn.Module = FeedForward(*sizes)
+        else:
+            self.ffn = Mixture(*sizes, config.num_experts, config.experts_per_token)
+            if config.shared_ffn_hidden_size:
+                self.shared = FeedForward(config.hidden_size, config.shared_ffn_hidden_size)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard, group: dist.ProcessGroup | None
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, shard, group)
-        return x + self.ffn(self.ffn_norm(x))
+        normed = self.ffn_norm(x)
+        x = x + self.ffn(normed)
+        return x if self.shared is None else x + self.shared(normed)
 
 
 class LlamaStage(nn.Module):
@@ -199,7 +215,8 @@ class LlamaStage(nn.Module):
             x = DTensor.from_local(x, self.tensor_mesh, [Replicate()]).redistribute(placements=[Shard(0)])
         for block in self.layers.values():
             if self.checkpoint_activations:
-                x = checkpoint(block, x, rope, shard, group, use_reentrant=False)
+                options = {"use_reentrant": False, "context_fn": contexts_of_checkpoint}
+                x = checkpoint(block, x, rope, shard, group, **options)
             else:
                 x = block(x, rope, shard, group)
         if self.is_last:
@@ -216,7 +233,7 @@ class LlamaStage(nn.Module):
                 continue
             generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
             std = self.config.hidden_size**-0.5
-            if name.endswith(("wo.weight", "w2.weight")):
+            if name.endswith(("wo.weight", "w2.weight", "w2")):
                 std /= (2 * self.config.num_layers) ** 0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
@@ -249,13 +266,21 @@ def tensor_parallel_plan(stage: LlamaStage) -> dict[str, ParallelStyle]:
     return plan
 
 
-def parallelize(stage: LlamaStage, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> LlamaStage:
-    """Tensor parallelism, then FSDP over all ranks that hold the same parameters (dp and cp).
+def parallelize(
+    stage: LlamaStage,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    experts: DeviceMesh | None = None,
+) -> LlamaStage:
+    """Tensor and expert parallelism, then FSDP over all ranks that hold the same parameters (dp and cp).
 
     Args:
         stage: with its weights, on its device.
         mesh: from `wlb.torch.groups.build_mesh`.
         dtype: of computation; parameters, gradients and the optimizer stay float32.
+        experts: from `wlb.torch.groups.expert_ranks`, to divide experts over its "ep"; those of one rank are then held
+            by its "edp" only.
     """
     if mesh["tp"].size() > 1:
         stage.tensor_mesh = mesh["tp"]
@@ -266,6 +291,12 @@ def parallelize(stage: LlamaStage, mesh: DeviceMesh, *, dtype: torch.dtype = tor
     options: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": mesh["pp"].size() == 1}
     ranks = data_and_context(mesh)
     for block in stage.layers.values():
+        if experts is not None:
+            block.ffn.divide(experts["ep"])
+            # Each matrix is sharded, not the stack of them: a rank may have fewer experts than there are ranks.
+            fully_shard(
+                block.ffn.experts, mesh=experts["edp"], shard_placement_fn=lambda parameter: Shard(1), **options
+            )
         fully_shard(block, mesh=ranks, **options)
     fully_shard(stage, mesh=ranks, **options)
     sum_gradients(stage)

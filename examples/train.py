@@ -13,6 +13,10 @@ computes, attention takes the shard, and the pipeline takes micro-batches of une
 
 With `--plan dynamic_cp` the dp x cp ranks have no fixed roles: a plan gives every document of a global batch the group
 of ranks that it needs.
+
+    torchrun --nproc-per-node 4 examples/train.py --cp 2 --ep 2 --experts 8 --experts-per-token 2 --ffn 88
+
+trains a mixture of experts, which neighbours among the dp x cp ranks divide among them (`experts.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +51,7 @@ import checkpoints
 import wlb
 from baselines import BaselineLoader
 from corpus import read_corpus
+from experts import ExpertLoad, Load
 from llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
 from wlb.torch.agreement import check_agreement
 from wlb.torch.attention import max_cp_size, prepare_attention
@@ -62,7 +67,7 @@ from wlb.torch.data import (
     collate,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
-from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
+from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context, expert_ranks
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import (
     PipelineMicroBatch,
@@ -103,6 +108,7 @@ class Settings:
         pp: pipeline ranks.
         cp: context-parallel ranks.
         tp: tensor-parallel ranks; data-parallel ranks are what remains of the world.
+        ep: of the dp x cp ranks, neighbours that divide the experts among them.
         virtual_stages: pipeline stages on each rank.
         schedule: of the pipeline.
         transport: how context-parallel ranks exchange keys and values.
@@ -133,6 +139,7 @@ class Settings:
         activation_checkpointing: recompute activations in the backward pass.
         steps: global batches.
         learning_rate: highest learning rate.
+        expert_bias_rate: how far a step moves the biases that level the visits to experts; 0: not.
         warmup: steps of warm-up.
         clip: largest gradient norm.
         seed: of weights and of the order of documents.
@@ -145,6 +152,7 @@ class Settings:
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: PositiveInt = 1
     virtual_stages: int = 1
     schedule: Schedule = "1f1b"
     transport: Transport = "all_gather"
@@ -175,6 +183,7 @@ class Settings:
     activation_checkpointing: bool = False
     steps: int = 20
     learning_rate: float = 3e-3
+    expert_bias_rate: float = 1e-3
     warmup: int = 10
     clip: float = 1.0
     seed: int = 0
@@ -202,6 +211,7 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     done = resume(settings, stages, optimizers, loader)
     ledger = build_ledger(settings, loader, mesh)
     tracker = build_tracker(settings, loader, stages, mesh, device)
+    experts = build_expert_load(settings, config, stages, mesh)
     schedule = partial(learning_rate, settings)
     report = Report(settings, config, is_main=dist.get_rank() == 0)
     waiting = time.perf_counter()
@@ -209,16 +219,20 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
         for step in loader:
             arrived = time.perf_counter()
             check_agreement(step.plan, step=step.number, device=device)
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = schedule(done)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = schedule(done)
             learnt = train_step(settings, step, stages, optimizers, group_of, mesh, device)
+            load = None
+            if experts is not None and learnt is not None:
+                load = experts.step(len(step.micro_batches), device)
+                experts.level(load, settings.expert_bias_rate)
             done += 1
             if ledger is not None:
                 ledger.record(step)
             if tracker is not None and (update := tracker.step(step)) is not None and report.is_main:
                 print(update.report(), flush=True)
             now = time.perf_counter()
-            report.step(done, step, learnt, stall=arrived - waiting, seconds=now - waiting, loader=loader)
+            report.step(done, step, learnt, load, stall=arrived - waiting, seconds=now - waiting, loader=loader)
             if settings.checkpoint_dir and (done % settings.checkpoint_every == 0 or done == settings.steps):
                 state = state_of(done, stages, optimizers, state_after(step, loader))
                 checkpoints.save(settings.checkpoint_dir, done, state, keep=settings.keep)
@@ -279,18 +293,28 @@ def for_pipeline(batch: PackedBatch, group: dist.ProcessGroup | None = None) -> 
 
 def clip_gradients(stages: list[VarlenPipelineStage], limit: float, mesh: DeviceMesh) -> float:
     """Scales all gradients so that their norm, over all stages and shards, is at most `limit`; gives the norm."""
-    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        for dim in range(norm.device_mesh.ndim):  # one at a time: torch warns when it has to do both at once
-            norm = norm.redistribute(placements=[*[Replicate()] * (dim + 1), *norm.placements[dim + 1 :]])
-        norm = norm.to_local()
-    squared = norm**2
+    groups = by_mesh(parameter for stage in stages for parameter in stage.submod.parameters())
+    squared = torch.zeros((), device=groups[0][0].device)
+    for parameters in groups:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            for dim in range(norm.device_mesh.ndim):  # one at a time: torch warns when it has to do both at once
+                norm = norm.redistribute(placements=[*[Replicate()] * (dim + 1), *norm.placements[dim + 1 :]])
+            norm = norm.to_local()
+        squared = squared + norm**2
     dist.all_reduce(squared, group=mesh["pp"].get_group())
     total = squared.sqrt()
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+    for parameters in groups:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
     return total.item()
+
+
+def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters in groups that lie on the same ranks: torch computes with no others at once. Experts are apart."""
+    groups: dict[DeviceMesh | None, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def learning_rate(settings: Settings, done: int) -> float:
@@ -443,6 +467,7 @@ def build_model(
     num_stages = pipeline.size() * settings.virtual_stages
     if num_stages > config.num_layers:
         raise SystemExit(f"{config.num_layers} layers are too few for {num_stages} pipeline stages")
+    experts = divide_experts(settings, config, mesh)
     mine = stages_of_rank(
         pipeline.get_local_rank(), pp_size=pipeline.size(), num_stages=num_stages, schedule=settings.schedule
     )
@@ -456,7 +481,7 @@ def build_model(
             checkpoint_activations=settings.activation_checkpointing,
         )
         module.initialize(settings.seed)
-        module = parallelize(module.to(device), mesh, dtype=dtype)
+        module = parallelize(module.to(device), mesh, dtype=dtype, experts=experts)
         stages.append(
             VarlenPipelineStage(
                 module,
@@ -468,8 +493,41 @@ def build_model(
                 dtype=dtype,
             )
         )
-    optimizers = [torch.optim.AdamW(stage.submod.parameters(), lr=settings.learning_rate) for stage in stages]
-    return stages, optimizers
+    groups = [[{"params": group} for group in by_mesh(stage.submod.parameters())] for stage in stages]
+    return stages, [torch.optim.AdamW(group, lr=settings.learning_rate) for group in groups]
+
+
+def divide_experts(settings: Settings, config: LlamaConfig, mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that divide experts, and those that hold the same; None where each rank has all of them."""
+    if config.experts_per_token > config.num_experts:
+        raise SystemExit(f"--experts-per-token {config.experts_per_token}: there are {config.num_experts} experts")
+    if config.shared_ffn_hidden_size and config.num_experts == 1:
+        raise SystemExit("--shared-ffn goes with --experts above 1")
+    if config.num_experts > 1 and settings.tp > 1:
+        raise SystemExit(f"--tp {settings.tp} does not go with --experts: use --ep, which divides whole experts")
+    if settings.ep == 1:
+        return None
+    if config.num_experts % settings.ep:
+        raise SystemExit(f"--ep {settings.ep} does not divide {config.num_experts} experts")
+    ranks = expert_ranks(mesh, ep=settings.ep)
+    if config.ffn_hidden_size % ranks["edp"].size() or config.hidden_size % ranks["edp"].size():
+        raise SystemExit(f"{ranks['edp'].size()} ranks hold the same experts: --hidden and --ffn must divide by that")
+    return ranks
+
+
+def build_expert_load(
+    settings: Settings, config: LlamaConfig, stages: list[VarlenPipelineStage], mesh: DeviceMesh
+) -> ExpertLoad | None:
+    """Counts which experts tokens visit, and where; None without experts."""
+    if config.num_experts == 1:
+        return None
+    return ExpertLoad(
+        (stage.submod for stage in stages),
+        num_layers=config.num_layers,
+        ranks=data_and_context(mesh),
+        pipeline=mesh["pp"],
+        ep=settings.ep,
+    )
 
 
 def build_ledger(settings: Settings, loader: Any, mesh: DeviceMesh) -> Ledger | None:
@@ -582,6 +640,7 @@ class Report:
         done: int,
         step: AnyStep,
         learnt: tuple[float, float] | None,
+        load: Load | None,
         *,
         stall: float,
         seconds: float,
@@ -607,16 +666,18 @@ class Report:
             "data_stall_ms": 1e3 * stall,
             "plan_ms": 1e3 * step.planning_seconds,
             "digest": step.plan.digest(),
+            **({} if load is None else load.row()),
         }
         if self.peak is not None:
             flops = model_flops(lengths, **self.config.shape())
             world = dist.get_world_size()
             row["mfu"] = model_flops_utilization(flops, seconds=seconds, num_devices=world, peak=self.peak)
         mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+        experts = f"experts {load.imbalance:.2f}, ranks {load.rank_imbalance:.2f}  " if load is not None else ""
         what = f"none of {sum(lengths):,} tokens has a label: no update" if loss is None else f"loss {loss:.4f}"
         print(
             f"step {done:>5}/{self.settings.steps}  {what}  {row['tokens_per_second']:>8,.0f} tokens/s{mfu}  "
-            f"imbalance {imbalance:.3f}  delay {row['delay_mean']:.2f}, longest {row['delay_max']}  "
+            f"imbalance {imbalance:.3f}  {experts}delay {row['delay_mean']:.2f}, longest {row['delay_max']}  "
             f"waiting {row['pending_tokens']:,} tokens  "
             f"stall {row['data_stall_ms']:.1f} ms  plan {row['plan_ms']:.2f} ms",
             flush=True,
@@ -628,7 +689,7 @@ class Report:
 
 def option(field: str) -> str:
     """`--hidden` is short for `hidden_size`, `--layers` for `num_layers`."""
-    short = {"hidden_size": "hidden", "ffn_hidden_size": "ffn"}
+    short = {"hidden_size": "hidden", "ffn_hidden_size": "ffn", "shared_ffn_hidden_size": "shared-ffn"}
     return short.get(field, field.removeprefix("num_").replace("_", "-"))
 
 

@@ -86,7 +86,7 @@ def documents(lengths: list[int]) -> list[np.ndarray]:
 def gradients(rank: int, settings: example.Settings) -> tuple[float, float, dict[str, np.ndarray]]:
     """This rank's part of the loss, the norm of all gradients, and those of its stages, whole."""
     device, mesh = torch.device("cpu"), mesh_of(settings)
-    stages, _ = example.build_model(settings, CONFIG, mesh, device)
+    stages, _ = example.build_model(settings, settings.model, mesh, device)
     group_of = example.context_groups(settings, mesh)
     dp_rank, dp = mesh["dp"].get_local_rank(), mesh["dp"].size()
     batches = [

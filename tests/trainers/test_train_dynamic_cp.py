@@ -39,7 +39,7 @@ def dynamic_gradients(rank: int, settings: example.Settings) -> list[dict[str, A
     both = data_and_context(mesh)
     me, size = both.get_local_rank(), both.size()
     group_of = example.context_groups(settings, mesh)
-    stages, _ = example.build_model(settings, CONFIG, mesh, device)
+    stages, _ = example.build_model(settings, settings.model, mesh, device)
     cost = wlb.CostModel.from_flops(**CONFIG.shape(), attention_efficiency=0.55)
 
     def plan(lengths: np.ndarray) -> wlb.DynamicCpPlan:
@@ -80,10 +80,10 @@ def dynamic_gradients(rank: int, settings: example.Settings) -> list[dict[str, A
     return results
 
 
-def one_process(rank: int) -> list[dict[str, Any]]:
+def one_process(rank: int, settings: example.Settings = SETTINGS) -> list[dict[str, Any]]:
     """The same steps, all documents of one packed together, without a loader."""
-    device, mesh = torch.device("cpu"), mesh_of(SETTINGS)
-    stages, _ = example.build_model(SETTINGS, CONFIG, mesh, device)
+    device, mesh = torch.device("cpu"), mesh_of(settings)
+    stages, _ = example.build_model(settings, settings.model, mesh, device)
     results = []
     for lengths in STEPS:
         valid = sum(lengths) - len(lengths)

@@ -9,7 +9,7 @@ else receives plans and runs them on torch.distributed.
 | documents to micro-batches, resumable | :mod:`wlb.torch.data` |
 | attention over the shards of a micro-batch | :mod:`wlb.torch.attention` |
 | pipeline stages for micro-batches of unequal length | :mod:`wlb.torch.pipeline` |
-| device mesh, context-parallel groups | :mod:`wlb.torch.groups` |
+| device mesh, context- and expert-parallel groups | :mod:`wlb.torch.groups` |
 | a global batch under any wrapper | :mod:`wlb.torch.training` |
 | a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
 | what micro-batches take, costs learnt from it | :mod:`wlb.torch.timing`, `.tracker` |
@@ -39,7 +39,7 @@ from wlb.torch.data import (
 from wlb.torch.failures import PeerFailed, failures_explained
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
-from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
+from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context, expert_ranks
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.metrics import StepMetrics
 from wlb.torch.pipeline import (
@@ -85,6 +85,7 @@ __all__ = [
     "context_parallel_attention",
     "count_valid_tokens",
     "data_and_context",
+    "expert_ranks",
     "failures_explained",
     "max_cp_size",
     "model_flops",

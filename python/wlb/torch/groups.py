@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.torch.data.batch import PackedBatch
 
 MESH_DIMS = ("pp", "dp", "cp", "tp")
@@ -55,6 +55,33 @@ def data_and_context(mesh: DeviceMesh) -> DeviceMesh:
     if "dp_cp" in root._flatten_mapping:  # made once: it creates process groups
         return root._flatten_mapping["dp_cp"]
     return mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def expert_ranks(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
+    """The dp x cp ranks as "edp" x "ep": neighbours divide a layer's experts, and those with the same ones add up.
+
+    As in Megatron-Core and torchtitan expert parallelism needs no ranks of its own. Attention knows nothing of it, so
+    the ranks of an ep group may have different documents, or parts of the same ones.
+
+    Args:
+        mesh: from :func:`build_mesh`.
+        ep: ranks among which a layer's experts are divided.
+
+    Returns:
+        A 2-D mesh with dimensions ``("edp", "ep")``: `ep` neighbours in "ep"; in "edp" the ranks that hold the same
+        experts, over which their gradients are added up and sharded.
+
+    Raises:
+        WlbError: for an `ep` below 1, or that does not divide dp x cp.
+
+    Complexity:
+        Collective: every rank calls it once, at the same point.
+    """
+    check_integer("ep", ep, minimum=1)
+    ranks = data_and_context(mesh)
+    if ranks.size() % ep:
+        raise error("ep", f"= {ep}: does not divide dp x cp = {ranks.size()} ranks", value=ep)
+    return ranks._unflatten(0, (ranks.size() // ep, ep), ("edp", "ep"))
 
 
 class ContextParallelGroups:
