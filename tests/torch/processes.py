@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -103,4 +104,5 @@ def _main(
         writer.send((True, traceback.format_exc()))
     finally:
         writer.close()
+        sys.stderr.flush()  # what threads raised stands there
         os._exit(0)  # no destructors: what a test left open must not hang it

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import pickle
 import re
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,37 @@ def test_steps_are_counted_whatever_heartbeat_there_is(how: str) -> None:
     processes.run(2, without_a_heartbeat_once, how)
 
 
+def a_beat_that_fails(rank: int) -> str:
+    heart = heartbeat.heartbeat()
+    assert heart is not None
+    with pytest.MonkeyPatch.context() as patch, warnings_of_wlb() as logged:
+        patch.setattr(heartbeat, "where", lambda lines: {}["not there"])
+        for _ in range(3):
+            heart._asked.put(heart._beat)
+        heart.ask(lambda store: None)  # after them
+    assert heart.alive
+    assert heartbeat.heartbeat() is heart
+    dist.barrier()
+    return "\n".join(logged)
+
+
+@contextmanager
+def warnings_of_wlb() -> Iterator[list[str]]:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("wlb")
+    logger.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_heart_goes_on_whatever_a_beat_raises_and_says_so_once() -> None:
+    assert processes.run(2, a_beat_that_fails) == [f"a heartbeat of rank {rank} failed; it goes on" for rank in (0, 1)]
+
+
 def another_plan(_fault: Any) -> None:
     longest = 128 if dist.get_rank() != 1 else 96
     next(faults.dynamic([[list(range(100))]], plan=functools.partial(faults.plan, max_tokens_per_rank=longest)))
@@ -239,7 +272,8 @@ def test_a_peer_failed_may_be_pickled() -> None:
 
 MAIN = """
 import sys, torch.distributed as dist
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from wlb.torch.failures import failures_explained
 rank = int(sys.argv[1])

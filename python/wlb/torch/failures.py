@@ -190,16 +190,16 @@ class Together:
         looks = first is None and heart.ask(lambda store: store.compare_set(asks, "", me)) == me.encode()
         ranks = [rank for rank in self._ranks or range(heart.size) if rank != heart.rank]
         until = time.monotonic() + (4 if looks else 8) * heart.interval
-        before = heart.read(ranks) if looks else {}
+        asked = heart.ask_ranks() if looks else 0
         while first is None:
             late = time.monotonic() > until
             if looks:
                 beats = heart.read(ranks)
-                silent = {rank for rank in ranks if _silent(before.get(rank), beats.get(rank))}
+                silent = {rank for rank in ranks if _silent(asked, beats.get(rank))}
                 if late or not silent:
                     return self._leave(heart, self._blamed(heart, beats, silent))
             elif late:  # who looked is gone too
-                looks, until, before = True, time.monotonic() + 4 * heart.interval, heart.read(ranks)
+                looks, until, asked = True, time.monotonic() + 4 * heart.interval, heart.ask_ranks()
             time.sleep(heart.interval / 4)
             first = self._first(heart)
         return first
@@ -235,10 +235,8 @@ class _Guilt(IntEnum):
     NONE = 5
 
 
-def _silent(before: Beat | None, now: Beat | None) -> bool:
-    if now is None:
-        return True
-    return now.ended is None and before is not None and before.number == now.number
+def _silent(asked: int, beat: Beat | None) -> bool:
+    return beat is None or (beat.ended is None and beat.asked < asked)
 
 
 def _judged(beat: Beat | None, mine: Activity, *, silent: bool) -> tuple[_Guilt, str]:

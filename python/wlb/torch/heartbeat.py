@@ -8,35 +8,33 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import queue
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Final, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from wlb.torch.stacks import Line, stacks, waits, where
 
 T = TypeVar("T")
 
 INTERVAL: Final = 0.5  # seconds between two beats of a rank
 BEATS_A_SECOND: Final = 2000  # of all ranks together: what one store has to take
+ANSWERING: Final = 16  # intervals in which beats tell where a rank is, once somebody asked: until that one has read it
 PATIENCE: Final = 3.0  # seconds until a store that does not answer counts as gone
 
-_HERE = str(Path(__file__).parent)
-_WAITS_IN_WLB = tuple(str(Path(_HERE) / name) for name in ("failures.py", "heartbeat.py"))
-_COLLECTIVES = (str(Path(torch.__file__).parent / "distributed") + os.sep, str(Path(_HERE) / "data" / "peers.py"))
-_NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep)
+_ASKED: Final = "wlb/heartbeat/asked"
+_LOG: Final = logging.getLogger("wlb")
 
 
 class StoreGone(RuntimeError):
@@ -68,10 +66,10 @@ class Activity:
     failure: bytes | None = None
     in_vain: Callable[[bytes], None] | None = None
 
-    def told(self, frames: dict[int, FrameType]) -> Place:
-        """What it tells now; `frames` by thread."""
-        frame = frames.get(self.thread) if self.busy else None
-        return Place(self.step, self.count, self.busy, _waits(frame), _where(frame))
+    def told(self, threads: Mapping[int, list[Line]]) -> Place:
+        """What it tells now; where each thread is."""
+        lines = threads.get(self.thread, []) if self.busy else []
+        return Place(self.step, self.count, self.busy, waits(lines) if self.busy else False, where(lines))
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ class Place:
         step: See `Activity`.
         count: See `Activity`.
         busy: See `Activity`.
-        waits: Whether it waits for other ranks; None where that cannot be seen, in torch's own C++.
-        where: The line of code it is in.
+        waits: Whether it waits for other ranks; None where that cannot be seen, in torch's own C++, or nobody asked.
+        where: The line of code it is in, if somebody asked.
     """
 
     step: int
@@ -98,13 +96,14 @@ class Beat:
     """What a rank told last.
 
     Attributes:
-        number: Beats so far: a rank whose number stands still does not live, or cannot run Python.
-        main: The line of code that its main thread is in.
+        asked: How often ranks had been asked where they are: one that does not answer does not live, or cannot run
+            Python.
+        main: The line of code that its main thread is in, if somebody asked.
         ended: How its program ended, None while it has not.
         does: Its activities.
     """
 
-    number: int
+    asked: int
     main: str
     ended: str | None = None
     does: dict[str, Place] = field(default_factory=dict)
@@ -112,13 +111,13 @@ class Beat:
     def text(self) -> str:
         """As it stands in the store."""
         places = {name: list(vars(place).values()) for name, place in self.does.items()}
-        return json.dumps([self.number, self.main, self.ended, places])
+        return json.dumps([self.asked, self.main, self.ended, places])
 
     @classmethod
     def of(cls, text: bytes) -> Beat:
         """The beat that a text from the store holds."""
-        number, main, ended, places = json.loads(text)
-        return cls(number, main, ended, {name: Place(*place) for name, place in places.items()})
+        asked, main, ended, places = json.loads(text)
+        return cls(asked, main, ended, {name: Place(*place) for name, place in places.items()})
 
 
 class Heartbeat:
@@ -144,9 +143,11 @@ class Heartbeat:
         self.failure_known = False
         self._connection = store.clone()
         self._activities: dict[str, Activity] = {}
-        self._number = 0
+        self._answered = 0  # of the times that it was asked where it is
+        self._answers_until = 0.0
         self._ended: str | None = None
         self._gone = ""  # or why the store is
+        self._complained = False
         self._asked: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="wlb-heartbeat", daemon=True)
         self._thread.start()
@@ -189,6 +190,16 @@ class Heartbeat:
         except RuntimeError as reason:
             raise StoreGone(str(reason)) from reason
 
+    def ask_ranks(self) -> int:
+        """Asks all ranks where they are; gives how often that was asked, which the beats that answer tell.
+
+        To know it at any time would cost each beat more than all else it does.
+
+        Raises:
+            StoreGone: It does not answer.
+        """
+        return self.ask(lambda store: store.add(_ASKED, 1))
+
     def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
         """What they told last; of those that never told anything, nothing.
 
@@ -227,15 +238,21 @@ class Heartbeat:
                 work()
             except RuntimeError:  # of a beat, which nobody waits for
                 continue
+            except Exception:  # this rank would seem dead, and who it waits for would not be found
+                if not self._complained:
+                    _LOG.warning("a heartbeat of rank %d failed; it goes on", self.rank, exc_info=True)
+                self._complained = True
 
     def _beat(self) -> None:
-        self._number += 1
+        asked = self._use(lambda store: store.add(_ASKED, 0))
+        if asked != self._answered:
+            self._answered, self._answers_until = asked, time.monotonic() + ANSWERING * self.interval
         main = threading.main_thread()
         if self._ended is None and not main.is_alive():  # other threads keep the process
             self._ended = _how_it_ended()
-        frames = sys._current_frames()
-        does = {activity.name: activity.told(frames) for activity in list(self._activities.values())}
-        beat = Beat(self._number, _where(frames.get(main.ident or 0)), self._ended, does)
+        threads = stacks() if time.monotonic() < self._answers_until else {}
+        does = {activity.name: activity.told(threads) for activity in list(self._activities.values())}
+        beat = Beat(asked, where(threads.get(main.ident or 0, [])), self._ended, does)
         self._use(lambda store: store.set(_key(self.rank), beat.text()))
         for activity in list(self._activities.values()):
             if activity.busy and activity.failure is None:
@@ -322,27 +339,3 @@ def _how_it_ended() -> str:
     """What the main program did not catch; `SystemExit` leaves no trace."""
     reason = getattr(sys, "last_value", None)
     return "" if reason is None else "".join(traceback.format_exception(reason))
-
-
-def _waits(frame: FrameType | None) -> bool | None:
-    if frame is None:
-        return False
-    if frame.f_code.co_filename.startswith(_COLLECTIVES):
-        return True
-    if frame.f_code.co_filename.startswith(_NOT_THE_USERS[0]):
-        return None
-    outer: FrameType | None = frame
-    while outer is not None:
-        if outer.f_code.co_filename in _WAITS_IN_WLB:
-            return True
-        outer = outer.f_back
-    return False
-
-
-def _where(frame: FrameType | None) -> str:
-    """The innermost line that is neither torch's nor of the standard library."""
-    innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    frame = frame or innermost
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
