@@ -9,8 +9,8 @@ const COUNTED_FROM: usize = 1024;
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
 /// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
-/// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024 (`benches/rust/engine.rs`
-/// has the time), where a tournament tree or a heap always pays log N. In any other order it takes up to N steps.
+/// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024, where a tournament tree or
+/// a heap always pays log N. In any other order it takes up to N steps.
 pub(crate) struct Ladder {
     /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a ring.
     rungs: Vec<Rung>,

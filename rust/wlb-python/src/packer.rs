@@ -185,18 +185,6 @@ impl Packer {
             py.detach(|| std::thread::sleep(Duration::from_micros(50)));
         }
     }
-
-    /// Pieces that these documents become.
-    fn pieces(&self, lengths: &[i32]) -> usize {
-        let core = self.lock();
-        let config = core.config();
-        if config.oversize != Oversize::Split {
-            return lengths.len();
-        }
-        let limit = config.max_document_tokens;
-        let cuts = |&length: &i32| ((length - 1) / limit) as usize;
-        lengths.iter().filter(|&&length| length > limit).map(cuts).fold(lengths.len(), usize::saturating_add)
-    }
 }
 
 /// Ends a caller's turn, also when it panics.
@@ -405,10 +393,11 @@ impl Packer {
             let (ids, starts, early) = (ids.as_deref(), starts.as_deref(), early.as_deref());
             core.push_pieces(&Push { lengths: &lengths, ids, starts, min_step_tokens, early, costs: table(&costs) })
         };
+        let pieces = self.lock().pieces_of_new(&lengths);
         let packing = if self.is_watched(&lengths) {
-            self.change_within_bounds(py, self.pieces(&lengths), push)
+            self.change_within_bounds(py, pieces, push)
         } else {
-            self.change(py, self.pieces(&lengths), push)?.map_err(raise)
+            self.change(py, pieces, push)?.map_err(raise)
         };
         packing.map(Packing::from)
     }

@@ -43,11 +43,14 @@ pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Ve
     Ok(pieces)
 }
 
+/// Cuts that it takes to have no piece longer than `limit`.
+pub(super) fn cuts(lengths: &[i32], limit: i32) -> i64 {
+    lengths.iter().filter(|&&length| length > limit).map(|&length| i64::from((length - 1) / limit)).sum()
+}
+
 /// Checks that cutting at `limit` takes no more than [`MAX_CUTS`].
 pub(super) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
-    let cuts: i64 =
-        lengths.iter().filter(|&&length| length > limit).map(|&length| i64::from((length - 1) / limit)).sum();
-    if cuts <= MAX_CUTS {
+    if cuts(lengths, limit) <= MAX_CUTS {
         return Ok(());
     }
     let requirement = "would take more than 2^23 cuts for these documents";

@@ -10,7 +10,7 @@ use crate::ladder::Ladder;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first_of;
 use crate::packing::piece::Piece;
-use crate::packing::split::split;
+use crate::packing::split::{cuts, split};
 
 use super::config::{Oversize, PackerConfig, Release};
 use super::cost_rows::{CostTable, share};
@@ -116,6 +116,15 @@ impl Packer {
             None => lengths.iter().map(|&length| i64::from(length)).sum(),
             Some(_) => lengths.iter().map(|&length| self.config.size_cut(length)).sum(),
         }
+    }
+
+    /// Pieces that these documents become when they are pushed; O(documents).
+    pub fn pieces_of_new(&self, lengths: &[i32]) -> usize {
+        let added = match self.config.oversize {
+            Oversize::Split => cuts(lengths, self.config.max_document_tokens),
+            Oversize::Error | Oversize::Truncate => 0,
+        };
+        lengths.len().saturating_add(added as usize)
     }
 
     fn size_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
