@@ -5,6 +5,7 @@ answers that it did not give itself.
 """
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import wlb
-from plain import plain, plain_rank
+from plain import pieces_of, plain, plain_rank
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
@@ -45,6 +46,15 @@ def test_pack(case: dict[str, Any]) -> None:
         == plan
     )
     assert (packing.method, packing.window, packing.max_tokens) == (case["method"], case["window"], case["max_tokens"])
+    copy = pickle.loads(pickle.dumps(packing))
+    assert (copy, copy.digest(), plain(copy)) == (packing, packing.digest(), plan)
+    assert [pickle.loads(pickle.dumps(batch)) for batch in packing] == list(packing)
+    if case["method"] not in ("original", "fixed_length"):
+        sizes = {name: case[name] for name in ("num_micro_batches", "max_tokens")}
+        scored = wlb.Packing.from_assignment(case["lengths"], packing.assignment, **sizes, cost_model=cost)
+        assert [pieces_of(batch) for batch in scored] == [pieces_of(batch) for batch in packing]
+        np.testing.assert_allclose(scored.costs, packing.costs, rtol=1e-12)
+        assert sorted(scored.leftover) == sorted(packing.leftover)
 
 
 @each("columns")
@@ -86,11 +96,28 @@ def test_packer(case: dict[str, Any]) -> None:
 def test_shard(case: dict[str, Any]) -> None:
     ranks = case.pop("ranks")
     shard = wlb.shard(**case)
-    assert [plain_rank(shard.rank(rank)) for rank in range(shard.cp_size)] == ranks
+    found = [shard.rank(rank) for rank in range(shard.cp_size)]
+    assert [plain_rank(rank) for rank in found] == ranks
+    assert (shard.strategy, shard.causal, len(shard)) == (case["strategy"], case["causal"], case["cp_size"])
+    assert (shard.lengths.tolist(), shard.num_tokens) == (case["lengths"], sum(case["lengths"]))
+    assert shard.tokens_per_rank.tolist() == [rank["num_tokens"] for rank in ranks]
+    assert shard.pairs_per_rank.tolist() == [rank["pairs"] for rank in ranks]
+    assert shard.keys_moved.tolist() == [fetched(rank) for rank in ranks]
+    arrays = [value for rank in found for value in (getattr(rank, name) for name in ranks[0])]
+    assert {value.dtype for value in arrays if isinstance(value, np.ndarray)} == {np.dtype(np.int32)}
+    copy = pickle.loads(pickle.dumps(shard))
+    assert (copy, copy.strategy, copy.digest()) == (shard, shard.strategy, shard.digest())
+    assert [plain_rank(copy.rank(rank)) for rank in range(shard.cp_size)] == ranks
     rank_major = np.concatenate([shard.rank(rank).token_indices for rank in range(shard.cp_size)])
     assert rank_major[shard.restore_indices].tolist() == list(range(shard.num_tokens))
     if case["strategy"] == "auto" and "max_imbalance" not in case:
         assert wlb.shard(case["lengths"], cp_size=case["cp_size"], causal=case["causal"]) == shard, "the default"
+
+
+def fetched(rank: dict[str, Any]) -> int:
+    """Keys that a rank's segments see and that it does not hold."""
+    seen = zip(rank["k_starts"], np.diff(rank["cu_seqlens_k"]).tolist(), strict=True)
+    return len({key for start, count in seen for key in range(start, start + count)} - set(rank["token_indices"]))
 
 
 @each("kernel")

@@ -378,9 +378,14 @@ def test_bad_lengths_change_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("method", ["var_length", "var_length_fast", "refined"])
 def test_a_document_over_max_tokens_is_named(method: Any) -> None:
-    with pytest.raises(wlb.WlbError) as raised:
-        wlb.pack([5, 1000, 1001], **SIZES, method=method)
-    assert (raised.value.argument, raised.value.index, raised.value.value) == ("lengths", 2, 1001)
+    waiting = packer(outlier_thresholds=[50])
+    waiting.push([60])
+    before = waiting.state_dict()
+    for take in (waiting.push, lambda lengths: wlb.pack(lengths, **SIZES, method=method)):
+        with pytest.raises(wlb.WlbError) as raised:
+            take([5, 1000, 1001])
+        assert (raised.value.argument, raised.value.index, raised.value.value) == ("lengths", 2, 1001)
+    assert waiting.state_dict() == before
 
 
 def test_a_sequence_too_long_for_int32_is_refused() -> None:

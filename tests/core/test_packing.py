@@ -1,6 +1,5 @@
 """Packing one global batch: every token once, within the published bounds. Plans are held by the goldens."""
 
-import itertools
 import pickle
 import re
 from typing import Any
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from plain import leftover_of, pieces_of, plain
+from plain import leftover_of, pieces_of
 from wlb import testing
 
 Batch = tuple[list[int], dict[str, Any]]  # lengths, and the arguments num_micro_batches and max_tokens
@@ -54,17 +53,6 @@ def check_is_a_partition(packing: wlb.Packing, lengths: list[int]) -> None:
         assert dtypes == [np.int64, np.int32, np.int32, np.int32]
     fields: list[NDArray[Any]] = [packing.assignment, packing.tokens, packing.costs, packing.leftover]
     assert [field.dtype for field in fields] == [np.int32, np.int64, np.float64, np.int64]
-
-
-@given(testing.document_lengths(max_length=300), testing.cost_models(), st.integers(1, 100), st.integers(1, 4))
-def test_fixed_length_over_a_window(lengths: list[int], cost: wlb.CostModel, max_tokens: int, window: int) -> None:
-    """Here documents may be longer than a micro-batch: they are cut."""
-    sizes: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": max_tokens}
-    packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost, method="fixed_length", window=window)
-    assert packing.num_micro_batches == 3 * window
-    check_is_a_partition(packing, lengths)
-    if leftover_of(packing):
-        assert packing.tokens.tolist() == [max_tokens] * (3 * window), "something is left over, so all are full"
 
 
 @given(batches(), testing.cost_models(), st.sampled_from(EVERY_METHOD))
@@ -231,59 +219,6 @@ def test_deal_over_a_window(lengths: list[int], cost: wlb.CostModel, dp_size: in
         packing.deal(4)
 
 
-@given(batches(), testing.cost_models(exact=True), st.data())
-def test_from_assignment(batch: Batch, cost: wlb.CostModel, data: st.DataObject) -> None:
-    """Anyone's assignment is scored like ours."""
-    lengths, sizes = batch
-    ours = wlb.pack(lengths, **sizes, leftover="return", cost_model=cost)
-    theirs = wlb.Packing.from_assignment(lengths, ours.assignment, **sizes, cost_model=cost)
-    assert plain(theirs) | {"leftover": 0, "length_fallbacks": 0} == plain(ours) | {
-        "leftover": 0,
-        "length_fallbacks": 0,
-    }
-    assert sorted(theirs.leftover) == sorted(ours.leftover)
-    assert (theirs.imbalance, theirs.lower_bound) == (ours.imbalance, ours.lower_bound)
-
-    n = sizes["num_micro_batches"]
-    drawn = data.draw(st.lists(st.integers(-1, n - 1), min_size=len(lengths), max_size=len(lengths)))
-    tokens = [sum(x for x, j in zip(lengths, drawn, strict=True) if j == batch) for batch in range(n)]
-    if max(tokens) <= sizes["max_tokens"]:
-        packing = wlb.Packing.from_assignment(lengths, drawn, **sizes, cost_model=cost)
-        assert packing.assignment.tolist() == drawn
-        assert packing.tokens.tolist() == tokens
-        check_is_a_partition(packing, lengths)
-    else:
-        with pytest.raises(wlb.WlbError):
-            wlb.Packing.from_assignment(lengths, drawn, **sizes, cost_model=cost)
-
-
-@given(batches(), batches(), testing.cost_models(), st.sampled_from(EVERY_METHOD))
-def test_digest_and_pickle(
-    batch: Batch,
-    other: Batch,
-    cost: wlb.CostModel,
-    method: Any,
-) -> None:
-    """The digest tells plans apart, whoever computed them, and a pickled plan is the same plan."""
-    packing, another = [
-        wlb.pack(lengths, **sizes, leftover="return", cost_model=cost, method=method)
-        for lengths, sizes in (batch, other)
-    ]
-    same = [plain(packing)[key] == plain(another)[key] for key in ("micro_batches", "leftover")]
-    assert (packing.digest() == another.digest()) == all(same)
-    copy = pickle.loads(pickle.dumps(packing))
-    assert copy == packing
-    assert copy.digest() == packing.digest()
-    assert plain(copy) == plain(packing)
-    assert copy.max_tokens == packing.max_tokens
-    assert copy.method == packing.method
-    for micro_batch in packing:
-        alone = pickle.loads(pickle.dumps(micro_batch))
-        assert pieces_of(alone) == pieces_of(micro_batch)
-        assert (alone.tokens, alone.cost) == (micro_batch.tokens, micro_batch.cost)
-    assert (packing == another) <= (packing.digest() == another.digest())
-
-
 @pytest.mark.parametrize(("documents", "n"), [(100, 4), (200, 8), (500, 16), (500, 64)])
 def test_refined_is_near_the_bound(documents: int, n: int, llama_cost: wlb.CostModel) -> None:
     """2 % more tokens than the mean: within 0.5 % of what no packing beats, where var_length is further off."""
@@ -293,17 +228,6 @@ def test_refined_is_near_the_bound(documents: int, n: int, llama_cost: wlb.CostM
     packing = wlb.pack(lengths, **sizes, leftover="return", cost_model=llama_cost, method="refined")
     assert packing.leftover.size == 0
     assert max(packing.costs) <= 1.005 * packing.lower_bound
-
-
-@given(testing.document_lengths(max_length=50), st.integers(1, 60))
-def test_batch_offsets(lengths: list[int], tokens_per_batch: int) -> None:
-    offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
-    assert offsets.dtype == np.int64
-    assert (offsets[0], offsets[-1]) == (0, len(lengths))
-    assert np.all(np.diff(offsets) > 0)
-    for start, end in itertools.pairwise(offsets.tolist()):
-        assert sum(lengths[start:end]) <= tokens_per_batch or end == start + 1, "as many as fit, at least one"
-        assert end == len(lengths) or sum(lengths[start : end + 1]) > tokens_per_batch, "and no fewer"
 
 
 @given(testing.document_lengths(max_length=50), st.integers(1, 60))

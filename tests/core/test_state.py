@@ -1,4 +1,7 @@
-"""Saved packers: plain data, exact to the bit, and refused when anything in them was touched."""
+"""Saved packers: plain data, and refused when they are anything else.
+
+That a change of any byte or number is noticed is tested in `rust/wlb-core/tests/state.rs`.
+"""
 
 import copy
 import json
@@ -66,59 +69,6 @@ def at(state: Any, path: Path) -> Any:
     return state
 
 
-def check_refused_or_equal(damaged: Any, valid: dict[str, Any]) -> None:
-    """A StateError that changes nothing, or a state that is the very same."""
-    loaded = wlb.Packer.from_state_dict(valid)
-    loaded.push([1])
-    before = loaded.state_dict()
-    try:
-        loaded.load_state_dict(damaged)
-    except wlb.StateError:
-        assert loaded.state_dict() == before
-        with pytest.raises(wlb.StateError):
-            wlb.Packer.from_state_dict(damaged)
-    else:
-        assert loaded.state_dict() == valid
-        assert wlb.Packer.from_state_dict(damaged).state_dict() == valid
-
-
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 10),
-    st.sampled_from([-(2**63) - 1, -(2**31), 2**31, 2**53, 2**63, 2**64, 10**30]),
-    st.floats(),
-    st.text(max_size=5),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.dictionaries(st.text(max_size=3), st.integers(0, 3), max_size=2),
-)
-
-
-@given(used_packers(), st.data())
-def test_a_changed_state_is_refused(packer: wlb.Packer, data: st.DataObject) -> None:
-    valid = packer.state_dict()
-    damaged = copy.deepcopy(valid)
-    path = data.draw(st.sampled_from(list(paths(damaged))))
-    parent, key = at(damaged, path[:-1]), path[-1]
-    if data.draw(st.booleans()):
-        parent[key] = data.draw(VALUES)
-    elif isinstance(parent, dict):
-        value = parent.pop(key)
-        if data.draw(st.booleans()):
-            parent[data.draw(st.text(max_size=8))] = value
-    else:
-        change = data.draw(st.sampled_from(["drop", "repeat", "reverse", "truncate"]))
-        if change == "drop":
-            del parent[key]
-        elif change == "repeat":
-            parent.insert(key, parent[key])
-        elif change == "reverse":
-            parent.reverse()
-        else:
-            del parent[key:]
-    check_refused_or_equal(damaged, valid)
-
-
 def test_unknown_keys_are_refused() -> None:
     """A state of a later version may hold what this one cannot keep."""
     valid = a_packer().state_dict()
@@ -127,18 +77,6 @@ def test_unknown_keys_are_refused() -> None:
         at(damaged, path)["a key from the future"] = 1
         with pytest.raises(wlb.StateError):
             wlb.Packer.from_state_dict(damaged)
-
-
-def test_states_cannot_be_mixed() -> None:
-    """A part of one valid state in another is no valid state."""
-    packer = a_packer()
-    first = packer.state_dict()
-    packer.push([7, 55])
-    second = packer.state_dict()
-    for key in first:
-        mixed = copy.deepcopy(second)
-        mixed[key] = first[key]
-        check_refused_or_equal(mixed, second)
 
 
 class Foreign:
@@ -173,6 +111,7 @@ FOREIGN: list[Any] = [
     {"format": Foreign()},
     Foreign(),
     [("format", "wlb.packer")],
+    *({**a_packer().state_dict(), "iteration": value} for value in (10**30, -(2**63) - 1, 1.5, float("nan"), True)),
 ]
 
 
