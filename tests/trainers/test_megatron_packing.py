@@ -49,35 +49,32 @@ def sample(number: int, length: int) -> dict[str, torch.Tensor]:
     return given | {"position_ids": torch.arange(length), "original_seq_len": size, "padded_seq_len": size.clone()}
 
 
-def packed(rank: int, run: Run, ours: bool, group: int | None) -> Any:
-    """Of each micro-batch that its wrapper gives this rank the samples and their lengths."""
+def wrapped(rank: int, run: Run, ours: bool, group: int | None, sizes: dict[str, Any]) -> Any:
+    """What its wrapper gives this rank: of each micro-batch the samples, their lengths, and among how many ranks."""
     with on_cpu():
         initialize(run)
         if ours:
             megatron.install_schedulers(cost_model=COST)
-        config = SimpleNamespace(
-            max_seqlen_per_dp_cp_rank=1024 // run.cp,
-            sequence_packing_scheduler="dp_balanced",
-            virtual_pipeline_model_parallel_size=2 if group else None,
-            microbatch_group_size_per_vp_stage=group,
-            **PLAIN,
-        )
+        virtual = {"virtual_pipeline_model_parallel_size": 2 if group else None}
+        config = SimpleNamespace(microbatch_group_size_per_vp_stage=group, **virtual, **sizes, **PLAIN)
         read = iter([samples(rank // run.cp)])
-        wrapped, count, tokens, _ = data_schedule.wrap_data_iterator([read, None] if group else read, config, 1)
-        iterator = wrapped[0] if group else wrapped
+        iterators, count, tokens, _ = data_schedule.wrap_data_iterator([read, None] if group else read, config, 1)
+        iterator = iterators[0] if group else iterators
         found = []
         for _ in range(count):
             batch = next(iterator)
             lengths = batch["cu_seqlens_padded"].diff().tolist()
-            held = [int(part[0]) for part in batch["tokens"].split(lengths)]
-            assert all((part == part[0]).all() for part in batch["tokens"].split(lengths))
-            found.append(dict(zip(held, lengths, strict=True)))
+            parts = batch["tokens"].split(lengths)
+            assert all((part == part[0]).all() for part in parts) or "min_dynamic_context_parallel_size" in sizes
+            size = batch.get("local_cp_size")
+            held = dict(zip([int(part[0]) for part in parts], lengths, strict=True))
+            found.append((held, run.cp if size is None else int(size)))
         return found, tokens
 
 
 def slowest(ranks: list[Any]) -> float:
     """Work of the busiest rank over that of the mean rank."""
-    work = [sum(COST.cost(list(part.values())).sum() for part in found) for found, _ in ranks]
+    work = [sum(COST.cost(list(part.values())).sum() for part, _ in found) for found, _ in ranks]
     return float(max(work) / np.mean(work))
 
 
@@ -85,9 +82,10 @@ def slowest(ranks: list[Any]) -> float:
 @pytest.mark.parametrize(("run", "group"), [(Run(), None), (Run(cp=2), None), (Run(), 4)])
 def test_its_wrapper_moves_every_sample_where_the_plan_wants_it(run: Run, group: int | None) -> None:
     ranks = 2 * run.cp
-    ours, theirs = (run_processes(ranks, packed, run, mine, group) for mine in (True, False))
+    sizes = {"max_seqlen_per_dp_cp_rank": 1024 // run.cp, "sequence_packing_scheduler": "dp_balanced"}
+    ours, theirs = (run_processes(ranks, wrapped, run, mine, group, sizes) for mine in (True, False))
     expected = {int(row["tokens"][0]): len(row["tokens"]) for rank in range(2) for row in samples(rank)}
-    held = [part for found, _ in ours[:: run.cp] for part in found]
+    held = [part for found, _ in ours[:: run.cp] for part, _ in found]
     assert {number: length for part in held for number, length in part.items()} == expected
     assert sum(map(len, held)) == len(expected)
     assert all(part and sum(part.values()) <= 1024 for part in held)
@@ -102,32 +100,6 @@ needs_groups = pytest.mark.skipif(DYNAMIC is None, reason="this megatron-core ha
 CAPACITY = 256
 
 
-def grouped(rank: int, ours: bool, least: int, group: int | None) -> Any:
-    """Of each micro-batch the samples that this rank shares, their lengths, and with how many ranks."""
-    with on_cpu():
-        initialize(Run())
-        if ours:
-            megatron.install_schedulers(cost_model=COST)
-        config = SimpleNamespace(
-            max_seqlen_per_dp_cp_rank=CAPACITY,
-            sequence_packing_scheduler="default_dynamic_cp",
-            min_dynamic_context_parallel_size=least,
-            virtual_pipeline_model_parallel_size=2 if group else None,
-            microbatch_group_size_per_vp_stage=group,
-            **PLAIN,
-        )
-        read = iter([samples(rank)])
-        wrapped, count, tokens, _ = data_schedule.wrap_data_iterator([read, None] if group else read, config, 1)
-        iterator = wrapped[0] if group else wrapped
-        found = []
-        for _ in range(count):
-            batch = next(iterator)
-            lengths = batch["cu_seqlens_padded"].diff().tolist()
-            held = [int(part[0]) for part in batch["tokens"].split(lengths)]
-            found.append((dict(zip(held, lengths, strict=True)), int(batch["local_cp_size"])))
-        return found, tokens
-
-
 def longest(ranks: list[Any]) -> float:
     """The slowest rank of every micro-batch, over equal ranks."""
     steps = [[COST.cost(list(held.values())).sum() / size for held, size in found] for found, _ in ranks]
@@ -137,7 +109,12 @@ def longest(ranks: list[Any]) -> float:
 @needs_groups
 @pytest.mark.parametrize(("least", "group"), [(1, None), (2, None), (1, 4)])
 def test_its_wrapper_shares_every_sample_among_the_ranks_of_the_plan(least: int, group: int | None) -> None:
-    ours, theirs = (run_processes(4, grouped, mine, least, group) for mine in (True, False))
+    sizes = {
+        "max_seqlen_per_dp_cp_rank": CAPACITY,
+        "sequence_packing_scheduler": "default_dynamic_cp",
+        "min_dynamic_context_parallel_size": least,
+    }
+    ours, theirs = (run_processes(4, wrapped, Run(), mine, group, sizes) for mine in (True, False))
     expected = {int(row["tokens"][0]): len(row["tokens"]) for rank in range(4) for row in samples(rank)}
     held: dict[int, int] = {}
     for part in zip(*(found for found, _ in ours), strict=True):

@@ -137,15 +137,27 @@ def _unstack(x: Tensor, shape: torch.Size) -> Tensor:
     return x.view(shape[1], shape[0], shape[2]).transpose(0, 1)
 
 
-def _max_seqlen_k(call: Call) -> int:
-    """The longest span of keys; with a window, of keys or queries. For FlashAttention-2, which is also what torch has.
+def _window(call: Call) -> dict[str, int]:
+    left, right = call.window
+    return {"window_size_left": left, "window_size_right": right}
 
-    It takes no side of a window to reach farther than this number. To the right one does where queries are more: the
-    last key stands `queries - 1` after the first query. Keys would be lost, or seen (Dao-AILab/flash-attention, #895).
+
+def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
+    """Where spans begin and the longest, of queries and keys: for FlashAttention-2, which is also what torch has.
+
+    It takes no side of a window to reach farther than the longest span of keys. To the right one does where queries are
+    more: the last key stands `queries - 1` after the first query. Keys would be lost, or seen (Dao-AILab/
+    flash-attention, #895). So with a window that number is the longest of either.
     """
-    if call.window in ((-1, -1), (-1, 0)):
-        return call.max_seqlen_k
-    return max(call.max_seqlen_q, call.max_seqlen_k)
+    most = call.max_seqlen_k
+    if call.window not in ((-1, -1), (-1, 0)):
+        most = max(call.max_seqlen_q, most)
+    return call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, most
+
+
+def _like(*tensors: Tensor) -> list[Tensor]:
+    """Gradients to be filled in."""
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
 @dataclass(frozen=True)
@@ -159,48 +171,19 @@ class VarlenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        left, right = call.window
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            _max_seqlen_k(call),
-            0.0,
-            call.window == (-1, 0),
-            return_debug_mask=False,
-            scale=self.scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
+        causal = call.window == (-1, 0)
+        options = {"return_debug_mask": False, "scale": self.scale, **_window(call)}
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_spans(call), 0.0, causal, **options)
         return out, lse
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        left, right = call.window
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            d_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            _max_seqlen_k(call),
-            0.0,
-            call.window == (-1, 0),
-            torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout that is not there
-            torch.empty(0, device=q.device),
-            scale=self.scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
+        given = (d_out, q, k, v, out, lse, *_spans(call), 0.0, call.window == (-1, 0))
+        # The state of a dropout that is not there.
+        nothing = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, *nothing, scale=self.scale, **_window(call))
         return dq, dk, dv
 
 
@@ -213,53 +196,18 @@ class FlashAttention2:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        left, right = call.window
-        out, lse, *_ = _flash_attn_2()._flash_attn_varlen_forward(
-            q,
-            k,
-            v,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            _max_seqlen_k(call),
-            0.0,
-            self.scale,
-            causal=call.window == (-1, 0),
-            window_size_left=left,
-            window_size_right=right,
-            alibi_slopes=self.alibi_slopes,
-        )
+        options = {"causal": call.window == (-1, 0), "alibi_slopes": self.alibi_slopes, **_window(call)}
+        out, lse, *_ = _flash_attn_2()._flash_attn_varlen_forward(q, k, v, *_spans(call), 0.0, self.scale, **options)
         return out, lse
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        left, right = call.window
-        _flash_attn_2()._flash_attn_varlen_backward(
-            d_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            _max_seqlen_k(call),
-            0.0,
-            self.scale,
-            call.window == (-1, 0),
-            left,
-            right,
-            0.0,  # softcap
-            self.alibi_slopes,
-            torch.are_deterministic_algorithms_enabled(),
-        )
+        dq, dk, dv = _like(q, k, v)
+        softcap, deterministic = 0.0, torch.are_deterministic_algorithms_enabled()
+        options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
+        _flash_attn_2()._flash_attn_varlen_backward(d_out, q, k, v, out, lse, dq, dk, dv, *_spans(call), *options)
         return dq, dk, dv
 
 
@@ -271,19 +219,8 @@ class FlashAttention3:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        left, right = call.window
         out, lse, *_ = _flash_attn_3()._flash_attn_forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_k,
-            softmax_scale=self.scale,
-            causal=call.window == (-1, 0),
-            window_size_left=left,
-            window_size_right=right,
+            q, k, v, causal=call.window == (-1, 0), **self._options(call)
         )
         return out, lse
 
@@ -291,29 +228,15 @@ class FlashAttention3:
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        left, right = call.window
-        _flash_attn_3()._flash_attn_backward(
-            d_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_k,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            softmax_scale=self.scale,
-            is_causal=call.window == (-1, 0),
-            window_size_left=left,
-            window_size_right=right,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        dq, dk, dv = _like(q, k, v)
+        options = {"is_causal": call.window == (-1, 0), **self._options(call)}
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        _flash_attn_3()._flash_attn_backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
         return dq, dk, dv
+
+    def _options(self, call: Call) -> dict[str, Any]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {name: getattr(call, name) for name in names} | {"softmax_scale": self.scale, **_window(call)}
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, co
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
-from wlb.torch.data.thread import PreparedStep, StepsAhead
+from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 2
@@ -88,7 +88,7 @@ class DynamicCpStep(Generic[T]):
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
 
 
-class DynamicCpLoader(Generic[T]):
+class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
     """An iterator of steps over any iterator of documents: a plan for each, a context-parallel group for each document.
 
     The documents of a step are what all ranks read for it together, each its own share, and knows of no other. Each
@@ -185,10 +185,6 @@ class DynamicCpLoader(Generic[T]):
         self._steps = StepsAhead(make, self._latest, name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
 
-    def __iter__(self) -> Iterator[DynamicCpStep[T]]:
-        """Itself: a loop that was left goes on in the next one."""
-        return self
-
     def __next__(self) -> DynamicCpStep[T]:
         """The next step. A collective, but it only waits for what the ranks' threads do.
 
@@ -216,14 +212,6 @@ class DynamicCpLoader(Generic[T]):
             about: dict[str, Any] = self._batches.describe()
             return about
         return {"documents": None, "tokens": None, "fingerprint": None, "longest": None, "num_epochs": None}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: after the last step that it *gave*. Plain JSON values, if those of `batches` are.
-
-        A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
-        instead.
-        """
-        return copy.deepcopy(self._steps.position.snapshot.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the saved one stood. No communication; before the first step.
@@ -254,18 +242,13 @@ class DynamicCpLoader(Generic[T]):
             self.cost_switches.restart(number, learnt, changes)
         self._steps.position = self._latest = self._position()
 
-    def close(self) -> None:
-        """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
-        if self._steps.close():
-            self._peers.close()
-
     def _reader(self) -> dict[str, int]:
         """Whose count of items a state holds: of no other rank, for that reads other documents."""
         return {} if self._stateful else {"rank": self._peers.rank, "num_ranks": self._peers.size}
 
     # In the thread.
 
-    def _position(self) -> _Position:
+    def _position(self) -> Position:
         metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
         known = {"format": FORMAT, "version": VERSION, "step": self._number, "read": self._read, **self._reader()}
         switches = self.cost_switches
@@ -282,9 +265,9 @@ class DynamicCpLoader(Generic[T]):
             known["batches"] = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
             known = self._link.sealed(known)
             snapshot = Snapshot.of(known, Progress(), switches)
-        return _Position(self._number, snapshot, Link.after(known), metrics)
+        return Position(self._number, snapshot, Link.after(known), metrics)
 
-    def _make(self) -> PreparedStep[DynamicCpStep[T], _Position]:
+    def _make(self) -> PreparedStep[DynamicCpStep[T], Position]:
         while True:
             documents, table = self._gather()
             if len(table.lengths):
@@ -295,7 +278,7 @@ class DynamicCpLoader(Generic[T]):
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
-        def finish() -> PreparedStep[DynamicCpStep[T], _Position]:
+        def finish() -> PreparedStep[DynamicCpStep[T], Position]:
             micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
             number, epoch = self._number, 0 if self._item is None else self._item.epoch
             self._number, self._link = number + 1, self._latest.link
@@ -315,7 +298,7 @@ class DynamicCpLoader(Generic[T]):
 
         return self._peers.finished(finish)
 
-    def _end(self) -> PreparedStep[DynamicCpStep[T], _Position]:
+    def _end(self) -> PreparedStep[DynamicCpStep[T], Position]:
         """After the last step of the iteration."""
         head = self._latest.link.previous
         self._link = Link(head, head)
@@ -493,20 +476,3 @@ def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -
     if (differ := np.flatnonzero(planned != lengths)).size:
         row, found = int(differ[0]), int(planned[differ[0]])
         raise error("plan", f"has {found} tokens of document {row}, which has {lengths[row]}", value=found)
-
-
-@dataclass(frozen=True, eq=False)
-class _Position:
-    """Where the loader stands after a step.
-
-    Attributes:
-        number: Steps so far.
-        snapshot: The state.
-        link: The place of the next state in the chain.
-        metrics: Those of `batches`, None if it has none.
-    """
-
-    number: int
-    snapshot: Snapshot
-    link: Link
-    metrics: wlb.PackerMetrics | None

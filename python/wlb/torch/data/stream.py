@@ -27,7 +27,7 @@ from wlb.torch.data.given_costs import check_given, cost_row
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
-from wlb.torch.data.thread import PreparedStep, StepsAhead
+from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
 
 FORMAT: Final = "wlb.balanced_stream"
 VERSION: Final = 2
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 
-class BalancedStream(Generic[T]):
+class BalancedStream(Ahead[Step[T]], Generic[T]):
     """An iterator of steps over streams of documents, read by the ranks of a data-parallel group together.
 
     In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
@@ -139,10 +139,6 @@ class BalancedStream(Generic[T]):
         self._steps = StepsAhead(make, self._latest, name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
 
-    def __iter__(self) -> Iterator[Step[T]]:
-        """Itself: a loop that was left goes on in the next one."""
-        return self
-
     def __next__(self) -> Step[T]:
         """The next step. A collective, but it only waits for what the ranks' threads do; all have as many.
 
@@ -167,15 +163,9 @@ class BalancedStream(Generic[T]):
 
     def metrics(self) -> wlb.PackerMetrics:
         """Balance and delay, up to the last step given."""
-        return self._steps.position.metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where this stream stands: after the last step that it *gave*, also where what follows has failed.
-
-        A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
-        instead. The same on every rank; no communication. Plain JSON values, but for what streams save of themselves.
-        """
-        return copy.deepcopy(self._steps.position.snapshot.state)
+        metrics = self._steps.position.metrics
+        assert metrics is not None
+        return metrics
 
     @property
     def packer(self) -> wlb.Packer:
@@ -221,14 +211,9 @@ class BalancedStream(Generic[T]):
         self.cost_switches.restart(number, packer.cost_model, changes)
         self._steps.position = self._latest = self._position()
 
-    def close(self) -> None:
-        """Waits for what the thread does with the other ranks, and destroys its process group."""
-        if self._steps.close():
-            self._peers.close()
-
     # In the thread.
 
-    def _position(self) -> _Position:
+    def _position(self) -> Position:
         waiting = dict(self._waiting)
         unentered = [id for id, document in sorted(waiting.items()) if document.rest]
         known: dict[str, Any] = {
@@ -262,16 +247,16 @@ class BalancedStream(Generic[T]):
             return state
 
         snapshot = Snapshot(known, Progress.of(self._next_id, known), write, self.cost_switches)
-        return _Position(self._number, snapshot, Link.after(known), self._packer.metrics())
+        return Position(self._number, snapshot, Link.after(known), self._packer.metrics())
 
-    def _make(self) -> PreparedStep[Step[T], _Position]:
+    def _make(self) -> PreparedStep[Step[T], Position]:
         packing = self._plan()
         if packing is None:
             return PreparedStep(None, self._latest)
         deal = packing.deal(self._size)
         documents = self._exchange(packing, deal)
 
-        def finish() -> PreparedStep[Step[T], _Position]:
+        def finish() -> PreparedStep[Step[T], Position]:
             micro_batches = [self._collate(part) for part in documents]
             padded = packing.padded_tokens
             for index, batch in zip(deal[self._rank].tolist(), micro_batches, strict=True):
@@ -403,23 +388,6 @@ class BalancedStream(Generic[T]):
             document = waiting.document or waiting.received(arrived)
             self._waiting[id] = before[id] = waiting.kept(document)
         return [[before[id].piece(id, start, length, arrived) for id, start, length in pieces] for pieces in expected]
-
-
-@dataclass(frozen=True, eq=False)
-class _Position:
-    """Where the stream stands after a step.
-
-    Attributes:
-        number: Steps so far.
-        snapshot: The state.
-        link: The place of the next state in the chain.
-        metrics: The packer's.
-    """
-
-    number: int
-    snapshot: Snapshot
-    link: Link
-    metrics: wlb.PackerMetrics
 
 
 @dataclass(frozen=True, eq=False)

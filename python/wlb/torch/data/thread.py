@@ -1,16 +1,21 @@
-"""Threads that work beside training."""
+"""Threads that work beside training, and what the loaders that use them have in common."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from typing_extensions import Self
 
+import wlb
 from wlb._errors import error
+from wlb.torch.data.peers import Peers
+from wlb.torch.data.state import Link, Snapshot
 
 S = TypeVar("S")
 P = TypeVar("P")
@@ -96,3 +101,44 @@ class StepsAhead(Generic[S, P]):
     def _check_open(self) -> None:
         if self._closed:
             raise error("loader", "is closed; load its state into a new one")
+
+
+@dataclass(frozen=True, eq=False)
+class Position:
+    """Where a loader stands after a step.
+
+    Attributes:
+        number: Steps so far.
+        snapshot: The state.
+        link: The place of the next state in the chain.
+        metrics: Those of the packer; None where there is none.
+    """
+
+    number: int
+    snapshot: Snapshot
+    link: Link
+    metrics: wlb.PackerMetrics | None
+
+
+class Ahead(Generic[S]):
+    """Base of iterators whose steps ranks make together, in threads: a loop that was left goes on in the next one."""
+
+    _peers: Peers
+    _steps: StepsAhead[S, Position]
+
+    def __iter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: after the last step that it *gave*, also where what follows has failed.
+
+        A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
+        instead. No communication. Plain JSON values, if those that its source saves of itself are.
+        """
+        return copy.deepcopy(self._steps.position.snapshot.state)
+
+    def close(self) -> None:
+        """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
+        if self._steps.close():
+            self._peers.close()
