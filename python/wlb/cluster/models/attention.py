@@ -29,6 +29,8 @@ class Attention(Block):
         WlbError: naming the first size that makes no sense.
     """
 
+    _divided = ("num_heads",)
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -81,11 +83,6 @@ class Attention(Block):
         """Keys and values."""
         return 2 * self.kv_width
 
-    @property
-    def divisors(self) -> dict[str, int]:
-        """Query heads."""
-        return {"num_heads": self.num_heads}
-
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
         """QK' and PV."""
         return ((self.mask, 4 * self.query_width),)
@@ -129,6 +126,8 @@ class LatentAttention(Block):
     Raises:
         WlbError: naming the first size that makes no sense.
     """
+
+    _divided = ("num_heads",)
 
     num_heads: int
     kv_rank: int
@@ -187,11 +186,6 @@ class LatentAttention(Block):
     def exchanged(self) -> int:
         """The narrow row, and the rotated key that heads share."""
         return self.kv_rank + self.rope_dim + (self.indexer.head_dim if self.indexer else 0)
-
-    @property
-    def divisors(self) -> dict[str, int]:
-        """Heads."""
-        return {"num_heads": self.num_heads}
 
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
         """QK' and PV; the indexer's scores are of all keys, weighted and summed over its heads."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from wlb._errors import check_bool, check_integer
 
@@ -64,6 +64,9 @@ class Kept:
 class Block(ABC):
     """A part of a layer: from rows of width `hidden` to rows of width `hidden`."""
 
+    _divided: ClassVar[tuple[str, ...]] = ()
+    """Fields that tensor parallelism must divide."""
+
     def __post_init__(self) -> None:
         """Every field is a size; a kind with optional ones checks for itself."""
         self._check()
@@ -96,7 +99,7 @@ class Block(ABC):
     @property
     def divisors(self) -> dict[str, int]:
         """What tensor parallelism must divide."""
-        return {}
+        return {name: getattr(self, name) for name in self._divided}
 
     def parameters(self, hidden: int, *, active: bool = False) -> int:
         """Parameters of the block; those that one token meets, where `active`."""

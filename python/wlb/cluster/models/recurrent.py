@@ -25,6 +25,8 @@ class GatedDeltaNet(Block):
         WlbError: naming the first size that makes no sense.
     """
 
+    _divided = ("num_key_heads", "num_value_heads")
+
     num_key_heads: int
     num_value_heads: int
     key_dim: int
@@ -62,11 +64,6 @@ class GatedDeltaNet(Block):
             statistics=2 * self.num_value_heads,
         )
 
-    @property
-    def divisors(self) -> dict[str, int]:
-        """Heads of keys, and of values."""
-        return {"num_key_heads": self.num_key_heads, "num_value_heads": self.num_value_heads}
-
     def vectors(self, hidden: int) -> int:
         """Convolution, decays, and the norm of a head."""
         return self.conv_kernel * self.conv_channels + 2 * self.num_value_heads + self.value_dim
@@ -77,7 +74,27 @@ class GatedDeltaNet(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KimiDeltaAttention(Block):
+class _SquareStates(Block):
+    """Heads of one width, each with a state of that width squared."""
+
+    _divided = ("num_heads",)
+
+    num_heads: int
+    head_dim: int
+
+    @property
+    def value_width(self) -> int:
+        """Width of all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state(self) -> int:
+        """Numbers that it carries from token to token."""
+        return self.num_heads * self.head_dim**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaAttention(_SquareStates):
     """Kimi's delta attention: a gated delta rule that decays each channel of a key by itself.
 
     Args:
@@ -89,24 +106,12 @@ class KimiDeltaAttention(Block):
         WlbError: naming the first size that makes no sense.
     """
 
-    num_heads: int
-    head_dim: int
     conv_kernel: int
-
-    @property
-    def value_width(self) -> int:
-        """Width of all heads together."""
-        return self.num_heads * self.head_dim
 
     @property
     def conv_channels(self) -> int:
         """Queries, keys and values."""
         return 3 * self.value_width
-
-    @property
-    def state(self) -> int:
-        """Numbers that it carries from token to token."""
-        return self.num_heads * self.head_dim**2
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
         """Queries, keys and values; the two gates through narrow rows; write strength; output."""
@@ -120,11 +125,6 @@ class KimiDeltaAttention(Block):
         values = 2 * self.conv_channels + 3 * width
         return Kept(values, recomputed=width, statistics=self.num_heads, rows=2 * self.head_dim)
 
-    @property
-    def divisors(self) -> dict[str, int]:
-        """Heads."""
-        return {"num_heads": self.num_heads}
-
     def vectors(self, hidden: int) -> int:
         """Convolution, decays, and the norm of a head."""
         return self.conv_kernel * self.conv_channels + self.value_width + self.num_heads + self.head_dim
@@ -135,7 +135,7 @@ class KimiDeltaAttention(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LightningAttention(Block):
+class LightningAttention(_SquareStates):
     """Linear attention with a fixed decay for each head (MiniMax): a state of `head_dim x head_dim`.
 
     Args:
@@ -146,19 +146,6 @@ class LightningAttention(Block):
         WlbError: naming the first size that makes no sense.
     """
 
-    num_heads: int
-    head_dim: int
-
-    @property
-    def value_width(self) -> int:
-        """Width of all heads together."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def state(self) -> int:
-        """Numbers that it carries from token to token."""
-        return self.num_heads * self.head_dim**2
-
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
         """Queries, keys and values; the output's gate; output."""
         width = self.value_width
@@ -168,11 +155,6 @@ class LightningAttention(Block):
         """Queries, keys and values before and after their activation, the output, its gate, and their product."""
         width = self.value_width
         return Kept(5 * width, recomputed=5 * width)
-
-    @property
-    def divisors(self) -> dict[str, int]:
-        """Heads."""
-        return {"num_heads": self.num_heads}
 
     def vectors(self, hidden: int) -> int:
         """The norm of all heads."""
@@ -200,6 +182,8 @@ class Mamba1(Block):
         WlbError: naming the first size that makes no sense.
     """
 
+    _divided = ("inner",)
+
     inner: int
     state_size: int
     conv_kernel: int
@@ -225,11 +209,6 @@ class Mamba1(Block):
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """What the convolution is given and gives, the gate, step sizes, the output, and that gated; narrow rows."""
         return Kept(5 * self.inner, recomputed=self.inner, rows=self.step_rank + 2 * self.state_size)
-
-    @property
-    def divisors(self) -> dict[str, int]:
-        """Channels."""
-        return {"inner": self.inner}
 
     def vectors(self, hidden: int) -> int:
         """Convolution, decays, skip and norms."""
@@ -258,6 +237,8 @@ class Mamba2(Block):
     Raises:
         WlbError: naming the first size that makes no sense.
     """
+
+    _divided = ("num_heads",)
 
     num_heads: int
     head_dim: int
@@ -292,11 +273,6 @@ class Mamba2(Block):
         """What the convolution is given and gives, the gate, the output, and that gated and normalised; step sizes."""
         values = 2 * self.conv_channels + 2 * self.inner
         return Kept(values, recomputed=self.inner, statistics=self.num_heads)
-
-    @property
-    def divisors(self) -> dict[str, int]:
-        """Heads."""
-        return {"num_heads": self.num_heads}
 
     def vectors(self, hidden: int) -> int:
         """Convolution, step sizes, decays, skip and norm."""
