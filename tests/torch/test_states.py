@@ -217,6 +217,7 @@ def test_a_state_belongs_to_who_reads_it() -> None:
         step = next(steps)
         for state in (step.state, loader.state_dict()):
             state.clear()
+        assert step.state == loader.state_dict() != {}
         following = next(steps)
         assert following.state["previous"] == step.snapshot.digest
         assert loader.state_dict() == following.state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -176,7 +175,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the order, the position in it, and the documents that wait."""
         snapshot, yielded = self._yielded
-        state = copy.deepcopy(snapshot.state)
+        state = snapshot.state
         if not yielded:
             return state
         inside = {"micro_batches": yielded, "dp_size": self._dp_size}
