@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,14 @@ SIZES = (
 )  # documents, micro-batches
 ROOM = (1.02, 1.1, 1.5)
 ROOM_TO_SCALE = (1.0, 1.005, *ROOM)  # from no token to spare on
+# Where refined has the most to do beside var_length: documents cut at half of a micro-batch, few in each, little room.
+# With other costs than elsewhere, and other seeds.
+HARD = ((100, 25), (2000, 400), (2000, 500), (12_000, 3000), (40_000, 10_000), (200_000, 50_000))
+HARD_ROOM = (1.005, 1.01, 1.02)
+HARD_LINEAR = (4_000.0, 36_000.0, 250_000.0)  # pairs that cost as much as a token
+HARD_SEEDS = (1, 2)
 Instance = tuple[str, Lengths, dict[str, Any]]  # where the lengths are from, and how they are packed
+Scaled = tuple[tuple[str, str], Lengths, dict[str, Any]]  # where documents are cut and how much room there is, likewise
 
 
 def instances(paths: list[Path], seeds: int) -> Iterator[Instance]:
@@ -156,40 +164,64 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
 
 def scaling(console: Console) -> None:
     """Time of `refined` over that of `var_length`, by size and by how long documents are beside a micro-batch."""
-    columns = ("documents", "cut at", "micro-batches", "max_tokens / mean", "var_length, ms", "refined, ms", "ratio")
-    table = Table(*columns, title="refined over var_length")
-    ratios = []
+    scaled(console, "refined over var_length", usual())
+    scaled(console, "refined over var_length where it has the most to do", hard())
+
+
+def usual() -> Iterator[Scaled]:
+    """Every size, uncut and cut, from no token to spare to half as many again; and as few micro-batches as hold it."""
     for documents, micro_batches in SIZES:
-        whole = np.exp(np.random.default_rng(0).normal(7.0, 1.2, documents)).astype(np.int64).clip(16, 131072)
+        whole = drawn(documents, 0)
         for cut, parts in (("", 0), ("a mean", 1), ("half a mean", 2)):
             mean = int(whole.sum()) / micro_batches
             limit = max(int(mean / parts), 16) if parts else int(whole.max())
             lengths = wlb.split_documents(whole, max_document_tokens=limit)[2]
             rooms = dict.fromkeys(max(int(room * mean) + 1, int(lengths.max())) for room in ROOM_TO_SCALE)
             for max_tokens in rooms:
-                plan = {"num_micro_batches": micro_batches, "max_tokens": max_tokens, "leftover": "return"}
-                ratios.append(scaled(table, lengths, plan, cut, f"{max_tokens / mean:.3f}"))
+                plan = {"num_micro_batches": micro_batches, "max_tokens": max_tokens, "cost_model": COST}
+                yield (cut, f"{max_tokens / mean:.3f}"), lengths, plan
         for contexts in (1, 2):
-            plan = {"num_micro_batches": None, "max_tokens": contexts * int(whole.max())}
-            ratios.append(scaled(table, whole, plan, "", ""))
+            plan = {"num_micro_batches": None, "max_tokens": contexts * int(whole.max()), "cost_model": COST}
+            yield ("", ""), whole, plan
+
+
+def hard() -> Iterator[Scaled]:
+    """Documents cut at half of a micro-batch that has next to no room to spare, under several costs."""
+    for (documents, micro_batches), seed in itertools.product(HARD, HARD_SEEDS):
+        whole = drawn(documents, seed)
+        mean = int(whole.sum()) / micro_batches
+        lengths = wlb.split_documents(whole, max_document_tokens=int(mean / 2))[2]
+        for linear, room in itertools.product(HARD_LINEAR, HARD_ROOM):
+            model = wlb.CostModel(attention=1.0, linear=linear)
+            plan = {"num_micro_batches": micro_batches, "max_tokens": int(room * mean) + 1, "cost_model": model}
+            yield (f"half a mean, linear {linear:.0f}", f"{room:.3f}"), lengths, plan
+
+
+def drawn(documents: int, seed: int) -> Lengths:
+    """Log-normal lengths."""
+    return np.exp(np.random.default_rng(seed).normal(7.0, 1.2, documents)).astype(np.int64).clip(16, 131072)
+
+
+def scaled(console: Console, title: str, instances: Iterable[Scaled]) -> None:
+    """Times both methods on every instance: a row for each, and what they come to."""
+    columns = ("documents", "cut at", "micro-batches", "max_tokens / mean", "var_length, ms", "refined, ms", "ratio")
+    table = Table(*columns, title=title)
+    ratios = []
+    for (cut, room), lengths, shape in instances:
+        plan = wlb.pack(lengths, leftover="return", **shape)
+        least = {"var_length": float("inf"), "refined": float("inf")}
+        # In turn, so that both meet the same machine, and in the time of this thread: others use the machine too.
+        for _ in range(5 if len(lengths) > 10_000 else 100):
+            for method in least:
+                call: Any = functools.partial(wlb.pack, lengths, method=method, leftover="return", **shape)
+                least[method] = min(least[method], timeit.timeit(call, number=1, timer=time.thread_time))
+        label = f"{len(plan):,}" if shape["num_micro_batches"] else f"as few as hold it: {len(plan):,}"
+        times = [f"{1e3 * seconds:.4g}" for seconds in least.values()]
+        ratios.append(least["refined"] / least["var_length"])
+        table.add_row(f"{len(lengths):,}", cut, label, room, *times, f"{ratios[-1]:.2f}")
     console.print(table)
     above = sum(ratio > 3 for ratio in ratios)
     console.print(f"{len(ratios)} rows: median {np.median(ratios):.2f}, worst {max(ratios):.2f}, {above} above 3")
-
-
-def scaled(table: Table, lengths: Lengths, options: dict[str, Any], cut: str, room: str) -> float:
-    plan = wlb.pack(lengths, cost_model=COST, **options)
-    least = {"var_length": float("inf"), "refined": float("inf")}
-    # In turn, so that both meet the same machine.
-    for _ in range(5 if len(lengths) > 10_000 else 100):
-        for method in least:
-            call: Any = functools.partial(wlb.pack, lengths, cost_model=COST, method=method, **options)
-            least[method] = min(least[method], timeit.timeit(call, number=1))
-    label = f"{len(plan):,}" if options["num_micro_batches"] else f"as few as hold it: {len(plan):,}"
-    times = [f"{1e3 * seconds:.4g}" for seconds in least.values()]
-    ratio = least["refined"] / least["var_length"]
-    table.add_row(f"{len(lengths):,}", cut, label, room, *times, f"{ratio:.2f}")
-    return ratio
 
 
 def main() -> None:

@@ -14,29 +14,25 @@ const BITS: u32 = 22;
 /// O(n), and a comparison sort of what is nearly equal; at most 2^32 documents.
 pub(crate) fn costliest_first(costs: &[f64]) -> impl Iterator<Item = usize> + use<> {
     // Numbers of one sign are in the order of their bits. Zero counts as the least above it.
-    let (mut most, mut least) = (0, u64::MAX);
-    for cost in costs {
-        let bits = cost.to_bits();
-        most = most.max(bits);
-        // Wraps to the greatest for zero.
-        least = least.min(bits.wrapping_sub(1));
-    }
-    let least = least.saturating_add(1).min(most);
+    let (floor, most) = range(costs);
+    let (least, most) = (floor.to_bits(), most.to_bits());
     let shift = (u64::BITS - (most - least).leading_zeros()).saturating_sub(BITS);
-    let key = |cost: f64| (most - cost.to_bits().max(least)) >> shift;
+    let key = |cost: f64| (most - if cost > floor { cost } else { floor }.to_bits()) >> shift;
     let keys: Vec<u64> = costs.iter().zip(0..).map(|(&cost, at)| key(cost) << 32 | at).collect();
     check();
     let mut sorted = sort(keys, BITS);
-    let mut start = 0;
-    for end in 1..=sorted.len() {
-        if end < sorted.len() && sorted[end] >> 32 == sorted[start] >> 32 {
+    let cost = |key: u64| costs[key as u32 as usize];
+    let mut end = 1;
+    while end < sorted.len() {
+        let (above, key) = (sorted[end - 1], sorted[end]);
+        // What has the same key mostly costs the same, and is in index order.
+        if above >> 32 != key >> 32 || cost(above) >= cost(key) {
+            end += 1;
             continue;
         }
-        if end - start > 1 {
-            let cost = |key: u64| costs[key as u32 as usize];
-            sorted[start..end].sort_unstable_by(|&a, &b| cost(b).total_cmp(&cost(a)).then(a.cmp(&b)));
-        }
-        start = end;
+        let start = sorted[..end].partition_point(|&other| other >> 32 < key >> 32);
+        end += sorted[end..].partition_point(|&other| other >> 32 == key >> 32);
+        sorted[start..end].sort_unstable_by(|&a, &b| cost(b).total_cmp(&cost(a)).then(a.cmp(&b)));
     }
     // Each of them is then placed.
     let (mut meter, long) = (Meter::default(), sorted.len() >= STEPS);
@@ -46,6 +42,26 @@ pub(crate) fn costliest_first(costs: &[f64]) -> impl Iterator<Item = usize> + us
         }
         key as u32 as usize
     })
+}
+
+/// The least cost above zero, and the greatest; twice zero where there is none.
+fn range(costs: &[f64]) -> (f64, f64) {
+    let wider = |least: &mut f64, most: &mut f64, cost: f64| {
+        let above = if cost > 0.0 { cost } else { f64::INFINITY };
+        *least = if above < *least { above } else { *least };
+        *most = if cost > *most { cost } else { *most };
+    };
+    // Four side by side, since each comparison waits for the one before it.
+    let (mut least, mut most) = ([f64::INFINITY; 4], [0.0; 4]);
+    let (quadruples, rest) = costs.as_chunks::<4>();
+    for quadruple in quadruples {
+        for lane in 0..4 {
+            wider(&mut least[lane], &mut most[lane], quadruple[lane]);
+        }
+    }
+    rest.iter().for_each(|&cost| wider(&mut least[0], &mut most[0], cost));
+    let most = most.into_iter().fold(0.0, f64::max);
+    (least.into_iter().fold(most, f64::min), most)
 }
 
 #[cfg(test)]

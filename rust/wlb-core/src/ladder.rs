@@ -60,7 +60,10 @@ impl Ladder {
             if self.rungs[lightest].weight == grown {
                 return Some(lightest);
             }
+            // Who comes next stands where the last one does that took a document, not near this one.
+            let finger = self.finger;
             self.set(lightest, grown);
+            self.finger = finger;
         }
     }
 

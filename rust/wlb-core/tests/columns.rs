@@ -98,7 +98,7 @@ proptest! {
 
     #[test]
     fn plans_are_the_oracles(batch in batch(60)) {
-        let plan = batch.var_length();
+        let plan = batch.levelled(&batch.var_length());
         let packing = packed(&batch, Method::VarLength);
         is_the_oracles(&packing, &plan);
         is_legal(&packing, &batch);
@@ -115,7 +115,7 @@ proptest! {
         prop_assert!(refined.step_cost() <= start.step_cost());
         prop_assert!(refined.leftover.len() <= start.leftover.len());
         if batch.limits.len() > 1 {
-            is_the_oracles(&refined, &batch.exchanged(&batch.var_length()));
+            is_the_oracles(&refined, &batch.refined(&batch.var_length()));
         }
     }
 
@@ -185,20 +185,17 @@ proptest! {
         }
     }
 
-    /// In which unit a column is given makes no difference to where documents go.
+    /// In which unit time is given, or the memory of a column, makes no difference to where documents go.
     #[test]
-    fn units_of_columns_do_not_matter(batch in batch(60), exponents in vec(-20..20_i32, 4)) {
+    fn units_do_not_matter(batch in batch(60), exponents in vec(-20..20_i32, 4)) {
         let mut scaled = batch.clone();
-        for (k, exponent) in exponents[..batch.limits.len()].iter().enumerate() {
-            let factor = f64::powi(2.0, *exponent);
+        for k in 0..batch.limits.len() {
+            let factor = f64::powi(2.0, exponents[if batch.limits[k].is_finite() { k } else { 0 }]);
             scaled.limits[k] *= factor;
             scaled.costs.iter_mut().for_each(|row| row[k] *= factor);
         }
         let (first, second) = (packed(&batch, Method::VarLength), packed(&scaled, Method::VarLength));
-        // Whichever of two orders leaves as many over, the shorter step decides, and that is a sum over columns.
-        if first.leftover.is_empty() {
-            prop_assert_eq!(first.assignment, second.assignment);
-        }
+        prop_assert_eq!(first.assignment, second.assignment);
     }
 
     #[test]
@@ -256,24 +253,41 @@ fn permutations(n: usize) -> Vec<Vec<usize>> {
     shorter.iter().flat_map(|p| (0..n).map(move |at| [&p[..at], &[n - 1], &p[at..]].concat())).collect()
 }
 
-/// The rows of the issue: no document above 5 % of a mean micro-batch.
+/// 512 documents in 16 micro-batches, none above 5 % of a mean one in either column.
+fn small_documents(state: &mut u64, row: impl Fn(&mut dyn FnMut() -> f64) -> [f64; 2]) -> DocumentCosts {
+    let mut random = || {
+        *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (*state >> 11) as f64 / (1_u64 << 53) as f64
+    };
+    let mut rows: Vec<[f64; 2]> = (0..512).map(|_| row(&mut random)).collect();
+    for _ in 0..50 {
+        for k in 0..2 {
+            let most = 0.05 * rows.iter().map(|row| row[k]).sum::<f64>() / 16.0;
+            rows.iter_mut().for_each(|row| row[k] = row[k].min(most));
+        }
+    }
+    let mean = |k: usize| rows.iter().map(|row| row[k]).sum::<f64>() / 16.0;
+    assert!((0..2).all(|k| rows.iter().all(|row| row[k] < 0.0501 * mean(k))));
+    DocumentCosts::new(rows.concat(), 512, 2, &[]).unwrap()
+}
+
 #[test]
 fn many_small_documents_of_two_resources_are_level() {
-    let mut state = 1_u64;
-    let mut random = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 11) as f64 / (1_u64 << 53) as f64
+    let some_images = |random: &mut dyn FnMut() -> f64| {
+        let image = random() < 0.7;
+        [if image { 0.2 + random() } else { 0.0 }, 0.1 + random()]
     };
-    let rows: Vec<f64> = (0..512)
-        .flat_map(|_| {
-            let image = random() < 0.3;
-            [if image { 0.2 + random() } else { 0.0 }, 0.1 + random()]
-        })
-        .collect();
-    let mut mean = [0.0; 2];
-    rows.chunks(2).for_each(|row| (0..2).for_each(|k| mean[k] += row[k] / 16.0));
-    let rows: Vec<f64> = rows.iter().enumerate().map(|(at, cost)| cost.min(0.05 * mean[at % 2])).collect();
-    let costs = DocumentCosts::new(rows, 512, 2, &[]).unwrap();
+    let one_or_the_other = |random: &mut dyn FnMut() -> f64| {
+        let share = random();
+        [share, 1.0 - share]
+    };
+    let squares = |random: &mut dyn FnMut() -> f64| {
+        let share = random();
+        [share * share, (1.0 - share) * (1.0 - share)]
+    };
+    let few_sizes = |random: &mut dyn FnMut() -> f64| {
+        [4.0_f64.powi((4.0 * random()) as i32), 4.0_f64.powi((4.0 * random()) as i32)]
+    };
     let lengths = checked(&[100; 512]);
     let mut options = PackOptions {
         num_micro_batches: 16,
@@ -282,12 +296,23 @@ fn many_small_documents_of_two_resources_are_level() {
         global_batches: 1,
         leftover: Leftover::Error,
     };
-    let over = |packing: &Packing| packing.step_cost() / packing.lower_bound();
-    let greedy = pack(&lengths, &options, &costs).unwrap();
-    options.method = Method::Refined;
-    let refined = pack(&lengths, &options, &costs).unwrap();
-    assert!(over(&greedy) < 1.02, "{}", over(&greedy));
-    assert!(over(&refined) < 1.005, "{}", over(&refined));
+    for seed in 1..9 {
+        let mut state = seed;
+        for costs in [
+            small_documents(&mut state, some_images),
+            small_documents(&mut state, one_or_the_other),
+            small_documents(&mut state, squares),
+            small_documents(&mut state, few_sizes),
+        ] {
+            let mut over = |method: Method| {
+                options.method = method;
+                let packing = pack(&lengths, &options, &costs).unwrap();
+                packing.step_cost() / packing.lower_bound()
+            };
+            let (greedy, refined) = (over(Method::VarLength), over(Method::Refined));
+            assert!(greedy < 1.02 && refined < 1.01 && refined <= greedy, "{seed} {greedy} {refined}");
+        }
+    }
 }
 
 #[test]

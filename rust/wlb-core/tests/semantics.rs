@@ -90,7 +90,7 @@ fn refined_finds_what_longest_first_misses() {
 fn columns_are_level_together() {
     let costs = vec![vec![9.0, 1.0], vec![9.0, 1.0], vec![1.0, 9.0], vec![1.0, 9.0]];
     let batch = Batch { lengths: vec![1; 4], costs, limits: vec![f64::INFINITY; 2], micro_batches: 2, max_tokens: 4 };
-    let plan = batch.exchanged(&batch.var_length());
+    let plan = batch.refined(&batch.var_length());
     assert_eq!(plan.loads, vec![vec![10.0, 10.0], vec![10.0, 10.0]]);
     assert_eq!(batch.step(&plan.loads), 20.0);
 }

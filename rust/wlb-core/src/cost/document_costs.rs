@@ -160,7 +160,7 @@ pub(crate) fn check_limits(limits: &[f64], columns: usize) -> Result<Vec<Option<
     Ok(limits.iter().map(|&limit| limit.is_finite().then_some(limit)).collect())
 }
 
-/// Whether all values are legal; the sum and the largest of each column.
+/// Whether no value is negative, the sum and the largest of each column. The sum is not finite where a value is not.
 fn summary_of(values: &[f64], columns: usize) -> (bool, Vec<f64>, Vec<f64>) {
     match columns {
         // Four parts side by side, since each addition waits for the one before it.
@@ -179,24 +179,25 @@ fn summary_of(values: &[f64], columns: usize) -> (bool, Vec<f64>, Vec<f64>) {
 
 /// [`summary_of`] without a branch a value.
 fn summary<const COLUMNS: usize>(values: &[f64]) -> (bool, Vec<f64>, Vec<f64>) {
-    let (mut legal, mut sums, mut largest) = (true, [0.0; COLUMNS], [0.0; COLUMNS]);
+    let (mut least, mut sums, mut largest) = ([0.0; COLUMNS], [0.0; COLUMNS], [0.0; COLUMNS]);
     for row in values.as_chunks::<COLUMNS>().0 {
         for column in 0..COLUMNS {
-            legal &= (row[column] >= 0.0) & (row[column] < f64::INFINITY);
-            sums[column] += row[column];
-            largest[column] = if row[column] > largest[column] { row[column] } else { largest[column] };
+            let value = row[column];
+            least[column] = if value < least[column] { value } else { least[column] };
+            sums[column] += value;
+            largest[column] = if value > largest[column] { value } else { largest[column] };
         }
     }
-    (legal, sums.to_vec(), largest.to_vec())
+    (least == [0.0; COLUMNS], sums.to_vec(), largest.to_vec())
 }
 
 fn summary_of_any(values: &[f64], columns: usize) -> (bool, Vec<f64>, Vec<f64>) {
     let mut parts = (true, vec![0.0; columns], vec![0.0; columns]);
     for row in values.chunks_exact(columns) {
-        for ((value, sum), most) in row.iter().zip(&mut parts.1).zip(&mut parts.2) {
-            parts.0 &= (*value >= 0.0) & (*value < f64::INFINITY);
-            *sum += *value;
-            *most = if *value > *most { *value } else { *most };
+        for ((&value, sum), most) in row.iter().zip(&mut parts.1).zip(&mut parts.2) {
+            parts.0 &= value >= 0.0;
+            *sum += value;
+            *most = if value > *most { value } else { *most };
         }
     }
     parts

@@ -98,8 +98,8 @@ fn pack_given(
             return Err(Error::Combination { argument: "limits", requirement });
         }
         Method::Original => return Ok(original::pack(lengths, num_micro_batches, max_tokens, costs.into())),
-        Method::VarLength => priced.place(),
-        Method::Refined => priced.refine(),
+        Method::VarLength => priced.level(priced.place()),
+        Method::Refined => priced.refine_from(priced.place()),
         Method::FixedLength | Method::VarLengthFast => {
             let requirement = "goes by lengths alone: given costs need \"var_length\", \"refined\" or \"original\"";
             return Err(Error::Combination { argument: "method", requirement });

@@ -178,12 +178,51 @@ impl Batch {
         fullest
     }
 
-    /// The best exchange, again and again.
-    pub(crate) fn exchanged(&self, start: &Plan) -> Plan {
+    /// Algorithm 1's plan as it is returned: where its step is more than 1 % above its bound, the better of it and of one
+    /// that spreads documents, with some exchanges.
+    pub(crate) fn levelled(&self, start: &Plan) -> Plan {
+        let bound: f64 = self.timed().iter().map(|&k| self.bounds(start)[k]).sum();
+        if self.limits.len() == 1 || self.step(&start.loads) <= 1.01 * bound {
+            return start.clone();
+        }
+        let all = start.assignment.iter().all(Option::is_some);
+        let spread = if all && self.lengths.len() * self.micro_batches <= 1 << 17 { self.spread() } else { None };
+        let better = spread.filter(|spread| self.step(&spread.loads) < self.step(&start.loads));
+        self.exchanged_by(better.as_ref().unwrap_or(start), 1.01, 1, 1 << 14)
+    }
+
+    /// Each document to the micro-batch whose greatest part of a column is then least.
+    fn spread(&self) -> Option<Plan> {
+        let mut plan = self.empty();
+        let scale = |k: usize| match self.costs.iter().map(|row| row[k]).sum::<f64>() {
+            0.0 => 0.0,
+            sum => 1.0 / sum,
+        };
+        for index in self.tried(&[]) {
+            let greatest = |j: usize| {
+                let part = |k: usize| (plan.loads[j][k] + self.costs[index][k]) * scale(k);
+                self.timed().into_iter().map(part).fold(0.0, f64::max)
+            };
+            let mut by_part: Vec<usize> = (0..self.micro_batches).collect();
+            by_part.sort_by(|&a, &b| greatest(a).total_cmp(&greatest(b)));
+            let found = by_part.iter().copied().find(|&j| self.has_room(&plan, j, index))?;
+            let worse = greatest(found) > greatest(by_part[0]);
+            self.put(&mut plan, index, found);
+            plan.fallbacks += usize::from(worse);
+        }
+        Some(plan)
+    }
+
+    /// [`Batch::levelled`], and the best exchange, again and again.
+    pub(crate) fn refined(&self, start: &Plan) -> Plan {
+        self.exchanged_by(&self.levelled(start), 1.0001, 4, 1 << 17)
+    }
+
+    fn exchanged_by(&self, start: &Plan, close: f64, partners: usize, mut looks: usize) -> Plan {
         let mut plan = start.clone();
         let bounds = self.bounds(start);
-        let mut looks = 1 << 17;
-        while let Some((heavy, partner, given, taken)) = self.best_exchange(&plan, &bounds, &mut looks) {
+        while let Some((heavy, partner, given, taken)) = self.best_exchange(&plan, &bounds, close, partners, &mut looks)
+        {
             let mut hand_over = |index: usize, from: usize, to: usize| {
                 plan.assignment[index] = Some(to);
                 for (k, cost) in self.costs[index].iter().enumerate() {
@@ -211,10 +250,12 @@ impl Batch {
         &self,
         plan: &Plan,
         bounds: &[f64],
+        close: f64,
+        most_partners: usize,
         looks: &mut usize,
     ) -> Option<(usize, usize, usize, Option<usize>)> {
         let step = self.step(&plan.loads);
-        if step <= 1.0001 * self.timed().iter().map(|&k| bounds[k]).sum::<f64>() {
+        if step <= close * self.timed().iter().map(|&k| bounds[k]).sum::<f64>() {
             return None;
         }
         let max = |k: usize| plan.loads.iter().map(|load| load[k]).fold(0.0, f64::max);
@@ -226,7 +267,7 @@ impl Batch {
             let mut partners: Vec<usize> = (0..self.micro_batches).filter(|&j| j != heavy).collect();
             partners.sort_by(|&a, &b| plan.loads[a][k].total_cmp(&plan.loads[b][k]));
             let (mut best, mut least) = (None, step);
-            'tried: for &partner in partners.iter().take(4) {
+            'tried: for &partner in partners.iter().take(most_partners) {
                 for given in inside(heavy) {
                     for taken in inside(partner).map(Some).chain([None]) {
                         if *looks == 0 {

@@ -150,9 +150,10 @@ impl Stream {
                 }
             }
         };
-        if config.method == StreamMethod::Refined {
-            plan = batch.exchanged(&plan);
-        }
+        plan = match config.method {
+            StreamMethod::VarLength => batch.levelled(&plan),
+            StreamMethod::Refined => batch.refined(&plan),
+        };
 
         if config.release == Release::Adaptive && min_step_tokens.is_some() {
             let waits = |i: &usize| plan.assignment[*i].is_none() && !plan.leftover.contains(i);

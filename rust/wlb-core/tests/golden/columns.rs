@@ -47,8 +47,8 @@ impl Case for ColumnsCase {
             max_tokens: self.max_tokens,
         };
         let plan = match self.method.as_str() {
-            "var_length" => batch.var_length(),
-            "refined" => batch.exchanged(&batch.var_length()),
+            "var_length" => batch.levelled(&batch.var_length()),
+            "refined" => batch.refined(&batch.var_length()),
             other => panic!("{other} has no oracle"),
         };
         let plan = Plan {

@@ -82,12 +82,22 @@ impl Priced<'_> {
     /// fit there: where the tokens are fewest, or, where memory is limited, to the first in order of that cost that has
     /// room. Else it is left over.
     pub(in crate::packing) fn place_in_order(&self, order: impl Iterator<Item = usize>, leading: &[u8]) -> Placed {
-        let columns = self.costs.columns();
-        if columns == 1 {
-            let mut bins = self.bins();
-            order.for_each(|index| bins.place(index, self.lengths[index], self.costs.values()[index]));
-            return bins.placement.into();
+        match self.costs.columns() {
+            1 => {
+                let mut bins = self.bins();
+                order.for_each(|index| bins.place(index, self.lengths[index], self.costs.values()[index]));
+                bins.placement.into()
+            }
+            // The same code, compiled for the number that is the rule: its loops over columns are none.
+            2 => self.place_by_leading(order, leading, 2),
+            columns => self.place_by_leading(order, leading, columns),
         }
+    }
+
+    /// [`Priced::place_in_order`] for several columns.
+    #[inline(always)]
+    fn place_by_leading(&self, order: impl Iterator<Item = usize>, leading: &[u8], columns: usize) -> Placed {
+        let values = self.costs.values();
         let mut placed = self.nothing();
         // A document changes all columns of a micro-batch, and where it stands in the others is looked up only when it
         // comes first there.
@@ -114,7 +124,7 @@ impl Priced<'_> {
                 placed.placement.leftover.push(index);
                 continue;
             };
-            self.put(&mut placed, index, j);
+            self.put_row(&mut placed, index, j, &values[index * columns..][..columns]);
             by_load[leading].set(j, placed.loads[j * columns + leading]);
             if let Some(by_tokens) = &mut by_tokens {
                 by_tokens.set(j, placed.placement.tokens[j] as f64);
@@ -139,9 +149,13 @@ impl Priced<'_> {
 
     #[inline]
     pub(in crate::packing) fn put(&self, placed: &mut Placed, index: usize, micro_batch: usize) {
-        let row = self.costs.row(index);
+        self.put_row(placed, index, micro_batch, self.costs.row(index));
+    }
+
+    #[inline(always)]
+    fn put_row(&self, placed: &mut Placed, index: usize, micro_batch: usize, row: &[f64]) {
         placed.placement.put(index, micro_batch, self.lengths[index], self.time(row));
-        for (load, cost) in placed.loads[micro_batch * row.len()..].iter_mut().zip(row) {
+        for (load, cost) in placed.loads[micro_batch * row.len()..][..row.len()].iter_mut().zip(row) {
             *load += cost;
         }
     }
@@ -178,13 +192,13 @@ impl Priced<'_> {
     }
 
     /// Columns that take time.
-    fn timed(&self) -> impl Iterator<Item = usize> + '_ {
+    pub(super) fn timed(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.costs.columns()).filter(|&column| self.costs.limits()[column].is_none())
     }
 
     /// What makes of a cost a part of its column: one over the column's sum, 0 for nothing but zeros. Minus infinity
     /// for memory.
-    fn scale(&self) -> Vec<f64> {
+    pub(super) fn scale(&self) -> Vec<f64> {
         let limits = self.costs.limits().iter();
         let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {
             Some(_) => f64::NEG_INFINITY,
@@ -204,7 +218,15 @@ impl Priced<'_> {
     }
 
     /// Of each document, the column in which it is the greatest part, the first of several, and that part.
-    fn leading(&self) -> (Vec<u8>, Vec<f64>) {
+    pub(super) fn leading(&self) -> (Vec<u8>, Vec<f64>) {
+        match self.costs.columns() {
+            2 => self.leading_of(2),
+            columns => self.leading_of(columns),
+        }
+    }
+
+    #[inline(always)]
+    fn leading_of(&self, columns: usize) -> (Vec<u8>, Vec<f64>) {
         let scale = self.scale();
         let greatest = |row: &[f64]| {
             // Memory leads nothing: its scale is none.
@@ -215,7 +237,7 @@ impl Priced<'_> {
             }
             greatest
         };
-        rows(self.costs).map(greatest).unzip()
+        self.costs.values().chunks_exact(columns).map(greatest).unzip()
     }
 
     /// The greatest part that a document takes of what a micro-batch may have.

@@ -1,33 +1,105 @@
-//! Documents exchanged between micro-batches, so that a step of several columns becomes shorter.
+//! Plans of several columns made better: documents spread by all columns at once, and exchanged between micro-batches.
 
+use crate::costliest_first::costliest_first;
 use crate::longest_first::longest_first;
 use crate::packing::placement::Placement;
 
 use super::columns::{Placed, Priced, by_column};
 use super::refined::refine;
 
-/// A plan is left as it is once its step is this close to the lower bound.
-const CLOSE: f64 = 1.0001;
-/// Partners of the heaviest micro-batch that are looked at, from the lightest on.
-const PARTNERS: usize = 4;
-/// Most exchanges that are looked at: about half a millisecond.
-const LOOKS: usize = 1 << 17;
+/// How much is done about a plan.
+struct Effort {
+    /// It is left as it is once its step is this close to the lower bound.
+    close: f64,
+    /// Partners of the heaviest micro-batch that are looked at, from the lightest on.
+    partners: usize,
+    /// Most exchanges that are looked at.
+    looks: usize,
+}
+
+/// Of Algorithm 1: under a tenth of a millisecond, and most plans are close as they are.
+const LITTLE: Effort = Effort { close: 1.01, partners: 1, looks: 1 << 14 };
+/// Of `refined`: about half a millisecond.
+const MUCH: Effort = Effort { close: 1.0001, partners: 4, looks: 1 << 17 };
+/// Documents, times micro-batches, up to which a plan that is not close is made by [`Priced::spread`] too.
+const SPREAD: usize = 1 << 17;
 
 impl Priced<'_> {
-    /// [`Priced::place`], made better. Where one column never falls with the length, as with a cost model, as
+    /// [`Priced::level`], made better. Where one column never falls with the length, as with a cost model, as
     /// [`refine`] does it: then lengths tell what costs more, and searches are shorter.
-    pub(in crate::packing) fn refine(&self) -> Placed {
-        self.refine_from(self.place())
-    }
-
-    /// The same for what was placed by other rules; what is neither placed nor left over stays where it is.
+    ///
+    /// What is neither placed nor left over stays where it is.
     pub(in crate::packing) fn refine_from(&self, start: Placed) -> Placed {
         let by_length = longest_first(self.lengths).map(|(_, index)| self.costs.values()[index]);
         if self.costs.columns() == 1 && by_length.is_sorted_by(|a, b| a >= b) {
             let placement = refine(start.placement, self.lengths, self.costs.values(), self.max_tokens);
             return placement.into();
         }
-        self.exchange(start)
+        self.exchange(self.level(start), &MUCH)
+    }
+
+    /// A plan no worse than `start`: as many documents are placed, and the step is not longer.
+    ///
+    /// With one column that is `start`. With several, Algorithm 1 looks at one of them at a time, and where documents are
+    /// large beside a micro-batch the others end uneven. There all documents are placed anew by [`Priced::spread`], and
+    /// of the better plan some are exchanged.
+    ///
+    /// # Complexity
+    /// O(N) where the step is close to the mean micro-batch; else O(n), and a bounded number of steps more.
+    pub(in crate::packing) fn level(&self, start: Placed) -> Placed {
+        let columns = self.costs.columns();
+        let mean =
+            |column: usize| by_column(&start.loads, columns, column).sum::<f64>() / self.num_micro_batches as f64;
+        let step = self.step_cost(&start.loads);
+        if columns == 1 || step <= LITTLE.close * self.timed().map(mean).sum::<f64>() {
+            return start;
+        }
+        let bounds = self.bounds(&start);
+        let far = step > LITTLE.close * self.timed().map(|column| bounds[column]).sum::<f64>();
+        let all = far && !start.placement.assignment.contains(&-1);
+        let spread = if all && self.lengths.len() * self.num_micro_batches <= SPREAD { self.spread() } else { None };
+        let better = spread.filter(|spread| self.step_cost(&spread.loads) < step);
+        self.exchange(better.unwrap_or(start), &LITTLE)
+    }
+
+    /// Documents by the greatest part that they are of a column, greatest first, each where it fits and the greatest part
+    /// that the micro-batch then has of a column is least. `None` where one fits nowhere.
+    ///
+    /// # Complexity
+    /// O(n N columns).
+    fn spread(&self) -> Option<Placed> {
+        // Memory has no part.
+        let scale: Vec<f64> = self.scale().into_iter().map(|scale| scale.max(0.0)).collect();
+        let mut placed = self.nothing();
+        for index in costliest_first(&self.leading().1) {
+            let row = self.costs.row(index);
+            let (mut found, mut least, mut least_of_all) = (None, f64::INFINITY, f64::INFINITY);
+            for (j, loads) in placed.loads.chunks_exact(row.len()).enumerate() {
+                let parts = loads.iter().zip(row).zip(&scale).map(|((load, cost), scale)| (load + cost) * scale);
+                let greatest = parts.fold(0.0, f64::max);
+                least_of_all = greatest.min(least_of_all);
+                if greatest < least && self.has_room(&placed, j, index) {
+                    (found, least) = (Some(j), greatest);
+                }
+            }
+            self.put(&mut placed, index, found?);
+            placed.placement.length_fallbacks += usize::from(least > least_of_all);
+        }
+        Some(placed)
+    }
+
+    /// Least that the heaviest micro-batch of each column can have, whatever else is done with what is placed.
+    fn bounds(&self, placed: &Placed) -> Vec<f64> {
+        let columns = self.costs.columns();
+        let mean = |k: usize| by_column(&placed.loads, columns, k).sum::<f64>() / self.num_micro_batches as f64;
+        let mut bounds: Vec<f64> = (0..columns).map(mean).collect();
+        let empty = self.nothing().loads;
+        for (index, _) in placed.placement.assignment.iter().enumerate().filter(|&(_, &j)| j >= 0) {
+            for (bound, (cost, empty)) in bounds.iter_mut().zip(self.costs.row(index).iter().zip(&empty)) {
+                *bound = bound.max(empty + cost);
+            }
+        }
+        bounds
     }
 
     /// A plan no worse than `start`: the same documents are placed, and the step is not longer.
@@ -35,12 +107,12 @@ impl Priced<'_> {
     /// The heaviest micro-batch of a column gives one document for at most one to one of its lightest partners in that
     /// column: of all these exchanges, the one after which the step is shortest, the first of several. Columns are
     /// tried from the one on that lacks most to its own bound. This ends where no column has an exchange that makes the
-    /// step shorter, where the step is next to the bound, or after [`LOOKS`].
+    /// step shorter, or as the effort says.
     ///
     /// # Complexity
-    /// O(n + N columns) an exchange, and [`LOOKS`] in all.
-    pub(in crate::packing) fn exchange(&self, start: Placed) -> Placed {
-        let mut search = Search::new(self, &start);
+    /// O(n + N columns) an exchange, and [`Effort::looks`] in all.
+    fn exchange(&self, start: Placed, effort: &Effort) -> Placed {
+        let mut search = Search::new(self, &start, effort);
         let mut improved = false;
         while let Some(exchange) = search.find() {
             search.apply(&exchange);
@@ -70,28 +142,22 @@ struct Search<'a, 'b> {
     contents: Vec<Vec<usize>>,
     tokens: Vec<i64>,
     loads: Vec<f64>,
-    /// Least that the heaviest micro-batch of each column can have.
     bounds: Vec<f64>,
+    effort: &'a Effort,
     looks: usize,
 }
 
 impl<'a, 'b> Search<'a, 'b> {
-    fn new(priced: &'a Priced<'b>, start: &Placed) -> Self {
-        let (columns, micro_batches) = (priced.costs.columns(), priced.num_micro_batches);
-        let mut contents = vec![Vec::new(); micro_batches];
-        let mut bounds: Vec<f64> =
-            (0..columns).map(|k| by_column(&start.loads, columns, k).sum::<f64>() / micro_batches as f64).collect();
-        let empty = priced.nothing().loads;
+    fn new(priced: &'a Priced<'b>, start: &Placed, effort: &'a Effort) -> Self {
+        let mut contents = vec![Vec::new(); priced.num_micro_batches];
         for (index, &micro_batch) in start.placement.assignment.iter().enumerate() {
             if let Ok(j) = usize::try_from(micro_batch) {
                 contents[j].push(index);
-                for (bound, (cost, empty)) in bounds.iter_mut().zip(priced.costs.row(index).iter().zip(&empty)) {
-                    *bound = bound.max(empty + cost);
-                }
             }
         }
         let (tokens, loads) = (start.placement.tokens.clone(), start.loads.clone());
-        Self { priced, columns, contents, tokens, loads, bounds, looks: LOOKS }
+        let (columns, bounds) = (priced.costs.columns(), priced.bounds(start));
+        Self { priced, columns, contents, tokens, loads, bounds, effort, looks: effort.looks }
     }
 
     fn load(&self, micro_batch: usize, column: usize) -> f64 {
@@ -106,7 +172,7 @@ impl<'a, 'b> Search<'a, 'b> {
     fn find(&mut self) -> Option<Exchange> {
         let step = self.priced.step_cost(&self.loads);
         let timed: Vec<usize> = (0..self.columns).filter(|&column| self.is_timed(column)).collect();
-        if step <= CLOSE * timed.iter().map(|&column| self.bounds[column]).sum::<f64>() {
+        if step <= self.effort.close * timed.iter().map(|&column| self.bounds[column]).sum::<f64>() {
             return None;
         }
         let max = |column: usize| by_column(&self.loads, self.columns, column).fold(0.0, f64::max);
@@ -121,7 +187,7 @@ impl<'a, 'b> Search<'a, 'b> {
         let most = by_load.last().map_or(0.0, |&j| self.load(j, column));
         let heavy = by_load.iter().copied().find(|&j| self.load(j, column) == most)?;
         let (mut best, mut least) = (None, step);
-        for &partner in by_load.iter().filter(|&&j| j != heavy).take(PARTNERS) {
+        for &partner in by_load.iter().filter(|&&j| j != heavy).take(self.effort.partners) {
             // What the others have at most, whatever these two exchange.
             let others: Vec<f64> = (0..self.columns)
                 .map(|k| {

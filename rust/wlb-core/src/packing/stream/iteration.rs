@@ -110,6 +110,7 @@ impl Packer {
                     refine(placed.placement, &lengths, costs.values(), config.max_tokens).into()
                 }
                 (Method::Refined, None) => priced.refine_from(placed),
+                (Method::VarLength, None) => priced.level(placed),
                 _ => placed,
             };
             if let Some(range) = range {
