@@ -17,7 +17,7 @@ from wlb._core import WlbError
 from wlb._errors import check_integer, error
 from wlb.cluster.hardware import GIB, Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, memory_per_rank
-from wlb.cluster.models import ModelConfig
+from wlb.cluster.models import FeedForward, ModelConfig
 from wlb.cluster.parallel import ParallelLayout, default_schedule
 
 
@@ -176,8 +176,8 @@ _SAVINGS: dict[str, tuple[object, ...]] = {
 }
 """Settings that save memory on the same GPUs, the dearest value last."""
 
-_AXES: dict[str, tuple[object, ...]] = dict.fromkeys(("tp", "cp", "pp", "dp"), (2, 4, 8))
-"""Axes and the factors by which they may grow."""
+_AXES = ("tp", "cp", "pp", "dp")
+"""Axes that may grow by factors of 2, 4 and 8, as "ep" may on the same GPUs."""
 
 _SHOWN = 3
 
@@ -189,11 +189,12 @@ def _least_changes(
     fits: Callable[[ParallelLayout], bool],
 ) -> list[Change]:
     """As few settings as possible, on as few GPUs as possible, and of each setting the smallest change that fits."""
-    settings = [*_SAVINGS, *_AXES] if more_gpus else [*_SAVINGS]
+    savings = [*_SAVINGS, *(["ep"] if any(num_experts(model)) else [])]
+    settings = [*savings, *_AXES] if more_gpus else savings
     for count in range(1, len(settings) + 1):
         options: list[tuple[int, Change]] = []
         for names in itertools.combinations(settings, count):
-            if more_gpus and _AXES.keys().isdisjoint(names):
+            if more_gpus and set(_AXES).isdisjoint(names):
                 continue
             changed = next((changed for changed in _changed(model, layout, names) if fits(changed)), None)
             if changed is not None:
@@ -204,13 +205,19 @@ def _least_changes(
     return []
 
 
+def num_experts(model: ModelConfig) -> list[int]:
+    """Of each kind of layer with routed experts."""
+    blocks = (block for layer in model.kinds for block in layer.of_kind(FeedForward))
+    return [block.num_experts for block in blocks if block.num_experts > 1]
+
+
 def _changed(model: ModelConfig, layout: ParallelLayout, names: tuple[str, ...]) -> Iterator[ParallelLayout]:
     """The layouts that the model can have when each of these settings saves more, fewest GPUs first."""
     values: list[tuple[object, ...]] = []
     for name in names:
         now = getattr(layout, name)
-        if name in _AXES:
-            values.append(tuple(now * factor for factor in _AXES[name]))
+        if name in _AXES or name == "ep":
+            values.append(tuple(now * factor for factor in (2, 4, 8)))
         else:
             values.append(_SAVINGS[name][_SAVINGS[name].index(now) + 1 :])
     possible = []

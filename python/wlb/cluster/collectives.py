@@ -7,8 +7,14 @@ there are `L` rings, each over another network card, so that data moves at the s
     seconds = launch + (n - N) * nvlink.latency + (N - 1) * network.latency
             + (n - 1) / n * bytes / min(nvlink.bandwidth, L * network.bandwidth)
 
-Everything is linear in bytes, and 0 for one rank or no bytes. Not modelled: contention between groups that share no
-network card but a switch, in-switch reduction (NVLS, SHARP), and that smaller messages use leaner protocols.
+An all-to-all sends an equal part to every rank, all at the same time: what stays in the node over NVLink, the rest over
+the rank's own network card,
+
+    seconds = launch + latency + max((L - 1) / n * bytes / nvlink.bandwidth, (n - L) / n * bytes / network.bandwidth)
+
+with the latency of the farthest. Everything is linear in bytes, and 0 for one rank or no bytes. Not modelled:
+contention between groups that share no network card but a switch, in-switch reduction (NVLS, SHARP), and that smaller
+messages use leaner protocols.
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ class Communicator:
 
     @classmethod
     def along(cls, axis: Axis, layout: ParallelLayout, hardware: Hardware) -> Communicator:
-        """The ranks along an axis of a layout, "dp_cp" for those that hold the same parameters.
+        """The ranks along an axis of a layout, "dp_cp" for those that hold the same parameters, "edp" the same experts.
 
         Where they lie follows from the order of the axes, see :class:`wlb.ParallelLayout`; of several groups, the one
         spread over most nodes.
@@ -70,6 +76,20 @@ class Communicator:
     def all_reduce(self, num_bytes: ArrayLike) -> Seconds:
         """Seconds until every rank has the sum of all `num_bytes`: a reduce-scatter and an all-gather in one launch."""
         return self._ring(num_bytes, rounds=2)
+
+    def all_to_all(self, num_bytes: ArrayLike) -> Seconds:
+        """Seconds until every rank has sent `num_bytes`, equally to all ranks, and received as many; same shape."""
+        values = np.asarray(num_bytes, dtype=np.float64)
+        if self.size == 1:
+            return np.zeros_like(values)
+        near, far = self.hardware.intra_node, self.hardware.inter_node
+        inside = self.size / self.nodes
+        moved = np.maximum(
+            (inside - 1) / self.size * values / near.bandwidth,
+            (self.size - inside) / self.size * values / far.bandwidth,
+        )
+        latency = self.hardware.launch_latency + (far if self.nodes > 1 else near).latency
+        return np.asarray(np.where(values > 0, latency + moved, 0.0))
 
     def neighbour(self, num_bytes: ArrayLike) -> Seconds:
         """Seconds to send `num_bytes` to the next rank, over the network where there is more than one node."""

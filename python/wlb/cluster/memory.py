@@ -29,8 +29,12 @@ layer is at work on one micro-batch at a time, which takes for each token
 gradients in the feed-forward block        a (3 f experts_per_token / tp + h)
 gathered keys and values, their gradients  2 (a + 4) cp kv / tp, with cp above 1
 a layer again, if recompute is full        the table above
+rows to experts and back, with ep above 1  2 a h experts_per_token
 logits, on the rank of the last stage      (a + 4) vocab / tp, unless `fused_loss`
 =========================================  ==============================================
+
+Of `ep` ranks each holds its share of the routed experts, whose optimizer, gradients and parameters the remaining
+dp x cp / ep ranks share out. Every rank is taken to receive as many rows as it sends.
 
 Logits are the values and a float32 softmax, which becomes their gradient in place. The gradients of gathered keys are
 summed in float32, as `wlb.torch` does.
@@ -132,6 +136,11 @@ def exchanged_width(layer: Layer, layout: ParallelLayout) -> int:
     return sum(
         2 * kv_width(block, layout) if isinstance(block, Attention) else block.exchanged for block in layer.blocks
     )
+
+
+def visit_width(model: ModelConfig, layer: Layer) -> int:
+    """Numbers of a token that go to the experts that it visits in one layer, and as many that come back."""
+    return sum(block.visit_width(model.hidden_size) for block in layer.of_kind(FeedForward))
 
 
 def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
@@ -248,13 +257,33 @@ Floats = NDArray[np.float64]
 def parameters_per_rank(
     model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
 ) -> NDArray[np.float64]:
-    """Float64[pp]: parameters on a GPU of every pipeline rank, before FSDP shares them out.
+    """Float64[pp]: parameters on a GPU of every pipeline rank, its share of the experts, before FSDP shares them out.
 
     Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. The
     embedding is on the rank of the first stage, the output projection on that of the last; a tied one has two copies
     where these are two ranks.
     """
     return _parameters(model, layout, ranks_of_stages(layout, schedule=schedule))
+
+
+def experts_per_rank(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> NDArray[np.float64]:
+    """Float64[pp]: how many of these are of routed experts, which dp x cp / ep ranks hold alike."""
+    return _experts(model, layout, ranks_of_stages(layout, schedule=schedule))
+
+
+def _experts(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
+    of_kinds = np.array([_layer_experts(model, layout, layer) for layer in model.kinds])
+    experts: Floats = np.zeros(layout.pp)
+    np.add.at(experts, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
+    experts[ranks[-1]] += sum(_layer_experts(model, layout, layer) for layer in model.prediction_layers)
+    return experts
+
+
+def _layer_experts(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
+    routed = sum(block.expert_parameters(model.hidden_size) for block in layer.of_kind(FeedForward))
+    return routed / (layout.tp * layout.ep)
 
 
 def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
@@ -280,26 +309,31 @@ def _layer_parameters(model: ModelConfig, layout: ParallelLayout, layer: Layer) 
         whole += block.vectors(h) + sum(m.parameters(m.copies) for m in block.matrices(h) if not m.split)
         if isinstance(block, Attention):
             copied += 2 * h * (kv_width(block, layout) - block.kv_width / tp)
-    return (layer.parameters(h) - whole) / tp + whole + copied
+    elsewhere = (layout.ep - 1) * _layer_experts(model, layout, layer)
+    return (layer.parameters(h) - whole) / tp + whole + copied - elsewhere
 
 
 def _constant(
     model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """The first four terms of `RankMemory`; each float64[pp]."""
-    parameters = _parameters(model, layout, ranks)
-    shards = layout.dp * layout.cp
+    experts = _experts(model, layout, ranks)
+    rest = _parameters(model, layout, ranks) - experts
+    shards, replicas = layout.size("dp_cp"), layout.size("edp")
     level = ("none", "zero1", "zero2", "zero3").index(layout.fsdp)
-    optimizer = parameters * layout.optimizer_bytes / (shards if level >= 1 else 1)
-    gradients = parameters * layout.gradient_bytes / (shards if level >= 2 else 1)
+
+    def held(width: int, shared_from: int) -> Floats:
+        """Bytes, shared out among the ranks that hold the same from that level on."""
+        whole = level < shared_from
+        return np.asarray(rest * width / (1 if whole else shards) + experts * width / (1 if whole else replicas))
+
     gathered = np.zeros(layout.pp)
     if level >= 3 and shards > 1:
         layer = max(_layer_parameters(model, layout, each) for each in model.kinds)
         largest = np.full(layout.pp, layer)
         largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
         gathered = largest * (2 * layout.parameter_bytes + layout.gradient_bytes)
-    held = parameters * layout.parameter_bytes / (shards if level >= 3 else 1)
-    return held, gradients, optimizer, gathered
+    return held(layout.parameter_bytes, 3), held(layout.gradient_bytes, 2), held(layout.optimizer_bytes, 1), gathered
 
 
 def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
@@ -325,11 +359,13 @@ def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int
 def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
     """Bytes for each token of a rank while a layer is at work."""
     a = layout.activation_bytes
-    widest = max((block.inner for block in layer.blocks if isinstance(block, FeedForward)), default=0)
+    widest = max((block.inner for block in layer.of_kind(FeedForward)), default=0)
     working = a * (3 * widest / layout.tp + model.hidden_size)
     if layout.cp > 1:
         # Windows need less, but all keys are gathered alike.
         working += (a + KEY_GRADIENT_BYTES) * layout.cp * exchanged_width(layer, layout)
+    if layout.ep > 1:
+        working += 2 * a * visit_width(model, layer)
     if layout.recompute == "full":
         working += _layer_bytes(model, layout, layer, selective=False)
     return working

@@ -1,7 +1,8 @@
-"""How a model is spread over GPUs: data, pipeline, context and tensor parallelism, and what is kept for the backward.
+"""How a model is spread over GPUs: data, pipeline, context, tensor and expert parallelism, and what is kept.
 
 Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, as `wlb.torch.build_mesh` does
-and as the paper maps them (section 7.1): what talks most sits inside a node.
+and as the paper maps them (section 7.1): what talks most sits inside a node. Experts are divided among neighbours of
+the dp x cp ranks, as `wlb.torch.expert_ranks` has it: expert parallelism takes no ranks of its own.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 
 from wlb._choices import Schedule
 from wlb._errors import check_bool, check_integer, error
-from wlb.cluster.models import Attention, ModelConfig
+from wlb.cluster.models import Attention, FeedForward, ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
-Axis = Literal["tp", "cp", "dp", "pp", "dp_cp"]
+Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "ep", "edp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class ParallelLayout:
         pp: pipeline ranks.
         cp: context-parallel ranks.
         tp: tensor-parallel ranks.
+        ep: expert-parallel ranks: of the dp x cp ranks, neighbours that divide a layer's experts.
         virtual_stages: stages of a pipeline rank; above 1: interleaved 1F1B.
         fsdp: what the dp x cp ranks share out among them: nothing, the optimizer's state ("zero1"), also gradients
             ("zero2"), also parameters, gathered layer by layer ("zero3").
@@ -56,6 +58,7 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
     virtual_stages: int = 1
     fsdp: Fsdp = "zero1"
     recompute: Recompute = "none"
@@ -79,6 +82,8 @@ class ParallelLayout:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
                 raise error(name, f"= {value!r}: must be one of {', '.join(choices)}", value=value)
+        if self.dp * self.cp % self.ep:
+            raise error("ep", f"= {self.ep}: does not divide dp x cp = {self.dp * self.cp} ranks", value=self.ep)
         if self.virtual_stages > 1 and self.pp == 1:
             raise error("virtual_stages", f"= {self.virtual_stages}: needs pp above 1", value=self.virtual_stages)
         if self.stage_layers is not None:
@@ -92,7 +97,7 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Number of GPUs: the product of the four sizes."""
+        """Number of GPUs: dp x pp x cp x tp."""
         return self.dp * self.pp * self.cp * self.tp
 
     @property
@@ -105,8 +110,8 @@ class ParallelLayout:
 
         Args:
             model: the heads, channels and widths of its blocks must divide by tp (fewer key and value heads than tp
-                are copied, if they divide it). It must have a layer for every stage but the first and the last, unless
-                `stage_layers` says otherwise.
+                are copied, if they divide it), and the experts of each block that has some by ep. It must have a layer
+                for every stage but the first and the last, unless `stage_layers` says otherwise.
             world_size: GPUs there are.
 
         Raises:
@@ -118,7 +123,12 @@ class ParallelLayout:
             raise error("world_size", message, value=world_size)
         if model is None:
             return
-        for block in (block for layer in (*model.kinds, *model.prediction_layers) for block in layer.blocks):
+        blocks = [block for layer in (*model.kinds, *model.prediction_layers) for block in layer.blocks]
+        experts = [block.num_experts for block in blocks if isinstance(block, FeedForward) and block.num_experts > 1]
+        for count in experts or [1]:  # a dense model has nothing to divide
+            if count % self.ep:
+                raise error("ep", f"= {self.ep}: does not divide num_experts = {count}", value=self.ep)
+        for block in blocks:
             for name, size in block.divisors.items():
                 if size % self.tp:
                     raise error("tp", f"= {self.tp}: does not divide {name} = {size}", value=self.tp)
@@ -161,8 +171,9 @@ class ParallelLayout:
         return counts
 
     def size(self, axis: Axis) -> int:
-        """Ranks of a group along that axis; "dp_cp": the ranks that hold the same parameters."""
-        return self.dp * self.cp if axis == "dp_cp" else int(getattr(self, axis))
+        """Ranks of a group along that axis; "dp_cp": that hold the same parameters; "edp": the same experts."""
+        both = self.dp * self.cp
+        return {"dp_cp": both, "edp": both // self.ep}.get(axis) or int(getattr(self, axis))
 
     def nodes(self, axis: Axis, *, gpus_per_node: int) -> int:
         """Over how many nodes the ranks of a group along that axis are spread, in the worst group."""
@@ -184,6 +195,8 @@ _INSIDE: dict[Axis, tuple[Axis, ...]] = {
     "tp": (),
     "cp": ("tp",),
     "dp_cp": ("tp",),
+    "ep": ("tp",),
+    "edp": ("tp", "ep"),
     "dp": ("tp", "cp"),
     "pp": ("tp", "cp", "dp"),
 }

@@ -16,6 +16,12 @@ Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and ha
   for `tp_overlap` of it. The gather that the weights' gradient repeats runs beside the inputs' gradient.
 - Context parallelism: the forward gathers keys and values; the backward gathers them again and reduce-scatters their
   gradients in float32. All of it is exposed except for `cp_overlap` of it, as the paper has it and as Llama 3 does.
+- Expert parallelism: in a layer with experts an all-to-all brings every token's row to each expert that it visits, and
+  another one brings the answers back; the backward sends their gradients both ways again. Exposed, except for
+  `ep_overlap` of it. Tensor-parallel ranks each send their share of the tokens, gather the rows that arrived and
+  reduce-scatter the answers: `experts_per_token` times the rows that a dense block would have. Every expert has as many
+  visits as the mean, or the busiest rank `expert_imbalance` times that, for which the others wait. What visits take is
+  the experts' share of the linear part, by FLOPs.
 - A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next; `p2p` stands apart,
   because a schedule decides what hides it.
 - Data parallelism stands apart too (:func:`data_parallel_seconds`): it happens once a step.
@@ -29,11 +35,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Schedule
-from wlb._errors import check_share, error, numbers
+from wlb._errors import check_positive, check_share, error, numbers
 from wlb.cluster.collectives import Communicator
 from wlb.cluster.hardware import Hardware
-from wlb.cluster.memory import KEY_GRADIENT_BYTES, exchanged_width, parameters_per_rank
-from wlb.cluster.models import ModelConfig
+from wlb.cluster.memory import (
+    KEY_GRADIENT_BYTES,
+    exchanged_width,
+    experts_per_rank,
+    parameters_per_rank,
+    visit_width,
+)
+from wlb.cluster.models import FeedForward, ModelConfig
 from wlb.cluster.parallel import ParallelLayout
 
 Floats = NDArray[np.float64]
@@ -49,6 +61,7 @@ class StageSeconds:
     seconds: Floats  # [micro-batches, stages, 3]: everything but `p2p`; what wlb.simulate_pipeline takes as costs
     exposed_cp: Floats  # [micro-batches, stages, 3]: the part of it that waits for context parallelism
     exposed_tp: Floats  # [micro-batches, stages, 3]: the part of it that waits for tensor parallelism
+    exposed_ep: Floats  # [micro-batches, stages, 3]: the part of it that waits for expert parallelism
     p2p: Floats  # [micro-batches]: sending a stage's output, or its gradient, to a neighbour
 
 
@@ -62,8 +75,12 @@ def stage_seconds(
     hardware: Hardware,
     linear_forward: ArrayLike | None = None,
     linear_backward: ArrayLike | None = None,
+    visiting_tokens: ArrayLike | None = None,
+    fullest_tokens: ArrayLike | None = None,
+    expert_imbalance: float = 1.0,
     cp_overlap: float = 0.0,
     tp_overlap: float = 0.0,
+    ep_overlap: float = 0.0,
 ) -> StageSeconds:
     """Times of micro-batches on every stage; the module's documentation lists what is assumed.
 
@@ -81,8 +98,14 @@ def stage_seconds(
             (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs. For
             layers that differ in masks alone.
         linear_backward: float64[m] the same of its backward; both or neither.
+        visiting_tokens: float64[m] tokens of the mean rank of those that divide experts among them, whose visits a
+            rank's experts have; default: `tokens`, as if all had equally many.
+        fullest_tokens: float64[m] tokens of the fullest of these ranks, which the all-to-all waits for; default:
+            `tokens`.
+        expert_imbalance: visits to the experts of the busiest of these ranks over those to the mean one's, at least 1.
         cp_overlap: share of the context-parallel communication that computation hides.
         tp_overlap: share of the tensor-parallel communication that computation hides.
+        ep_overlap: share of the expert-parallel communication that computation hides.
 
     Raises:
         WlbError: naming an argument of another length, a negative entry, a share outside 0..1, or as
@@ -96,8 +119,13 @@ def stage_seconds(
     kinds = tuple(model.kinds)
     forward_attention = _by_kind("attention_forward", attention_forward, count.size, len(kinds))
     backward_attention = _by_kind("attention_backward", attention_backward, count.size, len(kinds))
-    for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap)):
+    for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap), ("ep_overlap", ep_overlap)):
         check_share(name, share)
+    check_imbalance(expert_imbalance)
+    visiting, fullest = (
+        count if given is None else _entries(name, given, count.size)
+        for name, given in (("visiting_tokens", visiting_tokens), ("fullest_tokens", fullest_tokens))
+    )
 
     hidden_size = model.hidden_size
     flops = np.array([float(kind.token_flops(hidden_size)) for kind in kinds])
@@ -119,31 +147,46 @@ def stage_seconds(
     scatter = (1 - cp_overlap) * cp.reduce_scatter(keys * KEY_GRADIENT_BYTES)
     hidden = count * model.hidden_size * layout.activation_bytes
     one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
-    blocks = np.array([len(kind.sublayers) for kind in kinds])
+    blocks = np.array([float(len(kind.sublayers)) for kind in kinds])
+    to_experts = np.zeros_like(layer)
+    if layout.ep > 1:
+        rows = np.array([visit_width(model, kind) for kind in kinds]) / hidden_size
+        blocks += np.where(rows > 0, rows - 1, 0.0)
+        share = layout.tp if layout.sequence_parallel else 1
+        sent = expert_imbalance * fullest[:, None] * rows * hidden_size * layout.activation_bytes / share
+        there_and_back = 2 * Communicator.along("ep", layout, hardware).all_to_all(sent)
+        to_experts = (1 - ep_overlap) * there_and_back
     exchange = (1 - tp_overlap) * blocks * one_block[:, None]
 
     zero = np.zeros_like(layer)
     layer_cp = np.stack([gather, gather + scatter, zero], axis=-1)
     layer_tp = np.stack([exchange, exchange, zero], axis=-1)
+    layer_ep = np.stack([to_experts, to_experts, zero], axis=-1)
     linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)
-    layer_compute = linear + np.stack([forward_attention, backward_attention, zero], axis=-1)
+    by_visits = np.ones_like(layer)
+    if layout.ep > 1:
+        # Of a layer's time its experts take their share of the FLOPs, for the tokens that come instead of its own.
+        visits = np.array([sum(b.expert_flops(hidden_size) for b in kind.of_kind(FeedForward)) for kind in kinds])
+        others = (expert_imbalance * visiting - count) / np.maximum(count, 1)
+        by_visits += others[:, None] * visits / flops
+    layer_compute = linear * by_visits[..., None] + np.stack([forward_attention, backward_attention, zero], axis=-1)
     if layout.recompute == "full":
-        for part in (layer_cp, layer_tp, layer_compute):
+        for part in (layer_cp, layer_tp, layer_ep, layer_compute):
             part[..., 1] += part[..., 0]
 
     # [micro-batches, stages, 3], each the sum over the layers of a stage, kind by kind.
     layers = layout.kinds_of_stages(model).astype(np.float64)
     layers[-1] += _prediction_kinds(model)
-    exposed_cp, exposed_tp, seconds = (
+    exposed_cp, exposed_tp, exposed_ep, seconds = (
         np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
-        for part in (layer_cp, layer_tp, layer_compute)
+        for part in (layer_cp, layer_tp, layer_ep, layer_compute)
     )
-    # Output projections run at the FLOP rate of the mean layer's linear part.
+    # Output projections run at the FLOP rate of the mean layer's linear part; all tokens are their own.
     shares = np.array(list(model.kinds.values())) / model.num_layers
     seconds[:, -1] += (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
     sent = hidden / (layout.tp if layout.sequence_parallel else 1)
     p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
-    return StageSeconds(seconds + exposed_cp + exposed_tp, exposed_cp, exposed_tp, p2p)
+    return StageSeconds(seconds + exposed_cp + exposed_tp + exposed_ep, exposed_cp, exposed_tp, exposed_ep, p2p)
 
 
 def data_parallel_seconds(
@@ -151,7 +194,8 @@ def data_parallel_seconds(
 ) -> Floats:
     """Seconds a step in which dp x cp ranks sum gradients and share out new parameters, if nothing hides them.
 
-    A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP. Computation
+    A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP; of experts
+    one more, among the dp x cp / ep ranks that hold the same. Computation
     can hide all but the first and last layer's share of it. With ZeRO-3 this is the least: parameters are then gathered
     for every forward and backward of a micro-batch that finds them released.
 
@@ -166,12 +210,31 @@ def data_parallel_seconds(
         float64[pp].
     """
     layout.check(model=model)
-    group = Communicator.along("dp_cp", layout, hardware)
     parameters = parameters_per_rank(model, layout, schedule=schedule)
+    if layout.ep == 1:
+        return _summed(parameters, Communicator.along("dp_cp", layout, hardware), layout)
+    experts = experts_per_rank(model, layout, schedule=schedule)
+    return _summed(parameters - experts, Communicator.along("dp_cp", layout, hardware), layout) + _summed(
+        experts, Communicator.along("edp", layout, hardware), layout
+    )
+
+
+def _summed(parameters: Floats, group: Communicator, layout: ParallelLayout) -> Floats:
     gradients = parameters * layout.gradient_bytes
     if layout.fsdp == "none":
         return group.all_reduce(gradients)
     return group.reduce_scatter(gradients) + group.all_gather(parameters * layout.parameter_bytes)
+
+
+def check_imbalance(value: float) -> None:
+    """A ratio of the most over the mean.
+
+    Raises:
+        WlbError: below 1.
+    """
+    check_positive("expert_imbalance", value)
+    if value < 1:
+        raise error("expert_imbalance", f"= {value}: the most over the mean is at least 1", value=value)
 
 
 def _head_flops(model: ModelConfig) -> float:

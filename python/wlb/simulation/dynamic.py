@@ -22,8 +22,10 @@ from wlb._core import (
 )
 from wlb._results import DynamicCpPlan, PipelineSteps, PipelineTimeline
 from wlb.cluster.memory import RankMemory, memory_per_rank
+from wlb.cluster.parallel import ParallelLayout
 from wlb.cluster.step_time import data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats
+from wlb.simulation.experts import Groups
 from wlb.simulation.methods import document_ids
 from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
 from wlb.simulation.planner import of_size
@@ -74,6 +76,10 @@ class DynamicCpRun(Trained):
         """Groups by step, micro-batch and rank, and where each step's begin."""
         slots = np.repeat(np.arange(self.cp_size.size), self.cp_size)
         return slots, np.concatenate([[0], np.cumsum(self.micro_batches * self.world_size)])
+
+    def together(self, layout: ParallelLayout) -> Groups:
+        """Which groups meet because their ranks divide experts among them."""
+        return Groups(self.cp_size, ep=layout.ep)
 
     def groups(self, steps: Integers) -> Integers:
         """int64[steps, micro-batches, ranks]: the group of each, for steps with equally many micro-batches."""
@@ -203,8 +209,11 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
     """
     sizes = run.cp_size
     shape = (sizes.size, scenario.layout.num_stages, 3)
-    seconds, waits, exposed_cp, exposed_tp = np.zeros((4, *shape))
+    seconds, waits, exposed_cp, exposed_tp, exposed_ep = np.zeros((5, *shape))
     p2p = np.zeros(sizes.size)
+    together = run.together(scenario.layout)
+    tokens = run.group_tokens.astype(np.float64)
+    visiting, fullest = together.mean(tokens), together.most(tokens)
     for size in np.unique(sizes):
         rows = np.flatnonzero(sizes == size)
         layout = of_size(scenario.layout, int(size))
@@ -215,25 +224,27 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
                 attention_forward=attention[rows, 0],
                 attention_backward=attention[rows, 1],
                 layout=layout,
+                visiting_tokens=visiting[rows],
+                fullest_tokens=fullest[rows],
             )
 
         made = stages(attention.slowest)
-        seconds[rows], exposed_cp[rows], exposed_tp[rows], p2p[rows] = (
-            made.seconds,
-            made.exposed_cp,
-            made.exposed_tp,
-            made.p2p,
-        )
+        seconds[rows], p2p[rows] = made.seconds, made.p2p
+        exposed_cp[rows], exposed_tp[rows], exposed_ep[rows] = made.exposed_cp, made.exposed_tp, made.exposed_ep
         waits[rows] = np.maximum(made.seconds - stages(attention.mean).seconds, 0.0)
     if measured is not None:
         firsts = np.cumsum(sizes) - sizes
         slowest = np.maximum.reduceat(measured, firsts, axis=0)
         waits = slowest - np.add.reduceat(measured, firsts, axis=0) / sizes[:, None, None]
-        seconds = slowest + exposed_cp + exposed_tp
+        seconds = slowest + exposed_cp + exposed_tp + exposed_ep
     noise = noise_factors(scenario, shape)
     parts = {"cp_wait": waits, "cp_communication": exposed_cp, "tp_communication": exposed_tp}
+    parts["ep_communication"] = exposed_ep
     parts = {name: part * noise for name, part in parts.items()}
-    return Priced(seconds * noise, parts, p2p, attention)
+    alone = seconds * noise
+    slowest = together.most(alone)
+    parts["ep_wait"] = slowest - alone
+    return Priced(slowest, parts, together.most(p2p), attention)
 
 
 @dataclass(frozen=True)
@@ -349,7 +360,7 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
     attribution["bubble"] = bubble / gpus
     attribution["dp_wait"] = dp_wait / gpus
     attribution["dp_communication"] = dp_communication
-    of_groups = priced.seconds.sum(axis=(1, 2))
+    of_groups = (priced.seconds - priced.parts["ep_wait"]).sum(axis=(1, 2))
     heaviest = np.zeros(steps)
     np.maximum.at(heaviest, run.group_step, of_groups)
     work = np.bincount(run.group_step, weights=run.cp_size * of_groups, minlength=steps).astype(np.float64)
@@ -419,7 +430,7 @@ def _lines(run: DynamicCpRun, priced: Priced, scenario: Scenario, steps: Integer
     at = groups.swapaxes(1, 2)
     seconds, p2p = priced.seconds[at], priced.p2p[at]
     waits = group_waits(
-        groups,
+        run.together(scenario.layout).number[groups],
         seconds,
         p2p,
         schedule=scenario.pipeline_schedule,
@@ -446,8 +457,8 @@ def group_waits(
     nobody.
 
     Args:
-        groups: int64[steps, micro-batches, ranks] a number for each group, different in other steps and micro-batches;
-            its ranks are neighbours.
+        groups: int64[steps, micro-batches, ranks] a number for each group, or for those that meet, different in other
+            steps and micro-batches; its ranks are neighbours.
         seconds: float64[steps, ranks, micro-batches, stages, 3] of forward, inputs' and weights' gradient.
         p2p: float64[steps, ranks, micro-batches] from one stage to another rank's.
         schedule: of the pipeline.

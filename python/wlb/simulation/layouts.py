@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import MAX_MEAN_DELAY, WlbError, split_documents
 from wlb._errors import check_integer, error
-from wlb.cluster.capacity import lacking_bytes
+from wlb.cluster.capacity import lacking_bytes, num_experts
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
@@ -92,7 +92,7 @@ class LayoutSearch:
             if choice is None:
                 return None
             layout = choice.outcome.scenario.layout
-            sizes = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp", "virtual_stages")}
+            sizes = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp", "virtual_stages", "ep")}
             return {"layout": sizes, "gain": self.gain(choice), **choice.summary(self.without.outcome)}
 
         return {
@@ -113,9 +113,10 @@ class LayoutSearch:
 
 
 def in_short(layout: ParallelLayout) -> str:
-    """`tp 8 cp 2 pp 4 v 2 dp 1`."""
+    """`tp 8 cp 2 pp 4 v 2 dp 1`, and ` ep 2` where experts are divided."""
     virtual = f" v {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{virtual} dp {layout.dp}"
+    experts = f" ep {layout.ep}" if layout.ep > 1 else ""
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{virtual} dp {layout.dp}{experts}"
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,11 @@ def search_layouts(
     """The fastest layouts of a model on so many GPUs, with micro-batches and a method for each.
 
     Tried are all divisors of `gpus` as tensor-, context-, pipeline- and data-parallel sizes, with 1, 2, 4 or 8 stages
-    of a pipeline rank, as far as the model, the global batch, the schedule and the memory allow; on each Plain-4D,
-    Fixed-4D, adaptive sharding, whole documents with and without adaptive release in as many micro-batches as the
-    global batch has contexts, or 2 or 4 times as many, and Dynamic-CP with and without release. Dynamic-CP divides
-    context- and data-parallel ranks itself: it is tried once for each of the other sizes, with the fewest
-    context-parallel ranks.
+    of a pipeline rank, and all sizes of expert parallelism that divide the experts that there are, as far as the model,
+    the global batch, the schedule and the memory allow; on each Plain-4D, Fixed-4D, adaptive sharding, whole documents
+    with and without adaptive release in as many micro-batches as the global batch has contexts, or 2 or 4 times as
+    many, and Dynamic-CP with and without release. Dynamic-CP divides context- and data-parallel ranks itself: it is
+    tried once for each of the other sizes, with the fewest context-parallel ranks.
 
     What is promising comes first, by a bound: the mean work of the documents, spread evenly over all ranks and
     micro-batches, through the pipeline. What cannot be among the fastest :data:`RANKED` layouts by this bound is not
@@ -214,6 +215,7 @@ class _Search:
     ) -> None:
         self._lengths, self._options, self._by, self._progress = lengths, options, by, progress
         self._model: ModelConfig = options["model"]
+        self._experts = math.gcd(*num_experts(self._model)) or 1
         self._contexts: int = options["num_micro_batches"]
         context: int = options["context"]
         ends = lengths.cumsum()
@@ -267,12 +269,13 @@ class _Search:
                     for virtual in VIRTUAL_STAGES if pp > 1 else (1,):
                         dp = gpus // tp // cp // pp
                         sizes: dict[str, Any] = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "virtual_stages": virtual}
-                        layout = dataclasses.replace(template, stage_layers=None, **sizes)
-                        why = self._obstacle(layout)
-                        if why is None:
-                            yield layout
-                        else:
-                            self._counts[why] += 1
+                        for ep in _divisors(math.gcd(dp * cp, self._experts)):
+                            layout = dataclasses.replace(template, stage_layers=None, **sizes, ep=ep)
+                            why = self._obstacle(layout)
+                            if why is None:
+                                yield layout
+                            else:
+                                self._counts[why] += 1
 
     def _obstacle(self, layout: ParallelLayout) -> str | None:
         """Why a layout cannot be."""
@@ -324,7 +327,7 @@ class _Search:
                     kind = "no_waiting" if price is None else "adaptive_release"
                     settings = Settings(kind=kind, max_tokens=most, delay_price=price, split=split)
                     yield self._candidate(scenario, settings)
-            others = (layout.tp, layout.pp, layout.virtual_stages)
+            others = (layout.tp, layout.pp, layout.virtual_stages, layout.ep)
             if others not in planned and obstacle(scenario) is None:
                 planned.add(others)
                 for kind in _DYNAMIC if scenario.max_mean_delay else _DYNAMIC[:1]:

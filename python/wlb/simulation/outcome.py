@@ -24,13 +24,19 @@ ATTRIBUTION = (
     "cp_wait",
     "cp_communication",
     "tp_communication",
+    "ep_wait",
+    "ep_communication",
     "bubble",
     "dp_wait",
     "dp_communication",
 )
 """What a GPU's time goes to: computing; waiting for the slowest context-parallel rank's attention; context- and
-tensor-parallel communication that nothing hides; idle in the pipeline; waiting for the slowest data-parallel replica;
-the gradient reduction that nothing hides."""
+tensor-parallel communication that nothing hides; waiting for the slowest of the ranks that divide experts among them,
+in each of their micro-batches, and the exchange with experts that nothing hides; idle in the pipeline; waiting for the
+slowest data-parallel replica; the gradient reduction that nothing hides."""
+
+IDLE = ("ep_wait", "bubble", "dp_wait")
+"""Of these, waiting for other stages or replicas."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ class Outcome(ABC):
     @property
     def idle(self) -> Floats:
         """float64[steps]: share of the time in which GPUs wait for other stages or replicas."""
-        return np.asarray((self.attribution["bubble"] + self.attribution["dp_wait"]) / self.seconds)
+        return np.asarray(sum(self.attribution[name] for name in IDLE) / self.seconds)
 
     @property
     def model_flops_utilization(self) -> float:

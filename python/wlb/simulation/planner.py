@@ -131,7 +131,10 @@ def obstacle(scenario: Scenario) -> WlbError | None:
 
 def of_size(layout: ParallelLayout, cp_size: int) -> ParallelLayout:
     """The layout if all groups of its dp x cp ranks had that size; a few more ranks where it does not divide them."""
-    return dataclasses.replace(layout, cp=cp_size, dp=-(-layout.size("dp_cp") // cp_size))
+    dp = -(-layout.size("dp_cp") // cp_size)
+    while dp * cp_size % layout.ep:
+        dp += 1
+    return dataclasses.replace(layout, cp=cp_size, dp=dp)
 
 
 def _world_size(scenario: Scenario) -> int:

@@ -20,7 +20,7 @@ from wlb.cluster.hardware import Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.cluster.models import Mask, ModelConfig
 from wlb.cluster.parallel import ParallelLayout, default_schedule
-from wlb.cluster.step_time import StageSeconds, stage_seconds
+from wlb.cluster.step_time import StageSeconds, check_imbalance, stage_seconds
 from wlb.profile import read as read_profile
 from wlb.simulation.methods import Setup
 
@@ -79,6 +79,8 @@ class Scenario:
         max_delay: iterations after which a document leaves its queue; default: no limit.
         cp_overlap: share of context-parallel communication that computation hides.
         tp_overlap: share of tensor-parallel communication that computation hides.
+        ep_overlap: share of expert-parallel communication that computation hides.
+        expert_imbalance: visits to the experts of the busiest of `ep` ranks over those to the mean one's, at least 1.
         dp_overlap: share of the gradient reduction and parameter gathering that computation hides.
         reserved_bytes: memory of a GPU that is not available.
         noise: standard deviation of every pass of a micro-batch through a stage, relative to its time.
@@ -106,6 +108,8 @@ class Scenario:
     max_delay: int | None = None
     cp_overlap: float = 0.0
     tp_overlap: float = 0.0
+    ep_overlap: float = 0.0
+    expert_imbalance: float = 1.0
     dp_overlap: float = 0.0
     reserved_bytes: int = RESERVED_BYTES
     noise: float = 0.0
@@ -113,8 +117,9 @@ class Scenario:
 
     def __post_init__(self) -> None:
         self.layout.check(model=self.model)
-        for name in ("cp_overlap", "tp_overlap", "dp_overlap", "noise"):
+        for name in ("cp_overlap", "tp_overlap", "ep_overlap", "dp_overlap", "noise"):
             check_share(name, getattr(self, name))
+        check_imbalance(self.expert_imbalance)
         if self.noise == 1:
             raise error("noise", "= 1: must be from 0 to below 1", value=self.noise)
         for name, minimum in _INTEGERS.items():
@@ -254,6 +259,8 @@ class Scenario:
         attention_forward: ArrayLike,
         attention_backward: ArrayLike,
         layout: ParallelLayout | None = None,
+        visiting_tokens: ArrayLike | None = None,
+        fullest_tokens: ArrayLike | None = None,
     ) -> StageSeconds:
         """:func:`wlb.stage_seconds` on this cluster; another layout has groups of another size."""
         forward = backward = None
@@ -269,8 +276,12 @@ class Scenario:
             model=self.model,
             layout=layout or self.layout,
             hardware=self.hardware,
+            visiting_tokens=visiting_tokens,
+            fullest_tokens=fullest_tokens,
+            expert_imbalance=self.expert_imbalance,
             cp_overlap=self.cp_overlap,
             tp_overlap=self.tp_overlap,
+            ep_overlap=self.ep_overlap,
         )
 
     def attention_seconds(self, lengths: ArrayLike) -> float:

@@ -14,6 +14,7 @@ from wlb._core import Shard, order_micro_batches, shard, simulate_pipeline, simu
 from wlb._results import PipelineTimeline
 from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats
+from wlb.simulation.experts import Replicas
 from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.trained import PackedRun
@@ -186,28 +187,40 @@ def score(
     """
     layout, order = scenario.layout, run.order
     steps, width = run.tokens.shape
+    # Micro-batches of a step, dealt to the ranks and ordered.
+    row = np.arange(steps)[:, None, None] * width + order
+    replicas = Replicas(layout)
+    visiting, fullest = np.zeros((2, run.tokens.size))
+    visiting[row] = replicas.mean(run.tokens.reshape(-1)[row] / layout.cp)
+    fullest[row] = replicas.most(sharded.tokens[row])
 
     def stages(forward: Floats, backward: Floats) -> StageSeconds:
-        return scenario.stage_seconds(sharded.tokens, attention_forward=forward, attention_backward=backward)
+        return scenario.stage_seconds(
+            sharded.tokens,
+            attention_forward=forward,
+            attention_backward=backward,
+            visiting_tokens=visiting,
+            fullest_tokens=fullest,
+        )
 
     slowest = stages(sharded.forward.max(axis=1), sharded.backward.max(axis=1))
     mean = stages(sharded.forward.mean(axis=1), sharded.backward.mean(axis=1))
     seconds, mean_seconds = slowest.seconds, mean.seconds
     if measured is not None:
         of_ranks = measured.reshape(run.tokens.size, layout.cp, *seconds.shape[1:])
-        exposed_inside = slowest.exposed_cp + slowest.exposed_tp
+        exposed_inside = slowest.exposed_cp + slowest.exposed_tp + slowest.exposed_ep
         seconds, mean_seconds = of_ranks.max(axis=1) + exposed_inside, of_ranks.mean(axis=1) + exposed_inside
     noise = noise_factors(scenario, seconds.shape)
     parts = {
         "cp_wait": np.maximum(seconds - mean_seconds, 0.0) * noise,
         "cp_communication": slowest.exposed_cp * noise,
         "tp_communication": slowest.exposed_tp * noise,
+        "ep_communication": slowest.exposed_ep * noise,
+        "ep_wait": np.zeros_like(seconds),
     }
     seconds = seconds * noise
-
-    # Micro-batches of a step, dealt to the ranks and ordered.
-    row = np.arange(steps)[:, None, None] * width + order
-    costs, p2p = seconds[row], slowest.p2p[row]
+    costs, p2p = replicas.most(seconds[row]), replicas.most(slowest.p2p[row])
+    parts["ep_wait"][row] = costs - seconds[row]
     exposed = np.minimum(sum(parts.values()), seconds)[row]  # up to rounding, no more than the whole
     simulated = simulate_steps(
         costs,

@@ -102,7 +102,7 @@ class Cluster(Cost, Limits, wlb.Scenario):
         """
         self._check_profile()
         searched = ("context", "max_mean_delay", "max_delay", "profile", "schedule", "reserved_bytes")
-        hidden = ("cp_overlap", "tp_overlap", "dp_overlap")
+        hidden = ("cp_overlap", "tp_overlap", "ep_overlap", "expert_imbalance", "dp_overlap")
         return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named(
             plain(self.layout, wlb.ParallelLayout)
         )

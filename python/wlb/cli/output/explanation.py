@@ -6,6 +6,7 @@ import itertools
 
 import wlb
 from wlb.simulation import Outcome
+from wlb.simulation.outcome import IDLE
 
 FLUSH_WARNING = 0.02
 """A larger share of the time at the end of the stream says more about the stream's length than about a method."""
@@ -27,8 +28,8 @@ def explanation(simulation: wlb.Simulation, shown: str) -> list[str]:
 
 def _room(simulation: wlb.Simulation, outcome: Outcome) -> str:
     share = {name: float(part.sum()) / outcome.total_seconds for name, part in outcome.attribution.items()}
-    communication = sum(share[f"{axis}_communication"] for axis in ("cp", "tp", "dp"))
-    idle = share["bubble"] + share["dp_wait"]
+    communication = sum(share[f"{axis}_communication"] for axis in ("cp", "tp", "ep", "dp"))
+    idle = sum(share[name] for name in IDLE)
     floor = simulation.scenario.equal_bubble
     stays = min(idle, (1 - idle - share["dp_communication"]) * floor / (1 - floor))
     return (
@@ -58,7 +59,7 @@ def _more_micro_batches(before: Outcome, after: Outcome) -> list[str]:
             sum(float(outcome.attribution[part].sum()) for part in parts) / outcome.total_seconds
             for outcome in (before, after)
         ]
-        for parts in (("bubble", "dp_wait"), ("cp_communication",))
+        for parts in (IDLE, ("cp_communication",))
     )
     sentence = (
         f"{after.title} makes {after.micro_batches:.3g} micro-batches of a step where {before.title} has"

@@ -35,6 +35,8 @@ _LOST = {
     "cp_wait": "CP wait",
     "cp_communication": "CP comm.",
     "tp_communication": "TP comm.",
+    "ep_wait": "EP wait",
+    "ep_communication": "EP comm.",
     "bubble": "bubble",
     "dp_wait": "DP wait",
     "dp_communication": "DP comm.",

@@ -60,8 +60,10 @@ _PARTS = (
     Column("", "compute", "compute", ".1%"),
     Column("communication", "CP", "cp_communication", ".1%"),
     Column("communication", "TP", "tp_communication", ".1%"),
+    Column("communication", "EP", "ep_communication", ".1%"),
     Column("communication", "DP", "dp_communication", ".1%"),
     Column("waiting", "slowest CP", "cp_wait", ".1%"),
+    Column("waiting", "slowest EP", "ep_wait", ".1%"),
     Column("waiting", "bubble", "bubble", ".1%"),
     Column("waiting", "slowest DP", "dp_wait", ".1%"),
 )
@@ -178,11 +180,20 @@ def _sentences(simulation: wlb.Simulation) -> list[str]:
         f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
         f" micro-batches a step) would still idle {scenario.equal_bubble:.1%} of its time.",
         f"Assumed: computation hides {scenario.cp_overlap:.0%} of CP, {scenario.tp_overlap:.0%} of TP and"
-        f" {scenario.dp_overlap:.0%} of DP communication. Gains rest on this and on the number of micro-batches,"
-        " those of Dynamic-CP most: try --cp-overlap, --tp-overlap and --micro-batches, and other layouts.",
+        f" {scenario.dp_overlap:.0%} of DP communication{_experts(scenario)}. Gains rest on this and on the number of"
+        " micro-batches, those of Dynamic-CP most: try --cp-overlap, --tp-overlap and --micro-batches, and other"
+        " layouts.",
         f"Micro-batches of variable length have at most {scenario.limit:,} tokens; "
         + (f"in queues wait documents from {thresholds} tokens on." if thresholds else "no document waits in a queue."),
     ]
+
+
+def _experts(scenario: Scenario) -> str:
+    """What is assumed of expert parallelism, where there is some."""
+    if scenario.layout.ep == 1:
+        return ""
+    busiest = f"{scenario.expert_imbalance:g} times the visits of the mean EP rank"
+    return f"; {scenario.ep_overlap:.0%} of EP communication, and the busiest has {busiest}"
 
 
 def _too_large(simulation: wlb.Simulation) -> list[str]:
@@ -237,7 +248,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
         f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
         "hidden communication": f"CP {scenario.cp_overlap:.0%}, TP {scenario.tp_overlap:.0%},"
-        f" DP {scenario.dp_overlap:.0%}",
+        f" DP {scenario.dp_overlap:.0%}{_experts(scenario)}",
         "pipeline": f"{scenario.pipeline_schedule}, {layout.pp} ranks x {layout.virtual_stages} stages,"
         f" {scenario.micro_batches} micro-batches a step",
         "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"

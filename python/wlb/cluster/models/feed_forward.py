@@ -49,10 +49,22 @@ class FeedForward(Block):
         """Values of a token inside: of all experts that it visits."""
         return self.experts_per_token * self.width + self.shared_width
 
+    def visit_width(self, hidden: int) -> int:
+        """Numbers of a token that go to its experts, a row for each, and as many that come back; 0 without experts."""
+        return self.experts_per_token * (self.latent_size or hidden) if self.num_experts > 1 else 0
+
+    def expert_parameters(self, hidden: int) -> int:
+        """Parameters of all routed experts, which expert parallelism divides."""
+        return sum(m.parameters(m.copies) for m in self.matrices(hidden) if m.copies > 1)
+
+    def expert_flops(self, hidden: int) -> int:
+        """Forward FLOPs of one token in the routed experts that it visits."""
+        return sum(2 * m.used * m.rows * m.columns for m in self.matrices(hidden) if m.copies > 1)
+
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """Gate and up, and their product; of experts each its copy of the input."""
-        copies = self.experts_per_token * (self.latent_size or hidden) if self.num_experts > 1 else 0
-        return Kept((1 + self.gated) * self.inner, recomputed=self.inner, unfused=self.gated * self.inner, rows=copies)
+        values, gate, copies = (1 + self.gated) * self.inner, self.gated * self.inner, self.visit_width(hidden)
+        return Kept(values, recomputed=self.inner, unfused=gate, rows=copies)
 
     @property
     def divisors(self) -> dict[str, int]:

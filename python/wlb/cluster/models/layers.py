@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from wlb._errors import check_bool, check_integer, error
 from wlb.cluster.models.blocks import Block, Mask
+
+Kind = TypeVar("Kind", bound=Block)
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class Layer:
         """All of them."""
         return tuple(block for part in self.sublayers for block in (part if isinstance(part, tuple) else (part,)))
 
-    def of_kind(self, *kinds: type[Block]) -> Iterator[Block]:
-        """The blocks of these kinds."""
-        return (block for block in self.blocks if isinstance(block, kinds))
+    def of_kind(self, kind: type[Kind]) -> Iterator[Kind]:
+        """The blocks of this kind."""
+        return (block for block in self.blocks if isinstance(block, kind))
 
     def norm_parameters(self, hidden: int) -> int:
         """Parameters of the norms."""

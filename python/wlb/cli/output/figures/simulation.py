@@ -18,8 +18,10 @@ _PARTS = {
     "compute": ("compute", "#0a5c91"),
     "tp_communication": ("TP communication", "#e3bd6b"),
     "cp_communication": ("CP communication", "#c9942f"),
+    "ep_communication": ("EP communication", "#ab7b22"),
     "dp_communication": ("DP communication", "#8f641a"),
     "cp_wait": ("waits for slowest CP rank", "#e8b4a4"),
+    "ep_wait": ("waits for slowest EP rank", "#e19680"),
     "bubble": ("pipeline bubble", "#d9775f"),
     "dp_wait": ("waits for slowest DP rank", "#a3361f"),
 }
