@@ -77,7 +77,7 @@ def test_gains_over_the_own_layout_and_over_the_best_without_wlb() -> None:
     assert found.own_without.outcome.steady_seconds <= plain.steady_seconds
     assert found.gain(found.own) == found.seconds(found.own) / found.seconds(found.best) >= 1
     rows = found.as_json()
-    assert rows["own"]["layout"] == {"tp": 8, "cp": 1, "pp": 2, "dp": 1, "virtual_stages": 1}
+    assert rows["own"]["layout"] == {"tp": 8, "cp": 1, "pp": 2, "dp": 1, "virtual_stages": 1, "ep": 1}
     assert rows["ranked"][0] == rows["best"]
 
 
