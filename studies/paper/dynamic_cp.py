@@ -1,6 +1,6 @@
 """Dynamic-CP's protocol: Llama-13B, 2048 documents a step, PP 8, CP 8, recomputation; packing only against Dynamic-CP.
 
-Emulated: the datasets' lengths, the GPU, TP, DP and the window are not published.
+Emulated: the datasets' lengths (`corpora.py`), the GPU, TP, DP and the window are not published.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from studies.paper.inputs import Inputs, Point, generated, hardware, kernel, running
+from studies.paper.corpora import CORPORA
+from studies.paper.inputs import Inputs, Point, hardware, kernel, running
 from studies.paper.published import DYNAMIC_CP
 from studies.paper.results import Result, Row, influence, row
 from studies.paper.study import Source, Study
@@ -45,19 +46,24 @@ class Protocol:
         window: tokens of a packed sequence at CP 8, and of the longest document.
         hidden: share of attention that can hide the exchange of keys and values; usually
             all of it, says the report.
+        spread: of the logarithm of the lengths, of that of :data:`CORPORA`.
     """
 
     tp: int = 2
     dp: int = 2
     window: int = 131072
     hidden: float = 1.0
+    spread: float = 1.0
 
+
+_SPREAD = "spread of the lengths, of the fitted"
 
 _SWEEP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("data-parallel ranks", "dp", (1, 4)),
     ("tensor-parallel ranks", "tp", (4, 8)),
     ("window", "window", (65536,)),
     ("attention hides the exchange", "hidden", (0.0,)),
+    (_SPREAD, "spread", (0.8, 1.25)),
 )
 _WITHOUT = (
     "virtual_stages",
@@ -73,40 +79,56 @@ _SPEEDUP, _THROUGHPUT = "speed-up over packing only", "TFLOP/s a GPU"
 
 
 def dynamic_cp(study: Study) -> Result:
-    """Packing only, at CP 8, and Dynamic-CP on the same documents."""
-    swept = [(point, Protocol()) for point in study.points(*_WITHOUT)]
+    """Packing only, at CP 8, and Dynamic-CP on the same documents, of each corpus, or of a file beside both."""
+    from_file = study.source is not None
+    swept = [(point, Protocol()) for point in study.points(*_WITHOUT, *(() if from_file else ("tail", "outliers")))]
     if study.sweep:
         swept += [
             (Point(f"{label} = {value}", study.central, label), replace(Protocol(), **{field: value}))
             for label, field, values in _SWEEP
             for value in values
+            if not (from_file and label == _SPREAD)
         ]
-    made = study.map("Dynamic-CP", throughputs, [(point.inputs, protocol) for point, protocol in swept])
     points = [point for point, _ in swept]
-    packed = {point.label: one[0] for point, one in zip(points, made, strict=True)}
-    dynamic = {point.label: one[1] for point, one in zip(points, made, strict=True)}
-    speedups = {at: dynamic[at] / packed[at] for at in packed}
-    sizes = made[0][2]
+    corpora = [next(iter(CORPORA))] if from_file else list(CORPORA)
+    tasks = [(point.inputs, protocol, corpus) for corpus in corpora for point, protocol in swept]
+    made = study.map("Dynamic-CP", throughputs, tasks)
     rows: list[Row] = []
-    for name, paper in DYNAMIC_CP.items():
-        rows.append(row(_SPEEDUP, f"beside {name}", "emulated", paper.speedup, speedups))
+    sizes: dict[str, dict[int, float]] = {}
+    ratios: dict[str, dict[str, float]] = {}
+    for index, (name, paper) in enumerate(DYNAMIC_CP.items()):
+        first = 0 if from_file else index * len(points)
+        of_corpus = made[first : first + len(points)]
+        packed = {point.label: one[0] for point, one in zip(points, of_corpus, strict=True)}
+        dynamic = {point.label: one[1] for point, one in zip(points, of_corpus, strict=True)}
+        sizes[name], ratios[name] = of_corpus[0][2], {at: dynamic[at] / packed[at] for at in packed}
+        rows.append(row(_SPEEDUP, f"beside {name}", "emulated", paper.speedup, ratios[name]))
         rows.append(row(_THROUGHPUT, f"packing only, beside {name}", "emulated", paper.packing_only, packed))
         rows.append(row(_THROUGHPUT, f"Dynamic-CP, beside {name}", "emulated", paper.dynamic_cp, dynamic))
     rows.sort(key=lambda one: one.quantity != _SPEEDUP)
+    lengths = (
+        "Ours are the same numbers beside both datasets: those of --lengths."
+        if from_file
+        else "Neither dataset's lengths are published. Ours are log-normal, with two facts that others publish of such a"
+        " corpus: " + "; ".join(f"{name}: {CORPORA[name].source}" for name in DYNAMIC_CP) + "."
+    )
     return Result(
         name="dynamic_cp",
         title="Dynamic-CP: Llama-13B, PP 8, CP 8, 2048 documents a step",
         rows=tuple(rows),
         notes=(
-            "Ours are the same numbers beside both datasets: generated lengths, or those of --lengths; neither"
-            " dataset's are published, nor are GPU, TP (here 2), DP (2) and window (128K), which are swept.",
+            lengths,
+            "GPU, TP (here 2), DP (2) and window (128K) are not published either, and are swept.",
             "Packing only: documents packed whole as they arrive, per-document sharding over 8 ranks. Dynamic-CP's"
             " times are bounds from above: every micro-batch as slow as its slowest group.",
             "Documents by the size of their group, Dynamic-CP at the central inputs: "
-            + ", ".join(f"CP {size}: {share:.1%}" for size, share in sizes.items())
+            + "; ".join(
+                f"{name}: " + ", ".join(f"CP {size}: {share:.1%}" for size, share in of_name.items())
+                for name, of_name in sizes.items()
+            )
             + ".",
         ),
-        influence=influence(points, speedups),
+        influence=influence(points, ratios["GitHub"]),
         influenced=rows[0].name,
     )
 
@@ -157,9 +179,12 @@ class _Cluster:
 
 
 def throughputs(
-    steps: int, source: Source, inputs: Inputs, protocol: Protocol
+    steps: int, source: Source, inputs: Inputs, protocol: Protocol, corpus: str
 ) -> tuple[float, float, dict[int, float]]:
-    """TFLOP/s a GPU of packing only and of Dynamic-CP; and the share of documents by the size of their group."""
+    """TFLOP/s a GPU of packing only and of Dynamic-CP; and the share of documents by the size of their group.
+
+    Documents are of a corpus of :data:`CORPORA`, or of `source`.
+    """
     cluster = _cluster(inputs, protocol)
     generator = np.random.default_rng(inputs.seed)
     model, layout = cluster.model, cluster.layout
@@ -168,7 +193,8 @@ def throughputs(
     sizes: Counter[int] = Counter()
     for step in range(min(steps, STEPS)):
         if source is None:
-            lengths = generated(DOCUMENTS, protocol.window, inputs, generator)
+            drawn = CORPORA[corpus].wider(protocol.spread)
+            lengths = drawn.lengths(DOCUMENTS, protocol.window, generator)
         else:
             lengths = np.minimum(generator.choice(source, DOCUMENTS), protocol.window)
         noise = (inputs.seed, 1 + step)  # the same for both methods

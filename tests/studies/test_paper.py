@@ -131,13 +131,13 @@ def test_perfect_balance_is_no_slower_than_anything_on_the_same_documents() -> N
 
 def test_dynamic_cp_gives_long_documents_enough_ranks() -> None:
     source = np.repeat([1000, 20_000, 100_000], [1000, 10, 1])  # 16,384 tokens fit a rank
-    packed, dynamic, sizes = throughputs(1, source, Inputs(), Protocol())
+    packed, dynamic, sizes = throughputs(1, source, Inputs(), Protocol(), "GitHub")
     assert 0 < packed < 989
     assert 0 < dynamic < 989
     assert sum(sizes.values()) == pytest.approx(1)
-    only_long = throughputs(1, np.full(3, 100_000), Inputs(), Protocol())
+    only_long = throughputs(1, np.full(3, 100_000), Inputs(), Protocol(), "GitHub")
     assert min(only_long[2]) == 8
-    assert throughputs(1, source, Inputs(), Protocol()) == (packed, dynamic, sizes)
+    assert throughputs(1, source, Inputs(), Protocol(), "GitHub") == (packed, dynamic, sizes)
 
 
 def test_noise_of_dynamic_cp_is_new_in_every_step_and_the_same_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_noise_of_dynamic_cp_is_new_in_every_step_and_the_same_for_both(monkeypa
     made: list[NDArray[np.float64]] = []
     factors = module._factors
     monkeypatch.setattr(module, "_factors", lambda *arguments: made.append(factors(*arguments)) or made[-1])
-    throughputs(2, np.full(1, 2000), Inputs(), Protocol())
+    throughputs(2, np.full(1, 2000), Inputs(), Protocol(), "GitHub")
     packed, dynamic = ([factor.ravel()[:500] for factor in made[first::2]] for first in (0, 1))
     np.testing.assert_array_equal(packed, dynamic)
     assert np.unique(packed).size == 2 * 500
