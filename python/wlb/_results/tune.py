@@ -21,6 +21,10 @@ class TunedPoint:
         delay_mean: Mean wait of a token, in iterations, documents flushed at the end of the sample included.
         delay_max: Longest wait of a document, in iterations.
         memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
+        lost_time: Sum of the steps' heaviest micro-batches over the sum of their means.
+        held_out_lost_time: Lost time on other orders of the sample, mean over them; None where it was not judged there.
+        held_out_worst: Imbalance of the worst step of any of them.
+        held_out_delay: Mean wait of a token on them, in iterations.
     """
 
     thresholds: tuple[int, ...]
@@ -31,6 +35,10 @@ class TunedPoint:
     delay_mean: float
     delay_max: int
     memory_skew_mean: float
+    lost_time: float
+    held_out_lost_time: float | None
+    held_out_worst: float | None
+    held_out_delay: float | None
 
     def __repr__(self) -> str:
         by_price = self.delay_price is not None
@@ -49,11 +57,13 @@ class TuneResult:
     Attributes:
         best: The best choice, and what it gives on the sample.
         pareto: Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
+        judged: Of a price: those judged on other orders of the sample, the default first; () for thresholds.
         evaluated: Number of choices tried.
     """
 
     best: TunedPoint
     pareto: tuple[TunedPoint, ...]
+    judged: tuple[TunedPoint, ...]
     evaluated: int
 
     @property

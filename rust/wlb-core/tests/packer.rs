@@ -8,7 +8,7 @@ use common::stream::{Event, run};
 use common::{check, naive};
 use proptest::prelude::*;
 use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
-use wlb_core::packing::tune::{TuneOptions, tune_delay_price, tune_outlier_thresholds};
+use wlb_core::packing::tune::{ORDERS, TuneOptions, reordered, tune_delay_price, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, pack};
 
 fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Option<u64>) -> PackerConfig {
@@ -28,12 +28,13 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
     }
 }
 
-/// The whole sample as training reads it, one list of documents after the other.
-fn read_through(mut packer: Packer, lengths: &[i32], tokens_per_batch: i64) -> Packer {
+/// The whole sample as training reads it, one list of documents after the other; and the time that it loses.
+fn read_through(mut packer: Packer, lengths: &[i32], tokens_per_batch: i64) -> (Packer, f64) {
     let sum = |lengths: &[i32]| lengths.iter().map(|&length| i64::from(length)).sum::<i64>();
     let capacity = packer.config().num_micro_batches as i64 * i64::from(packer.config().max_tokens);
     let least = (tokens_per_batch / 10).max(1).min((capacity / 3).max(1));
     let (mut rest, mut batches) = (lengths, 1);
+    let mut steps: Vec<Vec<f64>> = Vec::new();
     while !rest.is_empty() {
         let mut offered = (1..=rest.len()).rev().find(|&n| sum(&rest[..n]) <= batches * tokens_per_batch).unwrap_or(1);
         if sum(&rest[offered..]) < least {
@@ -48,19 +49,23 @@ fn read_through(mut packer: Packer, lengths: &[i32], tokens_per_batch: i64) -> P
         let entering = if entering == 0 { admitted } else { entering };
         let new = checked(&rest[..entering]);
         let mut after = packer.clone();
-        let tokens: i64 = after.push(&new, None).unwrap().tokens.iter().sum();
+        let mut packing = after.push(&new, None).unwrap();
+        let tokens: i64 = packing.tokens.iter().sum();
         if tokens < least && !last && entering == offered && !(tokens == 0 && entering > 0) {
             batches *= 2;
             continue;
         }
         if tokens < least && (last || entering < offered) {
             after = packer.clone();
-            after.push_pieces(&Push { min_step_tokens: least, ..Push::new(&new) }).unwrap();
+            packing = after.push_pieces(&Push { min_step_tokens: least, ..Push::new(&new) }).unwrap();
         }
+        steps.push(packing.costs.clone());
         (packer, rest, batches) = (after, &rest[entering..], 1);
     }
     packer.flush();
-    packer
+    let heaviest: f64 = steps.iter().map(|costs| costs.iter().copied().fold(0.0, f64::max)).sum();
+    let mean: f64 = steps.iter().map(|costs| costs.iter().sum::<f64>() / costs.len() as f64).sum();
+    (packer, if mean > 0.0 { heaviest / mean } else { 1.0 })
 }
 
 proptest! {
@@ -132,7 +137,8 @@ proptest! {
             let (outlier_thresholds, delay_price) = (point.thresholds.clone(), point.delay_price);
             let packer =
                 Packer::new(PackerConfig { release, outlier_thresholds, delay_price, ..packer.clone() }).unwrap();
-            let packer = read_through(packer, &lengths, tokens_per_batch);
+            let (packer, lost_time) = read_through(packer, &lengths, tokens_per_batch);
+            prop_assert!((lost_time - point.lost_time).abs() <= 1e-9 * lost_time);
             let metrics = packer.metrics();
             prop_assert_eq!((metrics.imbalance_mean(), metrics.delay_mean()), (point.imbalance_mean, point.delay_mean));
             prop_assert_eq!((metrics.imbalance_worst(), metrics.delay_max()), (point.imbalance_worst, point.delay_max));
@@ -141,11 +147,75 @@ proptest! {
         for pair in tuned.pareto.windows(2) {
             prop_assert!(pair[0].delay_mean <= pair[1].delay_mean && pair[0].imbalance_mean > pair[1].imbalance_mean);
         }
+        if num_queues.is_none() {
+            // A price is chosen on other orders, below.
+            return Ok(());
+        }
+        prop_assert!(tuned.judged.is_empty());
         // On the front, the last point within the limit is as good as it gets.
         let within = tuned.pareto.iter().rfind(|point| point.delay_mean <= max_mean_delay);
         match within {
             Some(point) => prop_assert_eq!(point.imbalance_mean, tuned.best.imbalance_mean),
             None => prop_assert_eq!(tuned.pareto[0].delay_mean, tuned.best.delay_mean),
+        }
+    }
+
+    /// The judged prices are what a packer really does on the other orders, and the rule, in plain words, chooses the same.
+    #[test]
+    fn a_price_is_chosen_on_other_orders(
+        lengths in lengths(90, 20_000), last in 1..20_000, n in 1_usize..5, tokens_per_batch in 20_000_i64..200_000,
+        max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)],
+    ) {
+        let lengths = [lengths, vec![last]].concat();
+        let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, vec![], max_delay) };
+        let options = TuneOptions { packer: packer.clone(), max_mean_delay, tokens_per_batch };
+        let tuned = tune_delay_price(&checked(&lengths), &options).unwrap();
+        let default = Release::Adaptive.default_price();
+        let (mut lost, mut worst, mut delay) = (Vec::new(), Vec::new(), Vec::new());
+        for point in &tuned.judged {
+            let mut of_orders = Vec::new();
+            let (mut worst_step, mut delays) = (1.0_f64, 0.0);
+            for order in 1..=ORDERS {
+                let other: Vec<i32> = reordered(&lengths, order).into_iter().map(|length| length as i32).collect();
+                let mut sorted = (lengths.clone(), other.clone());
+                sorted.0.sort_unstable();
+                sorted.1.sort_unstable();
+                prop_assert_eq!(sorted.0, sorted.1, "every document once");
+                let (release, delay_price) = (Release::Adaptive, point.delay_price);
+                let packer = Packer::new(PackerConfig { release, delay_price, ..packer.clone() }).unwrap();
+                let (packer, lost_time) = read_through(packer, &other, tokens_per_batch);
+                of_orders.push(lost_time);
+                worst_step = worst_step.max(packer.metrics().imbalance_worst());
+                delays += packer.metrics().delay_mean();
+            }
+            let held_out = point.held_out.unwrap();
+            prop_assert!((held_out.lost_time - of_orders.iter().sum::<f64>() / ORDERS as f64).abs() < 1e-9);
+            prop_assert!((held_out.delay_mean - delays / ORDERS as f64).abs() < 1e-9);
+            prop_assert_eq!(held_out.imbalance_worst, worst_step);
+            lost.push(of_orders);
+            worst.push(worst_step);
+            delay.push(held_out.delay_mean);
+        }
+        prop_assert_eq!(tuned.judged[0].delay_price, default);
+        prop_assert!(tuned.judged.iter().skip(1).all(|point| point.delay_price != default));
+        let keeps = |i: usize| tuned.judged[i].delay_mean <= max_mean_delay && delay[i] <= max_mean_delay;
+        let mean = |i: usize| tuned.judged[i].held_out.unwrap().lost_time;
+        let mut allowed: Vec<usize> = (0..lost.len()).filter(|&i| keeps(i)).collect();
+        if keeps(0) {
+            allowed.retain(|&i| {
+                let every = (0..lost[i].len()).all(|order| lost[i][order] < lost[0][order] - 1e-12);
+                i == 0 || (every && mean(i) <= mean(0) - 0.002 && worst[i] <= 1.1 * worst[0])
+            });
+        } else if allowed.iter().any(|&i| worst[i] <= 1.1 * worst[0]) {
+            allowed.retain(|&i| worst[i] <= 1.1 * worst[0]);
+        }
+        let found = tuned.judged.iter().position(|point| point.delay_price == tuned.best.delay_price);
+        if let Some(least) = allowed.iter().map(|&i| mean(i)).min_by(f64::total_cmp) {
+            let found = found.unwrap();
+            prop_assert!(allowed.contains(&found) && mean(found) <= least + 1e-12);
+            prop_assert_eq!(tuned.best.held_out, tuned.judged[found].held_out);
+        } else {
+            prop_assert!(tuned.best.delay_mean <= max_mean_delay || tuned.pareto[0].delay_mean > max_mean_delay);
         }
     }
 }

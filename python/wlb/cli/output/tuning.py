@@ -40,6 +40,7 @@ _FRONT = (
     Column("delay", "mean", "delay_mean", ".2f"),
     Column("delay", "max", "delay_max"),
     Column("memory", "skew", "memory_skew_mean", ".2f"),
+    Column("lost", "time", "lost_time", ".3f"),
 )
 _CHOICES = (
     Column("speed", "x", "speedup", ".3f"),
@@ -95,8 +96,9 @@ def waiting_report(
 
 
 def _front(title: str, names: str, found: wlb.TuneResult) -> Table:
-    """The Pareto front of thresholds or prices: no other choice has both less delay and less imbalance."""
-    rows = [(waits(point), dataclasses.asdict(point), point == found.best) for point in found.pareto]
+    """The Pareto front of thresholds or prices: no other has both less delay and less imbalance; and the choice."""
+    points = sorted({*found.pareto, found.best}, key=lambda point: (point.delay_mean, point.imbalance_mean))
+    rows = [(waits(point), dataclasses.asdict(point), point == found.best) for point in points]
     return Table.of(f"{title}: less delay or less imbalance", names, _FRONT, rows)
 
 

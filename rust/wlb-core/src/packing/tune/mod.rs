@@ -1,5 +1,6 @@
 //! What waits, chosen on a sample of lengths: the best balance within a limit of the mean delay.
 
+mod held_out;
 mod options;
 mod price;
 mod reading;
@@ -7,7 +8,8 @@ mod search;
 mod thresholds;
 mod tuned;
 
+pub use held_out::{ORDERS, reordered};
 pub use options::{MAX_MEAN_DELAY, TuneOptions};
 pub use price::tune_delay_price;
 pub use thresholds::tune_outlier_thresholds;
-pub use tuned::{Tuned, TunedPoint};
+pub use tuned::{HeldOut, Tuned, TunedPoint};

@@ -7,7 +7,17 @@ use crate::error::{Result, check_range};
 use crate::interrupt::check;
 use crate::lengths::Lengths;
 use crate::packing::plan::Packing;
+use crate::packing::split::split_documents;
 use crate::packing::stream::{Packer, PackerConfig, Push};
+
+/// What a packer made of the sample.
+pub(super) struct Run {
+    /// Empty, with its metrics.
+    pub(super) packer: Packer,
+    /// Sum of the steps' heaviest micro-batches over the sum of their means, those flushed at the end not counted; 1
+    /// without a step.
+    pub(super) lost_time: f64,
+}
 
 /// The sample, and how it is read.
 pub(super) struct Reading {
@@ -20,12 +30,16 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    /// Documents no longer than the packer allows, in order.
+    /// Documents in order; those longer than the packer allows are cut.
     ///
     /// # Errors
     /// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
-    pub(super) fn new(lengths: Lengths, tokens_per_batch: i64, config: &PackerConfig) -> Result<Self> {
+    pub(super) fn new(lengths: &Lengths, tokens_per_batch: i64, config: &PackerConfig) -> Result<Self> {
         check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
+        // Cut beforehand: a batch is then never heavier than its tokens allow.
+        let pieces = split_documents(lengths, i64::from(config.max_document_tokens))?;
+        let pieces: Vec<i64> = pieces.iter().map(|piece| i64::from(piece.length)).collect();
+        let lengths = Lengths::new("lengths", &pieces)?;
         let ends = lengths.iter().scan(0, |end, &length| {
             *end += i64::from(length);
             Some(*end)
@@ -41,28 +55,34 @@ impl Reading {
         self.lengths.iter().copied().max().unwrap_or(1)
     }
 
-    /// Puts the whole sample through a packer, and gives it back empty.
+    /// Puts the whole sample through a packer.
     ///
     /// # Complexity
     /// A push, a copy of what waits and a sum of admissions for each step, a few times that where much has to be read.
-    pub(super) fn through(&self, mut packer: Packer) -> Result<Packer> {
-        let mut read = 0;
+    pub(super) fn through(&self, mut packer: Packer) -> Result<Run> {
+        let (mut read, mut heaviest, mut mean) = (0, 0.0, 0.0);
         while read < self.lengths.len() {
             check();
-            packer = self.next_step(packer, &mut read)?;
+            let (after, packing) = self.next_step(packer, &mut read)?;
+            packer = after;
+            if packing.num_tokens() > 0 {
+                let of_step = packing.costs.iter().sum::<f64>() / packing.costs.len() as f64;
+                heaviest += packing.rank_imbalance() * of_step;
+                mean += of_step;
+            }
         }
         packer.flush();
-        Ok(packer)
+        Ok(Run { packer, lost_time: if mean > 0.0 { heaviest / mean } else { 1.0 } })
     }
 
-    /// The packer after the next step worth training; `read` documents have entered it.
-    fn next_step(&self, mut packer: Packer, read: &mut usize) -> Result<Packer> {
+    /// The packer after the next step worth training, and that step; `read` documents have entered it.
+    fn next_step(&self, mut packer: Packer, read: &mut usize) -> Result<(Packer, Packing)> {
         let mut batches = 1;
         loop {
             let end = self.offered(*read, batches);
             let last = end == self.lengths.len();
             let entering = self.entering(&packer, *read, end, last)?;
-            let (mut after, packing) = self.push(&packer, *read, entering, 0)?;
+            let (mut after, mut packing) = self.push(&packer, *read, entering, 0)?;
             let tokens: i64 = packing.tokens.iter().sum();
             if tokens < self.least {
                 if !last && *read + entering == end {
@@ -76,10 +96,10 @@ impl Reading {
                     }
                     continue;
                 }
-                after = self.push(&packer, *read, entering, self.least)?.0;
+                (after, packing) = self.push(&packer, *read, entering, self.least)?;
             }
             *read += entering;
-            return Ok(after);
+            return Ok((after, packing));
         }
     }
 

@@ -4,7 +4,6 @@ use std::cmp::Ordering;
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
-use crate::packing::split::split_documents;
 use crate::packing::stream::{Packer, PackerConfig, Release};
 
 use super::options::TuneOptions;
@@ -43,11 +42,7 @@ impl Search {
                 requirement: "a sample needs at least one document",
             });
         }
-        // Cut beforehand: a batch is then never heavier than its tokens allow.
-        let pieces = split_documents(lengths, i64::from(config.max_document_tokens))?;
-        let pieces: Vec<i64> = pieces.iter().map(|piece| i64::from(piece.length)).collect();
-        let sample = Lengths::new("lengths", &pieces)?;
-        let reading = Reading::new(sample, options.tokens_per_batch, &config)?;
+        let reading = Reading::new(lengths, options.tokens_per_batch, &config)?;
         Ok(Self { config, max_mean_delay, longest: reading.longest(), reading, points: Vec::new() })
     }
 
@@ -56,14 +51,8 @@ impl Search {
         if self.points.iter().any(|point| point.thresholds == thresholds && point.delay_price == delay_price) {
             return Ok(());
         }
-        let packer = Packer::new(PackerConfig {
-            release: if delay_price.is_some() { Release::Adaptive } else { Release::Fifo },
-            outlier_thresholds: thresholds.clone(),
-            delay_price,
-            ..self.config.clone()
-        })?;
-        let packer = self.reading.through(packer)?;
-        let metrics = packer.metrics();
+        let run = self.reading.through(self.packer(thresholds.clone(), delay_price)?)?;
+        let metrics = run.packer.metrics();
         self.points.push(TunedPoint {
             thresholds,
             delay_price,
@@ -73,8 +62,16 @@ impl Search {
             delay_mean: metrics.delay_mean(),
             delay_max: metrics.delay_max(),
             memory_skew_mean: metrics.memory_skew_mean(),
+            lost_time: run.lost_time,
+            held_out: None,
         });
         Ok(())
+    }
+
+    /// A new packer under a choice.
+    pub(super) fn packer(&self, outlier_thresholds: Vec<i32>, delay_price: Option<f64>) -> Result<Packer> {
+        let release = if delay_price.is_some() { Release::Adaptive } else { Release::Fifo };
+        Packer::new(PackerConfig { release, outlier_thresholds, delay_price, ..self.config.clone() })
     }
 
     /// The best of some choices; the first tried of equals.
@@ -96,10 +93,10 @@ impl Search {
     /// What was found; something has been tried.
     pub(super) fn finish(self) -> Tuned {
         let best = self.best(|_| true).unwrap_or(&self.points[0]).clone();
-        Tuned { best, pareto: self.pareto(), evaluated: self.points.len() }
+        Tuned { best, pareto: self.pareto(), judged: Vec::new(), evaluated: self.points.len() }
     }
 
-    fn pareto(&self) -> Vec<TunedPoint> {
+    pub(super) fn pareto(&self) -> Vec<TunedPoint> {
         let mut points: Vec<&TunedPoint> = self.points.iter().collect();
         points
             .sort_by(|a, b| a.delay_mean.total_cmp(&b.delay_mean).then(a.imbalance_mean.total_cmp(&b.imbalance_mean)));

@@ -19,15 +19,33 @@ pub struct TunedPoint {
     pub delay_max: u64,
     /// Mean memory skew.
     pub memory_skew_mean: f64,
+    /// Sum of the steps' heaviest micro-batches over the sum of their means: heavy steps weigh more than in the mean
+    /// imbalance.
+    pub lost_time: f64,
+    /// What it gives on the same documents in other orders; prices that were judged have it.
+    pub held_out: Option<HeldOut>,
+}
+
+/// What a choice gives on orders of the sample that it was not found on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeldOut {
+    /// Lost time, mean over the orders.
+    pub lost_time: f64,
+    /// Worst step of any order.
+    pub imbalance_worst: f64,
+    /// Mean token delay, in iterations, mean over the orders.
+    pub delay_mean: f64,
 }
 
 /// The best choice and what else could be had.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tuned {
-    /// Best balance within the delay limit.
+    /// The choice.
     pub best: TunedPoint,
     /// Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
     pub pareto: Vec<TunedPoint>,
+    /// The prices judged on other orders of the sample, the default's first; none where thresholds were tuned.
+    pub judged: Vec<TunedPoint>,
     /// Number of choices tried.
     pub evaluated: usize,
 }

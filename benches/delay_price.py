@@ -1,0 +1,139 @@
+"""A tuned price of delay on documents that it was not tuned on, beside the default, and the luckiest of one order.
+
+    python benches/delay_price.py                      # synthetic lengths; prints a table and writes the record
+    python benches/delay_price.py --lengths x.npy ...  # real ones instead
+
+A stream is the documents in random order, split at the context, as in release.py. A price is tuned on one stream and
+measured on four others, again for four streams. *One order*: the price with the least mean imbalance on the stream
+itself, within the limit, as before prices were judged on other orders; it is among the points that tuning returns. Lost
+time is the sum of the steps' heaviest micro-batches over the sum of their means, the worst step that of any measured
+stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from common import (
+    CONTEXT,
+    Lengths,
+    Row,
+    bars,
+    llama_7b,
+    machine,
+    options,
+    parse,
+    rounded,
+    sources,
+    tables,
+    write_record,
+)
+from rich.table import Table
+
+import wlb
+from wlb.simulation.reading import Reading
+
+STEPS = 32  # global batches of a stream
+TUNED_ON, MEASURED_ON = range(4), range(100, 104)  # seeds
+ROOMS = (1.0, 1.5)  # max_tokens in contexts
+LIMITS = (0.3, 0.6, 2.0)  # most mean delay
+MICRO_BATCHES = 16
+COST = llama_7b(0.55)
+DEFAULT = 0.03
+
+
+def stream(lengths: Lengths, seed: int) -> Lengths:
+    """So many global batches of contexts: the documents in a random order, again and again in a new one."""
+    generator = np.random.default_rng(seed)
+    tokens = MICRO_BATCHES * CONTEXT * STEPS
+    epochs = -(-tokens // int(lengths.sum()))
+    order = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
+    _, _, pieces = wlb.split_documents(order, max_document_tokens=CONTEXT)
+    return pieces[: np.searchsorted(pieces.cumsum(), tokens)].astype(np.int64)
+
+
+def packing(room: float) -> dict[str, Any]:
+    """Arguments of a packer."""
+    return {
+        "num_micro_batches": MICRO_BATCHES,
+        "max_tokens": int(room * CONTEXT),
+        "max_document_tokens": CONTEXT,
+        "cost_model": COST,
+        "max_delay": 16,
+    }
+
+
+def measured(lengths: Lengths, room: float, price: float) -> tuple[float, float, float]:
+    """Lost time, worst step and mean delay of a stream at a price."""
+    packer = wlb.Packer(release="adaptive", delay_price=price, **packing(room))
+    reading = Reading(lengths, packer, MICRO_BATCHES * CONTEXT)
+    costs = [read.packing.costs for read in reading.steps() if read.seconds is not None and read.packing.num_tokens]
+    heaviest, mean = ([float(of(step)) for step in costs] for of in (np.max, np.mean))
+    metrics = reading.packer.metrics()
+    return sum(heaviest) / sum(mean), metrics.imbalance_worst, metrics.delay_mean
+
+
+def rows(name: str, lengths: Lengths) -> list[Row]:
+    """Of one source."""
+    tuned_on, measured_on = ([stream(lengths, seed) for seed in seeds] for seeds in (TUNED_ON, MEASURED_ON))
+    made: list[Row] = []
+    for room, limit in itertools.product(ROOMS, LIMITS):
+        prices: dict[str, list[float]] = {"default": [], "one order": [], "tuned": []}
+        for sample in tuned_on:
+            found = wlb.tune_delay_price(sample, max_mean_delay=limit, **packing(room))
+            within = [point for point in found.pareto if point.delay_mean <= limit] or list(found.pareto[:1])
+            for how, price in (
+                ("default", DEFAULT),
+                ("one order", within[-1].delay_price),
+                ("tuned", found.delay_price),
+            ):
+                assert price is not None
+                prices[how].append(price)
+        known: dict[float, list[tuple[float, float, float]]] = {}
+        for price in set().union(*prices.values()):
+            known[price] = [measured(other, room, price) for other in measured_on]
+        for how, of_seeds in prices.items():
+            figures = np.array([known[price] for price in of_seeds])  # [tuned on, measured on, 3]
+            lost, worst, delay = (figures[:, :, index] for index in range(3))
+            made.append(
+                {
+                    "lengths": name,
+                    "room": room,
+                    "max_mean_delay": limit,
+                    "how": how,
+                    "prices": of_seeds,
+                    "lost_time": float(lost.mean()),
+                    "worst": float(worst.max()),
+                    "delay_mean": float(delay.mean()),
+                }
+            )
+    return made
+
+
+def report(made: list[Row]) -> None:
+    """One line for each room and limit."""
+    table = Table(
+        "lengths", "room", "limit", *(f"{how}: lost, worst, delay" for how in ("default", "one order", "tuned"))
+    )
+    for of_case in zip(*[iter(made)] * 3, strict=True):
+        figures = (f"{row['lost_time']:.3f} {row['worst']:.2f} {row['delay_mean']:.2f}" for row in of_case)
+        table.add_row(of_case[0]["lengths"], str(of_case[0]["room"]), str(of_case[0]["max_mean_delay"]), *figures)
+    tables(120).print(table)
+
+
+def main() -> None:
+    parser = options(__doc__, lengths=True, record="delay_price.json")
+    arguments = parse(parser)
+    made: list[Row] = []
+    with bars() as progress:
+        every = sources(arguments.lengths, documents=20_000)
+        for name, lengths in progress.track(every.items(), description="prices"):
+            made += rows(name, lengths)
+    write_record(arguments.record, {"machine": machine(), "rows": rounded(made)})
+    report(made)
+
+
+if __name__ == "__main__":
+    main()
