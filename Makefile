@@ -41,10 +41,11 @@ lint: $(VENV)/.wlb-test
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
 
-## Compare with the floor, and with the optimum; writes benches/records/. LENGTHS: .npy files for real balance.
+## Compare with the floor, and with the optimum; writes benches/records/ and docs/results.md. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.wlb-bench
 	$(BIN)/python benches/engine.py $(if $(LENGTHS),--lengths $(LENGTHS))
 	$(BIN)/python benches/refined.py $(if $(LENGTHS),--lengths $(LENGTHS))
+	$(BIN)/python benches/results.py
 
 ## Compare with packers from PyPI; writes benches/records/. LENGTHS: .npy files for real lengths beside synthetic ones.
 bench-peers: $(VENV)/.wlb-peers $(VENV)/peers
@@ -54,11 +55,13 @@ bench-peers: $(VENV)/.wlb-peers $(VENV)/peers
 ## Every goal of wlb beside its peers, measured in one run; writes docs/comparison.md and its record. LENGTHS as above.
 compare: $(VENV)/.wlb-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/compare.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
+	$(BIN)/python benches/results.py
 
 ## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/proof.md. LENGTHS: one .npy.
 proof: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) --page docs/proof.md --picture docs/proof.png \
 	    --record benches/records/proof.json $(PROOF_FLAGS)
+	$(BIN)/python benches/results.py
 
 ## What wlb is worth over the best layout without it, predicted; writes docs/headline.md. LENGTHS: .npy files.
 headline: $(VENV)/.wlb-studies

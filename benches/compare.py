@@ -27,7 +27,7 @@ import peers
 import refined
 import release
 import whole_batch
-from common import DOCS, Lengths, Row, bars, machine, options, parse, rounded, sources, tables, write_record
+from common import DOCS, Lengths, Row, bars, machine, markdown, options, parse, rounded, sources, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -406,13 +406,6 @@ def missing(peer_rows: list[Row]) -> list[str]:
     """Peers that did not run, and why."""
     found = {f"{row['package']}: {row['missing'].removeprefix('missing: ')}" for row in peer_rows if "missing" in row}
     return [*peers.UNRELEASED, *sorted(found)]
-
-
-def markdown(table: Table) -> Iterator[str]:
-    yield "| " + " | ".join(str(column.header) for column in table.columns) + " |"
-    yield "| " + " | ".join("---" for _ in table.columns) + " |"
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        yield "| " + " | ".join(str(cell).replace("\n", " ").replace("|", "/") for cell in cells) + " |"
 
 
 def main() -> None:

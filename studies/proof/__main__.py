@@ -84,7 +84,8 @@ def main(*, options: Annotated[Options, Parameter(name="*")] = Options()) -> Non
     with Progress(console=Console(stderr=True), transient=True) as bars:
         proof = Proof(options, bars)
         records = [proof.layout(name, kind) for kind, name in proof.layouts]
-    record = {"machine": proof.about, "documents": proof.documents, "command": command(), "layouts": records}
+    about = {"machine": proof.about, "documents": proof.documents, "command": command()}
+    record = about | {"found": page.found(records), "layouts": records}
     record = rounded(record)
     folder = options.output_dir
     write_record(options.record or folder / "proof.json", record)

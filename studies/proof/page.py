@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,19 @@ def errors(layout: Row) -> dict[str, float]:
         "ratio_median": float(np.median(ratios)) if ratios else 0.0,
         "ratio_worst": max(ratios, default=0.0),
     }
+
+
+def found(layouts: list[Row]) -> list[Row]:
+    """Of every layout, for whoever has only the record: gains of model FLOP/s over the baseline, and errors."""
+    return [
+        {
+            "layout": layout["settings"]["layout"],
+            "kind": layout["kind"],
+            "gains": {name: asdict(one) for name, one in gains(layout, flops=True, base=BASES[0]).items()},
+            "errors": errors(layout),
+        }
+        for layout in layouts
+    ]
 
 
 def text(record: Row, *, picture: str) -> str:
