@@ -1,7 +1,8 @@
-"""Lengths for the corpora of NVIDIA's report on Dynamic-CP, which names GitHub and CommonCrawl and publishes no lengths.
+"""Lengths for the corpora of NVIDIA's report on Dynamic-CP: it names GitHub and CommonCrawl, and publishes no lengths.
 
-Each is a log-normal distribution with two facts that others publish of such a corpus. They were taken before anything was
-run with them, and nothing about them was fitted to the report's results. Real tails are heavier than log-normal ones.
+Each is a log-normal distribution with two facts that others publish of such a corpus. They were taken before anything
+was run with them, and nothing about them was fitted to the report's results. Real tails are heavier than log-normal
+ones.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ CORPORA = {
         20.5e12 / 14.5e9,
         tokens=65536,
         share=6_661_465 / 14.5e9,
-        source="20.5 T tokens in 14.5 B English documents (card of RedPajama-V2); 6,661,465 of its documents have 65,536"
+        source="20.5 T tokens in 14.5 B English documents (card of RedPajama-V2), of which 6,661,465 have 65,536"
         " tokens and passed a filter (LongCrawl64)",
     ),
 }

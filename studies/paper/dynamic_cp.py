@@ -109,8 +109,8 @@ def dynamic_cp(study: Study) -> Result:
     lengths = (
         "Ours are the same numbers beside both datasets: those of --lengths."
         if from_file
-        else "Neither dataset's lengths are published. Ours are log-normal, with two facts that others publish of such a"
-        " corpus: " + "; ".join(f"{name}: {CORPORA[name].source}" for name in DYNAMIC_CP) + "."
+        else "Neither dataset's lengths are published. Ours are log-normal, with two facts that others publish of such"
+        " a corpus: " + "; ".join(f"{name}: {CORPORA[name].source}" for name in DYNAMIC_CP) + "."
     )
     return Result(
         name="dynamic_cp",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import wlb
 from profiles import profile
 from studies.paper import RESULTS, SWEEP, Inputs, Result, Study
+from studies.paper.corpora import CORPORA
 from studies.paper.dynamic_cp import Protocol, throughputs
 from studies.paper.inputs import documents, kernel, points, scenario
 from studies.paper.published import (
@@ -307,3 +308,18 @@ def test_ours_stand_apart_from_the_papers(made: dict[str, Result]) -> None:
     assert ours.title.startswith("Ours, beyond the paper")
     assert [row[0] for row in ours.rows] == list(CONFIGURATIONS)
     assert all(float(cell) > 0 for row in ours.rows for cell in row[1:])
+
+
+def test_corpora_have_the_published_facts() -> None:
+    """The Stack: the longest 2 % of the files hold 20 % of the tokens. RedPajama-V2: 6.66 M of 14.5 B reach 64 Ki."""
+    generator = np.random.default_rng(5)
+    drawn = {name: corpus.lengths(2_000_000, 1 << 40, generator) for name, corpus in CORPORA.items()}
+    code, web = np.sort(drawn["GitHub"]), drawn["CommonCrawl"]
+    assert code.mean() == pytest.approx(1822, rel=0.01)
+    assert code[-40_000:].sum() / code.sum() == pytest.approx(0.2, rel=0.02)
+    assert web.mean() == pytest.approx(1414, rel=0.02)
+    assert (web >= 65536).mean() == pytest.approx(6_661_465 / 14.5e9, rel=0.15)
+    wider = CORPORA["GitHub"].wider(1.25).lengths(2_000_000, 1 << 40, generator)
+    assert wider.mean() == pytest.approx(1822, rel=0.02)
+    assert wider.std() > code.std()
+    assert CORPORA["CommonCrawl"].lengths(50_000, 4096, generator).max() == 4096
