@@ -15,11 +15,13 @@ from studies.paper.results import Facts, Result, Row
 from studies.paper.sharding import figure_15
 from studies.paper.speedups import figure_12, figure_13, figure_14
 from studies.paper.study import Study
+from studies.paper.windows import figure_6
 
 __all__ = ["RESULTS", "SWEEP", "Facts", "Input", "Inputs", "Result", "Row", "Study"]
 
 RESULTS: dict[str, Callable[[Study], Result]] = {
     "table2": table_2,
+    "fig6": figure_6,
     "fig12": figure_12,
     "fig13": figure_13,
     "fig14": figure_14,

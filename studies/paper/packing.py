@@ -86,7 +86,7 @@ def table_2(study: Study) -> Result:
             outcome = score(name, result.run, shard_run(result.run, world, CHOICE), world)
             paper, packed = TABLE_2[name], result.run
             rows += [
-                _sampled(LATENCY, name, "simulated", paper.imbalance, _latency(outcome)),
+                _sampled(LATENCY, name, "simulated", paper.imbalance, forward_latency(outcome)),
                 _sampled(ATTENTION, name, "measured", None, _attention(packed)),
                 _sampled(MILLISECONDS, name, "measured", paper.milliseconds, packed.seconds * 1e3),
             ]
@@ -129,7 +129,7 @@ def _methods(steps: int, source: Source, inputs: Inputs) -> dict[str, _Method]:
         made |= run(steps, source, configuration, replace(inputs, num_queues=queues), {name: wlb}).outcomes
     return {
         name: _Method(
-            latency=float(_latency(outcome).mean()),
+            latency=float(forward_latency(outcome).mean()),
             attention=float(_attention(outcome.run).mean()),
             attention_share=_attention_share(outcome),
             delay=outcome.run.delay_mean,
@@ -139,7 +139,7 @@ def _methods(steps: int, source: Source, inputs: Inputs) -> dict[str, _Method]:
     }
 
 
-def _latency(outcome: StaticOutcome) -> NDArray[np.float64]:
+def forward_latency(outcome: StaticOutcome) -> NDArray[np.float64]:
     """float64[streamed]: forward latency of the slowest micro-batch over the mean of its step."""
     latency = outcome.costs[: outcome.run.streamed, ..., 0].sum(axis=-1)
     latency = latency.reshape(len(latency), -1)
