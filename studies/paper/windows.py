@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -22,7 +23,7 @@ RECORD = Path(__file__).parents[2] / "benches" / "records" / "loss_curves.jsonl"
 
 
 def figure_6(study: Study) -> Result:
-    """Imbalance of 7B-128K and the loss of the loss study's small model, by the global batches that are packed at once."""
+    """Imbalance of 7B-128K, and the loss of the loss study's small model, by the global batches packed at once."""
     points = study.points("num_queues", "max_mean_delay")
     made = study.map("Figure 6", _imbalances, [(point.inputs,) for point in points])
     series = {
@@ -30,9 +31,7 @@ def figure_6(study: Study) -> Result:
     }
     # Table 2 has the paper's numbers of four of them, and counts them.
     rows: list[Row] = [row(LATENCY, _named(window), "simulated", None, series[window]) for window in WINDOWS]
-    falls = [
-        all(series[a][p.label] > series[b][p.label] for a, b in zip(WINDOWS, WINDOWS[1:], strict=False)) for p in points
-    ]
+    falls = [all(series[a][p.label] > series[b][p.label] for a, b in itertools.pairwise(WINDOWS)) for p in points]
     losses = _losses(RECORD)
     for window, paired in losses.items():
         half = paired.half_width()
