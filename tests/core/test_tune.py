@@ -26,7 +26,7 @@ POINT_FIELDS = [
     "delay_max",
     "memory_skew_mean",
 ]
-MOST_WORST, LEAST_SAVED = 1.1, 0.002
+LEAST_SAVED = 0.01
 
 
 @pytest.mark.parametrize("tune", [wlb.tune_outlier_thresholds, wlb.tune_delay_price])
@@ -157,7 +157,7 @@ def test_a_price_is_judged_on_other_orders(corpus: NDArray[Any], llama_cost: wlb
         if result.delay_price != 0.03 and default.delay_mean <= limit and default.held_out_delay <= limit:
             assert all(ours < its for ours, its in zip(lost[result.delay_price], lost[0.03], strict=True))
             assert result.best.held_out_lost_time <= default.held_out_lost_time - LEAST_SAVED
-            assert result.best.held_out_worst <= MOST_WORST * default.held_out_worst
+            assert result.best.held_out_worst <= default.held_out_worst
 
 
 def test_the_default_is_kept_where_it_is_as_good() -> None:

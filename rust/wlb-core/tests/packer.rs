@@ -204,10 +204,10 @@ proptest! {
         if keeps(0) {
             allowed.retain(|&i| {
                 let every = (0..lost[i].len()).all(|order| lost[i][order] < lost[0][order] - 1e-12);
-                i == 0 || (every && mean(i) <= mean(0) - 0.002 && worst[i] <= 1.1 * worst[0])
+                i == 0 || (every && mean(i) <= mean(0) - 0.01 && worst[i] <= worst[0])
             });
-        } else if allowed.iter().any(|&i| worst[i] <= 1.1 * worst[0]) {
-            allowed.retain(|&i| worst[i] <= 1.1 * worst[0]);
+        } else if allowed.iter().any(|&i| worst[i] <= worst[0]) {
+            allowed.retain(|&i| worst[i] <= worst[0]);
         }
         let found = tuned.judged.iter().position(|point| point.delay_price == tuned.best.delay_price);
         if let Some(least) = allowed.iter().map(|&i| mean(i)).min_by(f64::total_cmp) {

@@ -16,10 +16,9 @@ use super::tuned::{HeldOut, TunedPoint};
 pub const ORDERS: u64 = 3;
 /// Prices judged, those with the least lost time on the sample; and the default.
 const JUDGED: usize = 8;
-/// Lost time that another price has to save over the default's: 0.2 % of a run.
-const MARGIN: f64 = 0.002;
-/// How far the worst step may be above that of the default, as a factor.
-const WORST: f64 = 1.1;
+/// Lost time that another price has to save over the default's: 1 % of a run. Less is not worth a worst step that three
+/// orders are too few to show.
+const MARGIN: f64 = 0.01;
 
 /// A judged price, by order.
 struct Judged {
@@ -55,7 +54,7 @@ fn hashed(value: u64) -> u64 {
 /// there, as many as it takes until one keeps the limit on the other orders, too. The choice is
 ///
 /// 1. the default, where it keeps the limit and no other that does is better in *every* order, by at least [`MARGIN`] in
-///    the mean, with a worst step within [`WORST`] of its own;
+///    the mean, with a worst step that is no worse;
 /// 2. else the least mean lost time within the limit, of those with such a worst step if there are any;
 /// 3. where none keeps the limit on the other orders, the least delay there; where none does on the sample, the least
 ///    delay on the sample.
@@ -89,7 +88,7 @@ pub(super) fn choose(
     }
     let default = judged.iter().find(|judged| judged.point.delay_price == default_price);
     let steady = |judged: &Judged| {
-        default.is_none_or(|default| judged.held_out.imbalance_worst <= WORST * default.held_out.imbalance_worst)
+        default.is_none_or(|default| judged.held_out.imbalance_worst <= default.held_out.imbalance_worst)
     };
     let least = |of: &dyn Fn(&Judged) -> bool, figure: &dyn Fn(&Judged) -> f64| {
         judged.iter().filter(|judged| of(judged)).min_by(|a, b| figure(a).total_cmp(&figure(b)))
