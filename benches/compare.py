@@ -116,6 +116,16 @@ def dynamic_lines(rows: list[Row]) -> Iterator[Line]:
         yield Line("dynamic", f"critical path, {what}", "; ".join(paths), said, goal, verdict(met))
 
 
+def overhead_lines(rows: list[Row]) -> Iterator[Line]:
+    """What a micro-batch takes whatever is in it; no peer has a price for it."""
+    for row in rows:
+        path, bound = float(np.mean(row["exact"])), float(np.mean(row["bounds"]))
+        what = f"critical path, {row['documents']:,} documents, cost {row['cost']}"
+        what += f", {row['overhead'] * 1e3:g} ms for every micro-batch on every stage"
+        said = f"{path:.3f} in {np.mean(row['micro_batches']):.0f} micro-batches; lower bound {bound:.3f}"
+        yield Line("dynamic", what, "no price for it", said, "", "no goal")
+
+
 def mean_score(row: Row) -> Row:
     return {
         "path": float(np.mean([score["path"] for score in row["scores"]])),
@@ -423,6 +433,7 @@ def main() -> None:
     limits = ["--solver-seconds", str(arguments.solver_seconds), "--lengths", *map(str, arguments.lengths)]
     with bars() as progress:
         dynamic_rows = [row for count in (2048, 256) for row in dynamic_cp.measure(count, arguments.seeds, progress)]
+        overheads = dynamic_cp.measure_overheads(arguments.seeds)
         released = release_rows(sources(arguments.lengths, documents=60_000), arguments.steps, progress)
         instances = list(refined.instances(arguments.lengths, seeds=1))
         tracked = progress.track(instances, description="refined")
@@ -432,6 +443,7 @@ def main() -> None:
         streams, peer_rows = peers.compare(peers.options().parse_args(limits), progress)
     lines = [
         *dynamic_lines(dynamic_rows),
+        *overhead_lines(overheads),
         *release_lines(released, real),
         *search_lines(released, real),
         *wait_lines(released, real),
