@@ -16,8 +16,8 @@ use super::tuned::{HeldOut, TunedPoint};
 pub const ORDERS: u64 = 3;
 /// Prices judged, those with the least lost time on the sample; and the default.
 const JUDGED: usize = 8;
-/// Lost time that another price has to save over the default's: 1 % of a run. Less is not worth a worst step that three
-/// orders are too few to show.
+/// Lost time that another price has to save over the default's in every order: 1 % of a run. Less is not worth a worst
+/// step that three orders are too few to show.
 const MARGIN: f64 = 0.01;
 
 /// A judged price, by order.
@@ -53,8 +53,8 @@ fn hashed(value: u64) -> u64 {
 /// Judged are the default and, of the prices that keep the delay limit on the sample, those with the least lost time
 /// there, as many as it takes until one keeps the limit on the other orders, too. The choice is
 ///
-/// 1. the default, where it keeps the limit and no other that does is better in *every* order, by at least [`MARGIN`] in
-///    the mean, with a worst step that is no worse;
+/// 1. the default, where it keeps the limit and no other that does is better in *every* order by at least [`MARGIN`],
+///    with a worst step that is no worse;
 /// 2. else the least mean lost time within the limit, of those with such a worst step if there are any;
 /// 3. where none keeps the limit on the other orders, the least delay there; where none does on the sample, the least
 ///    delay on the sample.
@@ -97,8 +97,9 @@ pub(super) fn choose(
     let best = match default.filter(|default| keeps(default)) {
         Some(default) => {
             let better = |judged: &Judged| {
-                let every = judged.lost_times.iter().zip(&default.lost_times).all(|(a, b)| a < b);
-                keeps(judged) && steady(judged) && every && lost_time(judged) <= lost_time(default) - MARGIN
+                let every =
+                    judged.lost_times.iter().zip(&default.lost_times).all(|(&lost, &default)| lost <= default - MARGIN);
+                keeps(judged) && steady(judged) && every
             };
             least(&better, &lost_time).or(Some(default))
         }

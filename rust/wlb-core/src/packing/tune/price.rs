@@ -31,7 +31,7 @@ const BISECTIONS: u32 = 6;
 ///
 /// # Returns
 /// The price that loses the least time on the other orders, within the delay limit there and on the sample: the default
-/// unless another is better in every order, by 0.01 in the mean, with a worst step that is no worse. Where
+/// unless another is better by 0.01 in every order, with a worst step that is no worse. Where
 /// the default waits too long, the bound on the worst step holds if any price keeps it. The least delay, if no price
 /// keeps the limit. And the choices that no other beats on the sample.
 ///
