@@ -29,10 +29,13 @@ def comparison(record: Row) -> Iterator[str]:
         rest = counts.total() - counts["met"] - counts["missed"]
         table.add_row(name, str(counts["met"]), str(counts["missed"]), str(rest))
     yield from markdown(table)
-    missed = [f"{line['section']}, {line['what']}" for line in record["lines"] if line["verdict"] == "missed"]
-    if missed:
+    missed = Table("missed", "what")
+    for line in record["lines"]:
+        if line["verdict"] == "missed":
+            missed.add_row(line["section"], line["what"])
+    if missed.row_count:
         yield ""
-        yield f"Missed: {'; '.join(missed)}."
+        yield from markdown(missed)
 
 
 def engine(record: Row) -> Iterator[str]:
