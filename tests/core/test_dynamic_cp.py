@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import wlb
 from oracles.dynamic_cp import violations
 from wlb import testing
+from wlb._core import most_tokens
 
 COST = wlb.CostModel(attention=1.0, linear=3000.0)
 LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]
@@ -21,11 +22,21 @@ MACHINE: dict[str, Any] = {"world_size": 8, "num_stages": 3, "max_tokens_per_ran
 def machines(draw: st.DrawFn) -> dict[str, Any]:
     """Arguments of `plan_dynamic_cp`, without its cost model."""
     world_size = draw(st.integers(1, 13))
+    max_tokens_per_rank = draw(st.integers(5, 200))
+    multiple = draw(st.just(1) | st.integers(1, max_tokens_per_rank))
+    # The least bucket is within the limit; others may not be.
+    least = multiple * draw(st.integers(1, max_tokens_per_rank // multiple))
+    more = st.sets(st.integers(1, 40), max_size=3).map(
+        lambda steps: [least + step * multiple for step in sorted(steps)]
+    )
     seconds = st.just(0.0) | st.floats(0.0, 1e4)
     return {
         "world_size": world_size,
         "num_stages": draw(st.integers(1, 4)),
-        "max_tokens_per_rank": draw(st.integers(5, 200)),
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "max_documents": draw(st.none() | st.integers(1, 4)),
+        "multiple_of_tokens": multiple,
+        "token_buckets": [least, *draw(more)] if draw(st.booleans()) else [],
         "max_cp_size": draw(st.none() | st.integers(1, world_size)),
         "group_sizes": draw(st.sampled_from(["powers_of_two", "any"])),
         "ranks_per_node": draw(st.none() | st.integers(1, 8)),
@@ -42,10 +53,14 @@ def test_plans_are_legal(machine: dict[str, Any], lengths: list[int], cost: wlb.
     largest = int(machine["max_cp_size"] or machine["world_size"])
     if machine["group_sizes"] != "any":
         largest = 1 << (largest.bit_length() - 1)
-    limit = largest * machine["max_tokens_per_rank"]
+    sizes = {name: machine[name] for name in ("multiple_of_tokens", "token_buckets")}
+    most = most_tokens(machine["max_tokens_per_rank"], **sizes)
+    limit = largest * most
     lengths = [min(length, limit) for length in lengths]
     plan = wlb.plan_dynamic_cp(lengths, cost_model=cost, **machine)
     assert violations(plan, lengths, machine["max_cp_size"], machine["group_sizes"]) == []
+    assert (plan.max_tokens_per_rank, plan.max_documents) == (most, machine["max_documents"])
+    assert (plan.multiple_of_tokens, list(plan.token_buckets)) == tuple(sizes.values())
     assert plan.balanced_seconds * (1 - 1e-9) <= plan.lower_bound <= plan.seconds * (1 + 1e-9)
     assert wlb.plan_dynamic_cp(np.array(lengths, np.int64), cost_model=cost, **machine) == plan
 
@@ -124,6 +139,25 @@ def test_groups_stay_inside_a_node_where_exchange_is_free() -> None:
         assert plan.seconds < 0.9 * flat.seconds
         groups = [group for batch in plan for group in batch]
         assert all(group.first_rank // 4 == (group.first_rank + group.cp_size - 1) // 4 for group in groups)
+
+
+@pytest.mark.parametrize("sizes", [{"multiple_of_tokens": 128}, {"token_buckets": (256, 512)}, {"max_documents": 3}])
+def test_shapes_are_those_of_the_plan(sizes: dict[str, Any]) -> None:
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **sizes, **MACHINE)
+    assert violations(plan, LENGTHS) == []
+    assert {name: getattr(plan, name) for name in sizes} == sizes
+    padded = plan.padded_tokens_per_rank
+    assert padded.dtype == np.int64
+    assert padded.shape == plan.tokens_per_rank.shape
+    if "max_documents" in sizes:
+        np.testing.assert_array_equal(padded, plan.tokens_per_rank)
+        assert {group.padding_tokens for batch in plan for group in batch} == {0}
+    else:
+        assert set(padded.ravel().tolist()) <= set(sizes.get("token_buckets") or range(0, 513, 128))
+        assert sum(group.padding_tokens for batch in plan for group in batch) == padded.sum() - sum(LENGTHS)
+    plain = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE)
+    assert plan.digest() != plain.digest(), "ranks with other shapes must not agree"
+    assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 def test_documents_bring_their_own_costs() -> None:
@@ -227,6 +261,16 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
         ({"min_micro_batches": 5, "max_micro_batches": 4}, "min_micro_batches", None, None),
         ({"min_micro_batches": 5, "num_micro_batches": 5}, "min_micro_batches", None, None),
         ({"max_micro_batches": 1, "max_tokens_per_rank": 400}, "max_micro_batches", None, None),
+        ({"max_documents": 0}, "max_documents", None, 0),
+        ({"max_documents": 1, "num_micro_batches": 1}, "num_micro_batches", None, None),
+        ({"multiple_of_tokens": 0}, "multiple_of_tokens", None, 0),
+        ({"multiple_of_tokens": 513}, "max_tokens_per_rank", None, 512),
+        ({"token_buckets": [600]}, "max_tokens_per_rank", None, 512),
+        ({"token_buckets": [64, 32]}, "token_buckets", 1, 32),
+        ({"multiple_of_tokens": 64, "token_buckets": [96]}, "token_buckets", 0, 96),
+        ({"multiple_of_tokens": 2, "max_tokens_per_rank": 2**31 - 1}, "max_cp_size", None, None),
+        # Room for 1, not for 2 of what the longest document has on 8 ranks.
+        ({"token_buckets": [256], "lengths": [2049]}, "lengths", 0, 2049),
         ({"cp_overlap": 1.01}, "cp_overlap", None, 1.01),
         ({"group_sizes": "all"}, "group_sizes", None, "all"),
         ({"ranks_per_node": 0}, "ranks_per_node", None, 0),

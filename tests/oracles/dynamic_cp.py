@@ -32,8 +32,25 @@ def violations(
                 wrong.append(f"{name}: cu_seqlens")
             if group.max_seqlen != max(group.lengths.tolist(), default=0):
                 wrong.append(f"{name}: max_seqlen")
-            if -(-sum(group.lengths.tolist()) // size) > plan.max_tokens_per_rank:
+            tokens = sum(group.lengths.tolist())
+            padded = -(-tokens // size)
+            is_padded = plan.multiple_of_tokens > 1 or plan.token_buckets
+            if is_padded:
+                sizes = plan.token_buckets or range(0, padded + plan.multiple_of_tokens, plan.multiple_of_tokens)
+                padded = next(number for number in sizes if number >= padded)
+            if padded > plan.max_tokens_per_rank:
                 wrong.append(f"{name}: memory")
+            if padded != group.padded_tokens_per_rank or (plan.padded_tokens_per_rank[j, ranks] != padded).any():
+                wrong.append(f"{name}: padded tokens")
+            if group.padding_tokens != (size * padded - tokens if is_padded else 0):
+                wrong.append(f"{name}: padding")
+            # As it will be cut, every rank has that size exactly.
+            filled = [*group.lengths.tolist(), group.padding_tokens] if group.padding_tokens else group.lengths
+            shard = wlb.shard(filled, cp_size=size, strategy="per_document")
+            if is_padded and set(shard.tokens_per_rank.tolist()) != {padded}:
+                wrong.append(f"{name}: ranks of other sizes")
+            if plan.max_documents is not None and len(documents) > plan.max_documents:
+                wrong.append(f"{name}: too many documents")
         if next_rank != plan.world_size:
             wrong.append(f"micro-batch {j}: ranks left out")
     if sorted(placed) != list(range(len(lengths))):

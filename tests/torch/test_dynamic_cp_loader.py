@@ -77,6 +77,7 @@ def plain(step: DynamicCpStep[PackedBatch]) -> dict[str, Any]:
                 "tensors": {name: getattr(batch, name).numpy() for name in ("tokens", "labels", "position_ids")},
                 "cu_seqlens": batch.cu_seqlens.tolist(),
                 "valid": batch.num_valid_tokens,
+                "padding": batch.num_padding,
             }
             for batch in step.micro_batches
         ],
@@ -96,8 +97,17 @@ def check_step(ranks: list[dict[str, Any]]) -> list[int]:
             assert (found["first"], found["size"]) == (group.first_rank, group.cp_size)
             assert found["rank"] == rank - group.first_rank
             assert group.lengths.tolist() == LENGTHS[found["ids"]].tolist()
+            # Of a group's tokens together.
+            sizes = {
+                "multiple_of_tokens": plan.multiple_of_tokens * group.cp_size,
+                "token_buckets": [size * group.cp_size for size in plan.token_buckets],
+                "max_documents": plan.max_documents,
+            }
+            if plan.multiple_of_tokens == 1 and not plan.token_buckets:
+                sizes = {"max_documents": plan.max_documents}
             expected = collate(
                 [DATA[id] for id in found["ids"]],
+                **sizes,
                 cp_rank=found["rank"],
                 cp_size=found["size"],
                 strategy="per_document",
@@ -105,6 +115,7 @@ def check_step(ranks: list[dict[str, Any]]) -> list[int]:
             for name, value in found["tensors"].items():
                 np.testing.assert_array_equal(value, getattr(expected, name).numpy())
             assert found["cu_seqlens"] == expected.cu_seqlens.tolist()
+            assert found["padding"] == expected.num_padding == group.padding_tokens
             assert found["valid"] == expected.num_valid_tokens
             seen += found["ids"] if found["rank"] == 0 else []
     assert len(set(seen)) == len(seen), "a document twice"
@@ -168,6 +179,33 @@ def test_every_rank_gets_what_it_trains() -> None:
     assert check_step([result[1][0] for result in results]) == steps[2]
     # Twice all documents; what a rank reads and trains itself does not move.
     assert 0 < sum(result[3] for result in results) < 2 * LENGTHS.sum()
+
+
+def read_sizes(rank: int, sizes: dict[str, Any]) -> list[dict[str, Any]]:
+    loader = make(shares(rank, WORLD), WORLD, **sizes)
+    steps = [plain(step) for step in loader]
+    loader.close()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"multiple_of_tokens": 16, "max_documents": 3},
+        {"token_buckets": (24, 40), "group_sizes": "any", "num_micro_batches": 12},
+    ],
+)
+def test_every_rank_has_the_sizes_of_the_plan(sizes: dict[str, Any]) -> None:
+    results = processes.run(WORLD, read_sizes, sizes)
+    steps = [check_step([result[number] for result in results]) for number in range(3)]
+    assert steps == [list(range(20)), list(range(20, 40)), list(range(40, 60))]
+    batches = [batch for result in results for step in result for batch in step["micro_batches"]]
+    assert any(batch["padding"] and not batch["ids"] for batch in batches) == ("token_buckets" in sizes)
+    found = {batch["tensors"]["tokens"].size for batch in batches}
+    assert found <= set(sizes.get("token_buckets") or (0, 16, 32, 48))
+    assert len(found) > 1
+    if most := sizes.get("max_documents"):
+        assert {len(batch["cu_seqlens"]) for batch in batches} == {most + 2}
 
 
 def sampled(rank: int, state: dict[str, Any] | None, num_workers: int) -> tuple[list[dict[str, Any]], list[Any], float]:

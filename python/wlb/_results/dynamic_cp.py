@@ -30,6 +30,8 @@ class CpGroup(Copied):
         document_ids: int64[k]: the documents, in order of arrival.
         lengths: int32[k]: tokens of each document.
         tokens_per_rank: Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
+        padding_tokens: Tokens of one more document, behind the others, that fills all ranks up to the same size, as
+            `multiple_of_tokens` and `token_buckets` ask; 0 where nothing does.
         seconds: Predicted time through the whole model, forward and backward, on each of its ranks.
     """
 
@@ -38,6 +40,7 @@ class CpGroup(Copied):
     document_ids: NDArray[np.int64]
     lengths: NDArray[np.int32]
     tokens_per_rank: int
+    padding_tokens: int
     seconds: float
 
     @property
@@ -59,6 +62,11 @@ class CpGroup(Copied):
     def tokens(self) -> int:
         """Tokens of all documents."""
         return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def padded_tokens_per_rank(self) -> int:
+        """Most tokens of a rank when it runs, with padding; where there are sizes, all of its ranks have as many."""
+        return -(-(self.tokens + self.padding_tokens) // self.cp_size)
 
     def __len__(self) -> int:
         """Number of ranks."""
@@ -155,7 +163,11 @@ class DynamicCpPlan(Copied):
         world_size: Ranks of a pipeline stage, DP times CP.
         num_stages: Pipeline stages.
         num_virtual_stages: Parts of the model on each stage.
-        max_tokens_per_rank: Most tokens that a rank was allowed in a micro-batch.
+        max_tokens_per_rank: Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest
+            size within that.
+        max_documents: Most documents that a group was allowed; None: any number.
+        multiple_of_tokens: Each rank's tokens of a micro-batch run padded up to a multiple of this, and
+        token_buckets: to one of these sizes, ascending, if there are any.
         seconds: Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a
             group wait for one another.
         lower_bound: But for rounding, no plan takes less that has at most as many micro-batches as were tried and at
@@ -171,6 +183,9 @@ class DynamicCpPlan(Copied):
     num_stages: int
     num_virtual_stages: int
     max_tokens_per_rank: int
+    max_documents: int | None
+    multiple_of_tokens: int
+    token_buckets: tuple[int, ...]
     seconds: float
     lower_bound: float
     balanced_seconds: float
@@ -180,6 +195,7 @@ class DynamicCpPlan(Copied):
     _first_ranks: NDArray[np.int32]
     _cp_sizes: NDArray[np.int32]
     _tokens_per_rank: NDArray[np.int64]
+    _padded_tokens_per_rank: NDArray[np.int64]
     _group_seconds: NDArray[np.float64]
     _group_offsets: NDArray[np.int64]
     # Of each document, group by group, and where those of each group begin, then their number.
@@ -208,6 +224,11 @@ class DynamicCpPlan(Copied):
         return self._of_ranks(self._tokens_per_rank)
 
     @property
+    def padded_tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[m, world_size]: the same when they run, padded as `multiple_of_tokens` and `token_buckets` ask."""
+        return self._of_ranks(self._padded_tokens_per_rank)
+
+    @property
     def rank_seconds(self) -> NDArray[np.float64]:
         """float64[m, world_size]: seconds of each rank through the whole model, forward and backward."""
         return self._of_ranks(self._group_seconds)
@@ -221,12 +242,17 @@ class DynamicCpPlan(Copied):
 
     def _group(self, group: int) -> CpGroup:
         first, end = self._document_offsets[group : group + 2]
+        padding = 0
+        if self.multiple_of_tokens > 1 or self.token_buckets:
+            tokens = int(self._lengths[first:end].sum(dtype=np.int64))
+            padding = int(self._cp_sizes[group]) * int(self._padded_tokens_per_rank[group]) - tokens
         return CpGroup(
             first_rank=int(self._first_ranks[group]),
             cp_size=int(self._cp_sizes[group]),
             document_ids=self._document_ids[first:end],
             lengths=self._lengths[first:end],
             tokens_per_rank=int(self._tokens_per_rank[group]),
+            padding_tokens=padding,
             seconds=float(self._group_seconds[group]),
         )
 

@@ -265,6 +265,8 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         num_stages: u.int_in_range(1..=8)?,
         num_virtual_stages: if u.ratio(1, 4)? { u.int_in_range(2..=3)? } else { 1 },
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
+        padding: dynamic_cp_padding(u, longest)?,
+        max_documents: if u.ratio(1, 3)? { Some(u.int_in_range(1..=8)?) } else { None },
         max_cp_size: if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None },
         group_sizes: if u.arbitrary()? { GroupSizes::Any } else { GroupSizes::PowersOfTwo },
         num_micro_batches,
@@ -279,6 +281,18 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
     let small = lengths.len() < 12 && world_size <= 8 && options.num_stages * options.num_virtual_stages <= 4;
     plan::planned(&lengths, &options, &cost, small);
     Ok(())
+}
+
+/// Sizes of ranks, or none.
+fn dynamic_cp_padding(u: &mut Unstructured, longest: i32) -> Result<Option<Padding>> {
+    let multiple = u.int_in_range(1..=64)?;
+    let mut buckets = Vec::new();
+    for _ in 0..u.int_in_range(0..=3)? {
+        buckets.push(u.int_in_range(1..=longest / multiple + 1)?.min(i32::MAX / multiple) * multiple);
+    }
+    buckets.sort_unstable();
+    buckets.dedup();
+    Ok(Padding::new(multiple, &buckets).ok().filter(|padding| !padding.is_none()))
 }
 
 /// The longest document that can come: small ones make ties and remainders, large ones overflows.

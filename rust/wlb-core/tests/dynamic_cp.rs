@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;
 use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, GroupSizes, Node, plan_dynamic_cp};
+use wlb_core::packing::Padding;
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 fn communication() -> impl Strategy<Value = Communication> {
@@ -38,7 +39,7 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     let sizes = select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]);
     // Ranks of a node, and what part of the price is left inside.
     let node = (1_usize..10, prop_oneof![Just(0.0), Just(1.0), 0.0..1.0]);
-    let groups = (part, sizes, proptest::option::weighted(0.3, node));
+    let groups = (part, sizes, proptest::option::weighted(0.3, node), shapes(longest));
     (world_size, stages, virtual_stages, max_tokens, count, groups, communication(), seconds(), seconds()).prop_map(
         |(
             world_size,
@@ -46,7 +47,7 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
             num_virtual_stages,
             max_tokens_per_rank,
             count,
-            (part, sizes, node),
+            (part, sizes, node, (padding, max_documents)),
             communication,
             p2p,
             constant,
@@ -56,6 +57,8 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 num_stages,
                 num_virtual_stages,
                 max_tokens_per_rank,
+                padding,
+                max_documents,
                 max_cp_size: part.map(|part: f64| 1 + (part * (world_size - 1) as f64) as usize),
                 group_sizes: sizes,
                 num_micro_batches: count.0,
@@ -72,6 +75,19 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
             }
         },
     )
+}
+
+/// What micro-batches are padded to, and how many documents a group has at most.
+fn shapes(longest: i32) -> impl Strategy<Value = (Option<Padding>, Option<usize>)> {
+    let multiple = prop_oneof![Just(1), 2..=64_i32];
+    let buckets = proptest::collection::btree_set(1..=longest, 0..4);
+    let padding = (multiple, buckets).prop_map(|(multiple, buckets)| {
+        let buckets: std::collections::BTreeSet<i32> =
+            buckets.into_iter().map(|bucket| (bucket + multiple - 1) / multiple * multiple).collect();
+        Some(Padding::new(multiple, &buckets.into_iter().collect::<Vec<_>>()).unwrap()).filter(|p| !p.is_none())
+    });
+    let padding = prop_oneof![2 => Just(None), 1 => padding];
+    (padding, prop_oneof![2 => Just(None), 1 => (1_usize..6).prop_map(Some)])
 }
 
 fn of(lengths: &[i64]) -> Lengths {
@@ -179,6 +195,7 @@ proptest! {
             (2, 3, 2),
         ]),
         max_tokens in 20_i32..60, free in any::<bool>(), p2p_seconds in select(vec![0.0, 40.0]),
+        (padding, max_documents) in shapes(40),
         group_sizes in select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]), node in 0_usize..4,
     ) {
         let (world_size, num_stages, m) = shape;
@@ -191,6 +208,7 @@ proptest! {
             options.node = Some(node).filter(|&ranks| ranks > 0).map(inside);
         }
         options.group_sizes = group_sizes;
+        (options.padding, options.max_documents) = (padding, max_documents);
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let best = optimum(&lengths, &options, &cost, m);
         if let Some(plan) = planned(&lengths, &options, &cost, true) {
@@ -430,6 +448,15 @@ fn errors_name_the_culprit() {
     fails(|options| options.communication.overlap = 1.5, "cp_overlap");
     fails(|options| options.p2p_seconds = f64::INFINITY, "p2p_seconds");
     fails(|options| options.micro_batch_seconds = -0.5, "micro_batch_seconds");
+    fails(|options| options.max_documents = Some(0), "max_documents");
+    fails(|options| options.padding = Some(Padding::new(128, &[]).unwrap()), "max_tokens_per_rank");
+    fails(
+        |options| {
+            options.padding = Some(Padding::new(128, &[]).unwrap());
+            options.max_tokens_per_rank = i32::MAX;
+        },
+        "max_cp_size",
+    );
     // Finite, but not what they add up to.
     fails(|options| options.communication.seconds_per_token = 1.7e308, "cp_seconds_per_token");
     fails(|options| options.communication.seconds_per_exchange = 1.7e308, "cp_seconds_per_exchange");
@@ -452,6 +479,32 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::Combination { argument: "num_micro_batches", .. }), "{error}");
     let error = plan_dynamic_cp(&of(&[5]), Some(&[1, 2]), &DynamicCpOptions::new(1, 1, 10), &llama_7b()).unwrap_err();
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
+}
+
+/// Few documents a group cost little: more and smaller groups have as many in all.
+#[test]
+fn few_documents_a_group_are_balanced() {
+    let lengths: Vec<i32> = (0..1024_i32).map(|i| if i % 128 == 0 { 131_072 } else { 128 + i * i % 40_009 }).collect();
+    let seconds = |max_documents| {
+        let options = DynamicCpOptions { max_documents, ..DynamicCpOptions::new(64, 8, 8192) };
+        planned(&lengths, &options, &llama_7b(), false).unwrap().seconds
+    };
+    let [any, sixteen, four, one] = [None, Some(16), Some(4), Some(1)].map(seconds);
+    assert!(sixteen < 1.02 * any && four < 1.05 * any && one < 1.3 * any, "{sixteen}, {four}, {one} against {any}");
+}
+
+/// More micro-batches than memory asks for, where a group may have few documents; and no more than a plan may have.
+#[test]
+fn documents_that_need_many_groups_get_them() {
+    let plan = |documents: usize, options: &DynamicCpOptions| {
+        plan_dynamic_cp(&of(&vec![10; documents]), None, options, &llama_7b())
+    };
+    let options = DynamicCpOptions { max_documents: Some(2), ..DynamicCpOptions::new(4, 1, 1000) };
+    assert_eq!(plan(80, &options).unwrap().num_micro_batches(), 10);
+    let few = DynamicCpOptions { num_micro_batches: Some(9), ..options.clone() };
+    assert!(matches!(plan(80, &few).unwrap_err(), Error::Combination { argument: "num_micro_batches", .. }));
+    let many = DynamicCpOptions { world_size: 4096, max_documents: Some(1), ..options };
+    assert_eq!(plan(5_000_000, &many).unwrap_err().argument(), "max_documents");
 }
 
 /// Where memory does not bind, costs make the plan, and the longest documents may be the cheapest.

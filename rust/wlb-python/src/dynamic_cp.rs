@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use wlb_core::Lengths;
 use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions, Node};
-use wlb_core::packing::Pricing;
+use wlb_core::packing::{Padding, Pricing};
 
 use crate::arguments;
 use crate::convert::choice;
@@ -44,6 +44,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which worlds of 24 or 48 ranks
 ///         want, and memory that the longest documents fill.
 ///     ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r // ranks_per_node``.
+///     max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of entries (CUDA graphs); the
+///         padding is one more, as in ``pack``.
+///     multiple_of_tokens: each rank's tokens of a micro-batch run padded up to a multiple of this (MXFP8 32, HybridEP 128), by a document
+///         of the whole group, and ``max_tokens_per_rank`` counts the padding: the plan's is the largest multiple within it. Padding takes
+///         no time in a plan.
+///     token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only sizes that a rank's tokens have; a group without
+///         documents has the first.
 ///     num_micro_batches: micro-batches of the step; None sweeps them.
 ///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each stage, its DualPipeV
 ///         two.
@@ -73,7 +80,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs = None,
     num_virtual_stages = 1, max_cp_size = None, group_sizes = "powers_of_two", ranks_per_node = None,
-    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
+    max_documents = None, multiple_of_tokens = 1, token_buckets = None, num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
     cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node = None, cp_seconds_per_exchange_in_node = None,
     cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
 ))]
@@ -91,6 +98,9 @@ fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
     group_sizes: &str,
     #[pyo3(from_py_with = arguments::optional::ranks_per_node)] ranks_per_node: Option<usize>,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
     #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::min_micro_batches)] min_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::max_micro_batches)] max_micro_batches: Option<usize>,
@@ -104,11 +114,14 @@ fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::micro_batch_seconds)] micro_batch_seconds: f64,
     #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
     let options = DynamicCpOptions {
         world_size,
         num_stages,
         num_virtual_stages,
         max_tokens_per_rank,
+        padding: Some(padding).filter(|padding| !padding.is_none()),
+        max_documents,
         max_cp_size,
         group_sizes: choice(group_sizes)?,
         num_micro_batches,
@@ -134,12 +147,17 @@ fn plan_dynamic_cp<'py>(
     let plan =
         run(py, lengths.len().max(world_size), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs))?
             .map_err(raise)?;
-    let tokens_per_rank = (0..plan.groups.len()).map(|group| plan.tokens_per_rank(group)).collect();
+    let of_groups = |tokens: fn(&core::DynamicCpPlan, usize) -> i64| {
+        Array::<Vec<i64>>((0..plan.groups.len()).map(|group| tokens(&plan, group)).collect())
+    };
+    let tokens_per_rank = of_groups(core::DynamicCpPlan::tokens_per_rank);
+    let padded_tokens_per_rank = of_groups(core::DynamicCpPlan::padded_tokens_per_rank);
     answer!(py, "DynamicCpPlan", {
         _digest: plan.digest(),
         _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
         _cp_sizes: column(&plan.groups, |group| group.cp_size as i32),
-        _tokens_per_rank: Array::<Vec<i64>>(tokens_per_rank),
+        _tokens_per_rank: tokens_per_rank,
+        _padded_tokens_per_rank: padded_tokens_per_rank,
         _group_seconds: column(&plan.groups, |group| group.seconds),
         _group_offsets: column(&plan.group_offsets, |&offset| offset as i64),
         _document_offsets: column(&plan.document_offsets, |&offset| offset as i64),
@@ -149,6 +167,9 @@ fn plan_dynamic_cp<'py>(
         num_stages: plan.num_stages,
         num_virtual_stages: plan.num_virtual_stages,
         max_tokens_per_rank: plan.max_tokens_per_rank,
+        max_documents: plan.max_documents,
+        multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
+        token_buckets: Tuple(plan.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())),
         seconds: plan.seconds,
         lower_bound: plan.lower_bound,
         balanced_seconds: plan.balanced_seconds,

@@ -28,6 +28,8 @@ from wlb.torch.data.peers import Peers
 
 # Arguments of plans that follow from the model and the ranks.
 _SET_HERE: Final = ("planning", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
+# Rows have sizes of their own here: each document is padded for the kernels.
+_NOT_HERE: Final = ("max_documents", "multiple_of_tokens", "token_buckets")
 
 
 def data_iterator(
@@ -108,7 +110,7 @@ def data_iterator(
         wlb.WlbError: an argument makes no sense, the model is configured against packed rows, or megatron-core is too
             old; it names what. Before anything is read.
     """
-    check_options(planning, wlb.plan_dynamic_cp, data_iterator, but=_SET_HERE)
+    check_options(planning, wlb.plan_dynamic_cp, data_iterator, but=(*_SET_HERE, *_NOT_HERE))
     check_version()
     config, chunks = _parts_of(model)
     check_config(config, dynamic_cp=dynamic_cp)

@@ -20,7 +20,7 @@ import wlb
 from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb.ledger import Pieces
-from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import packed
 from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Document, num_labels
@@ -33,6 +33,7 @@ from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 2
 _END = object()
+_NOBODY: Final = -1  # read a token of padding
 
 T = TypeVar("T")
 
@@ -112,7 +113,13 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
     be a `Step`, as a `StepLoader` gives it with `collate_fn=list`: all its documents. So outliers wait in the queues of
     a `wlb.Packer` first, and what the packer lets go is planned here: make its `num_micro_batches` a multiple of the
     ranks. What a packer promises of micro-batches (`dp_size`, `max_documents`, padded sizes) would not hold for those
-    that are planned here, and is refused.
+    that are planned here, and is refused: give sizes to `plan` instead.
+
+    **Fixed sizes.** With `multiple_of_tokens` or `token_buckets` in `plan`, every rank has so many tokens of every
+    micro-batch. The last document of its group is then padding, as `collate` makes it: token 0, positions that begin
+    anew, no labels. With `max_documents`, `cu_seqlens` has that and 2 entries. Only the number of micro-batches and the
+    sizes of groups still change from step to step: fix the first with `num_micro_batches`, the second with graphs for
+    each size.
 
     A rank whose iterator ends gives nothing while the others go on; when all have ended, so does the iteration. The
     next one iterates again. A loop that was left goes on in the next one.
@@ -400,8 +407,11 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
                 read_by = table.ranks[rows]
                 if me not in group.ranks and me not in read_by:
                     continue
-                shard = wlb.shard(group.lengths, cp_size=group.cp_size, strategy="per_document")
-                source = np.repeat(read_by, group.lengths)  # of every token
+                lengths, source = group.lengths, np.repeat(read_by, group.lengths)  # who read each token
+                if group.padding_tokens:
+                    lengths = np.append(lengths, group.padding_tokens)
+                    source = np.append(source, np.full(group.padding_tokens, _NOBODY))
+                shard = wlb.shard(lengths, cp_size=group.cp_size, strategy="per_document")
                 if me in read_by:
                     mine = [documents[at] for at in table.positions[rows[read_by == me]]]
                     tokens_and_labels = np.stack(packed(mine), axis=1)
@@ -421,6 +431,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         for group, shard, source in expected:
             rows = group.document_ids
             values = np.empty((2, source.size), np.int64)
+            values[:, source == _NOBODY] = [[0], [IGNORE]]
             for rank in np.unique(table.ranks[rows]).tolist():
                 values[:, source == rank] = next(arrived[rank]).reshape(-1, 2).T
             tokens, labels = torch.from_numpy(values)
@@ -433,6 +444,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
                     cp_rank=me - group.first_rank,
                     num_valid_tokens=int(table.labels[rows].sum()),
                     cp_first_rank=group.first_rank,
+                    cu_seqlens_size=None if plan.max_documents is None else plan.max_documents + 2,
                 )
             )
         return batches
@@ -452,6 +464,7 @@ def check_source(batches: object) -> None:
             message = (
                 f"has a packer with {name} = {value}, and its micro-batches are planned anew here: leave {name} out"
             )
+            message += "" if name == "dp_size" else " of the packer, and give it to plan"
             raise error("batches", message, value=value)
 
 

@@ -17,6 +17,9 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     size("num_stages", num_stages, MAX_STAGES)?;
     size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
     check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
+    if let Some(max_documents) = options.max_documents {
+        check_range("max_documents", i64::try_from(max_documents).unwrap_or(i64::MAX), 1, MAX_TOKENS)?;
+    }
     let most = limit(options);
     let counts = [
         ("num_micro_batches", options.num_micro_batches),
@@ -56,7 +59,13 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     if let Costs::Model(model) = costs {
         model.check_finite(lengths)?;
     }
-    let limit = (largest_group as i64 * i64::from(max_tokens_per_rank)).min(MAX_TOKENS);
+    let most = largest_group as i64 * i64::from(options.most_tokens()?);
+    if options.padding.is_some() && most > MAX_TOKENS {
+        let requirement = "times max_tokens_per_rank is more than int32 cu_seqlens count: give a smaller max_cp_size \
+                           where micro-batches are padded";
+        return Err(Error::Combination { argument: "max_cp_size", requirement });
+    }
+    let limit = most.min(MAX_TOKENS);
     match lengths.iter().position(|&length| i64::from(length) > limit) {
         None => Ok(largest_group),
         Some(index) => Err(Error::TooLong {

@@ -37,6 +37,9 @@ impl Counts {
         let &DynamicCpOptions { world_size, num_stages, max_tokens_per_rank, .. } = options;
         let tokens = lengths.total() as u64;
         let memory = tokens.div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
+        // Every rank a group of its own.
+        let documents = |micro_batches: usize| lengths.len().div_ceil(world_size.saturating_mul(micro_batches));
+        let apart = options.max_documents.map_or(0, documents);
         let limit = limit(options);
         let useful = lengths.len().max(num_stages);
         let most = options.max_micro_batches;
@@ -44,6 +47,10 @@ impl Counts {
             let minimum = tokens.div_ceil((world_size * limit) as u64) as i64;
             check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), minimum, MAX_TOKENS)?;
         }
+        if let Some(max_documents) = options.max_documents.filter(|_| most.is_none() && apart > limit) {
+            check_range("max_documents", max_documents as i64, documents(limit) as i64, MAX_TOKENS)?;
+        }
+        let memory = memory.max(apart);
         let forced = memory.max(options.min_micro_batches.unwrap_or(1));
         let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
         let start = memory.max(wanted).max(num_stages.min(most.unwrap_or(limit)));

@@ -1,5 +1,7 @@
 //! A plan in the making.
 
+use crate::packing::Padding;
+
 use super::problem::Document;
 
 /// Documents together on a group of ranks.
@@ -47,15 +49,16 @@ impl Draft {
         draft
     }
 
-    /// Tokens of each micro-batch on its fullest rank.
-    pub(super) fn fullest(&self, documents: &[Document]) -> Vec<i64> {
+    /// Tokens of each micro-batch on its fullest rank, padding included.
+    pub(super) fn fullest(&self, documents: &[Document], padding: Option<&Padding>) -> Vec<i64> {
         let mut start = 0;
         let mut of_group = |group: &Group| {
             let inside = &self.documents[start..group.end as usize];
             start = group.end as usize;
             let tokens: i64 = inside.iter().map(|&document| documents[document as usize].load.tokens).sum();
             let ranks = i64::from(group.cp_size);
-            (tokens + ranks - 1) / ranks
+            let tokens = (tokens + ranks - 1) / ranks;
+            padding.map_or(tokens, |padding| padding.padded(tokens))
         };
         let mut of_micro_batch = |groups: &[Group]| groups.iter().map(&mut of_group).fold(0, i64::max);
         self.offsets.windows(2).map(|ends| of_micro_batch(&self.groups[ends[0]..ends[1]])).collect()

@@ -1,6 +1,8 @@
 //! The machine that Dynamic-CP plans for, and what a plan may do.
 
-use crate::error::named_choices;
+use crate::error::{Result, check_range, named_choices};
+use crate::limits::MAX_TOKENS;
+use crate::packing::Padding;
 use crate::pipeline::{PipelineOptions, Schedule};
 
 use super::cost::{Communication, Node};
@@ -26,8 +28,12 @@ pub struct DynamicCpOptions {
     pub num_stages: usize,
     /// Parts of the model on each of them; above 1, the pipeline is interleaved.
     pub num_virtual_stages: usize,
-    /// Most tokens of a rank in one micro-batch: a memory bound.
+    /// Most tokens of a rank in one micro-batch, padding included: a memory bound.
     pub max_tokens_per_rank: i32,
+    /// Sizes that each rank's tokens of a micro-batch are padded up to when they run.
+    pub padding: Option<Padding>,
+    /// Most documents of a group, whose padding is one more.
+    pub max_documents: Option<usize>,
     /// Largest group; `world_size` if not given. Rounded down to a power of two where groups are.
     pub max_cp_size: Option<usize>,
     /// Which groups there may be.
@@ -56,6 +62,8 @@ impl DynamicCpOptions {
             num_stages,
             num_virtual_stages: 1,
             max_tokens_per_rank,
+            padding: None,
+            max_documents: None,
             max_cp_size: None,
             group_sizes: GroupSizes::default(),
             num_micro_batches: None,
@@ -66,6 +74,14 @@ impl DynamicCpOptions {
             p2p_seconds: 0.0,
             micro_batch_seconds: 0.0,
         }
+    }
+
+    /// Most tokens of a rank in one micro-batch: the largest size within `max_tokens_per_rank`.
+    pub(super) fn most_tokens(&self) -> Result<i32> {
+        let Some(padding) = &self.padding else { return Ok(self.max_tokens_per_rank) };
+        let least = i64::from(padding.least());
+        check_range("max_tokens_per_rank", i64::from(self.max_tokens_per_rank), least, MAX_TOKENS)?;
+        padding.most(self.max_tokens_per_rank)
     }
 
     /// Whether it matters what part of the work is attention: it hides exchange.

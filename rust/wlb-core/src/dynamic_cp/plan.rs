@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::packing::Padding;
+
 /// Ranks that share the documents of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Group {
@@ -29,8 +31,12 @@ pub struct DynamicCpPlan {
     pub num_stages: usize,
     /// Parts of the model on each of them.
     pub num_virtual_stages: usize,
-    /// Most tokens that a rank was allowed in a micro-batch.
+    /// Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest size within that.
     pub max_tokens_per_rank: i32,
+    /// What each rank's tokens of a micro-batch are padded to when they run, if they are.
+    pub padding: Option<Padding>,
+    /// Most documents that a group was allowed.
+    pub max_documents: Option<usize>,
     /// Document ids, group by group; inside one, in arrival order.
     pub documents: Vec<i64>,
     /// Tokens of each of them.
@@ -80,6 +86,13 @@ impl DynamicCpPlan {
         (self.tokens(group) as u64).div_ceil(u64::from(self.groups[group].cp_size)) as i64
     }
 
+    /// Tokens of every rank of a group when it runs: where they are padded, by one more document of
+    /// `cp_size * padded_tokens_per_rank - tokens`, all of them have as many.
+    pub fn padded_tokens_per_rank(&self, group: usize) -> i64 {
+        let tokens = self.tokens_per_rank(group);
+        self.padding.as_ref().map_or(tokens, |padding| padding.padded(tokens))
+    }
+
     /// A hash of which documents run when and where; equal on two ranks iff their plans are equal.
     ///
     /// # Complexity
@@ -99,6 +112,13 @@ impl DynamicCpPlan {
         for (id, length) in self.documents.iter().zip(&self.lengths) {
             bytes.extend_from_slice(&id.to_le_bytes());
             bytes.extend_from_slice(&length.to_le_bytes());
+        }
+        if let Some(padding) = &self.padding {
+            let sizes = std::iter::once(padding.multiple_of()).chain(padding.buckets().iter().copied());
+            sizes.for_each(|size| bytes.extend_from_slice(&size.to_le_bytes()));
+        }
+        if let Some(max_documents) = self.max_documents {
+            bytes.extend_from_slice(&(max_documents as u64).to_le_bytes());
         }
         blake3::hash(&bytes).to_hex().to_string()
     }

@@ -31,6 +31,8 @@ pub(super) struct Problem {
     pub(super) group_sizes: GroupSizes,
     pub(super) largest_group: usize,
     pub(super) max_tokens_per_rank: i64,
+    /// Most documents of a group.
+    max_documents: u32,
 }
 
 impl Problem {
@@ -53,6 +55,7 @@ impl Problem {
         let total_work = documents.iter().map(|document| document.load.work()).sum();
         let &DynamicCpOptions { world_size, group_sizes, max_tokens_per_rank, .. } = options;
         let max_tokens_per_rank = i64::from(max_tokens_per_rank);
+        let max_documents = options.max_documents.and_then(|most| u32::try_from(most).ok()).unwrap_or(u32::MAX);
         Self {
             documents,
             by_tokens,
@@ -63,6 +66,7 @@ impl Problem {
             group_sizes,
             largest_group,
             max_tokens_per_rank,
+            max_documents,
         }
     }
 
@@ -231,19 +235,30 @@ impl Problem {
     }
 
     /// Whether no rank gets too many tokens (ranks differ by at most one), and the group no more than int32
-    /// `cu_seqlens` count.
+    /// `cu_seqlens` count, of no more documents than it may have.
     #[inline]
     pub(super) fn fits(&self, load: &Load, cp_size: usize) -> bool {
-        load.tokens <= self.capacity(cp_size)
+        load.tokens <= self.capacity(cp_size) && load.documents <= self.max_documents
+    }
+
+    /// Whether a group takes no further document, however short.
+    #[inline]
+    pub(super) fn is_full(&self, load: &Load) -> bool {
+        load.documents >= self.max_documents
+    }
+
+    /// Whether groups may have fewer documents than there are.
+    pub(super) fn counts_documents(&self) -> bool {
+        self.documents.len() > self.max_documents as usize
     }
 
     fn capacity(&self, cp_size: usize) -> i64 {
         (cp_size as i64 * self.max_tokens_per_rank).min(MAX_TOKENS)
     }
 
-    /// Tokens that a block still takes.
+    /// Tokens that a block still takes; less than none where it takes no document.
     pub(super) fn room(&self, block: &Block) -> i64 {
-        self.capacity(block.cp_size as usize) - block.load.tokens
+        if self.is_full(&block.load) { -1 } else { self.capacity(block.cp_size as usize) - block.load.tokens }
     }
 
     /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of

@@ -100,11 +100,13 @@ impl<'a> Blocks<'a> {
     }
 
     /// Places the other documents in that order: each to the block that is furthest below its target; if it does not fit there, to
-    /// the one with the most room. `None` if it fits nowhere.
+    /// the one with the most room. A block of as many documents as a group may have is out of both. `None` if it fits
+    /// nowhere.
     fn fill(&mut self, order: &mut dyn Iterator<Item = u32>, base: usize) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
-        let mut by_time = Sizes::new(blocks, over);
+        let weight = |block: &Block| if problem.is_full(&block.load) { f64::INFINITY } else { over(block) };
+        let mut by_time = Sizes::new(blocks, weight);
         let mut by_room: Option<Ladder> = None;
         let mut meter = Meter::default();
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about
@@ -121,7 +123,7 @@ impl<'a> Blocks<'a> {
                 Block { load, seconds: problem.cost.at(block.first_rank, &load, cp_size), ..*block }
             };
             let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
-            let lightest = |a: &usize, b: &usize| over(&blocks[*a]).total_cmp(&over(&blocks[*b])).then(a.cmp(b));
+            let lightest = |a: &usize, b: &usize| weight(&blocks[*a]).total_cmp(&weight(&blocks[*b])).then(a.cmp(b));
             let mut chosen = by_time.lightest(1, |_| true).min_by(lightest)?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
@@ -140,7 +142,7 @@ impl<'a> Blocks<'a> {
                 }
             }
             blocks[chosen] = after;
-            by_time.set(chosen, over(&after));
+            by_time.set(chosen, weight(&after));
             if let Some(by_room) = &mut by_room {
                 by_room.set(chosen, -problem.room(&after) as f64);
             }

@@ -110,14 +110,15 @@ fn planned(
     let largest_group = check(lengths, options, costs)?;
     // A constant of the cost model is one more that every micro-batch takes.
     let micro_batch_seconds = options.micro_batch_seconds + costs.micro_batch();
-    let options = &DynamicCpOptions { micro_batch_seconds, ..options.clone() };
+    let max_tokens_per_rank = options.most_tokens()?;
+    let options = &DynamicCpOptions { micro_batch_seconds, max_tokens_per_rank, ..options.clone() };
     let cost = GroupCost {
         communication: options.communication,
         node: options.node,
         micro_batch_seconds,
         document_seconds: costs.document(),
     };
-    let &DynamicCpOptions { world_size, max_tokens_per_rank, .. } = options;
+    let world_size = options.world_size;
     let problem = Problem::new(lengths, costs, cost, options, largest_group);
     let Counts { least, start, most } = Counts::new(lengths, options)?;
     let mut counts = candidates(options, least, start - 1);
@@ -145,10 +146,19 @@ fn planned(
         let argument = match options {
             DynamicCpOptions { num_micro_batches: Some(_), .. } => "num_micro_batches",
             DynamicCpOptions { max_micro_batches: Some(_), .. } => "max_micro_batches",
+            DynamicCpOptions { max_documents: Some(_), .. } => "max_documents",
             _ => "max_tokens_per_rank",
         };
-        let requirement = "no way was found to fit the documents into so few micro-batches of world_size * \
-                           max_tokens_per_rank tokens";
+        let requirement = match options.max_documents {
+            None => {
+                "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank \
+                 tokens"
+            }
+            Some(_) => {
+                "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank \
+                 tokens, in groups of at most max_documents"
+            }
+        };
         return Err(Error::Combination { argument, requirement });
     };
     let mut sweep = std::mem::take(&mut search.sweep);
@@ -169,6 +179,8 @@ fn planned(
         num_stages: options.num_stages,
         num_virtual_stages: options.num_virtual_stages,
         max_tokens_per_rank,
+        padding: options.padding.clone(),
+        max_documents: options.max_documents,
         lengths: documents.iter().map(|&index| lengths[index]).collect(),
         documents: documents.into_iter().map(|index| ids.map_or(index as i64, |ids| ids[index])).collect(),
         groups: draft.groups.iter().map(group).collect(),
@@ -295,10 +307,17 @@ impl<'a> Search<'a> {
         }
         let pipeline = self.pipeline(num_micro_batches)?;
         self.descend(relaxed, STEPS, &pipeline);
-        match self.demand {
-            Some(_) => self.sizes(&candidate, &pipeline),
-            None => self.solve(&candidate, self.problem.largest_group, &pipeline).map(|_| ()),
+        if self.tries_sizes() {
+            self.sizes(&candidate, &pipeline)
+        } else {
+            self.solve(&candidate, self.problem.largest_group, &pipeline).map(|_| ())
         }
+    }
+
+    /// Whether blocks of other than the largest size may be better: where exchange costs, and where a group may not have
+    /// all documents, since a block has no more than a group may.
+    fn tries_sizes(&self) -> bool {
+        self.demand.is_some() || self.problem.counts_documents()
     }
 
     /// Plans by targets that know nothing of the exchange, then by them as much longer as the first solution took: largest
@@ -352,7 +371,7 @@ impl<'a> Search<'a> {
         Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
     }
 
-    /// Tries sizes of blocks, where exchange costs: larger ones are more even, smaller ones exchange less. All of them
+    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. All of them
     /// at first; then from the one that suited the best so far, as long as it gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
@@ -513,7 +532,7 @@ impl<'a> Search<'a> {
         if num_virtual_stages == 1 || whole || self.options.num_micro_batches.is_some() {
             return Ok(true);
         }
-        let fullest = draft.fullest(&self.problem.documents);
+        let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
         let tokens: Vec<f64> = order.iter().map(|&micro_batch| fullest[micro_batch] as f64).collect();
         let held = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
         let passes = (num_virtual_stages + 1) * num_stages - 1;
@@ -535,7 +554,7 @@ impl<'a> Search<'a> {
             let (pipeline, base) = (self.pipeline(count)?, self.problem.largest_group);
             self.solve(&candidate, base, &pipeline)?;
             self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
-            if self.best.is_some() && self.demand.is_some() {
+            if self.best.is_some() && self.tries_sizes() {
                 self.suited = None;
                 self.sizes(&candidate, &pipeline)?;
             }

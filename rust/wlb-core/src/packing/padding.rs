@@ -51,6 +51,11 @@ impl Padding {
         &self.buckets
     }
 
+    /// The smallest size of a micro-batch that is not empty.
+    pub(crate) fn least(&self) -> i32 {
+        self.buckets.first().copied().unwrap_or(self.multiple_of)
+    }
+
     /// The largest size within `max_tokens`: so many tokens a micro-batch can have.
     ///
     /// # Errors
@@ -69,8 +74,7 @@ impl Padding {
     /// # Ok::<(), wlb_core::Error>(())
     /// ```
     pub fn most(&self, max_tokens: i32) -> Result<i32> {
-        let least = self.buckets.first().copied().unwrap_or(self.multiple_of);
-        check_range("max_tokens", i64::from(max_tokens), i64::from(least), MAX_TOKENS)?;
+        check_range("max_tokens", i64::from(max_tokens), i64::from(self.least()), MAX_TOKENS)?;
         let within = self.buckets.iter().rev().find(|&&bucket| bucket <= max_tokens);
         Ok(within.copied().unwrap_or(max_tokens / self.multiple_of * self.multiple_of))
     }

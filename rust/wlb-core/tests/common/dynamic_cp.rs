@@ -52,7 +52,7 @@ pub(crate) fn planned<'a>(
     let costs = costs.into();
     let values: Vec<i64> = lengths.iter().map(|&length| i64::from(length)).collect();
     let checked = Lengths::new("lengths", &values).unwrap();
-    let limit = (largest_group(options) as i64 * i64::from(options.max_tokens_per_rank)).min(i64::from(i32::MAX));
+    let limit = (largest_group(options) as i64 * most_tokens(options)).min(i64::from(i32::MAX));
     match plan_dynamic_cp(&checked, None, options, costs) {
         Ok(plan) => {
             assert!(values.iter().all(|&length| length <= limit));
@@ -93,8 +93,28 @@ pub(crate) fn planned<'a>(
             assert!(argument.ends_with("seconds") || argument.starts_with("cp_seconds"));
             None
         }
+        Err(Error::OutOfRange { argument: "max_tokens_per_rank", .. }) => {
+            assert_eq!(most_tokens(options), 0, "a size is within the limit");
+            None
+        }
+        Err(Error::Combination { argument: "max_cp_size", .. }) => {
+            assert!(options.padding.is_some());
+            assert!(largest_group(options) as i64 * most_tokens(options) > i64::from(i32::MAX));
+            None
+        }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// The largest size that a rank may have; 0 if there is none.
+pub(crate) fn most_tokens(options: &DynamicCpOptions) -> i64 {
+    let most = i64::from(options.max_tokens_per_rank);
+    let Some(padding) = &options.padding else { return most };
+    let buckets = || padding.buckets().iter().map(|&bucket| i64::from(bucket));
+    if buckets().len() > 0 {
+        return buckets().filter(|&bucket| bucket <= most).max().unwrap_or(0);
+    }
+    most - most % i64::from(padding.multiple_of())
 }
 
 /// Ranks of the largest group there may be.
@@ -147,6 +167,11 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
             let most = most_tokens_of_a_rank(&plan.lengths[plan.documents_of(g)], cp_size as usize);
             assert_eq!(plan.tokens_per_rank(g), most);
             assert!(most <= i64::from(options.max_tokens_per_rank), "group {g} exceeds its memory");
+            assert!(
+                options.max_documents.is_none_or(|limit| documents.len() <= limit),
+                "group {g} has too many documents"
+            );
+            is_padded(plan, g, options);
         }
         assert!(owner.iter().all(Option::is_some), "a rank is in no group of micro-batch {j}");
     }
@@ -155,10 +180,40 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
     assert!(seen.iter().all(|&times| times == 1), "a document is lost or doubled");
 }
 
+/// With one more document every rank of the group has the same size, one that is allowed, and the least of them.
+fn is_padded(plan: &DynamicCpPlan, g: usize, options: &DynamicCpOptions) {
+    let padded = plan.padded_tokens_per_rank(g);
+    let (tokens, most) = (plan.tokens(g), plan.tokens_per_rank(g));
+    let Some(padding) = &options.padding else {
+        assert_eq!(padded, most);
+        return;
+    };
+    let multiple = i64::from(padding.multiple_of());
+    let buckets = padding.buckets();
+    let size = match buckets.iter().find(|&&bucket| most <= i64::from(bucket)) {
+        Some(&bucket) => i64::from(bucket),
+        None => {
+            assert!(buckets.is_empty(), "group {g} is larger than any bucket");
+            (most..).find(|size| size % multiple == 0).unwrap()
+        }
+    };
+    assert_eq!(padded, size);
+    assert!(padded <= i64::from(options.max_tokens_per_rank), "group {g} exceeds its memory when it is padded");
+    assert_eq!(i64::from(plan.max_tokens_per_rank), most_tokens(options));
+    let cp_size = plan.groups[g].cp_size;
+    let filler = padded * i64::from(cp_size) - tokens;
+    assert!(0 <= filler && padded * i64::from(cp_size) <= i64::from(i32::MAX));
+    if filler > 0 {
+        let mut lengths = plan.lengths[plan.documents_of(g)].to_vec();
+        lengths.push(filler as i32);
+        assert_eq!(most_tokens_of_a_rank(&lengths, cp_size as usize), padded);
+    }
+}
+
 /// Whether no rank has more tokens under way than in a long step of full micro-batches, in rounds of as many as there
 /// are stages.
 pub(crate) fn is_held(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> bool {
-    let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
+    let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
     let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
     let most_under_way = |num_micro_batches: usize, tokens: &dyn Fn(usize) -> i64| {
         let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches };
@@ -169,9 +224,8 @@ pub(crate) fn is_held(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> bool 
         };
         layout.orders().unwrap().iter().flat_map(|ops| ops.iter().scan(0, under_way)).max().unwrap()
     };
-    let fullest = |j: usize| plan.groups_of(j).map(|g| plan.tokens_per_rank(g)).max().unwrap();
-    most_under_way(plan.num_micro_batches(), &fullest)
-        <= most_under_way(2 * num_stages, &|_| i64::from(max_tokens_per_rank))
+    let fullest = |j: usize| plan.groups_of(j).map(|g| plan.padded_tokens_per_rank(g)).max().unwrap();
+    most_under_way(plan.num_micro_batches(), &fullest) <= most_under_way(2 * num_stages, &|_| most_tokens(options))
 }
 
 /// By really sharding them, where that is quick.
@@ -338,7 +392,8 @@ pub(crate) fn optimum<'a>(
                 let mut groups = Vec::new();
                 for (&(first_rank, cp_size), documents) in way.iter().zip(contents) {
                     let tokens: i64 = documents.iter().map(|&document| i64::from(lengths[document])).sum();
-                    if tokens > i64::from(cp_size) * i64::from(options.max_tokens_per_rank) {
+                    let many = options.max_documents.is_some_and(|most| documents.len() > most);
+                    if many || tokens > i64::from(cp_size) * most_tokens(options) {
                         continue 'placement;
                     }
                     let seconds = 0.0;
