@@ -188,7 +188,7 @@ impl Batch {
         let all = start.assignment.iter().all(Option::is_some);
         let spread = if all && self.lengths.len() * self.micro_batches <= 1 << 17 { self.spread() } else { None };
         let better = spread.filter(|spread| self.step(&spread.loads) < self.step(&start.loads));
-        self.exchanged_by(better.as_ref().unwrap_or(start), 1.01, 1, 1 << 14)
+        self.exchanged_by(better.as_ref().unwrap_or(start), 1.01, 1, 1 << 15)
     }
 
     /// Each document to the micro-batch whose greatest part of a column is then least.

@@ -17,8 +17,8 @@ struct Effort {
     looks: usize,
 }
 
-/// Of Algorithm 1: under a tenth of a millisecond, and most plans are close as they are.
-const LITTLE: Effort = Effort { close: 1.01, partners: 1, looks: 1 << 14 };
+/// Of Algorithm 1: about a tenth of a millisecond, and most plans are close as they are.
+const LITTLE: Effort = Effort { close: 1.01, partners: 1, looks: 1 << 15 };
 /// Of `refined`: about half a millisecond.
 const MUCH: Effort = Effort { close: 1.0001, partners: 4, looks: 1 << 17 };
 /// Documents, times micro-batches, up to which a plan that is not close is made by [`Priced::spread`] too.
