@@ -149,7 +149,8 @@ class Load:
     """Of one global batch; a visit is a token at one of its experts. The same on all ranks.
 
     Attributes:
-        visits: int64[layers, experts], over all ranks: it depends on neither layout nor packing.
+        visits: int64[layers, experts], over all ranks: it depends on neither layout nor packing, but for
+            near-ties that rounding decides, which bfloat16 shows after a few steps.
         tokens: int64[ranks, layers, micro-batches]: of each dp x cp rank, before they are sent.
         arrived: int64[ranks, layers, micro-batches]: visits to experts of that rank.
         ep: ranks among which experts are divided; neighbours.

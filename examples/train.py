@@ -499,6 +499,10 @@ def build_model(
 
 def divide_experts(settings: Settings, config: LlamaConfig, mesh: DeviceMesh) -> DeviceMesh | None:
     """The ranks that divide experts, and those that hold the same; None where each rank has all of them."""
+    if config.experts_per_token < 1 or config.shared_ffn_hidden_size < 0:
+        raise SystemExit("--experts-per-token must be at least 1, --shared-ffn at least 0")
+    if not settings.expert_bias_rate >= 0:
+        raise SystemExit(f"--expert-bias-rate {settings.expert_bias_rate}: must be at least 0")
     if config.experts_per_token > config.num_experts:
         raise SystemExit(f"--experts-per-token {config.experts_per_token}: there are {config.num_experts} experts")
     if config.shared_ffn_hidden_size and config.num_experts == 1:
@@ -511,7 +515,10 @@ def divide_experts(settings: Settings, config: LlamaConfig, mesh: DeviceMesh) ->
         raise SystemExit(f"--ep {settings.ep} does not divide {config.num_experts} experts")
     ranks = expert_ranks(mesh, ep=settings.ep)
     if config.ffn_hidden_size % ranks["edp"].size() or config.hidden_size % ranks["edp"].size():
-        raise SystemExit(f"{ranks['edp'].size()} ranks hold the same experts: --hidden and --ffn must divide by that")
+        raise SystemExit(
+            f"--hidden {config.hidden_size} and --ffn {config.ffn_hidden_size} must divide by {ranks['edp'].size()}, "
+            f"the ranks that hold the same experts (dp x cp / --ep {settings.ep})"
+        )
     return ranks
 
 

@@ -26,6 +26,7 @@ from faults import KINDS, PLACES
 import wlb
 from wlb.torch import heartbeat
 from wlb.torch.data import PackedBatch, collate
+from wlb.torch.gradients import all_reduce_gradients
 from wlb.torch.pipeline import PeerFailed, agreement, failures_explained, pipeline_step
 from wlb.torch.pipeline.agreement import check_same
 
@@ -157,6 +158,40 @@ def without_a_heartbeat_once(rank: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["ended", "refused"])
 def test_steps_are_counted_whatever_heartbeat_there_is(how: str) -> None:
     processes.run(2, without_a_heartbeat_once, how)
+
+
+def who_is_blamed(rank: int, how: str) -> tuple[int | None, str] | None:
+    """Rank 3 hangs; rank 0 waits for it and not for long, ranks 1 and 2 do for long: it finds out who hangs."""
+    few, many = (dist.new_group(ranks, timeout=timedelta(seconds=t)) for ranks, t in (([0, 3], 1.5), ([1, 2, 3], 12)))
+    group = few if rank == 0 else many
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "unseen":
+            patch.setattr(heartbeat, "stacks", dict)
+        dist.barrier()
+        try:
+            with failures_explained(1):
+                if rank == 3:
+                    time.sleep(5)
+                elif how == "gradients":
+                    all_reduce_gradients(torch.nn.Linear(2, 2), group=group)
+                else:
+                    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+                    work.wait()
+        except PeerFailed as failed:
+            return failed.rank, str(failed)
+        finally:
+            time.sleep(max(0.0, 6 - (time.monotonic() - began)))  # until all have asked
+    return None
+
+
+@pytest.mark.parametrize("how", ["gradients", "the users work", "unseen"])
+def test_who_waits_is_not_taken_for_who_hangs(how: str) -> None:
+    found = processes.run(4, who_is_blamed, how)[0]
+    assert found is not None
+    rank, text = found
+    assert rank == (None if how == "unseen" else 3)
+    assert ("could not be told" if how == "unseen" else "rank 3 hangs or is slow") in text
 
 
 def a_beat_that_fails(rank: int) -> str:

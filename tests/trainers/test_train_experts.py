@@ -231,6 +231,9 @@ def test_neighbours_divide_experts() -> None:
     [
         ({"model": replace(MODEL, experts_per_token=9)}, "--experts-per-token 9: there are 8 experts"),
         ({"model": replace(CONFIG, shared_ffn_hidden_size=8)}, "--shared-ffn goes with --experts above 1"),
+        ({"model": replace(MODEL, experts_per_token=0)}, "--experts-per-token must be at least 1"),
+        ({"model": replace(MODEL, shared_ffn_hidden_size=-4)}, "--shared-ffn at least 0"),
+        ({"expert_bias_rate": float("nan")}, "--expert-bias-rate nan: must be at least 0"),
         ({"tp": 2}, "--tp 2 does not go with --experts"),
         ({"ep": 3}, "--ep 3 does not divide 8 experts"),
         ({"model": CONFIG, "ep": 2}, "--ep 2 does not divide 1 experts"),

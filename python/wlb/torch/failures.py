@@ -218,6 +218,8 @@ class Together:
         text = "; ".join(f"rank {rank} {text}" for rank, text in found[guilt][:8])
         if len(found[guilt]) > 8:
             text += f"; so do {len(found[guilt]) - 8} more"
+        if guilt == _Guilt.UNSEEN:  # the one to blame is among them, and so are those that wait for it
+            return _Failure(None, heart.rank, mine.step, f"{text} (others wait {self._place()})")
         rank = found[guilt][0][0]
         beat = beats.get(rank, Beat(0, ""))
         step = beat.does[mine.name].step if mine.name in beat.does else None
@@ -232,7 +234,8 @@ class _Guilt(IntEnum):
     NOT_THERE = 2
     MAYBE = 3
     FOLLOWED = 4
-    NONE = 5
+    UNSEEN = 5
+    NONE = 6
 
 
 def _silent(asked: int, beat: Beat | None) -> bool:
@@ -260,6 +263,8 @@ def _judged(beat: Beat | None, mine: Activity, *, silent: bool) -> tuple[_Guilt,
     if place is None:
         return _Guilt.NOT_THERE, f"takes no part, or not any more: its heartbeat goes on; it is at {beat.main}"
     still = f"hangs or is slow{last}: its heartbeat goes on, its step does not; it is at"
+    if place.busy and not place.where:
+        return _Guilt.UNSEEN, f"is{last}: its heartbeat goes on, in which line of code it is could not be told"
     if place.busy and place.waits is not True:
         return _Guilt.MAYBE if place.waits is None else _Guilt.NOT_THERE, f"{still} {place.where}"
     if not place.busy and place.count < mine.count:

@@ -8,6 +8,7 @@ Python 3.11), or ends the process. faulthandler makes no objects: it writes whil
 from __future__ import annotations
 
 import faulthandler
+import linecache
 import re
 import sysconfig
 import tempfile
@@ -63,7 +64,12 @@ def waits(lines: list[Line]) -> bool | None:
         return True
     if innermost.startswith(_TORCH):
         return None
-    return any(line.file in _WAITS_IN_WLB for line in lines)
+    if any(line.file in _WAITS_IN_WLB for line in lines):
+        return True
+    # A `Work` waits in C++: the innermost line is that of whoever called it.
+    if lines[0].number.isdigit() and ".wait(" in linecache.getline(innermost, int(lines[0].number)):
+        return True if innermost.startswith(_WLB) else None
+    return False
 
 
 def where(lines: list[Line]) -> str:
@@ -79,6 +85,7 @@ def _written(path: Path, *, folder: bool = False) -> str:
 
 
 _TORCH: Final = _written(Path(torch.__file__).parent, folder=True)
+_WLB: Final = _written(_HERE, folder=True)
 _LIBRARY: Final = _written(Path(sysconfig.get_path("stdlib")), folder=True)
 _COLLECTIVES: Final = (
     _written(Path(torch.__file__).parent / "distributed", folder=True),
