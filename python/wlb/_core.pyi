@@ -573,6 +573,7 @@ def plan_dynamic_cp(
     costs: ArrayLike | None = None,
     attention_costs: ArrayLike | None = None,
     num_virtual_stages: int = 1,
+    schedule: Schedule | None = None,
     max_cp_size: int | None = None,
     group_sizes: GroupSizes = "powers_of_two",
     ranks_per_node: int | None = None,

@@ -160,6 +160,27 @@ def test_shapes_are_those_of_the_plan(sizes: dict[str, Any]) -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_v_schedules_are_planned_for(schedule: Any) -> None:
+    """Two stages a rank; of equal micro-batches on all ranks the step is what `simulate_pipeline` says."""
+    options: dict[str, Any] = {"cost_model": COST, "schedule": schedule, "num_virtual_stages": 2, "p2p_seconds": 500.0}
+    plan = wlb.plan_dynamic_cp(LENGTHS * 8, **options, **MACHINE)
+    assert violations(plan, LENGTHS * 8) == []
+    assert plan.schedule == schedule
+    assert plan.lower_bound <= plan.seconds
+    simple = wlb.plan_dynamic_cp(LENGTHS * 8, cost_model=COST, p2p_seconds=500.0, **MACHINE)
+    assert simple.schedule == "1f1b"
+    assert plan.seconds < simple.seconds
+    alone = wlb.plan_dynamic_cp(LENGTHS, **options, **{**MACHINE, "world_size": 1, "max_tokens_per_rank": 4096})
+    seconds = [batch.seconds for batch in alone]
+    timeline = wlb.simulate_pipeline(seconds, schedule=schedule, num_stages=3, num_virtual_stages=2, p2p_seconds=500.0)
+    assert alone.seconds == pytest.approx(timeline.seconds)
+    if schedule == "dualpipev":
+        assert alone.num_micro_batches >= 6
+        with pytest.raises(wlb.WlbError, match="num_micro_batches = 5"):
+            wlb.plan_dynamic_cp(LENGTHS, num_micro_batches=5, **options, **MACHINE)
+
+
 def test_documents_bring_their_own_costs() -> None:
     """A cheap long document shares its ranks, a costly short one gets many; memory goes by tokens."""
     costs = np.ones(12)

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import wlb
 from plain import Op, orders_of
@@ -24,6 +25,7 @@ LISTS: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
 
 
@@ -46,9 +48,8 @@ def order_of_torch(name: str, rank: int, p: int, v: int, m: int) -> list[Op]:
         calls = [(call[0], call.args[0]) for call in stages[0].mock_calls if call[0] in CALLS]
         return [(CALLS[call], j, rank) for call, j in calls]
     order = LISTS[name](stages, m).pipeline_order[rank]
-    actions = [
-        (action.computation_type.value, action.microbatch_index, action.stage_index) for action in order if action
-    ]
+    apart = [part for action in order if action for part in action.sub_actions or (action,)]  # of overlapped pairs
+    actions = [(action.computation_type.value, action.microbatch_index, action.stage_index) for action in apart]
     return [(KINDS[kind], j, stage) for kind, j, stage in actions]
 
 
@@ -71,6 +72,10 @@ def order_of_torch(name: str, rank: int, p: int, v: int, m: int) -> list[Op]:
         ("zbv", 2, 2, 2),
         ("zbv", 4, 2, 3),
         ("zbv", 4, 2, 9),
+        ("dualpipev", 1, 2, 2),
+        ("dualpipev", 2, 2, 5),
+        ("dualpipev", 4, 2, 8),
+        ("dualpipev", 5, 2, 17),
     ],
 )
 def test_the_orders_are_torchs(name: Any, p: int, v: int, m: int) -> None:

@@ -163,6 +163,7 @@ class DynamicCpPlan(Copied):
         world_size: Ranks of a pipeline stage, DP times CP.
         num_stages: Pipeline stages.
         num_virtual_stages: Parts of the model on each stage.
+        schedule: In which order a stage runs its micro-batches.
         max_tokens_per_rank: Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest
             size within that.
         max_documents: Most documents that a group was allowed; None: any number.
@@ -182,6 +183,7 @@ class DynamicCpPlan(Copied):
     world_size: int
     num_stages: int
     num_virtual_stages: int
+    schedule: str
     max_tokens_per_rank: int
     max_documents: int | None
     multiple_of_tokens: int

@@ -264,6 +264,7 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         world_size,
         num_stages: u.int_in_range(1..=8)?,
         num_virtual_stages: if u.ratio(1, 4)? { u.int_in_range(2..=3)? } else { 1 },
+        schedule: None,
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
         padding: dynamic_cp_padding(u, longest)?,
         max_documents: if u.ratio(1, 3)? { Some(u.int_in_range(1..=8)?) } else { None },

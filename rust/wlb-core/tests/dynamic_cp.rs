@@ -8,9 +8,9 @@ use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, GroupSizes, Node, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, GroupSizes, Node, plan_dynamic_cp};
 use wlb_core::packing::Padding;
-use wlb_core::{CostModel, Error, Lengths, Mask};
+use wlb_core::{CostModel, Error, Lengths, Mask, Schedule};
 
 fn communication() -> impl Strategy<Value = Communication> {
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e3, 1 => 1e3..1e8];
@@ -26,7 +26,9 @@ fn communication() -> impl Strategy<Value = Communication> {
 fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     let world_size = prop_oneof![3 => 1_usize..9, 2 => select(vec![8_usize, 12, 16, 24, 32, 64]), 1 => 9_usize..70];
     let stages = prop_oneof![2 => Just(1_usize), 3 => 2_usize..9];
-    let virtual_stages = prop_oneof![3 => Just(1_usize), 1 => 2_usize..4];
+    let v_shaped = select(vec![Schedule::ZbV, Schedule::DualPipeV]).prop_map(|schedule| (2, Some(schedule)));
+    let virtual_stages =
+        prop_oneof![3 => Just((1_usize, None)), 1 => (2_usize..4).prop_map(|v| (v, None)), 1 => v_shaped];
     let max_tokens = prop_oneof![4 => 1..=longest, 1 => Just(longest), 1 => Just(i32::MAX)];
     let least = || prop_oneof![2 => Just(None), 1 => (1_usize..20).prop_map(Some)];
     let count = prop_oneof![
@@ -44,7 +46,7 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
         |(
             world_size,
             num_stages,
-            num_virtual_stages,
+            (num_virtual_stages, schedule),
             max_tokens_per_rank,
             count,
             (part, sizes, node, (padding, max_documents)),
@@ -56,6 +58,7 @@ fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 world_size,
                 num_stages,
                 num_virtual_stages,
+                schedule,
                 max_tokens_per_rank,
                 padding,
                 max_documents,
@@ -197,6 +200,7 @@ proptest! {
         max_tokens in 20_i32..60, free in any::<bool>(), p2p_seconds in select(vec![0.0, 40.0]),
         (padding, max_documents) in shapes(40),
         group_sizes in select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]), node in 0_usize..4,
+        v_shaped in proptest::option::weighted(0.3, select(vec![Schedule::ZbV, Schedule::DualPipeV])),
     ) {
         let (world_size, num_stages, m) = shape;
         let mut options =
@@ -209,6 +213,9 @@ proptest! {
         }
         options.group_sizes = group_sizes;
         (options.padding, options.max_documents) = (padding, max_documents);
+        if let Some(schedule) = v_shaped.filter(|&schedule| schedule == Schedule::ZbV || m >= 2 * num_stages) {
+            (options.num_virtual_stages, options.schedule) = (2, Some(schedule));
+        }
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let best = optimum(&lengths, &options, &cost, m);
         if let Some(plan) = planned(&lengths, &options, &cost, true) {
@@ -448,6 +455,22 @@ fn errors_name_the_culprit() {
     fails(|options| options.communication.overlap = 1.5, "cp_overlap");
     fails(|options| options.p2p_seconds = f64::INFINITY, "p2p_seconds");
     fails(|options| options.micro_batch_seconds = -0.5, "micro_batch_seconds");
+    fails(|options| options.schedule = Some(Schedule::GPipe), "schedule");
+    fails(|options| options.schedule = Some(Schedule::ZbV), "num_virtual_stages");
+    fails(
+        |options| {
+            (options.schedule, options.num_virtual_stages) = (Some(Schedule::DualPipeV), 2);
+            options.num_micro_batches = Some(7);
+        },
+        "num_micro_batches",
+    );
+    fails(
+        |options| {
+            (options.schedule, options.num_virtual_stages) = (Some(Schedule::DualPipeV), 2);
+            options.max_micro_batches = Some(7);
+        },
+        "max_micro_batches",
+    );
     fails(|options| options.max_documents = Some(0), "max_documents");
     fails(|options| options.padding = Some(Padding::new(128, &[]).unwrap()), "max_tokens_per_rank");
     fails(
@@ -479,6 +502,28 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::Combination { argument: "num_micro_batches", .. }), "{error}");
     let error = plan_dynamic_cp(&of(&[5]), Some(&[1, 2]), &DynamicCpOptions::new(1, 1, 10), &llama_7b()).unwrap_err();
     assert!(matches!(error, Error::Mismatch { argument: "ids", found: 2, expected: 1, .. }), "{error}");
+}
+
+/// A V has no bubble but at its ends: its plans are shorter than 1F1B's, and close to even work where there are many.
+#[test]
+fn v_schedules_are_planned_for() {
+    let lengths: Vec<i32> = (0..1024_i32).map(|i| 128 + i * i % 20_011).collect();
+    let plan = |schedule: Option<Schedule>| {
+        let num_virtual_stages = if schedule.is_some() { 2 } else { 1 };
+        let options = DynamicCpOptions { num_virtual_stages, schedule, ..DynamicCpOptions::new(16, 4, 8192) };
+        planned(&lengths, &options, &llama_7b(), false).unwrap()
+    };
+    let [one, zbv, dual] = [None, Some(Schedule::ZbV), Some(Schedule::DualPipeV)].map(plan);
+    assert!(
+        zbv.seconds < one.seconds && dual.seconds < one.seconds,
+        "{} {} {}",
+        one.seconds,
+        zbv.seconds,
+        dual.seconds
+    );
+    assert!(zbv.seconds < 1.02 * zbv.lower_bound, "{}", zbv.seconds / zbv.lower_bound);
+    assert!(dual.num_micro_batches() >= 8);
+    assert_ne!(zbv.digest(), DynamicCpPlan { schedule: Schedule::DualPipeV, ..zbv.clone() }.digest());
 }
 
 /// Few documents a group cost little: more and smaller groups have as many in all.

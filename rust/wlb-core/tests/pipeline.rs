@@ -11,7 +11,7 @@ use proptest::sample::select;
 use wlb_core::pipeline::{Buffers, Detail, Kind, Op, PipelineOptions, StepTotals, Timeline, Times};
 use wlb_core::{Error, Pipeline, Schedule};
 
-const SCHEDULES: [Schedule; 7] = [
+const SCHEDULES: [Schedule; 8] = [
     Schedule::GPipe,
     Schedule::OneForwardOneBackward,
     Schedule::Interleaved,
@@ -19,6 +19,7 @@ const SCHEDULES: [Schedule; 7] = [
     Schedule::ZbH2,
     Schedule::InterleavedZeroBubble,
     Schedule::ZbV,
+    Schedule::DualPipeV,
 ];
 
 fn layout(
@@ -118,11 +119,12 @@ fn layouts() -> impl Strategy<Value = PipelineOptions> {
     (select(SCHEDULES.to_vec()), 1_usize..5, 1_usize..4, 1_usize..9).prop_map(|(schedule, p, v, m)| {
         let v = match schedule {
             Schedule::Interleaved | Schedule::InterleavedZeroBubble => v,
-            Schedule::ZbV => 2,
+            Schedule::ZbV | Schedule::DualPipeV => 2,
             _ => 1,
         };
+        let m = if schedule == Schedule::DualPipeV { m + 2 * p - 1 } else { m };
         let rounds = (m / p).max(1);
-        layout(schedule, p, v, m / rounds * rounds)
+        layout(schedule, p, v, if schedule == Schedule::DualPipeV { m } else { m / rounds * rounds })
     })
 }
 
@@ -327,6 +329,8 @@ fn bad_layouts_and_times_are_refused() {
     let is_range = |error, name| matches!(error, Error::OutOfRange { argument, .. } if argument == name);
     assert!(is_of_schedule(error(Schedule::GPipe, 4, 2, 8), "num_virtual_stages"));
     assert!(is_of_schedule(error(Schedule::ZbV, 4, 1, 8), "num_virtual_stages"));
+    assert!(is_of_schedule(error(Schedule::DualPipeV, 4, 1, 8), "num_virtual_stages"));
+    assert!(is_of_schedule(error(Schedule::DualPipeV, 4, 2, 7), "num_micro_batches"));
     assert!(is_of_schedule(error(Schedule::Interleaved, 4, 2, 9), "num_micro_batches"));
     assert!(is_range(error(Schedule::Interleaved, 0, 2, 8), "num_stages"));
     assert!(is_range(error(Schedule::Interleaved, 4, 0, 8), "num_virtual_stages"));

@@ -39,7 +39,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         documents whose work their length does not tell. The ranks of a group share all of it; memory goes by tokens as ever.
 ///     attention_costs: float64[n], the part of each of ``costs`` that is attention, behind which the exchange hides: wanted beside
 ///         ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
-///     num_virtual_stages: parts of the model on each stage; above 1 the pipeline is interleaved.
+///     num_virtual_stages: parts of the model on each stage.
+///     schedule: "1f1b" or "interleaved_1f1b"; "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: 1F1B, interleaved with several
+///         virtual stages. "dualpipev" has at least two micro-batches for each stage.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
 ///     group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which worlds of 24 or 48 ranks
 ///         want, and memory that the longest documents fill.
@@ -79,7 +81,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs = None,
-    num_virtual_stages = 1, max_cp_size = None, group_sizes = "powers_of_two", ranks_per_node = None,
+    num_virtual_stages = 1, schedule = None, max_cp_size = None, group_sizes = "powers_of_two", ranks_per_node = None,
     max_documents = None, multiple_of_tokens = 1, token_buckets = None, num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
     cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node = None, cp_seconds_per_exchange_in_node = None,
     cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
@@ -95,6 +97,7 @@ fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
     #[pyo3(from_py_with = arguments::optional::attention_costs)] attention_costs: Option<Vec<f64>>,
     #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
+    schedule: Option<&str>,
     #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
     group_sizes: &str,
     #[pyo3(from_py_with = arguments::optional::ranks_per_node)] ranks_per_node: Option<usize>,
@@ -119,6 +122,7 @@ fn plan_dynamic_cp<'py>(
         world_size,
         num_stages,
         num_virtual_stages,
+        schedule: schedule.map(choice).transpose()?,
         max_tokens_per_rank,
         padding: Some(padding).filter(|padding| !padding.is_none()),
         max_documents,
@@ -166,6 +170,7 @@ fn plan_dynamic_cp<'py>(
         world_size: plan.world_size,
         num_stages: plan.num_stages,
         num_virtual_stages: plan.num_virtual_stages,
+        schedule: plan.schedule.as_str(),
         max_tokens_per_rank: plan.max_tokens_per_rank,
         max_documents: plan.max_documents,
         multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),

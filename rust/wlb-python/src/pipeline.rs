@@ -157,9 +157,9 @@ impl Question {
 ///         stage takes an equal part, and of that a third each the forward and the gradients of input and weights. Or
 ///         float64[m, stages], with ``stages = num_stages * num_virtual_stages``; or float64[m, stages, 3], with
 ///         forward, input gradient and weight gradient apart.
-///     schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble" or "zbv".
+///     schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or "dualpipev".
 ///     num_stages: pipeline ranks, p.
-///     num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... With "zbv" 2: r and 2p - 1 - r; with
+///     num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... With "zbv" and "dualpipev" 2: r and 2p - 1 - r; with
 ///         "gpipe", "1f1b", "zb_h1" and "zb_h2" 1. The interleaved schedules take the micro-batches in
 ///         ``max(1, m // p)`` rounds, which must divide m.
 ///     p2p_seconds: latency from the end of an op to when a stage on another rank can start on what it sends; it

@@ -25,6 +25,10 @@ use super::problem::{Document, Problem};
 ///
 /// All of them but the second with the hops to the last stage and back, which every path can be made to have.
 ///
+/// Of a V the first with the hops to the last rank only, whose weight gradients may run while the others hop back. There
+/// the way of a document is its forward, its input gradients and the last of its weight gradients: two thirds, and a
+/// third of one of `2 p` stages; from the last rank down to the last rank up nothing hops.
+///
 /// # Complexity
 /// O(min(documents, most) log world_size + most).
 pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: usize, most: usize) -> f64 {
@@ -32,7 +36,13 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     let stages = num_stages as f64;
     // With one rank there is nowhere to hop to.
     let hops = |hops: usize| if num_stages == 1 { 0.0 } else { hops as f64 * p2p_seconds };
-    let (to_the_last, whole_way) = (hops(2 * (num_stages - 1)), hops(2 * (num_stages * num_virtual_stages - 1)));
+    let is_v = options.schedule().is_v_shaped();
+    let (to_the_last, whole_way) = if is_v {
+        (hops(num_stages - 1), hops(4 * (num_stages - 1)))
+    } else {
+        (hops(2 * (num_stages - 1)), hops(2 * (num_stages * num_virtual_stages - 1)))
+    };
+    let way = if is_v { (2.0 + 0.5 / stages) / 3.0 } else { 1.0 };
     let constant = problem.cost.micro_batch_seconds / stages;
     let share = (problem.total_work + exchanged(problem)) / problem.world_size as f64 / stages;
     let sum = share + least as f64 * constant;
@@ -41,7 +51,7 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     let slowest = if problem.is_by_length() { 1 } else { problem.documents.len() };
     for document in &problem.documents[..slowest.min(problem.documents.len())] {
         let Least { fewer, whole, .. } = Least::of(problem, document);
-        bound = bound.max(fewer.min(whole) + whole_way);
+        bound = bound.max(way * fewer.min(whole) + whole_way);
     }
     if num_virtual_stages > 1 || num_stages == 1 {
         return bound;

@@ -4,6 +4,7 @@ use crate::cost::{CostModel, DocumentCosts, Unit};
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
 use crate::limits::{MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE};
+use crate::pipeline::Schedule;
 
 use super::cost::{Costs, MAX_SECONDS, check_seconds};
 use super::counts::{limit, whole};
@@ -35,6 +36,7 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
         let requirement = "has no meaning beside num_micro_batches";
         return Err(Error::Combination { argument, requirement });
     }
+    check_schedule(options)?;
     if let Some(least) = options.min_micro_batches
         && whole(options, least, options.max_micro_batches.unwrap_or(most)).is_none()
     {
@@ -77,6 +79,22 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
             hint: "; split it first (split_documents), or raise max_tokens_per_rank or max_cp_size",
         }),
     }
+}
+
+/// Bounds and numbers of micro-batches are known of four schedules.
+fn check_schedule(options: &DynamicCpOptions) -> Result<()> {
+    use Schedule::{DualPipeV, Interleaved, OneForwardOneBackward, ZbV};
+    let schedule = options.schedule();
+    if !matches!(schedule, OneForwardOneBackward | Interleaved | ZbV | DualPipeV) {
+        let requirement = "must be \"1f1b\", \"interleaved_1f1b\", \"zbv\" or \"dualpipev\" for Dynamic-CP";
+        return Err(Error::Combination { argument: "schedule", requirement });
+    }
+    if schedule == DualPipeV && options.max_micro_batches.is_some_and(|most| most < 2 * options.num_stages) {
+        let requirement = "is less than two for each stage, of which \"dualpipev\" takes no fewer";
+        return Err(Error::Combination { argument: "max_micro_batches", requirement });
+    }
+    // Whatever is wrong with its stages, or with the number of micro-batches that is fixed.
+    options.pipeline(options.num_micro_batches.unwrap_or(2 * options.num_stages)).check()
 }
 
 fn check_model(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> {

@@ -51,8 +51,9 @@ impl Counts {
             check_range("max_documents", max_documents as i64, documents(limit) as i64, MAX_TOKENS)?;
         }
         let memory = memory.max(apart);
-        let forced = memory.max(options.min_micro_batches.unwrap_or(1));
-        let wanted = options.min_micro_batches.and_then(|least| whole(options, least, limit)).unwrap_or(1);
+        let fewest = options.least_micro_batches();
+        let forced = memory.max(fewest);
+        let wanted = whole(options, fewest, limit).unwrap_or(1);
         let start = memory.max(wanted).max(num_stages.min(most.unwrap_or(limit)));
         let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
@@ -84,14 +85,14 @@ pub(super) fn candidates(options: &DynamicCpOptions, least: usize, most: usize) 
 /// The number of micro-batches, in equal rounds if the pipeline is interleaved: rounded down, or up if there is a least
 /// number. `None` if that is more than `most`.
 pub(super) fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
-    let below = if options.num_virtual_stages > 1 { count - count % rounds(options, count) } else { count };
-    let enough = below >= options.min_micro_batches.unwrap_or(1);
+    let below = if options.is_interleaved() { count - count % rounds(options, count) } else { count };
+    let enough = below >= options.least_micro_batches();
     Some(if enough { below } else { whole_above(options, count) }).filter(|&whole| whole <= most)
 }
 
 /// The same, rounded up.
 pub(super) fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
-    if options.num_virtual_stages == 1 {
+    if !options.is_interleaved() {
         return count;
     }
     // Up to `(rounds + 1) * num_stages` there are as many rounds, and there is one more, of `num_stages` each.
@@ -106,6 +107,6 @@ pub(super) fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
 /// What numbers of micro-batches are compared by: the seconds, and something for what an interleaved pipeline then has
 /// under way.
 pub(super) fn price(options: &DynamicCpOptions, count: usize, seconds: f64) -> f64 {
-    let one_round = options.num_virtual_stages > 1 && count > options.num_stages && rounds(options, count) == 1;
+    let one_round = options.is_interleaved() && count > options.num_stages && rounds(options, count) == 1;
     if one_round { seconds * ONE_ROUND } else { seconds }
 }

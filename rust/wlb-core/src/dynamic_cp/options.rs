@@ -26,8 +26,10 @@ pub struct DynamicCpOptions {
     pub world_size: usize,
     /// Pipeline stages, PP.
     pub num_stages: usize,
-    /// Parts of the model on each of them; above 1, the pipeline is interleaved.
+    /// Parts of the model on each of them.
     pub num_virtual_stages: usize,
+    /// In which order a stage runs them; 1F1B if not given, interleaved with several parts.
+    pub schedule: Option<Schedule>,
     /// Most tokens of a rank in one micro-batch, padding included: a memory bound.
     pub max_tokens_per_rank: i32,
     /// Sizes that each rank's tokens of a micro-batch are padded up to when they run.
@@ -61,6 +63,7 @@ impl DynamicCpOptions {
             world_size,
             num_stages,
             num_virtual_stages: 1,
+            schedule: None,
             max_tokens_per_rank,
             padding: None,
             max_documents: None,
@@ -91,10 +94,27 @@ impl DynamicCpOptions {
         overlap > 0.0 && (in_node || seconds_per_exchange > 0.0 || seconds_per_token > 0.0)
     }
 
+    /// In which order a stage runs its micro-batches.
+    pub fn schedule(&self) -> Schedule {
+        let several = if self.num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+        self.schedule.unwrap_or(several)
+    }
+
+    /// Whether the pipeline takes micro-batches in equal rounds only.
+    pub(super) fn is_interleaved(&self) -> bool {
+        self.schedule() == Schedule::Interleaved && self.num_virtual_stages > 1
+    }
+
+    /// No plan has fewer micro-batches: what is wanted, and what the schedule takes.
+    pub(super) fn least_micro_batches(&self) -> usize {
+        let taken = if self.schedule() == Schedule::DualPipeV { 2 * self.num_stages } else { 1 };
+        self.min_micro_batches.unwrap_or(1).max(taken)
+    }
+
     /// The pipeline that runs that many micro-batches.
     pub(super) fn pipeline(&self, num_micro_batches: usize) -> PipelineOptions {
         let &Self { num_stages, num_virtual_stages, .. } = self;
-        let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+        let schedule = self.schedule();
         PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches }
     }
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::packing::Padding;
+use crate::pipeline::Schedule;
 
 /// Ranks that share the documents of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,6 +32,8 @@ pub struct DynamicCpPlan {
     pub num_stages: usize,
     /// Parts of the model on each of them.
     pub num_virtual_stages: usize,
+    /// In which order a stage runs them.
+    pub schedule: Schedule,
     /// Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest size within that.
     pub max_tokens_per_rank: i32,
     /// What each rank's tokens of a micro-batch are padded to when they run, if they are.
@@ -112,6 +115,9 @@ impl DynamicCpPlan {
         for (id, length) in self.documents.iter().zip(&self.lengths) {
             bytes.extend_from_slice(&id.to_le_bytes());
             bytes.extend_from_slice(&length.to_le_bytes());
+        }
+        if self.schedule.is_v_shaped() {
+            bytes.extend_from_slice(self.schedule.as_str().as_bytes());
         }
         if let Some(padding) = &self.padding {
             let sizes = std::iter::once(padding.multiple_of()).chain(padding.buckets().iter().copied());

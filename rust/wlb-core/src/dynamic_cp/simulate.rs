@@ -27,7 +27,7 @@ pub(super) fn step_seconds(pipeline: &Pipeline, draft: &Draft, options: &Dynamic
         let j = op.micro_batch as usize;
         let clocks = &mut clocks[rank * world_size..][..world_size];
         let ends = &mut ends[j * world_size..][..world_size];
-        let part = if op.kind == Kind::Forward { third } else { 2.0 * third };
+        let part = if op.kind == Kind::Backward { 2.0 * third } else { third };
         for group in &draft.groups[draft.offsets[j]..draft.offsets[j + 1]] {
             let ranks = group.first_rank as usize..(group.first_rank + group.cp_size) as usize;
             let clocks = &mut clocks[ranks.clone()];
@@ -39,7 +39,10 @@ pub(super) fn step_seconds(pipeline: &Pipeline, draft: &Draft, options: &Dynamic
             }
             let end = start + group.seconds * part;
             clocks.fill(end);
-            ends.fill(end);
+            // Nobody waits for the gradient of weights.
+            if op.kind != Kind::WeightGradient {
+                ends.fill(end);
+            }
         }
     }
     clocks.into_iter().fold(0.0, f64::max)

@@ -178,6 +178,7 @@ fn planned(
         world_size,
         num_stages: options.num_stages,
         num_virtual_stages: options.num_virtual_stages,
+        schedule: options.schedule(),
         max_tokens_per_rank,
         padding: options.padding.clone(),
         max_documents: options.max_documents,
@@ -529,7 +530,7 @@ impl<'a> Search<'a> {
     fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
         let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = self.options;
         let whole = order.len() <= num_stages || order.len().is_multiple_of(num_stages);
-        if num_virtual_stages == 1 || whole || self.options.num_micro_batches.is_some() {
+        if !self.options.is_interleaved() || whole || self.options.num_micro_batches.is_some() {
             return Ok(true);
         }
         let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
@@ -542,10 +543,10 @@ impl<'a> Search<'a> {
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
     /// more.
     fn more(&mut self, most: usize) -> Result<()> {
-        let round = if self.options.num_virtual_stages > 1 { self.options.num_stages } else { 1 };
+        let round = if self.options.is_interleaved() { self.options.num_stages } else { 1 };
         let limit = limit(self.options);
         let whole = if limit > round { limit - limit % round } else { limit };
-        let wanted = self.problem.documents.len().max(self.options.min_micro_batches.unwrap_or(1));
+        let wanted = self.problem.documents.len().max(self.options.least_micro_batches());
         let enough = wanted.next_multiple_of(round).min(whole);
         let mut count = most;
         while self.best.is_none() && count < enough {

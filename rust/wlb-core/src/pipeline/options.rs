@@ -21,6 +21,9 @@ named_choices! {
         InterleavedZeroBubble = "interleaved_zero_bubble",
         /// Two stages a rank, down the ranks and back up; the memory of 1F1B (Qi et al. 2024, ZB-V).
         ZbV = "zbv",
+        /// The same placement, a forward and a backward of opposite ways next to each other, so that one can hide what the
+        /// other exchanges; weight gradients put off at both ends only (DeepSeek-AI 2024, DualPipe, cut in half).
+        DualPipeV = "dualpipev",
     }
 }
 
@@ -28,6 +31,11 @@ impl Schedule {
     /// Whether ranks hold several stages.
     pub(super) fn interleaves(self) -> bool {
         matches!(self, Self::Interleaved | Self::InterleavedZeroBubble)
+    }
+
+    /// Whether ranks hold two stages, one on the way down and one on the way back up.
+    pub fn is_v_shaped(self) -> bool {
+        matches!(self, Self::ZbV | Self::DualPipeV)
     }
 }
 

@@ -12,7 +12,7 @@ impl PipelineOptions {
     ///
     /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a
     /// rank takes the micro-batches in rounds of about `p`, each round through all its stages before the next:
-    /// `max(1, m / p)` rounds, and they must divide `m`. With `zbv` it holds stages `r` and `2p - 1 - r`. These are the
+    /// `max(1, m / p)` rounds, and they must divide `m`. With `zbv` and `dualpipev` it holds stages `r` and `2p - 1 - r`. These are the
     /// orders that torch.distributed.pipelining runs, which lacks `zb_h1` (its `interleaved_zero_bubble` with one
     /// stage a rank) and `zb_h2`.
     ///
@@ -43,7 +43,8 @@ impl PipelineOptions {
         Ok((0..self.num_stages).map(of_rank).collect())
     }
 
-    fn check(&self) -> Result<()> {
+    /// Whether the schedule takes these sizes.
+    pub(crate) fn check(&self) -> Result<()> {
         let &Self { schedule, num_stages, num_virtual_stages, num_micro_batches } = self;
         let most = |others: usize| (MAX_CELLS / others) as i64;
         check_range("num_stages", num_stages as i64, 1, MAX_STAGES as i64)?;
@@ -58,9 +59,12 @@ impl PipelineOptions {
                 let requirement = "needs the max(1, num_micro_batches / num_stages) rounds, rounded down, to divide it";
                 return refuse("num_micro_batches", num_micro_batches, requirement);
             }
-        } else if schedule == Schedule::ZbV {
+        } else if schedule.is_v_shaped() {
             if num_virtual_stages != 2 {
                 return refuse("num_virtual_stages", num_virtual_stages, "has two stages on each rank");
+            }
+            if schedule == Schedule::DualPipeV && num_micro_batches < self.total_stages() {
+                return refuse("num_micro_batches", num_micro_batches, "takes no fewer than two for each rank");
             }
         } else if num_virtual_stages != 1 {
             return refuse("num_virtual_stages", num_virtual_stages, "has one stage on each rank");
@@ -83,6 +87,7 @@ impl PipelineOptions {
             Schedule::ZbH1 | Schedule::InterleavedZeroBubble => self.steady(rank, hops_to_last, Some(rank)),
             Schedule::ZbH2 => self.steady(rank, 2 * hops_to_last, Some(2 * rank)),
             Schedule::ZbV => self.v_shaped(rank),
+            Schedule::DualPipeV => self.dual_pipe_v(rank),
         }
     }
 
@@ -117,6 +122,50 @@ impl PipelineOptions {
             ops.extend((passes.saturating_sub(late)..passes).map(|turn| op(Kind::WeightGradient, turn)));
         }
         ops
+    }
+
+    /// The order of `dualpipev`, in the eight steps of torch's. A backward that is cut in two puts its weight gradient into a
+    /// queue, of which the oldest runs next.
+    fn dual_pipe_v(&self, rank: usize) -> Vec<Op> {
+        const DOWN: usize = 0;
+        const UP: usize = 1;
+        let (p, m) = (self.num_stages, self.num_micro_batches);
+        let behind = p - 1 - rank;
+        let mut turns =
+            DualPipeV { stages: [rank, 2 * p - 1 - rank], ops: Vec::with_capacity(6 * m), ..DualPipeV::default() };
+        (0..2 * behind).for_each(|_| turns.forward(DOWN));
+        for _ in 0..=rank {
+            turns.forward(DOWN);
+            turns.forward(UP);
+        }
+        for _ in 0..behind {
+            turns.backward(UP, true);
+            turns.weight();
+            turns.forward(UP);
+        }
+        for _ in 0..m - 2 * p + rank + 1 {
+            turns.forward(DOWN);
+            turns.backward(UP, false);
+            turns.forward(UP);
+            turns.backward(DOWN, false);
+        }
+        for _ in 0..behind {
+            turns.backward(UP, false);
+            turns.forward(UP);
+            turns.backward(DOWN, false);
+        }
+        // From half of the way on in two: with even ranks behind the backward up, with odd ones before it.
+        let half = rank.div_ceil(2);
+        for turn in 0..=rank {
+            turns.backward(UP, turn >= half + usize::from(rank.is_multiple_of(2)));
+            turns.backward(DOWN, turn >= half);
+        }
+        for _ in 0..behind {
+            turns.weight();
+            turns.backward(DOWN, true);
+        }
+        (0..=rank).for_each(|_| turns.weight());
+        turns.ops
     }
 
     /// The way down the ranks (stage `r`) and back up (`2p - 1 - r`), each backward in two.
@@ -159,5 +208,43 @@ impl PipelineOptions {
         repeat(rank, &[(Kind::WeightGradient, UP)]);
         repeat(rank, &[(Kind::WeightGradient, DOWN)]);
         ops
+    }
+}
+
+/// The ops of a rank of `dualpipev` while they are put down: of each way its stage and how many there are.
+#[derive(Default)]
+struct DualPipeV {
+    stages: [usize; 2],
+    forwards: [usize; 2],
+    backwards: [usize; 2],
+    /// Ways and micro-batches whose weight gradients are put off, and how many of them have run.
+    put_off: Vec<(usize, usize)>,
+    run: usize,
+    ops: Vec<Op>,
+}
+
+impl DualPipeV {
+    fn push(&mut self, kind: Kind, way: usize, micro_batch: usize) {
+        self.ops.push(Op { kind, micro_batch: micro_batch as u32, stage: self.stages[way] as u32 });
+    }
+
+    fn forward(&mut self, way: usize) {
+        self.push(Kind::Forward, way, self.forwards[way]);
+        self.forwards[way] += 1;
+    }
+
+    fn backward(&mut self, way: usize, in_two: bool) {
+        let micro_batch = self.backwards[way];
+        self.push(if in_two { Kind::InputGradient } else { Kind::Backward }, way, micro_batch);
+        self.backwards[way] += 1;
+        self.put_off.extend(in_two.then_some((way, micro_batch)));
+    }
+
+    /// The oldest weight gradient that is put off, if there is one.
+    fn weight(&mut self) {
+        if let Some(&(way, micro_batch)) = self.put_off.get(self.run) {
+            self.push(Kind::WeightGradient, way, micro_batch);
+            self.run += 1;
+        }
     }
 }

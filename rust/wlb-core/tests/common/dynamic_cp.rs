@@ -69,11 +69,20 @@ pub(crate) fn planned<'a>(
             None
         }
         Err(Error::Combination { argument: "num_micro_batches" | "max_micro_batches", .. }) => {
+            if options.schedule() == Schedule::DualPipeV
+                && !in_equal_rounds(options.max_micro_batches.unwrap_or(0), options)
+            {
+                return None;
+            }
             // Whatever the documents, one micro-batch each is enough.
             let most = options.num_micro_batches.or(options.max_micro_batches.map(|most| {
                 // In rounds of as many as there are stages, where the pipeline is interleaved: larger ones may hold too
                 // much.
-                let whole = |m: &usize| *m <= options.num_stages || m.is_multiple_of(options.num_stages);
+                let whole = |m: &usize| {
+                    options.schedule() != Schedule::Interleaved
+                        || *m <= options.num_stages
+                        || m.is_multiple_of(options.num_stages)
+                };
                 (1..=most).rfind(|m| options.num_virtual_stages == 1 || whole(m)).unwrap()
             }));
             assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
@@ -81,7 +90,7 @@ pub(crate) fn planned<'a>(
         }
         Err(Error::Combination { argument: "min_micro_batches", .. }) => {
             let (least, most) = (options.min_micro_batches.unwrap(), options.max_micro_batches.unwrap());
-            assert!((least..=most).all(|m| !in_equal_rounds(m, options)));
+            assert!((least..=most).all(|m| !in_equal_rounds(m, options)), "{least} to {most}");
             None
         }
         Err(Error::Schedule { argument: "num_micro_batches", .. }) => {
@@ -125,12 +134,16 @@ fn largest_group(options: &DynamicCpOptions) -> usize {
 
 /// Whether the pipeline takes that many micro-batches.
 pub(crate) fn in_equal_rounds(m: usize, options: &DynamicCpOptions) -> bool {
-    options.num_virtual_stages == 1 || m.is_multiple_of((m / options.num_stages).max(1))
+    let few = options.schedule() == Schedule::DualPipeV && m < 2 * options.num_stages;
+    !few && (options.schedule() != Schedule::Interleaved || m.is_multiple_of((m / options.num_stages).max(1)))
 }
 
 /// Whether an interleaved pipeline has them in a single round of more than there are stages.
 pub(crate) fn in_one_round(m: usize, options: &DynamicCpOptions) -> bool {
-    options.num_virtual_stages > 1 && options.num_stages < m && m < 2 * options.num_stages
+    options.schedule() == Schedule::Interleaved
+        && options.num_virtual_stages > 1
+        && options.num_stages < m
+        && m < 2 * options.num_stages
 }
 
 /// Every document once, every rank in one aligned group of every micro-batch, no rank over its memory.
@@ -214,7 +227,7 @@ fn is_padded(plan: &DynamicCpPlan, g: usize, options: &DynamicCpOptions) {
 /// are stages.
 pub(crate) fn is_held(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> bool {
     let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
-    let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+    let schedule = options.schedule();
     let most_under_way = |num_micro_batches: usize, tokens: &dyn Fn(usize) -> i64| {
         let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches };
         let under_way = |sum: &mut i64, op: &Op| {
@@ -308,7 +321,7 @@ pub(crate) fn group_seconds(
 /// have its input.
 pub(crate) fn step_seconds(micro_batches: &[Vec<Group>], options: &DynamicCpOptions) -> f64 {
     let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
-    let schedule = if num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
+    let schedule = options.schedule();
     let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches: micro_batches.len() };
     let orders = layout.orders().unwrap();
     let mut step = Step { micro_batches, options, orders: &orders, ends: HashMap::new() };
@@ -340,7 +353,12 @@ impl Step<'_> {
         let op = self.orders[stage][position];
         let groups = &self.micro_batches[op.micro_batch as usize];
         let group = *groups.iter().find(|group| group.ranks().contains(&rank)).unwrap();
+        let rank_of = |stage: usize| match self.options.schedule().is_v_shaped() {
+            true => stage.min(2 * p - 1 - stage),
+            false => stage % p,
+        };
         let sender = match op.kind {
+            Kind::WeightGradient => None,
             Kind::Forward => (op.stage as usize).checked_sub(1),
             _ => Some(op.stage as usize + 1).filter(|&sender| sender < p * v),
         };
@@ -350,13 +368,18 @@ impl Step<'_> {
                 start = start.max(self.end(stage, position - 1, peer));
             }
             if let Some(sender) = sender {
-                let wanted = Op { stage: sender as u32, ..op };
-                let place = self.orders[sender % p].iter().position(|&other| other == wanted).unwrap();
-                let hop = if sender % p == stage { 0.0 } else { self.options.p2p_seconds };
-                start = start.max(self.end(sender % p, place, peer) + hop);
+                let sends = |other: &Op| {
+                    let forward = (op.kind == Kind::Forward) == (other.kind == Kind::Forward);
+                    let place = (other.micro_batch, other.stage as usize) == (op.micro_batch, sender);
+                    place && forward && other.kind != Kind::WeightGradient
+                };
+                let from = rank_of(sender);
+                let place = self.orders[from].iter().position(sends).unwrap();
+                let hop = if from == stage { 0.0 } else { self.options.p2p_seconds };
+                start = start.max(self.end(from, place, peer) + hop);
             }
         }
-        let thirds = if op.kind == Kind::Forward { 1.0 } else { 2.0 };
+        let thirds = if op.kind == Kind::Backward { 2.0 } else { 1.0 };
         let end = start + group.seconds * thirds / (3 * p * v) as f64;
         self.ends.insert((stage, position, rank), end);
         end
