@@ -1,9 +1,12 @@
 """Dynamic-CP planning beside Megatron-Core's planners: time, critical path, memory; same documents, same run.
 
-    python benches/dynamic_cp.py            # prints the table, writes benches/records/dynamic_cp.json
+    python benches/dynamic_cp.py                         # prints the table, writes benches/records/dynamic_cp.json
+    python benches/dynamic_cp.py --lengths wheels.npy    # also of documents with these lengths
 
-Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % of 128K, padded to 128; 64 ranks a stage
-(DP times CP), PP 8, at most 8,192 tokens a rank. Every plan is scored by one simulation of 1F1B, each micro-batch as
+Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % of 128K ("long tail"); and, in the rows
+of wlb alone, others, each source by itself: log-normal ones (mean 8 and sigma 1.3 of the logarithm, "log-normal") and
+draws from files. All are padded to 128, and at most 128K; 64 ranks a stage (DP times CP), PP 8, at most 8,192 tokens a
+rank. Every plan is scored by one simulation of 1F1B, each micro-batch as
 slow as its slowest rank, under the same costs: a 13B Llama's FLOPs, and pairs alone, which is what Megatron plans for.
 Exchange inside groups is free, as it is to Megatron: a real step, which pays for it, takes longer than any of these
 figures, and a plan that prices it is another plan. *Path* is the time of a step over all work spread evenly over all
@@ -29,7 +32,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from common import Lengths, bars, machine, options, package_version, parse, tables, write_record
+from common import Lengths, bars, machine, options, package_version, parse, read_lengths, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -38,6 +41,7 @@ import wlb
 from wlb.simulation import planner_options
 
 WORLD, STAGES, TOKENS = 64, 8, 8192
+LONGEST = 131072
 WORLDS = (24, 32, 48, 64, 96, 128, 768)
 OVERHEADS = (0.0, 1e-3, 5e-3, 20e-3)  # seconds of every micro-batch on every stage
 LAYOUT = wlb.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
@@ -53,15 +57,30 @@ COSTS = {
     ),
     "pairs": wlb.CostModel(attention=1.0, linear=0.0),
 }
+Source = Callable[[int, int], Lengths]  # of a number of documents and a seed
 Plan = list[list[tuple[range | list[int], list[int]]]]  # micro-batch -> groups: ranks, documents
 
 
 def documents(count: int, seed: int) -> Lengths:
     """The documents of one global batch."""
     generator = np.random.default_rng(seed)
-    lengths = np.minimum(3000 * np.exp(1.6 * generator.standard_normal(count)), 131072)
-    lengths[generator.permutation(count)[: round(0.008 * count)]] = 131072
-    return (np.maximum(lengths, 1).astype(np.int64) + 127) // 128 * 128
+    lengths = np.minimum(3000 * np.exp(1.6 * generator.standard_normal(count)), LONGEST)
+    lengths[generator.permutation(count)[: round(0.008 * count)]] = LONGEST
+    return padded(lengths)
+
+
+def log_normal(count: int, seed: int) -> Lengths:
+    """The same without a tail of long ones."""
+    return padded(np.random.default_rng(seed).lognormal(8.0, 1.3, count))
+
+
+def drawn(lengths: Lengths, count: int, seed: int) -> Lengths:
+    """The same, of lengths that were found somewhere."""
+    return padded(np.random.default_rng(seed).choice(lengths, count))
+
+
+def padded(lengths: Lengths) -> Lengths:
+    return (lengths.clip(1, LONGEST).astype(np.int64) + 127) // 128 * 128
 
 
 def planned(
@@ -198,7 +217,16 @@ def measure_worlds(seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_priced(seeds: int) -> list[dict[str, Any]]:
+def measure_free(source: str, documents: Source, seeds: int) -> list[dict[str, Any]]:
+    """The rows of wlb alone, exchange free."""
+    rows: list[dict[str, Any]] = []
+    for count in (2048, 256):
+        batches = [documents(count, seed) for seed in range(seeds)]
+        rows.append({"lengths": source, "documents": count, "cost": "13B"} | measured(batches, {}))
+    return rows
+
+
+def measure_priced(source: str, documents: Source, seeds: int) -> list[dict[str, Any]]:
     """The 13B rows again, with exchange inside groups at a price."""
     rows: list[dict[str, Any]] = []
     cluster = wlb.Scenario(
@@ -211,7 +239,7 @@ def measure_priced(seeds: int) -> list[dict[str, Any]]:
         for price in ({"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}, simulated):
             for hidden in (1.0, 0.0):
                 exchange = price | {"cp_overlap": hidden}
-                row: dict[str, Any] = {"documents": count, "cost": "13B"} | exchange
+                row: dict[str, Any] = {"lengths": source, "documents": count, "cost": "13B"} | exchange
                 rows.append(row | measured(batches, exchange) | {"best": [best(each, exchange) for each in batches]})
     return rows
 
@@ -256,20 +284,27 @@ def over(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__, record="dynamic_cp.json")
+    parser = options(__doc__, lengths=True, record="dynamic_cp.json")
     parser.add_argument("--seeds", type=int, default=10, help="global batches to average over")
     arguments = parse(parser)
     with bars() as progress:
         rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds, progress)]
         worlds = measure_worlds(arguments.seeds)
-        priced = measure_priced(arguments.seeds)
+        sources = {"long tail": documents, "log-normal": log_normal}
+        sources |= {path.stem: partial(drawn, read_lengths(path)) for path in arguments.lengths}
+        each = progress.track(sources.items(), description="Dynamic-CP, exchange at a price")
+        others, priced = [], []
+        for name, source in each:
+            others += measure_free(name, source, arguments.seeds)
+            priced += measure_priced(name, source, arguments.seeds)
         overheads = measure_overheads(arguments.seeds)
-    record = {"machine": machine(["megatron-core"]), "rows": rows, "worlds": worlds, "priced": priced}
+    record = {"machine": machine(["megatron-core"]), "rows": rows, "worlds": worlds, "free": others, "priced": priced}
     record["overheads"] = overheads
     write_record(arguments.record, record)
     console = tables(150)
     report(console, rows)
     report_worlds(console, worlds)
+    report_free(console, others)
     report_priced(console, priced)
     report_overheads(console, overheads)
 
@@ -311,12 +346,41 @@ def report_worlds(console: Console, worlds: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def report_free(console: Console, rows: list[dict[str, Any]]) -> None:
+    columns = ("lengths", "documents", "ms", "m", "path", "bound", "over bound")
+    table = Table(*columns, title=f"wlb, {WORLD} ranks, 13B, exchange free")
+    for row in rows:
+        means = {key: np.mean(row[key]) for key in ("ms", "micro_batches", "exact", "bounds")}
+        table.add_row(
+            row["lengths"],
+            f"{row['documents']:,}",
+            f"{means['ms']:,.2f}",
+            f"{means['micro_batches']:.0f}",
+            f"{means['exact']:.4f}",
+            f"{means['bounds']:.4f}",
+            over(row),
+        )
+    console.print(table)
+
+
 def report_priced(console: Console, priced: list[dict[str, Any]]) -> None:
-    columns = ("documents", "us a token", "ms a rank", "hidden", "ms", "m", "path", "bound", "over the best count")
+    columns = (
+        "lengths",
+        "documents",
+        "us a token",
+        "ms a rank",
+        "hidden",
+        "ms",
+        "m",
+        "path",
+        "bound",
+        "over the best count",
+    )
     table = Table(*columns, title=f"wlb, {WORLD} ranks, 13B, exchange at a price")
     for row in priced:
         regret = np.asarray(row["exact"]) / np.asarray(row["best"]) - 1
         table.add_row(
+            row["lengths"],
             f"{row['documents']:,}",
             f"{row['cp_seconds_per_token'] * 1e6:.2f}",
             f"{row['cp_seconds_per_exchange'] * 1e3:.2f}",
