@@ -679,6 +679,32 @@ def test_tune_searches_the_layout(run: Any, npy: Path, tmp_path: Path) -> None:
     assert "The fastest layouts" in (tmp_path / "wlb-tune/tune.html").read_text(encoding="utf-8")
 
 
+def test_tune_prints_how_experts_are_divided(run: Any, npy: Path, tmp_path: Path) -> None:
+    """As many as divide the 8 ranks: with all experts on each the model would not fit."""
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("tune", npy, "--context", CONTEXT, "--gpus", 8, "--global-batch", "8K", "--model", "config.json")
+    printed = " ".join(run(*arguments).out.split())
+    sizes = json.loads((tmp_path / "wlb-tune/results.json").read_text())["best"]["layout"]
+    assert sizes["ep"] > 1
+    assert f"--ep {sizes['ep']}" in printed
+    # Of an own layout that divides them otherwise, too.
+    printed = " ".join(run(*arguments, "--tp", 1, "--cp", 1, "--pp", 1, "--dp", 8, "--ep", 8).out.split())
+    sizes = json.loads((tmp_path / "wlb-tune/results.json").read_text())["best"]["layout"]
+    continued = printed[printed.rindex("wlb tune") :]
+    assert continued.count("--ep ") == (sizes["ep"] > 1)
+
+
 @pytest.mark.parametrize(
     "option", [("--fsdp", "zero3"), ("--recompute", "full"), ("--reserved-gib", 2), ("--gpus", 64)]
 )

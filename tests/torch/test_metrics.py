@@ -77,6 +77,16 @@ def test_a_loader_without_a_packer_has_no_delays() -> None:
     assert "wlb/delay_mean" not in line
 
 
+def test_what_fills_dynamic_steps_up_is_told() -> None:
+    sizes = {"max_tokens_per_rank": 512, "token_buckets": [512]}
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=1, num_stages=1, **sizes)
+    steps = wt.DynamicCpLoader([[np.arange(100), np.arange(200)]], plan=plan, costs=lambda document: 1.0)
+    metrics = wt.StepMetrics(steps)
+    (line,) = [metrics.end_step(step) for step in steps]
+    steps.close()
+    assert line["wlb/padding"] == pytest.approx(212 / 512)
+
+
 class Told(wt.StepTimer):
     """Tells times a step late, as a device does: those of the plan's costs, on rank 1 three times as long."""
 

@@ -241,6 +241,14 @@ def test_its_own_schedulers_refuse_rows_that_quantized_kernels_do_not_take() -> 
     assert scheduler.get_groups_and_subsamples([(0, 64), (1, 128)], config)
 
 
+@pytest.mark.parametrize("option", [{"token_buckets": [64]}, {"multiple_of_tokens": 8}, {"max_documents": 4}])
+def test_sizes_that_nothing_fills_up_to_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(wlb.WlbError, match=f"{next(iter(option))} is no option here"):
+        megatron.DynamicCpScheduler(64, World(4), cost_model=COST, **option)
+    with pytest.raises(wlb.WlbError, match=f"{next(iter(option))} is no option here"):
+        megatron.install_schedulers(cost_model=COST, **option)
+
+
 def test_a_scheduler_takes_costs_from_the_model() -> None:
     scheduler = megatron.DynamicCpScheduler(64, World(4))
     with pytest.raises(wlb.WlbError, match="cost_model is missing"):

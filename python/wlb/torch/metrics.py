@@ -112,7 +112,7 @@ class StepMetrics:
         if (number + 1) % self._every:
             return {}
         line = {"imbalance": heaviest / mean if mean else 1.0, "tokens": float(tokens)}
-        if isinstance(plan, wlb.Packing) and (added := int(plan.padded_tokens.sum()) - tokens):
+        if added := _padding(plan, tokens):
             line["padding"] = added / (tokens + added)
         if self._mean:
             line |= {"lost_time": self._heaviest / self._mean, "step_work": work * self._steps / self._work}
@@ -225,3 +225,10 @@ def writes_to(sink: Any, index: int = 0) -> Write:
         return written
     message = f"is a {type(sink).__name__}: has none of add_scalar, log_metrics and log, and is no function"
     raise error("sinks", message, index=index, value=type(sink).__name__)
+
+
+def _padding(plan: wlb.Packing | wlb.DynamicCpPlan, tokens: int) -> int:
+    """Tokens that fill its micro-batches up."""
+    if isinstance(plan, wlb.Packing):
+        return int(plan.padded_tokens.sum()) - tokens
+    return sum(group.padding_tokens for micro_batch in plan.micro_batches for group in micro_batch.groups)

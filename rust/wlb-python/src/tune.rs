@@ -87,7 +87,7 @@ fn tune_outlier_thresholds<'py>(
 /// Raises:
 ///     WlbError: wrong lengths or options, or no documents.
 ///
-/// One run of the packer for each of about 32 prices, and three for each of nine that are judged. Releases the GIL.
+/// One run of the packer for each of about 32 prices, and three for each that is judged: nine, or more. Releases the GIL.
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = 0.6, max_delay = None,

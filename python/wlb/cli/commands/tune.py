@@ -29,7 +29,7 @@ _STEPS = 100
 _SEARCHED = 1 << 26
 """Tokens that layouts are compared on, in 2 to 8 global batches: time grows with them."""
 
-_SIZES = {"tp", "cp", "pp", "dp", "virtual_stages"}
+_SIZES = ("tp", "cp", "pp", "dp", "virtual_stages", "ep")
 _SEARCH = {option(name) for name in _SIZES} | {"gpus", "global-batch", "steps"}
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
@@ -188,7 +188,7 @@ def _search(
     )
     if steps is None:
         steps = min(max(_SEARCHED // tokens, 2), 8)
-    given = cluster.layout.given & _SIZES
+    given = cluster.layout.given & set(_SIZES)
     layout = plain(cluster.layout, ParallelLayout)
     with output.progress() as bars:
         stream = reading.stream(source, setup, bars, steps=steps)
@@ -207,9 +207,7 @@ def _search(
             **cluster.search(),
         )
         found = search.best.outcome.scenario.layout
-        sizes = " ".join(
-            f"--{option(name)} {getattr(found, name)}" for name in ("tp", "cp", "pp", "dp", "virtual_stages")
-        )
+        sizes = " ".join(f"--{option(name)} {getattr(found, name)}" for name in _SIZES if name != "ep" or found.ep > 1)
         continued = f"{_without(command_line, _SEARCH)} {sizes} --micro-batches {tokens // context}"
         report = layouts_report(
             search,

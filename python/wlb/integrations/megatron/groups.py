@@ -25,6 +25,9 @@ SET_HERE: Final = (
     "ids",
 )
 
+# Megatron-Core pads samples itself; nothing fills its micro-batches up to a plan's sizes.
+NOT_HERE: Final = ("max_documents", "multiple_of_tokens", "token_buckets")
+
 
 def largest_group(world_size: int) -> int:
     """The largest power of two of which there are groups for all ranks: smaller than all of them, or just these."""

@@ -14,7 +14,7 @@ import wlb
 from wlb._core import most_tokens
 from wlb._errors import check_options, error
 from wlb.integrations.megatron.costs import cost_of
-from wlb.integrations.megatron.groups import SET_HERE, filled, largest_group, of_ranks, planned, too_few
+from wlb.integrations.megatron.groups import NOT_HERE, SET_HERE, filled, largest_group, of_ranks, planned, too_few
 from wlb.integrations.megatron.refusals import alignment_of
 from wlb.integrations.megatron.scheduler import DynamicCpScheduler
 
@@ -38,7 +38,7 @@ def install_schedulers(*, cost_model: wlb.CostModel | None = None, **options: An
     Raises:
         wlb.WlbError: the installed version has none of them, or an option is unknown.
     """
-    check_options(options, wlb.plan_dynamic_cp, but=SET_HERE)
+    check_options(options, wlb.plan_dynamic_cp, but=(*SET_HERE, *NOT_HERE))
     replaced = []
     if hasattr(data_schedule, "BalancedCPScheduler"):
         data_schedule.BalancedCPScheduler = partial(DynamicCpScheduler, cost_model=cost_model, **options)

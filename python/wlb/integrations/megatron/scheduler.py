@@ -10,7 +10,16 @@ import numpy as np
 import wlb
 from wlb._errors import check_integer, check_options, error
 from wlb.integrations.megatron.costs import cost_of
-from wlb.integrations.megatron.groups import SET_HERE, Group, filled, largest_group, of_ranks, planned, too_few
+from wlb.integrations.megatron.groups import (
+    NOT_HERE,
+    SET_HERE,
+    Group,
+    filled,
+    largest_group,
+    of_ranks,
+    planned,
+    too_few,
+)
 from wlb.integrations.megatron.packed import quantized_multiple
 
 
@@ -39,7 +48,7 @@ class DynamicCpScheduler:
     def __init__(
         self, max_seq_len_per_rank: int, dp_cp_group: Any, *, cost_model: wlb.CostModel | None = None, **options: Any
     ) -> None:
-        check_options(options, wlb.plan_dynamic_cp, but=SET_HERE)
+        check_options(options, wlb.plan_dynamic_cp, but=(*SET_HERE, *NOT_HERE))
         check_integer("max_seq_len_per_rank", max_seq_len_per_rank, minimum=1)
         self.max_seq_len_per_rank = max_seq_len_per_rank
         self.total_hdp_gpus: int = dp_cp_group.size()

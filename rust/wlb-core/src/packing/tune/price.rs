@@ -39,7 +39,7 @@ const BISECTIONS: u32 = 6;
 /// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds).
 ///
 /// # Complexity
-/// One run of the packer per price, about 32, and three for each of nine that are judged.
+/// One run of the packer per price, about 32, and three for each that is judged: nine, or more.
 ///
 /// # Example
 /// ```
