@@ -106,7 +106,7 @@ def test_any_layout_learns_what_one_process_learns(layout: str, reference: Any) 
 def test_dynamic_cp_learns_what_one_process_learns(ep: int) -> None:
     """Ranks of an ep group are in groups of attention of different sizes, and some have no token."""
     reference = processes.run(1, one_process, SHALLOW)[0]
-    results = processes.run(4, dynamic_gradients, replace(DYNAMIC, model=SHALLOW.model, ep=ep))
+    results = processes.run(4, dynamic_gradients, replace(DYNAMIC, model=SHALLOW.model, ep=ep), {})
     assert any(len(set(row)) > 1 for step in results[0] for row in step["sizes"].tolist()), "several group sizes"
     for number, expected in enumerate(reference):
         assert sum(result[number]["loss"] for result in results) == pytest.approx(expected["loss"], rel=1e-5)
