@@ -172,7 +172,7 @@ def who_is_blamed(rank: int, how: str) -> tuple[int | None, str] | None:
         try:
             with failures_explained(1):
                 if rank == 3:
-                    time.sleep(5)
+                    time.sleep(8)
                 elif how == "gradients":
                     all_reduce_gradients(torch.nn.Linear(2, 2), group=group)
                 else:
@@ -181,7 +181,7 @@ def who_is_blamed(rank: int, how: str) -> tuple[int | None, str] | None:
         except PeerFailed as failed:
             return failed.rank, str(failed)
         finally:
-            time.sleep(max(0.0, 6 - (time.monotonic() - began)))  # until all have asked
+            time.sleep(max(0.0, 9 - (time.monotonic() - began)))  # until all have asked
     return None
 
 

@@ -274,7 +274,7 @@ def _judged(beat: Beat | None, mine: Activity, *, silent: bool) -> tuple[_Guilt,
 
 _EXPLAINED: Final = "_wlb_explained"  # of an exception: the key of the failure that it is
 _LOG: Final = logging.getLogger("wlb")
-_COMMUNICATION: Final = re.compile(r"gloo|NCCL|Connection |[Tt]imed out|Broken pipe")
+_COMMUNICATION: Final = re.compile(r"gloo|NCCL|Connection |[Tt]imed out|timeout caused pair closure|Broken pipe")
 
 
 def _is_communication(reason: BaseException) -> bool:
