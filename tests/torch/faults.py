@@ -36,8 +36,8 @@ from wlb.torch import heartbeat
 from wlb.torch.data import BalancedStream, Document, DynamicCpLoader, collate
 from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, failures_explained, pipeline_step
 
-TIMEOUT = 3.0  # seconds that a rank may be behind the others
-LOOKING = 4.0  # seconds until all know whose fault it is, on a busy machine
+TIMEOUT = 5.0  # seconds that a rank may be behind the others
+LOOKING = 55.0  # seconds until all know whose fault it is, on the busiest machine: two or three on another
 COST = wlb.CostModel(attention=1e-3, linear=1e-2)
 HIDDEN = 4
 
@@ -114,11 +114,11 @@ def text(fault: Fault | None) -> Iterator[Any]:
         yield np.arange(64) + number
 
 
-def stream(fault: Fault | None = None, collate_fn: Any = collate) -> BalancedStream[Any]:
+def stream(fault: Fault | None = None, collate_fn: Any = collate, timeout: float = TIMEOUT) -> BalancedStream[Any]:
     packer = wlb.Packer(num_micro_batches=dist.get_world_size(), max_tokens=64, cost_model=COST, oversize="split")
     texts = [text(fault) for _ in range(dist.get_world_size())]
     return BalancedStream(
-        texts, packer=packer, collate_fn=collate_fn, group=dist.group.WORLD, timeout=timedelta(seconds=TIMEOUT)
+        texts, packer=packer, collate_fn=collate_fn, group=dist.group.WORLD, timeout=timedelta(seconds=timeout)
     )
 
 
@@ -256,12 +256,30 @@ class Ending:
 
 
 def endings(
-    world_size: int, work: Callable[..., None], kind: str = "", *, rank: int = -1, step: int = 3, tcp: int = 0
+    world_size: int, work: Callable[..., None], kind: str = "", *, rank: int = -1, step: int = 3, tcp: bool = False
 ) -> dict[int, Ending]:
     """How each rank ended, but for those that could not tell; `rank` fails in a step after `step`.
 
-    With `tcp`, rank 0 keeps the store, at that port.
+    Begins again if a rank failed before that: the machine was too busy for the timeout.
+
+    Args:
+        world_size: Ranks.
+        work: What they do.
+        kind: How `rank` fails.
+        rank: Which; -1 for none.
+        step: After which it does.
+        tcp: Whether rank 0 keeps the store.
     """
+    for _attempt in range(5):
+        found = _endings(world_size, work, kind, rank=rank, step=step, tcp=free_port() if tcp else 0)
+        if rank < 0 or all(ending.seconds >= 0 for ending in found.values()):
+            break
+    return found
+
+
+def _endings(
+    world_size: int, work: Callable[..., None], kind: str, *, rank: int, step: int, tcp: int
+) -> dict[int, Ending]:
     context = mp.get_context("fork")
     moment = context.Value("d", time.monotonic() + 1e9)
     with tempfile.TemporaryDirectory() as folder:
@@ -311,7 +329,7 @@ def wrong(found: dict[int, Ending], kind: str, *, world_size: int, failed: int, 
 def _gather(readers: dict[int, Connection], never: set[int], moment: Any) -> dict[int, Ending]:
     found = {}
     waiting = {reader: rank for rank, reader in readers.items() if rank not in never}
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while waiting:
         ready = wait(list(waiting), until - time.monotonic())
         if not ready:
@@ -361,19 +379,14 @@ def main(trials: int, seed: int) -> None:
     held: Counter[str] = Counter()
     tried: Counter[str] = Counter()
     latest: dict[str, float] = {}
-    early = 0  # trials begun again, for a rank failed before its fault: the machine was too busy for the timeout
     for trial in range(trials):
         kind, place = chance.choice([*KINDS, *SIGNALS]), chance.choice([*PLACES])
         world_size, tcp = chance.randint(2, 4), chance.random() < 0.5
         failed, step = chance.randrange(world_size), chance.randrange(12)
-        options = {"rank": failed, "step": step, "tcp": free_port() if tcp else 0}
         what = f"{trial}: {kind} in {place}, rank {failed} of {world_size}, step {step}, {'TCP' if tcp else 'file'}"
         tried[kind] += 1
         try:
-            found = endings(world_size, PLACES[place], kind, **options)
-            while any(ending.seconds < 0 for ending in found.values()):
-                early += 1
-                found = endings(world_size, PLACES[place], kind, **{**options, "tcp": free_port() if tcp else 0})
+            found = endings(world_size, PLACES[place], kind, rank=failed, step=step, tcp=tcp)
             problem = wrong(found, kind, world_size=world_size, failed=failed, keeper=tcp and failed == 0)
             survivors = [ending.seconds for rank, ending in found.items() if rank != failed]
             latest[kind] = max(latest.get(kind, 0.0), *survivors)
@@ -384,7 +397,7 @@ def main(trials: int, seed: int) -> None:
             print(f"{what}: {problem}", flush=True)
     for kind, count in sorted(tried.items()):
         print(f"{kind:18} {held[kind]:4} of {count:4} held; the last rank ended after {latest[kind]:.1f} s")
-    print(f"{held.total()} of {tried.total()}, timeout {TIMEOUT:g} s; {early} begun again")
+    print(f"{held.total()} of {tried.total()}, timeout {TIMEOUT:g} s")
 
 
 if __name__ == "__main__":

@@ -841,7 +841,7 @@ def refusals(rank: int) -> list[str | None]:
 
 def test_bad_input_is_refused_on_all_ranks_before_anything_is_sent() -> None:
     # Had one rank sent something, the barrier at the end of the process would not match.
-    for found in processes.run(2, refusals, timeout=30):
+    for found in processes.run(2, refusals):
         assert list(zip(found, BAD, strict=True)) == [(name, (name, wrong)) for name, wrong in BAD]
 
 

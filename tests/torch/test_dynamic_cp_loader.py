@@ -401,19 +401,35 @@ def test_one_process_needs_no_group() -> None:
         loader.load_state_dict(loader.state_dict())
 
 
-def slow(batch: PackedBatch) -> PackedBatch:
-    time.sleep(0.3)
-    return batch
+def test_what_is_made_beside_the_step_before_does_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only `prepare` moves, which waits until a step may be made."""
+    now, made = [0.0], threading.Semaphore(0)
+    may_begin = [threading.Event() for _ in range(3)]
+    steps = iter(may_begin)
 
+    def prepare(batch: PackedBatch) -> PackedBatch:
+        assert next(steps).wait(60)
+        now[0] += 1.0
+        made.release()
+        return batch
 
-def test_what_is_made_beside_the_step_before_does_not_stall() -> None:
     plan = functools.partial(PLAN, world_size=1, max_tokens_per_rank=1000, num_stages=1)
-    loader = DynamicCpLoader([DATA[:2]] * 3, plan=plan, prepare=slow)
-    first = next(loader)
-    assert first.stall_seconds >= 0.3 * len(first.plan)
-    time.sleep(1.5 * len(first.plan))
-    assert next(loader).stall_seconds < 0.3
-    assert next(loader).stall_seconds > 0.1, "nobody trained in between"
+    loader = DynamicCpLoader([DATA[:2]] * 3, plan=plan, prepare=prepare)
+    take, asked = loader._steps.take, iter(may_begin)
+
+    def take_now() -> DynamicCpStep[PackedBatch] | None:
+        next(asked).set()
+        return take()
+
+    monkeypatch.setattr(loader._steps, "take", take_now)
+    with monkeypatch.context() as patch:
+        patch.setattr("wlb.torch.data.dynamic_cp.time.perf_counter", lambda: now[0])
+        first = next(loader)
+        assert (len(first.plan), first.stall_seconds) == (1, 1.0)
+        may_begin[1].set()  # while the first is trained
+        assert all(made.acquire(timeout=60) for _ in range(2))
+        assert next(loader).stall_seconds == 0.0
+        assert next(loader).stall_seconds == 1.0, "nobody trained in between"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_failure_is_named_by_all_others(place: str, kind: str) -> None:
     ],
 )
 def test_the_rank_that_keeps_the_store(kind: str, text: str) -> None:
-    found = faults.endings(3, PLACES["training"], kind, rank=0, tcp=faults.free_port())
+    found = faults.endings(3, PLACES["training"], kind, rank=0, tcp=True)
     for rank in (1, 2):
         assert found[rank].rank == 0
         assert re.search(text, found[rank].text, re.DOTALL), found[rank]
@@ -160,20 +160,19 @@ def test_steps_are_counted_whatever_heartbeat_there_is(how: str) -> None:
     processes.run(2, without_a_heartbeat_once, how)
 
 
-def who_is_blamed(rank: int, how: str) -> tuple[int | None, str] | None:
-    """Rank 3 hangs; rank 0 waits for it and not for long, ranks 1 and 2 do for long: it finds out who hangs."""
-    few, many = (dist.new_group(ranks, timeout=timedelta(seconds=t)) for ranks, t in (([0, 3], 1.5), ([1, 2, 3], 12)))
+def who_is_blamed(rank: int, how: str, told: Path) -> tuple[int | None, str] | None:
+    """Rank 3 hangs until rank 0, which does not wait for long, has found out who does; ranks 1 and 2 wait for it."""
+    few, many = (dist.new_group(ranks, timeout=timedelta(seconds=t)) for ranks, t in (([0, 3], 3), ([1, 2, 3], 100)))
     group = few if rank == 0 else many
-    began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if how == "unseen":
             patch.setattr(heartbeat, "stacks", dict)
         dist.barrier()
         try:
             with failures_explained(1):
-                if rank == 3:
-                    time.sleep(8)
-                elif how == "gradients":
+                while rank == 3 and not told.exists():
+                    time.sleep(0.05)
+                if how == "gradients":
                     all_reduce_gradients(torch.nn.Linear(2, 2), group=group)
                 else:
                     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
@@ -181,13 +180,15 @@ def who_is_blamed(rank: int, how: str) -> tuple[int | None, str] | None:
         except PeerFailed as failed:
             return failed.rank, str(failed)
         finally:
-            time.sleep(max(0.0, 9 - (time.monotonic() - began)))  # until all have asked
+            if rank == 0:
+                told.touch()
     return None
 
 
 @pytest.mark.parametrize("how", ["gradients", "the users work", "unseen"])
-def test_who_waits_is_not_taken_for_who_hangs(how: str) -> None:
-    found = processes.run(4, who_is_blamed, how)[0]
+def test_who_waits_is_not_taken_for_who_hangs(how: str, tmp_path: Path) -> None:
+    found, *others = processes.run(4, who_is_blamed, how, tmp_path / "told")
+    assert others == [None] * 3
     assert found is not None
     rank, text = found
     assert rank == (None if how == "unseen" else 3)
@@ -245,7 +246,7 @@ def slow(rank: int) -> list[int]:
         time.sleep(1.5 * rank)
         return collate(documents)
 
-    of = faults.stream(collate_fn=collated)
+    of = faults.stream(collate_fn=collated, timeout=100)
     numbers = [next(of).number, next(of).number]
     of.close()
     return numbers
@@ -256,23 +257,25 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 def beating(rank: int) -> float:
-    """Milliseconds of a context, once it beats."""
+    """Seconds of a context, once it beats: of the one in the middle, for a busy machine stops any."""
     with failures_explained():
         heart = heartbeat.heartbeat()
         assert heart is not None
         assert heart is heartbeat.heartbeat()
-    started = time.perf_counter()
+    took = []
     for _ in range(1000):
+        started = time.perf_counter()
         with failures_explained():
             pass
-    took = time.perf_counter() - started
+        took.append(time.perf_counter() - started)
+    heart.ask(lambda store: None)  # after its beats
     dist.barrier()
     assert heart.read([0, 1])[1 - rank].does["training"].count >= 1
-    return took
+    return sorted(took)[500]
 
 
 def test_a_context_costs_next_to_nothing() -> None:
-    assert max(processes.run(2, beating)) < 1.0, "a millisecond each"
+    assert max(processes.run(2, beating)) < 1e-3
 
 
 @failures_explained(7)
@@ -282,19 +285,32 @@ def train(group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(torch.ones(1), group=group)
 
 
-def left_alone(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    records: list[str] = []
-    with faults.logged(records), pytest.raises(PeerFailed if rank == 0 else LookupError):
-        train(group)
-    dist.barrier()
-    if rank == 0:
-        assert "rank 0 waits in step 7 of training in vain: rank 1 failed first, in step 7" in records[0]
-        assert "no document" in records[0]
+class Said(list[str]):
+    """What was logged; all ranks are told when."""
+
+    def append(self, text: str) -> None:
+        super().append(text)
+        dist.distributed_c10d._get_default_store().set("said", "")
+
+
+def left_alone(_fault: Any) -> None:
+    """Rank 1 fails, and is there until rank 0, which waits for it, says that it waits in vain."""
+    group = dist.new_group(timeout=timedelta(seconds=100))
+    said = Said()
+    with faults.logged(said):
+        try:
+            train(group)
+        except LookupError:
+            dist.distributed_c10d._get_default_store().wait(["said"], timedelta(seconds=60))
+            raise
+        except PeerFailed as failed:
+            raise RuntimeError("".join(said)) from failed
 
 
 def test_who_waits_for_a_failed_rank_says_so_before_the_timeout() -> None:
-    processes.run(2, left_alone)
+    said = faults.endings(2, left_alone)[0].text
+    assert "rank 0 waits in step 7 of training in vain: rank 1 failed first, in step 7" in said
+    assert "no document" in said
 
 
 def test_a_peer_failed_may_be_pickled() -> None:

@@ -32,9 +32,9 @@ def test_all_answer() -> None:
 
 def test_a_failure_ends_all_and_tells_why() -> None:
     with pytest.raises(processes.RankFailed, match="the reason"):
-        processes.run(2, fail_on_one, timeout=30)
+        processes.run(2, fail_on_one)
 
 
 def test_a_death_ends_all() -> None:
     with pytest.raises(processes.RankFailed):
-        processes.run(2, die, timeout=30)
+        processes.run(2, die)

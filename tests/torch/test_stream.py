@@ -4,8 +4,10 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -361,12 +363,19 @@ def test_a_step_is_made_while_the_one_before_is_trained() -> None:
     of.close()
 
 
+def names_of_main_thread() -> list[str]:
+    """Of the functions that it is in."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return [line.name for line in traceback.extract_stack(frame)]
+
+
 def test_who_is_interrupted_while_waiting_goes_on_with_the_same_step() -> None:
     interrupted = threading.Event()
 
     def interrupting(documents: list[Document]) -> PackedBatch:
         if not interrupted.is_set():
-            time.sleep(0.05)  # until the other thread waits
+            while "wait" not in names_of_main_thread():
+                time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             assert interrupted.wait(60)
         return collate(documents)
