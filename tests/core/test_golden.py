@@ -168,4 +168,5 @@ def test_dynamic_cp(case: dict[str, Any]) -> None:
         for group, expected in zip(batch, groups, strict=True):
             assert (group.first_rank, group.cp_size) == (expected["first_rank"], expected["cp_size"])
             assert group.document_ids.tolist() == expected["document_ids"]
+            assert group.padded_tokens_per_rank == expected.get("padded_tokens_per_rank", group.tokens_per_rank)
             assert group.seconds == pytest.approx(expected["seconds"], rel=1e-9)

@@ -28,7 +28,7 @@ use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, GroupSizes, Node};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Padding, RankOptions, Ranks, Sync};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
-use wlb_core::{CostModel, Lengths, Mask, Method};
+use wlb_core::{CostModel, Lengths, Mask, Method, Schedule};
 
 use stream::Event;
 
@@ -260,11 +260,17 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         _ => None,
     };
     let node = if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None };
+    let (num_virtual_stages, schedule) = match u.int_in_range(0..=7)? {
+        0 => (2, Some(Schedule::ZbV)),
+        1 => (2, Some(Schedule::DualPipeV)),
+        2 | 3 => (u.int_in_range(2..=3)?, None),
+        _ => (1, None),
+    };
     let options = DynamicCpOptions {
         world_size,
         num_stages: u.int_in_range(1..=8)?,
-        num_virtual_stages: if u.ratio(1, 4)? { u.int_in_range(2..=3)? } else { 1 },
-        schedule: None,
+        num_virtual_stages,
+        schedule,
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
         padding: dynamic_cp_padding(u, longest)?,
         max_documents: if u.ratio(1, 3)? { Some(u.int_in_range(1..=8)?) } else { None },

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use wlb_core::cost::Unit;
 use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, GroupSizes, plan_dynamic_cp};
+use wlb_core::packing::Padding;
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
 use wlb_core::{Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
@@ -193,6 +194,14 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
     assert!(seen.iter().all(|&times| times == 1), "a document is lost or doubled");
 }
 
+/// The least size that so many tokens of a rank are padded to, if there is one.
+pub(crate) fn size_of(tokens: i64, padding: &Padding) -> Option<i64> {
+    if padding.buckets().is_empty() {
+        return (tokens..).find(|size| size % i64::from(padding.multiple_of()) == 0);
+    }
+    padding.buckets().iter().map(|&bucket| i64::from(bucket)).find(|&bucket| tokens <= bucket)
+}
+
 /// With one more document every rank of the group has the same size, one that is allowed, and the least of them.
 fn is_padded(plan: &DynamicCpPlan, g: usize, options: &DynamicCpOptions) {
     let padded = plan.padded_tokens_per_rank(g);
@@ -201,15 +210,7 @@ fn is_padded(plan: &DynamicCpPlan, g: usize, options: &DynamicCpOptions) {
         assert_eq!(padded, most);
         return;
     };
-    let multiple = i64::from(padding.multiple_of());
-    let buckets = padding.buckets();
-    let size = match buckets.iter().find(|&&bucket| most <= i64::from(bucket)) {
-        Some(&bucket) => i64::from(bucket),
-        None => {
-            assert!(buckets.is_empty(), "group {g} is larger than any bucket");
-            (most..).find(|size| size % multiple == 0).unwrap()
-        }
-    };
+    let size = size_of(most, padding).unwrap();
     assert_eq!(padded, size);
     assert!(padded <= i64::from(options.max_tokens_per_rank), "group {g} exceeds its memory when it is padded");
     assert_eq!(i64::from(plan.max_tokens_per_rank), most_tokens(options));
@@ -232,7 +233,12 @@ pub(crate) fn is_held(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> bool 
         let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches };
         let under_way = |sum: &mut i64, op: &Op| {
             let tokens = tokens(op.micro_batch as usize);
-            *sum += if op.kind == Kind::Forward { tokens } else { -tokens };
+            *sum += match op.kind {
+                Kind::Forward => tokens,
+                // Until the gradient of its weights is made, too.
+                Kind::InputGradient => 0,
+                Kind::Backward | Kind::WeightGradient => -tokens,
+            };
             Some(*sum)
         };
         layout.orders().unwrap().iter().flat_map(|ops| ops.iter().scan(0, under_way)).max().unwrap()

@@ -1,10 +1,12 @@
 //! `dynamic_cp.json`: plans of the engine, of which the oracle says that they are legal and how long they take.
 
 use serde::{Deserialize, Serialize};
+use wlb_core::Schedule;
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, Group, GroupSizes, Node, plan_dynamic_cp};
+use wlb_core::packing::Padding;
 
 use crate::common::check::close;
-use crate::common::dynamic_cp::{Works, group_seconds, planned, step_seconds};
+use crate::common::dynamic_cp::{Works, group_seconds, planned, size_of, step_seconds};
 use crate::common::strategies::checked;
 use crate::cost::Cost;
 use crate::file::{Case, hold};
@@ -33,6 +35,14 @@ struct Machine {
     max_tokens_per_rank: i32,
     #[serde(skip_serializing_if = "Option::is_none")]
     num_virtual_stages: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    schedule: Option<Schedule>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    multiple_of_tokens: Option<i32>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    token_buckets: Vec<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_documents: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     max_cp_size: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -67,6 +77,9 @@ struct CpGroup {
     first_rank: u32,
     cp_size: u32,
     document_ids: Vec<i64>,
+    /// Of each rank, where they are padded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    padded_tokens_per_rank: Option<i64>,
     seconds: f64,
 }
 
@@ -75,6 +88,10 @@ impl DynamicCpCase {
         let machine = &self.machine;
         DynamicCpOptions {
             num_virtual_stages: machine.num_virtual_stages.unwrap_or(1),
+            schedule: machine.schedule,
+            padding: Some(Padding::new(machine.multiple_of_tokens.unwrap_or(1), &machine.token_buckets).unwrap())
+                .filter(|padding| !padding.is_none()),
+            max_documents: machine.max_documents,
             max_cp_size: machine.max_cp_size,
             group_sizes: machine.group_sizes.unwrap_or_default(),
             node: machine.ranks_per_node.map(|ranks| Node {
@@ -109,8 +126,12 @@ impl Case for DynamicCpCase {
                 let Group { first_rank, cp_size, .. } = plan.groups[g];
                 let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&i| i as usize).collect();
                 let seconds = group_seconds(&documents, &self.lengths, plan.groups[g].ranks(), &options, &works);
+                let tokens: i64 = documents.iter().map(|&document| i64::from(self.lengths[document])).sum();
+                let tokens = (tokens + i64::from(cp_size) - 1) / i64::from(cp_size);
+                let padded_tokens_per_rank = options.padding.as_ref().map(|padding| size_of(tokens, padding).unwrap());
                 let document_ids = documents.into_iter().map(name).collect();
-                (CpGroup { first_rank, cp_size, document_ids, seconds }, Group { first_rank, cp_size, seconds })
+                let timed = Group { first_rank, cp_size, seconds };
+                (CpGroup { first_rank, cp_size, document_ids, padded_tokens_per_rank, seconds }, timed)
             });
             let (mine, times) = of_micro_batch.unzip();
             groups.push(mine);
@@ -125,6 +146,10 @@ impl Case for DynamicCpCase {
         assert!(close(plan.seconds, self.seconds));
         let expected: Vec<i64> = self.groups.iter().flatten().flat_map(|group| group.document_ids.clone()).collect();
         assert_eq!(plan.documents, expected);
+        for (index, group) in self.groups.iter().flatten().enumerate() {
+            let padded = group.padded_tokens_per_rank;
+            assert!(padded.is_none_or(|padded| plan.padded_tokens_per_rank(index) == padded));
+        }
     }
 }
 
