@@ -15,33 +15,33 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
 from small_corpus import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one
-from wlb.torch.data import PackedBatch
 
 STEPS = 20
 EPOCHS = 2
 
 
-def sampler(rank: int, ranks: int) -> wt.BalancedBatchSampler:
+def reference() -> list[float]:
     cost = wlb.ModelConfig.from_hugging_face(llama().config.to_dict()).cost_model()
     packer = wlb.Packer(
-        num_micro_batches=4, max_tokens=64, max_document_tokens=CONTEXT, oversize="split", cost_model=cost
+        num_micro_batches=4,
+        max_tokens=64,
+        max_document_tokens=CONTEXT,
+        oversize="split",
+        cost_model=cost,
+        release="adaptive",
+        max_delay=16,
     )
-    return wt.BalancedBatchSampler(
-        LENGTHS, packer=packer, dp_rank=rank, dp_size=ranks, tokens_per_batch=160, num_epochs=EPOCHS
+    batches = wt.BalancedBatchSampler(
+        LENGTHS, packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=160, num_epochs=EPOCHS
     )
-
-
-def reference() -> list[float]:
     model, losses = llama(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = sampler(0, 1)
     micro_batches = [batch for _ in range(EPOCHS) for batch in batches]
     for first in range(0, STEPS * 4, 4):
         rows = [alone(element) for batch in micro_batches[first : first + 4] for element in batch]
@@ -55,7 +55,7 @@ def reference() -> list[float]:
 
 
 def train(rank: int, wrapper: str, folder: Path | None = None, die: bool = False) -> list[float]:
-    """Three lines are wlb's: the sampler, the loader, the step. Saves after 7 steps, goes on from there if it can."""
+    """Three lines are wlb's: the import, the loader, the step. Saves after 7 steps, goes on from there if it can."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     warnings.simplefilter("ignore")
     accelerator = None
@@ -71,11 +71,11 @@ def train(rank: int, wrapper: str, folder: Path | None = None, die: bool = False
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
+    elif wrapper == "fsdp":
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = sampler(rank, dist.get_world_size())
-    loader: wt.StepLoader[PackedBatch] = wt.StepLoader(
-        DataLoader(wt.Documents(documents()), batch_sampler=batches, collate_fn=wt.collate)
-    )
+    sizes: dict[str, Any] = {"max_tokens": 64, "max_document_tokens": CONTEXT, "tokens_per_batch": 160}
+    loader = wt.balanced_loader(documents(), config=llama().config, num_epochs=EPOCHS, **sizes)
     losses: list[float] = []
     if folder is not None and (folder / "model").exists():
         model.load_state_dict(torch.load(folder / "model"))
@@ -83,7 +83,7 @@ def train(rank: int, wrapper: str, folder: Path | None = None, die: bool = False
         saved = json.loads((folder / "data").read_text())
         loader.load_state_dict(saved["data"])
         losses = saved["losses"]
-    while batches.epoch < EPOCHS:
+    while not loader.ended:
         for step in loader:
             losses.append(wt.train_step(model, step, accelerator=accelerator).item())
             optimizer.step()
@@ -99,7 +99,9 @@ def train(rank: int, wrapper: str, folder: Path | None = None, die: bool = False
     return losses
 
 
-CASES: list[Any] = [(wrapper, ranks) for wrapper in ("accelerate", "fully_shard", "plain") for ranks in (1, 2)]
+CASES: list[Any] = [
+    (wrapper, ranks) for wrapper in ("accelerate", "ddp", "fully_shard", "fsdp", "plain") for ranks in (1, 2)
+]
 
 
 @pytest.mark.parametrize(
@@ -119,3 +121,24 @@ def test_a_killed_loop_goes_on_bit_for_bit(wrapper: str, tmp_path: Path) -> None
         processes.run(2, train, wrapper, tmp_path, True)
     assert (tmp_path / "data").exists()
     assert processes.run(2, train, wrapper, tmp_path) == processes.run(2, train, wrapper)
+
+
+def test_what_makes_no_sense_is_named() -> None:
+    sizes: dict[str, Any] = {"max_tokens": 64, "tokens_per_batch": 160, "config": llama().config}
+    for changes, message in (
+        ({"config": None}, "cost_model or config: give one of them"),
+        ({"cost_model": wlb.CostModel(attention=1.0, linear=1.0)}, "cost_model or config: give one of them"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch = 0"),
+        ({"max_delay": -1}, "max_delay = -1"),
+        ({"max_delais": 1}, "max_delais is no option here"),
+        ({"num_micro_batches": 4}, "num_micro_batches is no option here"),
+        ({"lengths": [3]}, "there are 90 documents"),
+        ({"oversize": "error"}, r"lengths\[\d+\] = "),
+    ):
+        with pytest.raises(wlb.WlbError, match=message):
+            wt.balanced_loader(documents(), **sizes | changes)
+    for dataset, message in ((iter(documents()), "without a length"), ([], "is empty"), ([{"text": "a"}], "input_ids")):
+        with pytest.raises(wlb.WlbError, match=message) as refused:
+            wt.balanced_loader(dataset, **sizes)
+        assert refused.value.argument == "dataset"

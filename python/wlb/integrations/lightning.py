@@ -28,10 +28,11 @@ from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
-from wlb.integrations.room import micro_batches
-from wlb.integrations.rows import lengths_of
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data.balanced import cost_of, waiting
+from wlb.torch.data.documents import measured
+from wlb.torch.data.room import micro_batches
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics
@@ -105,27 +106,17 @@ class BalancedDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         _check_lightning()
-        for name, value, minimum in (
-            ("max_tokens", max_tokens, 1),
-            ("tokens_per_batch", tokens_per_batch, 1),
-            ("max_delay", max_delay, 0),
-        ):
-            check_integer(name, value, minimum=minimum)
-        if (config is None) == (cost_model is None):
-            raise error("cost_model", "or config: give one of them, which says what documents cost")
-        if cost_model is None:
-            shape = config if isinstance(config, Mapping) else config.to_dict()
-            cost_model = wlb.ModelConfig.from_hugging_face(shape).cost_model()
-        waiting: dict[str, Any] = {"release": "adaptive", "max_delay": max_delay} if max_delay else {}
+        check_integer("max_tokens", max_tokens, minimum=1)
+        check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
         self._packer_options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "max_document_tokens": max_document_tokens,
             "oversize": oversize,
-            "cost_model": cost_model,
+            "cost_model": cost_of(config, cost_model),
         }
-        self._waiting = waiting
-        self._documents, self._validation = Documents(dataset), validation
-        self._lengths = lengths_of(self._documents) if lengths is None else lengths
+        self._waiting = waiting(max_delay)
+        self._documents, self._lengths = measured(dataset, lengths, "dataset")
+        self._validation = validation
         self._tokens_per_batch = tokens_per_batch
         self._order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
         self._num_workers = num_workers
@@ -255,7 +246,7 @@ class _Validation:
         ranks = trainer.world_size
         packer = wlb.Packer(num_micro_batches=4 * ranks, **options)
         sampler = BalancedBatchSampler(
-            lengths_of(documents), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
+            documents.lengths(), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
         )
         loader = DataLoader(documents, batch_sampler=sampler, collate_fn=collate)
         steps: StepLoader[PackedBatch] = StepLoader(loader)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from wlb._errors import error
-from wlb.torch.data import Documents
 from wlb.torch.data.arrow import arrow_lengths
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -116,11 +115,3 @@ def _flat(value: Any) -> NDArray[Any]:
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     return np.asarray(value).reshape(-1)
-
-
-def lengths_of(documents: Documents) -> NDArray[np.int64]:
-    """int64 [documents], tokens of each. Those in Arrow tables are not read for it, others once."""
-    found = arrow_lengths(documents.dataset)
-    if found is not None:
-        return found
-    return np.array([len(documents[index].tokens) for index in range(len(documents))], np.int64)

@@ -34,6 +34,7 @@ from wlb.torch.data import (
     Piece,
     Step,
     StepLoader,
+    balanced_loader,
     collate,
 )
 from wlb.torch.failures import PeerFailed, failures_explained
@@ -79,6 +80,7 @@ __all__ = [
     "TimedStep",
     "VarlenPipelineStage",
     "all_reduce_gradients",
+    "balanced_loader",
     "build_mesh",
     "check_agreement",
     "collate",

@@ -22,9 +22,9 @@ from wlb.integrations.megatron.packed import required_multiple, row_multiple
 from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing
-from wlb.integrations.room import ROOM, micro_batches
 from wlb.torch.data import BalancedBatchSampler, DynamicCpLoader, PackedBatch, StepLoader, collate
 from wlb.torch.data.peers import Peers
+from wlb.torch.data.room import ROOM, micro_batches
 
 # Arguments of plans that follow from the model and the ranks.
 _SET_HERE: Final = ("planning", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")

@@ -14,7 +14,7 @@ from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.data import data_iterator
 from wlb.integrations.megatron.iterator import DataIterator
 from wlb.integrations.megatron.rows import Batch
-from wlb.integrations.room import step_tokens
+from wlb.torch.data.room import step_tokens
 
 _FOREVER: Final = 2**31 - 1  # epochs: `--train-iters` ends the run
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from wlb._errors import error
-from wlb.integrations.rows import lengths_of
 from wlb.integrations.streams import streams_of
 from wlb.torch.data import Documents
+from wlb.torch.data.documents import measured
 
 
 def known(config: Any, tokenizer: Any) -> tuple[Documents, Any] | None:
@@ -31,8 +31,8 @@ def known(config: Any, tokenizer: Any) -> tuple[Documents, Any] | None:
         texts = _registered(config, tokenizer)
         if not hasattr(texts, "__len__") or not hasattr(texts, "__getitem__"):
             return None
-        return _measured(_Tokenized(texts, _tokens(config, tokenizer)), config.lengths)
-    return _measured(config.documents, config.lengths)
+        return measured(_Tokenized(texts, _tokens(config, tokenizer)), config.lengths, "documents")
+    return measured(config.documents, config.lengths, "documents")
 
 
 def streams(config: Any, tokenizer: Any) -> Sequence[Any]:
@@ -46,20 +46,6 @@ def streams(config: Any, tokenizer: Any) -> Sequence[Any]:
 
 def _is_given(value: Any) -> bool:
     return value is not None and not (isinstance(value, str) and not value)
-
-
-def _measured(dataset: Any, lengths: Any) -> tuple[Documents, Any]:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        kind = type(dataset).__name__
-        raise error("documents", f"is a {kind} without a length: give it as streams", value=kind)
-    if not len(dataset):
-        raise error("documents", "is empty", value=0)
-    documents = Documents(dataset)
-    found = lengths_of(documents) if lengths is None else lengths
-    if np.shape(found) != (len(dataset),):
-        message = f"have shape {np.shape(found)}, but there are {len(dataset)} documents"
-        raise error("lengths", message, value=np.shape(found))
-    return documents, found
 
 
 def _registered(config: Any, tokenizer: Any) -> Any:

@@ -19,9 +19,9 @@ import wlb
 from wlb._core import most_tokens, padded_tokens
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
-from wlb.integrations.room import step_tokens
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.torch.data import IGNORE, BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data.room import step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 

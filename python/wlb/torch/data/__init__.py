@@ -1,11 +1,12 @@
 """Data: which documents a rank trains in every step, and the tensors they become.
 
-Known lengths: `BalancedBatchSampler` in a `DataLoader`, read by `StepLoader`. A stream without an index:
-`BalancedStream`. Both plan with a `wlb.Packer` and give a `Step` at a time. Every step brings the state to save once it
-is trained, which holds documents, so that a run goes on exactly there, on another number of ranks or workers too; a
-`Ledger` keeps what was trained.
+Known lengths: `BalancedBatchSampler` in a `DataLoader`, read by `StepLoader`; `balanced_loader` makes all three. A
+stream without an index: `BalancedStream`. Both plan with a `wlb.Packer` and give a `Step` at a time. Every step brings
+the state to save once it is trained, which holds documents, so that a run goes on exactly there, on another number of
+ranks or workers too; a `Ledger` keeps what was trained.
 """
 
+from wlb.torch.data.balanced import balanced_loader
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.documents import Document, Documents, Piece
@@ -28,5 +29,6 @@ __all__ = [
     "Piece",
     "Step",
     "StepLoader",
+    "balanced_loader",
     "collate",
 ]

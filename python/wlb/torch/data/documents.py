@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import wlb
 from wlb._errors import error
-from wlb.torch.data.arrow import ArrowRows
+from wlb.torch.data.arrow import ArrowRows, arrow_lengths
 from wlb.torch.data.batch import IGNORE
 
 
@@ -65,6 +65,13 @@ class Documents(Dataset[Document]):
         self.dataset = dataset
         self._rows = ArrowRows.of(dataset)
 
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [documents], tokens of each. Those in Arrow tables are not read for it, others once."""
+        found = arrow_lengths(self.dataset)
+        if found is not None:
+            return found
+        return np.array([len(self[index].tokens) for index in range(len(self))], np.int64)
+
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -100,6 +107,31 @@ class Documents(Dataset[Document]):
         if document.labels is not None and len(document.labels) != found:
             raise _not_as_many(len(document.labels), found, "dataset", number)
         return cut(document, start, length)
+
+
+def measured(dataset: Any, lengths: ArrayLike | None, argument: str) -> tuple[Documents, ArrayLike]:
+    """Documents to plan for, and their lengths: as given, or read.
+
+    Args:
+        dataset: As `Documents` takes it.
+        lengths: int [documents], or None.
+        argument: What a user calls `dataset`.
+
+    Raises:
+        wlb.WlbError: The data set has no length, as streams have none, or is empty; there are not as many lengths.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        kind = type(dataset).__name__
+        message = f"is a {kind} without a length: give it as streams, which BalancedStream takes"
+        raise error(argument, message, value=kind)
+    if not len(dataset):
+        raise error(argument, "is empty", value=0)
+    documents = Documents(dataset)
+    found = documents.lengths() if lengths is None else lengths
+    if np.shape(found) != (len(dataset),):
+        message = f"have shape {np.shape(found)}, but there are {len(dataset)} documents"
+        raise error("lengths", message, value=np.shape(found))
+    return documents, found
 
 
 def cut(document: Document, start: int, length: int) -> Document:
