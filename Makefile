@@ -99,6 +99,9 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	# verl asks for whole inference engines: without what its planner does not import. Its tests are skipped without it.
 	$(TRAINERS)/bin/python -m pip install --quiet tensordict ray pandas codetiming hydra-core peft dill || true
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps verl || true
+	# Its own tests of its planner are in no package.
+	test -d $(TRAINERS)/verl || { git clone --quiet --depth 1 --filter blob:none --sparse --branch v0.9.1 https://github.com/verl-project/verl $(TRAINERS)/verl \
+	    && git -C $(TRAINERS)/verl sparse-checkout set tests/utils; } || true
 	# It asks for older transformers and numpy, and for the clients of every cloud.
 	$(TRAINERS)/bin/python -m pip install --quiet boto3 Brotli catalogue python-snappy xxhash zstd || true
 	$(TRAINERS)/bin/python -m pip install --quiet --no-deps mosaicml-streaming || true

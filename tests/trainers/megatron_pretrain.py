@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -17,7 +18,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_run import CONTEXT, VOCABULARY, Run, build, documents, initialize, of_page, on_cpu
+from page import block
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -53,22 +56,29 @@ def arguments(folder: Path, steps: int, run: Run) -> list[str]:
 
 
 def train(rank: int, run: Run, folder: Path, steps: int, changes: dict[str, Any], more: list[str]) -> list[Any]:
-    """What the last rank's TensorBoard has is in `folder`; gives the pieces of every step, as `megatron_run.Result`."""
+    """What the last rank's TensorBoard has is in `folder`; gives the pieces of every step, as `megatron_run.Result`.
+
+    In step `changes["dies_in"]`, counted from 1, every rank is killed.
+    """
     pieces: list[Any] = []
+    begun: list[int] = []
+    dies_in = changes.pop("dies_in", None)
     next_step = megatron.DataIterator.__next__
 
     def noting(data: megatron.DataIterator) -> megatron.MegatronStep:
         step = next_step(data)
+        begun.append(step.number)
+        if len(begun) == dies_in:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
         if data._sharing.leads and step.source is not None:
             found = step.source.pieces
             assert found is not None
             pieces.append(np.stack([found.ids % len(documents()), found.starts, found.lengths], axis=1))
         return step
 
-    def provider(sizes: Any) -> Any:
-        return megatron.pretraining(documents(), **{"max_tokens_per_rank": CONTEXT} | changes), None, None
-
-    provider.is_distributed = True  # type: ignore[attr-defined]
+    def in_memory(prefix: str, **options: Any) -> Any:
+        return megatron.pretraining(documents(), **options | {"max_tokens_per_rank": CONTEXT} | changes)
 
     def model_provider(*_: Any, **__: Any) -> Any:
         get_args().variable_seq_lengths = run.pp > 1
@@ -96,5 +106,6 @@ def train(rank: int, run: Run, folder: Path, steps: int, changes: dict[str, Any]
         mock.patch.object(sys, "argv", ["pretrain", *arguments(folder, steps, run), *more]),
     ):
         warnings.simplefilter("ignore")
-        pretrain(provider, model_provider, ModelType.encoder_or_decoder, of_page()["forward_step"])
+        names = of_page() | {"pretrain": pretrain, "model_provider": model_provider, "ModelType": ModelType}
+        exec(block("def provider"), names | {"megatron": SimpleNamespace(pretraining=in_memory)})
     return pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import processes
+import pytest
 import torch.distributed as dist
 from text_corpus import Row, flat, outcome, planned, reference, tokenizer
 from transformers import Trainer, TrainerCallback
@@ -27,8 +29,8 @@ def save_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def run(rank: int, program: Program, model: Path, output: Path, stop: int) -> Any:
-    """What the program's trainer did: losses, weights, and this rank's part of the plan."""
+def run(rank: int, program: Program, model: Path, output: Path, stop: int, killed: bool = False) -> Any:
+    """What the program's trainer did until it was stopped: losses, weights, and this rank's part of the plan."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     begun: list[Any] = []
     own = Trainer.train
@@ -36,6 +38,8 @@ def run(rank: int, program: Program, model: Path, output: Path, stop: int) -> An
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step >= stop
+            if killed and control.should_training_stop:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         begun.append(trainer)
@@ -60,9 +64,10 @@ def check_losses(program: Program, rows: list[Row], ranks: int, folder: Path) ->
 
 
 def check_resuming(program: Program, folder: Path) -> None:
-    """Bit for bit after the last checkpoint; the program finds it by itself."""
+    """Killed, and on bit for bit after the last checkpoint; the program finds it by itself."""
     model = save_model(folder)
-    processes.run(2, run, program, model, folder / "out", 6)
+    with pytest.raises(processes.RankFailed, match="died"):
+        processes.run(2, run, program, model, folder / "out", 6, True)
     found = processes.run(2, run, program, model, folder / "out", 9)[0]
     whole = processes.run(2, run, program, model, folder / "whole", 9)[0]
     assert found[0] == whole[0]

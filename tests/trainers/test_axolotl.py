@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from page import block
 from programs import check_losses, check_resuming, save_model
 from text_corpus import texts, tokenised
 
@@ -31,7 +32,9 @@ class OnCpu(BasePlugin):
 
 
 def configuration(model: Path, output: Path, options: dict[str, Any], **changes: Any) -> str:
-    """A YAML file."""
+    """A YAML file, with what the page adds to it; of `wlb` with these options."""
+    page = yaml.safe_load(block("BalancePlugin"))
+    assert (set(page), page["wlb"]) == ({"plugins", "wlb"}, {"max_tokens": 65536})
     rows = []
     for text in texts():
         segments = [{"label": name == "completion", "text": text[name]} for name in ("prompt", "completion")]
@@ -39,7 +42,7 @@ def configuration(model: Path, output: Path, options: dict[str, Any], **changes:
     documents = model / "documents.jsonl"
     documents.write_text("\n".join(rows))
     found: dict[str, Any] = {
-        "plugins": ["wlb.integrations.axolotl.BalancePlugin", f"{__name__}.{OnCpu.__name__}"],
+        "plugins": [*page["plugins"], f"{__name__}.{OnCpu.__name__}"],
         "wlb": options,
         "base_model": str(model),
         "datasets": [{"path": str(documents), "ds_type": "json", "type": "input_output"}],
@@ -78,7 +81,7 @@ def test_it_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path
     check_losses(program, [tokenised(text) for text in texts()], ranks, tmp_path)
 
 
-def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     check_resuming(program, tmp_path)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import yaml
+from page import block
 from programs import check_losses, check_resuming, save_model
 from text_corpus import texts, tokenised
 
@@ -58,8 +61,14 @@ def configuration(model: Path, output: Path, **changes: Any) -> dict[str, Any]:
 
 
 def program(model: Path, output: Path, options: dict[str, Any]) -> None:
-    balanced = wlb.attach(run_exp, **options)
-    balanced(configuration(model, output))
+    """The page's, with these options, as `python train.py CONFIGURATION` runs it."""
+    file = model / f"{output.name}{os.environ.get('RANK', '')}.yaml"
+    file.write_text(yaml.safe_dump(configuration(model, output)))
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    code = block("llamafactory")
+    assert "max_tokens=65536" in code
+    with mock.patch.object(sys, "argv", ["train.py", str(file)]):
+        exec(code.replace("max_tokens=65536", given), {})
 
 
 ROWS = [tokenised(text) for text in texts() if text["prompt"].strip()]
@@ -70,7 +79,7 @@ def test_it_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path
     check_losses(program, ROWS, ranks, tmp_path)
 
 
-def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     check_resuming(program, tmp_path)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page import block
 from processes import run as run_processes
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -353,6 +354,30 @@ def test_every_token_of_indexed_files_is_trained_once(tmp_path: Path) -> None:
         for start in range(0, length, CONTEXT)
     ]
     assert pieces == expected
+
+
+def of_page(rank: int) -> list[int]:
+    """Labels of each step that the page's line gives, in a folder that has its files."""
+    with on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        initialize(Run())
+        config = configuration(Run(), finalize_model_grads_func=print)
+        names: dict[str, Any] = {"megatron": megatron, "model": build(Run(), config)}
+        exec(block("data = megatron.data_iterator"), names)
+        labels = [sum(int(batch.loss_mask.sum()) for batch in step.batches) for step in names["data"]]
+        names["data"].close()
+        return labels
+
+
+def test_the_page_says_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 400, 30)
+    prefix = files(tmp_path, [[rng.integers(0, 9, length)] for length in lengths])
+    for ending in (".bin", ".idx"):
+        Path(prefix + ending).rename(tmp_path / f"corpus_text_document{ending}")
+    [labels] = run_processes(1, of_page)
+    assert sum(labels) == (lengths - 1).sum()
 
 
 def unfit(rank: int) -> dict[str, Any]:

@@ -8,9 +8,11 @@ import numpy as np
 import processes
 import pytest
 import torch.distributed as dist
+from page import block
 
 import wlb
 import wlb.torch as wt
+from small_corpus import llama
 from wlb.integrations.huggingface import streams_of
 
 datasets = pytest.importorskip("datasets")
@@ -61,3 +63,21 @@ def test_every_document_once_and_on_from_the_data_sets_state(ranks: int) -> None
         assert rest == found[3:]
         everything += [token for step in found for batch in step for token in batch]
     np.testing.assert_array_equal(np.bincount(everything), LENGTHS)
+
+
+def test_the_page_says_what_runs() -> None:
+    rows = [{"words": "w " * length} for length in LENGTHS.tolist()]
+    names: dict[str, Any] = {
+        "load_dataset": lambda *_, streaming: datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4),
+        "tokenise": lambda row: {"input_ids": [3] * len(row["words"].split())},
+        "wt": wt,
+        "packer": wlb.Packer(num_micro_batches=4, max_tokens=512, cost_model=wlb.CostModel(attention=1.0, linear=50.0)),
+        "data_parallel_group": None,
+        "model": llama(max_position_embeddings=512),
+        "optimizer": None,
+    }
+    code = block("load_dataset")
+    assert "  # optimizer; save step.state" in code
+    exec(code.replace("...  #", "model.zero_grad()  #"), names)
+    names["stream"].close()
+    assert 0 < float(names["loss"]) < 10

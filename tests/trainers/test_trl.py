@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from page import block
 from text_corpus import LENGTHS, Row, flat, outcome, planned, reference, texts, tokenised, tokenizer
 from transformers import TrainerCallback
 
@@ -34,12 +37,16 @@ def tokens_and_labels(row: dict[str, str]) -> Row:
     return tokenised(row, end=[0])  # `<eos>`, as SFTTrainer adds
 
 
-def trained(folder: Path, dp_size: int, stop: int = STEPS, *, stream: bool = False, **options: Any) -> Any:
+def trained(
+    folder: Path, dp_size: int, stop: int = STEPS, *, stream: bool = False, killed: bool = False, **options: Any
+) -> Any:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step >= stop
+            if killed and control.should_training_stop:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     defaults: dict[str, Any] = {
         "use_cpu": True,
@@ -97,11 +104,12 @@ def test_sft_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_sft_goes_on_bit_for_bit(stream: bool, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(stream: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"stream": stream, "save_strategy": "steps", "save_steps": 4}
     if stream:
         options |= {"max_steps": 9}
-    processes.run(2, partial_train, tmp_path, 6, False, options)
+    with pytest.raises(processes.RankFailed, match="died"):
+        processes.run(2, partial_train, tmp_path, 6, False, options | {"killed": True})
     found = processes.run(2, partial_train, tmp_path, 9, True, options)[0]
     whole = processes.run(2, partial_train, tmp_path / "whole", 9, False, options)[0]
     assert found[0] == whole[0]
@@ -110,6 +118,28 @@ def test_sft_goes_on_bit_for_bit(stream: bool, tmp_path: Path) -> None:
 
 def partial_train(rank: int, folder: Path, stop: int, resume: bool, options: dict[str, Any]) -> Any:
     return train(rank, folder, stop, resume, **options)
+
+
+def run_page(rank: int, folder: Path) -> tuple[str, float]:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    tokenizer().save_pretrained(folder)
+    llama().save_pretrained(folder)
+    few = {"use_cpu": True, "bf16": False, "max_steps": 2, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    names: dict[str, Any] = {
+        "SFTTrainer": trl.SFTTrainer,
+        "SFTConfig": partial(trl.SFTConfig, str(folder), **few),
+        "model": llama().from_pretrained(folder),
+        "dataset": text(),
+        "balance": balance,
+    }
+    exec(block("SFTTrainer"), names)
+    return type(names["trainer"]).__name__, names["trainer"].train().training_loss
+
+
+def test_the_page_says_what_runs(tmp_path: Path) -> None:
+    [(name, loss)] = processes.run(1, run_page, tmp_path)
+    assert name == "SFTTrainer"
+    assert np.isfinite(loss)
 
 
 @pytest.mark.parametrize("name", ["packing", "eval_packing"])

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +16,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from page import block
 
 import wlb
 from wlb.integrations import rl
@@ -28,6 +34,41 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert wlb.attach(package) is package
     assert balancing.rearrange_micro_batches is ours.rearrange_micro_batches
     return balancing
+
+
+def balance_file(folder: Path) -> dict[str, str]:
+    """The page's file, and the variables with which verl imports it."""
+    code, _, command = block("# balance.py").partition("\n\n")
+    (folder / "balance.py").write_text(code)
+    name, _, value = command.split()[0].partition("=")
+    return {name: value, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+
+
+def test_verl_imports_the_pages_file(tmp_path: Path) -> None:
+    pytest.importorskip("verl", reason="verl is not installed: pip install verl")
+    code = "import verl.utils.seqlen_balancing as planner; print(planner.rearrange_micro_batches.__module__)"
+    environment = os.environ | balance_file(tmp_path)
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    assert found.stdout.split()[-1:] == ["wlb.integrations.verl"], found.stderr
+
+
+OWN = Path(sys.prefix) / "verl" / "tests" / "utils" / "test_seqlen_balancing.py"
+
+
+@pytest.mark.skipif(not OWN.exists(), reason="verl's sources are not there: make test-trainers gets them")
+def test_its_own_tests_pass(tmp_path: Path) -> None:
+    """But for the one that needs two GPUs, instead of which there is `test_ranks_have_as_many`."""
+    pytest.importorskip("verl", reason="verl is not installed: pip install verl")
+    (tmp_path / "test_own.py").write_text(
+        OWN.read_text() + "\n\ndef test_replaced():\n    assert 'wlb' in rearrange_micro_batches.__module__\n"
+    )
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "--rootdir", str(tmp_path)]
+    program += ["--deselect", "test_own.py::test_seqlen_balancing_distributed_params", "test_own.py"]
+    environment = os.environ | balance_file(tmp_path)
+    found = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert found.returncode == 0, found.stdout
+    assert re.search(r"^([5-9]|\d\d+) passed", found.stdout, re.MULTILINE), found.stdout
+    print(found.stdout)
 
 
 def batch_of(lengths: np.ndarray) -> dict[str, torch.Tensor]:
