@@ -20,12 +20,14 @@ from wlb.cluster.models import (
     Block,
     FeedForward,
     GatedDeltaNet,
+    HyperConnection,
     KimiDeltaAttention,
     LatentAttention,
     LightningAttention,
     Mamba1,
     Mamba2,
     Mask,
+    NGramEmbedding,
 )
 
 _NAMES: dict[type[Block], str] = {
@@ -37,6 +39,8 @@ _NAMES: dict[type[Block], str] = {
     Mamba1: "Mamba",
     Mamba2: "Mamba-2",
     FeedForward: "dense",
+    HyperConnection: "hyper-connection",
+    NGramEmbedding: "n-grams",
 }
 
 _SHORT = {

@@ -132,6 +132,21 @@ _QWEN_VISION = {"depth": 4, "hidden_size": 32, "num_heads": 2, "patch_size": 14,
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _CLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
 
+
+# transformers' default Qwen4-Exp cannot be built: it lacks what its indexer takes.
+_QSA = {"indexer_kv_heads": 1, "ple_layer_ids": [2], "eos_token_id": 2}
+_QWEN4 = _QSA | {"indexer_n_heads": 4, "indexer_head_dim": 256, "indexer_budget": 2048, "indexer_compress_ratio": 16}
+_TINY_QWEN4 = _QSA | {
+    "indexer_n_heads": 3,
+    "indexer_head_dim": 32,
+    "indexer_budget": 20,
+    "indexer_compress_ratio": 4,
+    "hc_count": 3,
+    "hc_lowrank": 24,
+    "ngram_vocab_size_base": 50,
+    "ple_embed_dim": 48,
+}
+
 CASES = [
     Case("llama"),
     Case("llama4_text", {"interleave_moe_layer_step": 2, "moe_layers": [1, 3], "layer_types": None}),
@@ -144,6 +159,7 @@ CASES = [
     Case("qwen3_next"),
     Case("qwen3_5_text"),
     Case("qwen3_5_moe_text"),
+    Case("qwen4_exp_text", _TINY_QWEN4, _QWEN4),
     Case("gemma"),
     Case("gemma2"),
     Case("gemma3_text", {"num_hidden_layers": 6}),
@@ -199,6 +215,13 @@ CASES = [
     ),
     Case("qwen3_5", vision=_QWEN_VISION | {"intermediate_size": 48}, grid=(1, 12, 18)),
     Case("qwen3_5_moe", vision=_QWEN_VISION | {"intermediate_size": 48}, grid=(1, 12, 18)),
+    Case(
+        "qwen4_exp",
+        _TINY_QWEN4,
+        {"text_config": _QWEN4},
+        vision=_QWEN_VISION | {"intermediate_size": 48},
+        grid=(1, 12, 18),
+    ),
     Case(
         "gemma3",
         {"mm_tokens_per_image": 16},

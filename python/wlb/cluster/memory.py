@@ -96,7 +96,7 @@ def activation_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer | 
     """
     layers = model.kinds if layer is None else (layer,)
     if layout.recompute == "full":
-        return layout.activation_bytes * model.hidden_size / (layout.tp if layout.sequence_parallel else 1)
+        return layout.activation_bytes * model.residual_width / (layout.tp if layout.sequence_parallel else 1)
     selective = layout.recompute == "selective"
     return max(_layer_bytes(model, layout, each, selective=selective) for each in layers)
 
@@ -130,12 +130,12 @@ def _kv_copies(block: Block, layout: ParallelLayout) -> float:
 def exchanged_width(layer: Layer, layout: ParallelLayout) -> int:
     """Numbers of a token that a rank's context-parallel group sends around for one layer, on a tensor-parallel rank.
 
-    Keys and values of its heads; of latent attention the narrow row, which every tensor-parallel rank needs whole.
-    Linear attention and state spaces send states, which do not grow with tokens: nothing is counted.
+    Keys and values of its heads; of latent attention the narrow row, which every tensor-parallel rank needs whole, as
+    it does an indexer's keys. Linear attention and state spaces send states, which do not grow with tokens: nothing is
+    counted.
     """
-    return sum(
-        2 * kv_width(block, layout) if isinstance(block, Attention) else block.exchanged for block in layer.blocks
-    )
+    own = sum(kv_width(block, layout) - block.kv_width for block in layer.of_kind(Attention))
+    return 2 * own + sum(block.exchanged for block in layer.blocks)
 
 
 def visit_width(model: ModelConfig, layer: Layer) -> int:

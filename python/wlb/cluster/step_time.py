@@ -184,7 +184,7 @@ def stage_seconds(
     # Output projections run at the FLOP rate of the mean layer's linear part; all tokens are their own.
     shares = np.array(list(model.kinds.values())) / model.num_layers
     seconds[:, -1] += (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
-    sent = hidden / (layout.tp if layout.sequence_parallel else 1)
+    sent = hidden * (model.residual_width / hidden_size) / (layout.tp if layout.sequence_parallel else 1)
     p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
     return StageSeconds(seconds + exposed_cp + exposed_tp + exposed_ep, exposed_cp, exposed_tp, exposed_ep, p2p)
 

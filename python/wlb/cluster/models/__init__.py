@@ -1,12 +1,12 @@
 """Shapes of models: from a Hugging Face config, by name, or layer by layer.
 
 A shape gives what planning needs: the cost of a document, the number of parameters, the bytes of activations, keys and
-values. `blocks` says what a block of a layer consists of; `attention`, `recurrent` and `feed_forward` are the kinds of
-blocks, `layers` puts them together, `encoder` is an encoder of images, `config` the whole model. `hugging_face` reads
-configs by `keys`, `text_families` and `image_families`; `presets` has models by name.
+values. `blocks` says what a block of a layer consists of; `attention`, `recurrent`, `feed_forward` and `streams` are
+the kinds of blocks, `layers` puts them together, `encoder` is an encoder of images, `config` the whole model.
+`hugging_face` reads configs by `keys`, `text_families` and `image_families`; `presets` has models by name.
 """
 
-from wlb.cluster.models.attention import Attention, Indexer, LatentAttention
+from wlb.cluster.models.attention import Attention, BlockIndexer, Indexer, LatentAttention
 from wlb.cluster.models.blocks import Block, Mask, Matrix
 from wlb.cluster.models.config import ModelConfig
 from wlb.cluster.models.encoder import ImageEncoder
@@ -14,12 +14,15 @@ from wlb.cluster.models.feed_forward import FeedForward
 from wlb.cluster.models.layers import Layer
 from wlb.cluster.models.presets import presets
 from wlb.cluster.models.recurrent import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2
+from wlb.cluster.models.streams import HyperConnection, NGramEmbedding
 
 __all__ = [
     "Attention",
     "Block",
+    "BlockIndexer",
     "FeedForward",
     "GatedDeltaNet",
+    "HyperConnection",
     "ImageEncoder",
     "Indexer",
     "KimiDeltaAttention",
@@ -31,5 +34,6 @@ __all__ = [
     "Mask",
     "Matrix",
     "ModelConfig",
+    "NGramEmbedding",
     "presets",
 ]

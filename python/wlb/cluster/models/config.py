@@ -21,6 +21,7 @@ from wlb.cluster.models.feed_forward import FeedForward
 from wlb.cluster.models.hugging_face import Source, read
 from wlb.cluster.models.layers import Layer
 from wlb.cluster.models.presets import PRESETS
+from wlb.cluster.models.streams import HyperConnection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +284,12 @@ class ModelConfig:
         for layer in (*self.stack, *self._heads):
             total.update(layer.pairs())
         return dict(total)
+
+    @cached_property
+    def residual_width(self) -> int:
+        """Numbers of a token that a layer hands to the next: of all residual streams, where there are several."""
+        streams = [block.streams for layer in self.kinds for block in layer.of_kind(HyperConnection)]
+        return max(streams, default=1) * self.hidden_size
 
     @cached_property
     def token_flops(self) -> int:

@@ -185,6 +185,7 @@ IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
     "qwen3_vl_moe": _qwen3,
     "qwen3_5": _qwen3,
     "qwen3_5_moe": _qwen3,
+    "qwen4_exp": _qwen3,
 }
 
 _FRAMES = {"temporal_patch_size": 2}
@@ -197,4 +198,5 @@ VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_moe": _FRAMES | {"deepstack_visual_indexes": [8, 16, 24]},
     "qwen3_5": _FRAMES,
     "qwen3_5_moe": _FRAMES,
+    "qwen4_exp": _FRAMES,
 }

@@ -18,7 +18,8 @@ class Layer:
     """Blocks one after the other, each with its residual; those in one tuple run on the same input.
 
     Args:
-        sublayers: blocks, or tuples of blocks that are parallel (Cohere 2's attention and feed-forward block).
+        sublayers: blocks, or tuples of blocks that are parallel (Cohere 2's attention and feed-forward block) or go
+            with one (hyper-connections before it): tensor-parallel ranks meet once for each.
         norms: norms of the layer over all of a row.
         norm_bias: they have biases.
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from wlb.cluster.models.attention import Attention, Indexer, LatentAttention
+from wlb.cluster.models.attention import Attention, BlockIndexer, Indexer, LatentAttention
 from wlb.cluster.models.blocks import Block, Mask
 from wlb.cluster.models.feed_forward import FeedForward
 from wlb.cluster.models.keys import Keys, Refused
 from wlb.cluster.models.layers import Layer
 from wlb.cluster.models.recurrent import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2
+from wlb.cluster.models.streams import HyperConnection, NGramEmbedding
 
 FULL, LINEAR, SLIDING, CHUNKED = "full_attention", "linear_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ def _deepseek(keys: Keys) -> Text:
         sizes = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
         indexer = Indexer(**{ours: keys.integer(theirs) for ours, theirs in sizes.items()})
     count = _count(keys)
-    expected = FULL if indexer is None else "indexed_attention"
+    expected = FULL if indexer is None else INDEXED
     for kind in keys.per_layer(["layer_types"], count, lambda index: expected):
         if kind != expected:
             raise Refused(f"has layer_types {kind!r}: what that costs is not known to wlb", kind)
@@ -268,13 +272,7 @@ def _qwen_hybrid(feed_forward: Callable[[Keys, int], FeedForward]) -> Family:
     kinds = _every(4, "full_attention_interval", LINEAR)
 
     def family(keys: Keys) -> Text:
-        delta = GatedDeltaNet(
-            num_key_heads=keys.integer("linear_num_key_heads"),
-            num_value_heads=keys.integer("linear_num_value_heads"),
-            key_dim=keys.integer("linear_key_head_dim"),
-            value_dim=keys.integer("linear_value_head_dim"),
-            conv_kernel=keys.integer("linear_conv_kernel_dim"),
-        )
+        delta = _delta(keys)
         attention = heads.block(keys, FULL)
         of_layers = kinds(keys, _count(keys))
         return Text(
@@ -285,6 +283,71 @@ def _qwen_hybrid(feed_forward: Callable[[Keys, int], FeedForward]) -> Family:
         )
 
     return family
+
+
+def _delta(keys: Keys) -> GatedDeltaNet:
+    return GatedDeltaNet(
+        num_key_heads=keys.integer("linear_num_key_heads"),
+        num_value_heads=keys.integer("linear_num_value_heads"),
+        key_dim=keys.integer("linear_key_head_dim"),
+        value_dim=keys.integer("linear_value_head_dim"),
+        conv_kernel=keys.integer("linear_conv_kernel_dim"),
+    )
+
+
+def _qwen4_exp(keys: Keys) -> Text:
+    """Gated DeltaNet, then attention to blocks of keys; several residual streams; n-grams' embeddings."""
+    sizes = {"num_heads": "n_heads", "head_dim": "head_dim", "budget": "budget", "block": "compress_ratio"}
+    indexer = BlockIndexer(**{ours: keys.positive(f"indexer_{theirs}") for ours, theirs in sizes.items()})
+    keys.only("indexer_kv_heads", 1)
+    if indexer.budget % indexer.block:
+        message = f"has indexer_budget {indexer.budget}, which indexer_compress_ratio {indexer.block} does not divide"
+        raise Refused(message, indexer.budget)
+    heads = Heads("attention_bias", "attention_bias", qk_norm="head", gated=True)
+    attention, delta = dataclasses.replace(heads.block(keys, FULL), indexer=indexer), _delta(keys)
+    count, hidden = _count(keys), keys.integer("hidden_size")
+    kinds = [FULL if kind == INDEXED else kind for kind in _every(4, "full_attention_interval", LINEAR)(keys, count)]
+    mix = HyperConnection(streams=keys.positive("hc_count"), rank=keys.positive("hc_lowrank"))
+    embedded = sorted({*keys.integers("ple_layer_ids", ())})
+    for number in embedded:
+        if not 1 <= number <= count or kinds[number - 1] != LINEAR:
+            raise Refused(f"has ple_layer_ids {number}: there is no layer of linear attention of that number", number)
+    layers = []
+    for index, kind in enumerate(kinds):
+        before: tuple[Block, ...] = (mix,)
+        if index + 1 in embedded:
+            before = (_n_grams(keys, embedded.index(index + 1), mix.streams * hidden), mix)
+        after = (dataclasses.replace(mix, injects=False),) if index + 1 == count else ()
+        mixer, feed_forward = _by_kind(kind, attention, delta), _qwen_feed_forward(keys, index)
+        layers.append(Layer(((*before, mixer), (mix, feed_forward, *after)), norms=0))
+    return Text(tuple(layers))
+
+
+def _n_grams(keys: Keys, which: int, width: int) -> NGramEmbedding:
+    """The `which`-th layer's: a table for every head of every n-gram, of a prime of rows that no other has."""
+    embedding = keys.integer("ple_embed_dim", default=keys.integer("hidden_size"))
+    heads = (keys.positive("ngram_size", default=3) - 1) * keys.positive("heads_per_ngram", default=8)
+    if not heads or embedding % heads:
+        raise Refused(f"has ple_embed_dim {embedding}, which {heads} heads of n-grams do not divide", embedding)
+    sizes = _primes(keys.positive("ngram_vocab_size_base", default=20_000_000))
+    rows = sum([next(sizes) for _ in range((which + 1) * heads)][which * heads :])
+    multiple = keys.positive("make_ngram_vocab_size_divisible_by", default=128)
+    return NGramEmbedding(
+        table=-(-rows // multiple) * multiple,
+        row=embedding // heads,
+        embedding=embedding,
+        width=width,
+        conv_kernel=keys.positive("ple_conv_kernel_size", default=4),
+    )
+
+
+def _primes(least: int) -> Iterator[int]:
+    """From `least` on."""
+    number = max(least, 2)
+    while True:
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            yield number
+        number += 1
 
 
 def _minimax(keys: Keys) -> Text:
@@ -509,6 +572,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _qwen_hybrid(_qwen_feed_forward),
     "qwen3_5_text": _qwen_hybrid(lambda keys, index: _dense(keys)),
     "qwen3_5_moe_text": _qwen_hybrid(_qwen_feed_forward),
+    "qwen4_exp_text": _qwen4_exp,
     "qwen2_5_vl_text": _decoder(Heads(qkv_bias=True), kinds=_from_layer_on),
     "qwen2_vl_text": _decoder(Heads(qkv_bias=True), kinds=_from_layer_on),
     "qwen3_vl_text": _decoder(_QWEN_NORMED),
@@ -572,6 +636,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256, "shared_expert_intermediate_size": 512},
     "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
     "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256, "shared_expert_intermediate_size": 512},
+    "qwen4_exp_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hc_count": 4,
+        "hc_lowrank": 320,
+        "shared_expert_intermediate_size": 512,
+    },
     "gemma": {"num_key_value_heads": 16, "head_dim": 256},
     "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {
