@@ -367,6 +367,35 @@ def test_given_costs_of_a_model_make_its_plans(run: Any, npy: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_thresholds_are_tuned_by_the_documents_own_costs(run: Any, tmp_path: Path) -> None:
+    """By those of the pieces that arrive, with the limits; columns of zeros at the head of a stream say nothing."""
+    lengths = long_tailed(400)
+    np.save(tmp_path / "lengths.npy", lengths)
+    costs = np.column_stack([lengths.astype(float) ** 2, np.zeros(400), lengths])
+    costs[-1, 1] = 1.0  # beyond the head
+    np.save(tmp_path / "costs.npy", costs)
+    options = ("--costs", "costs.npy", "--limits", "inf,inf,2000", "--queues", 1, "--max-mean-delay", 2)
+    ours = run("pack", "lengths.npy", *SMALL, *options, "--json").json
+    stream = Reading().order(read(tmp_path / "lengths.npy"), context=CONTEXT, tokens_per_batch=4 * CONTEXT)
+    head = stream.lengths[: stream.offsets[min(stream.batches, 100)]]
+    ids = stream.ids[: head.size]
+    arrived = costs[ids] * (head / lengths[ids])[:, None]
+    present = arrived.any(axis=0)
+    tuned = wlb.tune_outlier_thresholds(
+        head,
+        costs=arrived[:, present],
+        limits=np.array([np.inf, np.inf, 2000])[present],
+        num_micro_batches=4,
+        max_tokens=CONTEXT * 3 // 2,
+        max_document_tokens=CONTEXT,
+        num_queues=1,
+        max_mean_delay=2.0,
+    )
+    assert tuned.thresholds
+    assert ours["methods"][-1]["thresholds"] == list(tuned.thresholds)
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_batch_without_costs_is_a_batch(run: Any, tmp_path: Path) -> None:
     """A column may be all zeros for a while: a batch without images."""
     lengths = np.full(64, 256)
@@ -880,7 +909,17 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--costs", "two.npy", "--limits", "inf,9"): "--limits inf,9: document ",
         ("pack", npy, *SMALL, "--limits", "9"): "--limits: are of the columns of --costs",
         ("pack", npy, *SMALL, "--costs", "two.npy", "--gpu", "h100"): "--gpu: --costs says what documents cost",
-        ("pack", npy, *SMALL, "--costs", "two.npy", "--queues", "1"): "--queues: is for tuning, which goes by lengths",
+        (
+            "pack",
+            npy,
+            *SMALL,
+            "--costs",
+            "two.npy",
+            "--queues",
+            "1",
+            "--thresholds",
+            "9",
+        ): "--queues: --thresholds says",
         ("pack", npy, *SMALL, "--costs", "two.npy", "--release", "adaptive"): "--release adaptive: weighs one column",
         ("pack", npy, *SMALL, "--costs", "two.npy", "--method", "fixed_length"): "--costs: --method fixed_length",
         ("pack", npy, *SMALL, "--attention-efficiency", "0.4,0"): "--attention-efficiency 0.4,0: give finite numbers",

@@ -214,3 +214,112 @@ def test_nothing_to_tune_on(llama_cost: wlb.CostModel) -> None:
         with pytest.raises(wlb.WlbError) as raised:
             tune([], num_micro_batches=2, max_tokens=10, cost_model=llama_cost)
         assert raised.value.argument == "lengths"
+
+
+@given(
+    testing.document_lengths(max_length=300, min_size=1, max_size=60),
+    st.integers(1, 3),
+    st.integers(0, 2**32 - 1),
+    st.none() | st.integers(0, 2),
+    st.booleans(),
+)
+def test_points_are_what_the_packer_does_by_costs_of_documents(
+    lengths: list[int], columns: int, seed: int, num_queues: int | None, limited: bool
+) -> None:
+    """A document that is cut shares its costs; the time of a step is that of its heaviest in every column."""
+    rng = np.random.default_rng(seed)
+    columns = 1 if num_queues is None else columns
+    costs = 1.0 + rng.integers(0, 1000, (len(lengths), columns))
+    packing: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 220}
+    limits = [np.inf] * columns
+    arguments: dict[str, Any] = {"costs": costs, "tokens_per_batch": 400, "max_mean_delay": 1.0}
+    tune: Any = wlb.tune_delay_price
+    if num_queues is not None:
+        tune, arguments["num_queues"] = wlb.tune_outlier_thresholds, num_queues
+        if limited and columns > 1:
+            limits[-1] = 1500.0
+        arguments["limits"] = limits
+    result = tune(lengths, **packing, **arguments)
+
+    documents, _, pieces = wlb.split_documents(lengths, max_document_tokens=220)
+    arriving = costs[documents] * (pieces / np.asarray(lengths)[documents])[:, None]
+    timed = np.isinf(limits)
+    for point in [result.best, *result.pareto]:
+        packer = wlb.Packer(
+            cost_columns=columns,
+            limits=limits,
+            outlier_thresholds=point.thresholds,
+            release="fifo" if point.delay_price is None else "adaptive",
+            delay_price=point.delay_price,
+            **packing,
+        )
+        reading = Reading(pieces, packer, 400, arriving)
+        read = list(reading.steps())
+        assert [getattr(reading.packer.metrics(), name) for name in POINT_FIELDS] == [
+            getattr(point, name) for name in POINT_FIELDS
+        ]
+        steps = [
+            step.packing.column_costs[:, timed] for step in read if step.seconds is not None and step.packing.num_tokens
+        ]
+        heaviest, mean = (sum(of(step, axis=0).sum() for step in steps) for of in (np.max, np.mean))
+        assert point.lost_time == pytest.approx(heaviest / mean if steps else 1.0)
+
+
+@given(
+    testing.document_lengths(max_length=200, min_size=1, max_size=60),
+    testing.cost_models(),
+    st.none() | st.integers(0, 2),
+)
+def test_costs_of_a_model_tune_like_the_model(lengths: list[int], cost: wlb.CostModel, num_queues: int | None) -> None:
+    arguments: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 220, "tokens_per_batch": 400}
+    tune: Any = wlb.tune_delay_price
+    if num_queues is not None:
+        tune, arguments["num_queues"] = wlb.tune_outlier_thresholds, num_queues
+    by_model = tune(lengths, cost_model=cost, **arguments)
+    costs = cost.cost(lengths)
+    if costs.any():
+        given = tune(lengths, costs=costs, **arguments)
+        assert fields(given.best) == fields(by_model.best)
+        assert given.evaluated == by_model.evaluated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "index", "said"),
+    [
+        ({"costs": [1.0, 2.0]}, "costs", None, "has 2 entries, but lengths has 3"),
+        ({"costs": [1.0, -2.0, 1.0]}, "costs", 1, "finite number, 0 or above"),
+        ({"costs": [1.0, np.nan, 1.0]}, "costs", 1, "finite number, 0 or above"),
+        ({"costs": [0.0, 0.0, 0.0]}, "costs", None, "is 0 for every document"),
+        ({"costs": [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]}, "costs", None, r"costs\[:, 1\]: is 0 for every document"),
+        (
+            {"costs": [1.0, 2.0, 3.0], "cost_model": wlb.CostModel(attention=1.0, linear=1.0)},
+            "costs",
+            None,
+            "the place",
+        ),
+        ({}, "cost_model", None, "is missing"),
+    ],
+)
+def test_costs_that_make_no_sense_are_named(
+    arguments: dict[str, Any], argument: str, index: int | None, said: str
+) -> None:
+    tunes: list[Any] = [wlb.tune_outlier_thresholds, wlb.tune_delay_price]
+    several = np.ndim(arguments.get("costs")) == 2
+    for tune in tunes[:1] if several else tunes:
+        with pytest.raises(wlb.WlbError, match=said) as raised:
+            tune([3, 4, 5], num_micro_batches=2, max_tokens=10, **arguments)
+        assert (raised.value.argument, raised.value.index) == (argument, index)
+
+
+def test_limits_and_columns_that_tuning_cannot_weigh() -> None:
+    two = np.array([[1.0, 8.0], [1.0, 2.0], [1.0, 2.0]])
+    shape: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 10}
+    with pytest.raises(wlb.WlbError, match="exceeds the limit of its column") as raised:
+        wlb.tune_outlier_thresholds([10, 4, 5], costs=two, limits=[np.inf, 7.0], **shape)
+    assert raised.value.index == (0, 1)
+    wlb.tune_outlier_thresholds([10, 4, 5], costs=two, limits=[np.inf, 7.0], max_document_tokens=5, **shape)  # cut
+    with pytest.raises(wlb.WlbError, match="costs: have several columns"):
+        wlb.tune_delay_price([3, 4, 5], costs=two, **shape)
+    model = wlb.CostModel(attention=1.0, linear=1.0)
+    with pytest.raises(wlb.WlbError, match="limits: are of columns of costs"):
+        wlb.tune_outlier_thresholds([3, 4, 5], cost_model=model, limits=[1.0], **shape)

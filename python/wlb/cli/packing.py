@@ -45,13 +45,17 @@ def tune(
     method: StreamMethod = "var_length",
 ) -> wlb.TuneResult:
     """The best thresholds, or without `queues` the best price of delay, for the first `batches` global batches."""
+    batches = batches or stream.batches
     task = bars.add_task(f"Tuning {'the price of delay' if queues is None else counted(queues, 'queue')}", total=None)
+    costs, limits = stream.costs_of_head(batches)
     result = methods.tune_waiting(
-        stream.head(batches or stream.batches),
+        stream.head(batches),
         {**methods.packer_options(setup, delay.max_delay), "method": method},
         tokens_per_batch=setup.tokens_per_batch,
         queues=queues,
         max_mean_delay=delay.max_mean_delay,
+        costs=costs,
+        limits=limits,
     )
     bars.update(task, total=result.evaluated, completed=result.evaluated)
     return result
@@ -70,12 +74,12 @@ def wlb_plan(
     """WLB as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any.
 
     The name of the plan has `queues`, by default as many as there are: tuning may do with fewer than it was given.
-    Nothing is tuned where documents bring their costs, since tuning goes by lengths.
     """
     levels, price = held.outlier_thresholds, held.delay_price
     adaptive = held.release == "adaptive"
     open_ = price is None if adaptive else levels is None and held.num_queues > 0
-    if open_ and setup.cost_model is not None:
+    # Documents that cost nothing are level however they are placed.
+    if open_ and stream.work(setup.cost_model)[: stream.offsets[tuned_batches]].any():
         most = None if adaptive else held.num_queues
         tuned = tune(stream, setup, held, bars, queues=most, batches=tuned_batches, method=method)
         levels, price = tuned.thresholds, tuned.delay_price

@@ -198,15 +198,19 @@ def tune_waiting(
     tokens_per_batch: int,
     queues: int | None,
     max_mean_delay: float,
+    costs: NDArray[np.float64] | None = None,
+    limits: tuple[float, ...] = (),
 ) -> TuneResult:
     """The best of what may wait, for these documents and a packer with these arguments.
 
     With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
-    release, by :func:`wlb.tune_delay_price`.
+    release, by :func:`wlb.tune_delay_price`. `costs` and `limits` are those of documents that bring them.
     """
-    options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay}
+    options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:
         return tune_delay_price(lengths, **options)
+    if costs is not None:
+        options["limits"] = limits
     return tune_outlier_thresholds(lengths, num_queues=queues, **options)
 
 

@@ -33,6 +33,14 @@ class GlobalBatches:
         """Lengths of the first `batches` global batches."""
         return self.lengths[: self.offsets[batches]]
 
+    def costs_of_head(self, batches: int) -> tuple[NDArray[np.float64] | None, tuple[float, ...]]:
+        """Their costs and the limits, where documents bring them: the columns in which any of them costs something."""
+        if self.costs is None:
+            return None, ()
+        costs = self.costs[: self.offsets[batches]]
+        present = costs.any(axis=0)
+        return costs[:, present], tuple(np.asarray(self.limits)[present].tolist())
+
     def work(self, cost_model: CostModel | None) -> NDArray[np.float64]:
         """float64[n]: what each document costs by itself, or else by the model; memory is no work."""
         if self.costs is not None:

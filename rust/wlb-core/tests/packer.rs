@@ -176,7 +176,7 @@ proptest! {
             let mut of_orders = Vec::new();
             let (mut worst_step, mut delays) = (1.0_f64, 0.0);
             for order in 1..=ORDERS {
-                let other: Vec<i32> = reordered(&lengths, order).into_iter().map(|length| length as i32).collect();
+                let other: Vec<i32> = reordered(lengths.len(), order).into_iter().map(|index| lengths[index]).collect();
                 let mut sorted = (lengths.clone(), other.clone());
                 sorted.0.sort_unstable();
                 sorted.1.sort_unstable();

@@ -598,12 +598,12 @@ impl Packer {
 }
 
 /// Costs of documents as the core takes them.
-fn table(costs: &Option<arguments::Table>) -> Option<CostTable<'_>> {
+pub(crate) fn table(costs: &Option<arguments::Table>) -> Option<CostTable<'_>> {
     costs.as_ref().map(|(values, _, columns)| CostTable { values, columns: *columns })
 }
 
 /// The limit of each column, if there are columns.
-fn column_limits(columns: Option<usize>, limits: Option<Vec<f64>>) -> PyResult<Option<Vec<Option<f64>>>> {
+pub(crate) fn column_limits(columns: Option<usize>, limits: Option<Vec<f64>>) -> PyResult<Option<Vec<Option<f64>>>> {
     let argument = "limits";
     match (columns, limits) {
         (None, None) => Ok(None),

@@ -2,13 +2,13 @@
 
 use pyo3::prelude::*;
 use wlb_core::packing::stream::{PackerConfig, Release};
-use wlb_core::packing::tune::{self, TuneOptions, Tuned, TunedPoint};
-use wlb_core::{CostModel, Lengths};
+use wlb_core::packing::tune::{self, Sample, TuneOptions, Tuned, TunedPoint};
+use wlb_core::{CostModel, Error, Lengths};
 
 use crate::arguments;
-use crate::cost::read_costs;
+use crate::cost::read_costs_if_any;
 use crate::error::raise;
-use crate::packer::config;
+use crate::packer::{column_limits, config, table};
 use crate::plain::Tuple;
 use crate::results::answer;
 use crate::run::{DETACH_FROM, run};
@@ -26,6 +26,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
 ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
+///     costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with ``cost_columns=r``;
+///         imbalance is then that of a step over all columns that take time.
+///     limits: float64[r], with ``costs``, as for :class:`Packer`.
 ///     num_queues: most levels, 0 to 4.
 ///     max_mean_delay: most mean token delay, in iterations.
 ///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of the two:
@@ -36,12 +39,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     delay, if none keeps it), and the Pareto front of balance and delay.
 ///
 /// Raises:
-///     WlbError: wrong lengths or options, or no documents.
+///     WlbError: wrong lengths, costs or options, or no documents.
 ///
 /// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM, section 4.3.
 #[pyfunction]
 #[pyo3(signature = (
-    lengths, *, num_micro_batches, max_tokens, cost_model, num_queues = 2, max_mean_delay = 0.6, max_delay = None,
+    lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None, num_queues = 2, max_mean_delay = 0.6, max_delay = None,
     max_document_tokens = None, tokens_per_batch = None, method = "var_length",
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
@@ -50,7 +53,9 @@ fn tune_outlier_thresholds<'py>(
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
     #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    #[pyo3(from_py_with = read_costs)] cost_model: CostModel,
+    #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
+    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
     #[pyo3(from_py_with = arguments::num_queues)] num_queues: usize,
     #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
     #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
@@ -59,9 +64,10 @@ fn tune_outlier_thresholds<'py>(
     method: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
     let packer =
-        config(Release::Fifo, num_micro_batches, max_tokens, Some(cost_model), max_delay, max_document_tokens, method)?;
-    let options = options(packer, max_mean_delay, tokens_per_batch);
-    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(&lengths, num_queues, &options))?;
+        config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = options(packer, &costs, limits, max_mean_delay, tokens_per_batch)?;
+    let sample = Sample { lengths: &lengths, costs: table(&costs) };
+    let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(sample, num_queues, &options))?;
     result(py, &tuned.map_err(raise)?)
 }
 
@@ -74,6 +80,7 @@ fn tune_outlier_thresholds<'py>(
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
 ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
+///     costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with ``cost_columns=1``.
 ///     max_mean_delay: most mean token delay, in iterations.
 ///     tokens_per_batch: tokens of a global batch; as for :func:`tune_outlier_thresholds`.
 ///
@@ -85,12 +92,12 @@ fn tune_outlier_thresholds<'py>(
 ///     balance and delay on the sample.
 ///
 /// Raises:
-///     WlbError: wrong lengths or options, or no documents.
+///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
 ///
 /// One run of the packer for each of about 32 prices, and three for each that is judged: nine, or more. Releases the GIL.
 #[pyfunction]
 #[pyo3(signature = (
-    lengths, *, num_micro_batches, max_tokens, cost_model, max_mean_delay = 0.6, max_delay = None,
+    lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, max_mean_delay = 0.6, max_delay = None,
     max_document_tokens = None, tokens_per_batch = None, method = "var_length",
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
@@ -99,30 +106,39 @@ fn tune_delay_price<'py>(
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
     #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    #[pyo3(from_py_with = read_costs)] cost_model: CostModel,
+    #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
+    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
     #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
     #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
     #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
     #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
     method: &str,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let packer = config(
-        Release::Adaptive,
-        num_micro_batches,
-        max_tokens,
-        Some(cost_model),
-        max_delay,
-        max_document_tokens,
-        method,
-    )?;
-    let options = options(packer, max_mean_delay, tokens_per_batch);
-    let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(&lengths, &options))?;
+    let packer =
+        config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = options(packer, &costs, None, max_mean_delay, tokens_per_batch)?;
+    let sample = Sample { lengths: &lengths, costs: table(&costs) };
+    let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(sample, &options))?;
     result(py, &tuned.map_err(raise)?)
 }
 
-fn options(packer: PackerConfig, max_mean_delay: f64, tokens_per_batch: Option<i64>) -> TuneOptions {
+fn options(
+    mut packer: PackerConfig,
+    costs: &Option<arguments::Table>,
+    limits: Option<Vec<f64>>,
+    max_mean_delay: f64,
+    tokens_per_batch: Option<i64>,
+) -> PyResult<TuneOptions> {
+    let wrong = |argument, requirement| Err(raise(Error::Combination { argument, requirement }));
+    match (&packer.cost_model, costs) {
+        (Some(_), Some(_)) => return wrong("costs", "take the place of cost_model: pass one of the two"),
+        (None, None) => return wrong("cost_model", "is missing: pass it, or costs of the documents"),
+        (Some(_), None) if limits.is_some() => return wrong("limits", "are of columns of costs: pass costs"),
+        (Some(_), None) | (None, Some(_)) => {}
+    }
+    packer.limits = column_limits(costs.as_ref().map(|(_, _, columns)| *columns), limits)?;
     let tokens_per_batch = tokens_per_batch.unwrap_or(packer.tokens_per_batch());
-    TuneOptions { packer, max_mean_delay, tokens_per_batch }
+    Ok(TuneOptions { packer, max_mean_delay, tokens_per_batch })
 }
 
 fn result<'py>(py: Python<'py>, tuned: &Tuned) -> PyResult<Bound<'py, PyAny>> {

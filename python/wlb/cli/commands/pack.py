@@ -55,8 +55,6 @@ def pack(
 ) -> None:
     """Packs the documents of SOURCE, each exactly once, and writes the plans.
 
-    With --costs, documents bring their costs, and no thresholds and no price of delay are tuned: that goes by lengths.
-
     plans.npz holds flat arrays: step, micro_batch, document_id, start and length of every piece of a document
     (docs/semantics.md); plans.jsonl a line per global batch; pack.html and pack.png compare the plan with the original
     order. The last global batches empty the queues and may be small. Of a directory, line i of
@@ -128,11 +126,6 @@ def _useless(method: Method, batches: PackedBatches, held: Held, cost: DocumentC
         (not adaptive, ("delay_price",), "only --release adaptive has a price of delay"),
         (fixed, ("num_queues",), "--thresholds says how many there are"),
         (fixed, ("max_mean_delay",), "is for tuning, which --thresholds and --delay-price leave out"),
-        (
-            cost.costs is not None,
-            ("num_queues", "max_mean_delay"),
-            "is for tuning, which goes by lengths; beside --costs give --thresholds, or --release adaptive",
-        ),
         (method == "fixed_length", ("costs",), "--method fixed_length goes by lengths alone"),
         (fills, ("limits",), f"--method {method} cuts documents wherever they end"),
     )

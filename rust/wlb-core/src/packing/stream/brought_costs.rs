@@ -36,7 +36,7 @@ impl Packer {
 
     /// Everything that can be wrong with the costs of documents of these lengths, of which `kept` gives the tokens of the
     /// longest piece.
-    pub(super) fn check_costs(
+    pub(in crate::packing) fn check_costs(
         &self,
         lengths: &[i32],
         costs: Option<CostTable<'_>>,

@@ -17,10 +17,17 @@ pub struct CostTable<'a> {
     pub columns: usize,
 }
 
-impl CostTable<'_> {
+impl<'a> CostTable<'a> {
     /// Costs of one document.
-    pub(super) fn row(&self, document: usize) -> &[f64] {
+    pub(in crate::packing) fn row(&self, document: usize) -> &'a [f64] {
         &self.values[document * self.columns..][..self.columns]
+    }
+
+    /// Costs of a piece of a document: its share of the tokens.
+    pub(in crate::packing) fn shared(self, document: usize, piece: i32, length: i32) -> impl Iterator<Item = f64> + 'a {
+        let share = share(piece, length);
+        // Minus zero is the zero that it equals.
+        self.row(document).iter().map(move |cost| cost * share + 0.0)
     }
 }
 

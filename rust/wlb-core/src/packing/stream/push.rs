@@ -11,7 +11,6 @@ use crate::packing::split::split;
 
 use super::arrivals::Push;
 use super::config::{Oversize, Release};
-use super::cost_rows::share;
 use super::iteration::{Batch, Occasion};
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
@@ -72,11 +71,7 @@ impl Packer {
             let document = if cut { NO_DOCUMENT } else { index as u32 };
             let kept = if cut { length } else { length.min(limit) };
             for piece in split(Piece { id, start, length: kept }, limit) {
-                let row = costs.map_or(0, |costs| {
-                    let share = share(piece.length, length);
-                    // Minus zero is the zero that it equals.
-                    self.rows.push(costs.row(index).iter().map(|cost| cost * share + 0.0))
-                });
+                let row = costs.map_or(0, |costs| self.rows.push(costs.shared(index, piece.length, length)));
                 let turn = arrived + early.map_or(0, |early| early[index] as u64);
                 let waiting = Waiting { piece, arrived, turn, row };
                 match self.queue.level(piece.length) {

@@ -4,11 +4,11 @@
 //! and the best of thirty prices on one order is the luckiest. So the sample finds candidates, and other orders choose.
 
 use crate::error::Result;
-use crate::lengths::Lengths;
 use crate::packing::stream::Release;
 
 use super::options::TuneOptions;
 use super::reading::Reading;
+use super::sample::Sample;
 use super::search::Search;
 use super::tuned::{HeldOut, TunedPoint};
 
@@ -27,17 +27,16 @@ struct Judged {
     held_out: HeldOut,
 }
 
-/// The documents in another order: by a hash of where they stand (splitmix64 of `order * 2^32 + index`, which gives no
-/// two indices the same).
+/// Documents in another order, by their indices: by a hash of where they stand (splitmix64 of `order * 2^32 + index`,
+/// which gives no two indices the same).
 ///
 /// # Arguments
-/// * `lengths` - documents, less than 2^32 of them.
+/// * `documents` - how many there are, less than 2^32.
 /// * `order` - which one, from 1 on.
-pub fn reordered(lengths: &[i32], order: u64) -> Vec<i64> {
-    let mut documents: Vec<(u64, i32)> =
-        (0_u64..).zip(lengths).map(|(index, &length)| (hashed((order << 32) + index), length)).collect();
-    documents.sort_unstable();
-    documents.into_iter().map(|(_, length)| i64::from(length)).collect()
+pub fn reordered(documents: usize, order: u64) -> Vec<usize> {
+    let mut indices: Vec<usize> = (0..documents).collect();
+    indices.sort_by_cached_key(|&index| hashed((order << 32) + index as u64));
+    indices
 }
 
 /// splitmix64 (Steele, Lea, Flood 2014): integers only, so the same everywhere.
@@ -60,13 +59,13 @@ fn hashed(value: u64) -> u64 {
 ///    delay on the sample.
 pub(super) fn choose(
     search: &Search,
-    lengths: &Lengths,
+    sample: Sample<'_>,
     options: &TuneOptions,
 ) -> Result<(Vec<TunedPoint>, TunedPoint)> {
     let orders = (1..=ORDERS)
         .map(|order| {
-            let lengths = Lengths::new("lengths", &reordered(lengths, order))?;
-            Reading::new(&lengths, options.tokens_per_batch, &search.config)
+            let order = reordered(sample.lengths.len(), order);
+            sample.reordered(&order, |other| Reading::new(other, options.tokens_per_batch, &search.config))
         })
         .collect::<Result<Vec<Reading>>>()?;
     let limit = search.max_mean_delay;

@@ -1,11 +1,11 @@
 //! The price of delay of the adaptive release.
 
-use crate::error::Result;
-use crate::lengths::Lengths;
+use crate::error::{Error, Result};
 use crate::packing::stream::Release;
 
 use super::held_out;
 use super::options::TuneOptions;
+use super::sample::Sample;
 use super::search::Search;
 use super::tuned::{Tuned, TunedPoint};
 
@@ -26,7 +26,7 @@ const BISECTIONS: u32 = 6;
 /// documents ([`reordered`](super::reordered)), with the default beside them.
 ///
 /// # Arguments
-/// * `lengths` - a sample of documents, in the order in which they would come.
+/// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
 /// * `options` - the packer, and the mean delay that is accepted.
 ///
 /// # Returns
@@ -36,7 +36,7 @@ const BISECTIONS: u32 = 6;
 /// keeps the limit. And the choices that no other beats on the sample.
 ///
 /// # Errors
-/// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds).
+/// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several columns of costs.
 ///
 /// # Complexity
 /// One run of the packer per price, about 32, and three for each that is judged: nine, or more.
@@ -67,8 +67,14 @@ const BISECTIONS: u32 = 6;
 /// assert!(tuned.best.delay_mean <= 1.0 && tuned.best.delay_price.is_some());
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
-pub fn tune_delay_price(lengths: &Lengths, options: &TuneOptions) -> Result<Tuned> {
-    let mut search = Search::new(lengths, options)?;
+pub fn tune_delay_price<'a>(sample: impl Into<Sample<'a>>, options: &TuneOptions) -> Result<Tuned> {
+    let sample = sample.into();
+    if sample.costs.is_some_and(|costs| costs.columns > 1) {
+        let requirement = "have several columns, and release=\"adaptive\" weighs one: tune thresholds for \
+                           release=\"fifo\", or pass one column, the sum of those that take time";
+        return Err(Error::Combination { argument: "costs", requirement });
+    }
+    let mut search = Search::new(sample, options)?;
     let micro_batches = search.config.num_micro_batches as f64;
     // An imbalance is at most `N`, and a token that waits costs the price over the tokens of a global batch.
     search.try_price(micro_batches * micro_batches * f64::from(search.config.max_document_tokens))?;
@@ -83,7 +89,7 @@ pub fn tune_delay_price(lengths: &Lengths, options: &TuneOptions) -> Result<Tune
         let Some((kept, broken)) = search.crossing() else { break };
         search.try_price((kept * broken).sqrt())?;
     }
-    let (judged, best) = held_out::choose(&search, lengths, options)?;
+    let (judged, best) = held_out::choose(&search, sample, options)?;
     for point in &mut search.points {
         point.held_out =
             judged.iter().find(|judged| judged.delay_price == point.delay_price).and_then(|judged| judged.held_out);

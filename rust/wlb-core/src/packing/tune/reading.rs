@@ -5,10 +5,10 @@
 
 use crate::error::{Result, check_range};
 use crate::interrupt::check;
-use crate::lengths::Lengths;
 use crate::packing::plan::Packing;
-use crate::packing::split::split_documents;
 use crate::packing::stream::{Packer, PackerConfig, Push};
+
+use super::sample::{Pieces, Sample};
 
 /// What a packer made of the sample.
 pub(super) struct Run {
@@ -21,7 +21,7 @@ pub(super) struct Run {
 
 /// The sample, and how it is read.
 pub(super) struct Reading {
-    lengths: Lengths,
+    pieces: Pieces,
     /// Tokens up to the end of each document.
     ends: Vec<i64>,
     tokens_per_batch: i64,
@@ -34,13 +34,10 @@ impl Reading {
     ///
     /// # Errors
     /// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
-    pub(super) fn new(lengths: &Lengths, tokens_per_batch: i64, config: &PackerConfig) -> Result<Self> {
+    pub(super) fn new(sample: Sample<'_>, tokens_per_batch: i64, config: &PackerConfig) -> Result<Self> {
         check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
-        // Cut beforehand: a batch is then never heavier than its tokens allow.
-        let pieces = split_documents(lengths, i64::from(config.max_document_tokens))?;
-        let pieces: Vec<i64> = pieces.iter().map(|piece| i64::from(piece.length)).collect();
-        let lengths = Lengths::new("lengths", &pieces)?;
-        let ends = lengths.iter().scan(0, |end, &length| {
+        let pieces = sample.pieces(config)?;
+        let ends = pieces.lengths.iter().scan(0, |end, &length| {
             *end += i64::from(length);
             Some(*end)
         });
@@ -48,11 +45,11 @@ impl Reading {
         // A third of what a step holds can always be packed.
         let most = config.num_micro_batches as i64 * i64::from(config.max_tokens) / 3;
         let least = (tokens_per_batch / 10).max(1).min(most.max(1));
-        Ok(Self { lengths, ends, tokens_per_batch, least })
+        Ok(Self { pieces, ends, tokens_per_batch, least })
     }
 
     pub(super) fn longest(&self) -> i32 {
-        self.lengths.iter().copied().max().unwrap_or(1)
+        self.pieces.lengths.iter().copied().max().unwrap_or(1)
     }
 
     /// Puts the whole sample through a packer.
@@ -61,7 +58,7 @@ impl Reading {
     /// A push, a copy of what waits and a sum of admissions for each step, a few times that where much has to be read.
     pub(super) fn through(&self, mut packer: Packer) -> Result<Run> {
         let (mut read, mut heaviest, mut mean) = (0, 0.0, 0.0);
-        while read < self.lengths.len() {
+        while read < self.pieces.lengths.len() {
             check();
             let (after, packing) = self.next_step(packer, &mut read)?;
             packer = after;
@@ -80,7 +77,7 @@ impl Reading {
         let mut batches = 1;
         loop {
             let end = self.offered(*read, batches);
-            let last = end == self.lengths.len();
+            let last = end == self.pieces.lengths.len();
             let entering = self.entering(&packer, *read, end, last)?;
             let (mut after, mut packing) = self.push(&packer, *read, entering, 0)?;
             let tokens: i64 = packing.tokens.iter().sum();
@@ -105,7 +102,7 @@ impl Reading {
 
     /// Where so many global batches end, but for a rest of less than a step.
     fn offered(&self, read: usize, batches: i64) -> usize {
-        let before = self.ends[read] - i64::from(self.lengths[read]);
+        let before = self.ends[read] - i64::from(self.pieces.lengths[read]);
         let wanted = before.saturating_add(self.tokens_per_batch.saturating_mul(batches));
         let end = self.ends.partition_point(|&end| end <= wanted).max(read + 1);
         let all = self.ends.len();
@@ -115,10 +112,11 @@ impl Reading {
     /// How many of the offered documents enter: those admitted, or fewer where what stays outside would be less than a
     /// step by itself.
     fn entering(&self, packer: &Packer, read: usize, end: usize, last: bool) -> Result<usize> {
-        let admitted = packer.admits(&self.slice(read, end)?, None)?;
+        let (lengths, costs) = self.pieces.slice(read, end)?;
+        let admitted = packer.admits(&lengths, costs)?;
         let total = self.ends[end - 1];
         // Tokens of the offered documents from the `count`-th on.
-        let rest = |count: usize| total - self.ends[read + count] + i64::from(self.lengths[read + count]);
+        let rest = |count: usize| total - self.ends[read + count] + i64::from(self.pieces.lengths[read + count]);
         if last && admitted < end - read && rest(admitted) < self.least {
             let fewer = (0..end - read).rev().find(|&count| rest(count) >= self.least);
             return Ok(fewer.filter(|&fewer| fewer > 0).unwrap_or(admitted));
@@ -128,13 +126,8 @@ impl Reading {
 
     fn push(&self, packer: &Packer, read: usize, count: usize, min_step_tokens: i64) -> Result<(Packer, Packing)> {
         let mut after = packer.clone();
-        let lengths = self.slice(read, read + count)?;
-        let packing = after.push_pieces(&Push { min_step_tokens, ..Push::new(&lengths) })?;
+        let (lengths, costs) = self.pieces.slice(read, read + count)?;
+        let packing = after.push_pieces(&Push { min_step_tokens, costs, ..Push::new(&lengths) })?;
         Ok((after, packing))
-    }
-
-    fn slice(&self, from: usize, to: usize) -> Result<Lengths> {
-        let values: Vec<i64> = self.lengths[from..to].iter().map(|&length| i64::from(length)).collect();
-        Lengths::new("lengths", &values)
     }
 }

@@ -3,11 +3,11 @@
 use std::cmp::Ordering;
 
 use crate::error::{Error, Result};
-use crate::lengths::Lengths;
 use crate::packing::stream::{Packer, PackerConfig, Release};
 
 use super::options::TuneOptions;
 use super::reading::Reading;
+use super::sample::Sample;
 use super::tuned::{Tuned, TunedPoint};
 
 /// The sample, and what has been tried on it.
@@ -21,7 +21,7 @@ pub(super) struct Search {
 
 impl Search {
     /// Checks everything and cuts documents that are too long.
-    pub(super) fn new(lengths: &Lengths, options: &TuneOptions) -> Result<Self> {
+    pub(super) fn new(sample: Sample<'_>, options: &TuneOptions) -> Result<Self> {
         let max_mean_delay = options.max_mean_delay;
         if max_mean_delay.is_nan() || max_mean_delay < 0.0 {
             let requirement = "must be a number, 0 or above";
@@ -29,20 +29,8 @@ impl Search {
         }
         let (release, outlier_thresholds, delay_price) = (Release::Fifo, Vec::new(), None);
         let config = PackerConfig { release, outlier_thresholds, delay_price, ..options.packer.clone() };
-        config.check()?;
-        let Some(cost_model) = &config.cost_model else {
-            let requirement = "is missing: tuning prices a sample by its lengths. Tune with a model of the column that takes \
-                               the most time, and take what it finds for documents that bring their costs";
-            return Err(Error::Combination { argument: "cost_model", requirement });
-        };
-        cost_model.check_finite(lengths)?;
-        if lengths.is_empty() {
-            return Err(Error::Combination {
-                argument: "lengths",
-                requirement: "a sample needs at least one document",
-            });
-        }
-        let reading = Reading::new(lengths, options.tokens_per_batch, &config)?;
+        sample.check(&config)?;
+        let reading = Reading::new(sample, options.tokens_per_batch, &config)?;
         Ok(Self { config, max_mean_delay, longest: reading.longest(), reading, points: Vec::new() })
     }
 

@@ -1,10 +1,10 @@
 //! Thresholds for the outlier queues.
 
 use crate::error::{Result, check_range, saturating_i64};
-use crate::lengths::Lengths;
 use crate::limits::MAX_QUEUES;
 
 use super::options::TuneOptions;
+use super::sample::Sample;
 use super::search::Search;
 use super::tuned::Tuned;
 
@@ -22,7 +22,7 @@ const REFINEMENTS: u32 = 3;
 /// is always an answer; it is the one with the least delay if none keeps the limit.
 ///
 /// # Arguments
-/// * `lengths` - a sample of documents, in the order in which they would come.
+/// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
 /// * `num_queues` - most levels of the queue, 0 to 4.
 /// * `options` - the packer, and the mean delay that is accepted.
 ///
@@ -33,13 +33,18 @@ const REFINEMENTS: u32 = 3;
 /// Those of [`PackerConfig::check`](crate::packing::stream::PackerConfig::check),
 /// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
 /// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination)
-/// for a sample without documents.
+/// for a sample without documents or without costs; [`Error::Cell`](crate::Error::Cell) and
+/// [`Error::Column`](crate::Error::Column) for costs.
 ///
 /// # Complexity
 /// One run of the packer per choice: 79 coarse choices for two queues, 299 for three.
-pub fn tune_outlier_thresholds(lengths: &Lengths, num_queues: usize, options: &TuneOptions) -> Result<Tuned> {
+pub fn tune_outlier_thresholds<'a>(
+    sample: impl Into<Sample<'a>>,
+    num_queues: usize,
+    options: &TuneOptions,
+) -> Result<Tuned> {
     check_range("num_queues", saturating_i64(num_queues), 0, MAX_QUEUES as i64)?;
-    let mut search = Search::new(lengths, options)?;
+    let mut search = Search::new(sample.into(), options)?;
     let longest = search.longest;
     // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on
     // every machine; a power does not.
