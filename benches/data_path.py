@@ -6,9 +6,9 @@
 Three questions. What do planning and `collate` take, as a share of a step? How long does a step wait for its
 micro-batches when one worker prepares them while the step before runs? And what does one micro-batch take from rows of
 Hugging Face's datasets (where they are installed), read from their tables and item by item? Documents are tokens in
-memory, so that the numbers are those of this code and not of a disk. Timings on shared machines are noisy: tables show
-the least and the median, the record keeps every sample. The training step is a sleep: like a GPU's, it leaves the CPU
-to others.
+memory, so that the numbers are those of this code and not of a disk. Tables show the least and the median, the record
+keeps every sample. What is waited for is measured by a clock, all else by the time of the CPU, which other programs on
+the machine lengthen less. The training step is a sleep: like a GPU's, it leaves the CPU to others.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ def sampler(lengths: NDArray[np.int64]) -> BalancedBatchSampler:
 
 
 def work_per_step(lengths: NDArray[np.int64], cp_size: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of planning, reading and collating in each step, in one process."""
+    """Seconds of the CPU for planning, reading and collating in each step, in one process."""
     of = sampler(lengths)
     elements, documents = iter(of), Documents(Tokens(lengths))
     planning, reading, collating = [], [], []
     for _ in range(steps):
-        started = time.perf_counter()
+        started = time.process_time()
         parts = [next(elements) for _ in range(MICRO_BATCHES)]
-        planned = time.perf_counter()
+        planned = time.process_time()
         micro_batches = [[documents[element] for element in part] for part in parts]
-        read = time.perf_counter()
+        read = time.process_time()
         for micro_batch in micro_batches:
             collate(micro_batch, cp_size=cp_size)
         planning.append(planned - started)
         reading.append(read - planned)
-        collating.append(time.perf_counter() - read)
+        collating.append(time.process_time() - read)
     return {"planning": planning, "reading": reading, "collate": collating}
 
 
@@ -102,7 +102,7 @@ def stalls(lengths: NDArray[np.int64], cp_size: int, steps: int, step_seconds: f
 
 
 def from_rows(lengths: NDArray[np.int64], rounds: int) -> dict[str, list[float]]:
-    """Seconds of reading and collating one micro-batch, round by round in turn."""
+    """Seconds of the CPU for reading and collating one micro-batch, round by round in turn."""
     datasets = import_module("datasets")
     documents = lengths[: np.searchsorted(np.cumsum(lengths), CONTEXT, side="right")]
     # What is asked for lies scattered among others, as a plan asks for it.
@@ -119,9 +119,9 @@ def from_rows(lengths: NDArray[np.int64], rounds: int) -> dict[str, list[float]]
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, read in rows.items():
-            started = time.perf_counter()
+            started = time.process_time()
             collate(read())
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.process_time() - started)
     return seconds
 
 

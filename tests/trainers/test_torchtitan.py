@@ -17,6 +17,8 @@ import torch
 from datasets import Dataset
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.config import CompileConfig
+from torchtitan.distributed import compile as titan_compile
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader
 from torchtitan.models.common.decoder import Decoder
@@ -299,6 +301,27 @@ def test_compiled_models_see_the_shapes_of_the_buckets_alone() -> None:
         assert (long_labels[:, tokens:] == -100).all()
         assert (long["positions"] < CONTEXT).all()
         assert tokens == long_labels.shape[1] or long["positions"][0, tokens] == 0  # a document of its own
+
+
+def compiled(rank: int, folder: Path) -> Any:
+    """As `run`, with blocks compiled for every shape anew; and the numbers of tokens that they were compiled for."""
+    seen: set[int] = set()
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        seen.update(each.shape[1] for each in inputs if isinstance(each, torch.Tensor) and each.ndim == 3)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    titan_compile._maybe_regional_inductor_backend = lambda model, name: backend
+    compile_ = CompileConfig(enable=True, components=["model"], backend="aot_eager")
+    found = run(rank, folder, {"token_buckets": [48, 64]}, {"compile": compile_})
+    return found, seen
+
+
+def test_compiled_blocks_train_in_buckets(tmp_path: Path) -> None:
+    ((found, seen),) = processes.run(1, compiled, tmp_path)
+    agrees(found, reference())
+    assert seen == {48, 64}
 
 
 @pytest.mark.parametrize(
