@@ -89,9 +89,9 @@ def sources(paths: Sequence[Path], *, documents: int) -> dict[str, Lengths]:
     return {path.stem: read_lengths(path) for path in paths} or {"synthetic": synthetic(documents)}
 
 
-def global_batches(lengths: Lengths, micro_batches: int, steps: int) -> list[Lengths]:
+def global_batches(lengths: Lengths, micro_batches: int, steps: int, *, seed: int = 0) -> list[Lengths]:
     """So many global batches of `micro_batches` contexts: the documents in random order, again and again."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     tokens = micro_batches * CONTEXT
     epochs = -(-(steps + 1) * tokens // int(lengths.sum()))
     order = np.concatenate([rng.permutation(lengths) for _ in range(epochs)])

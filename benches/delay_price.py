@@ -21,6 +21,7 @@ from common import (
     Lengths,
     Row,
     bars,
+    global_batches,
     llama_7b,
     machine,
     options,
@@ -33,6 +34,7 @@ from common import (
 from rich.table import Table
 
 import wlb
+from wlb._core import DELAY_PRICE
 from wlb.simulation.reading import Reading
 
 STEPS = 32  # global batches of a stream
@@ -41,17 +43,11 @@ ROOMS = (1.0, 1.5)  # max_tokens in contexts
 LIMITS = (0.3, 0.6, 2.0)  # most mean delay
 MICRO_BATCHES = 16
 COST = llama_7b(0.55)
-DEFAULT = 0.03
 
 
 def stream(lengths: Lengths, seed: int) -> Lengths:
-    """So many global batches of contexts: the documents in a random order, again and again in a new one."""
-    generator = np.random.default_rng(seed)
-    tokens = MICRO_BATCHES * CONTEXT * STEPS
-    epochs = -(-tokens // int(lengths.sum()))
-    order = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
-    _, _, pieces = wlb.split_documents(order, max_document_tokens=CONTEXT)
-    return pieces[: np.searchsorted(pieces.cumsum(), tokens)].astype(np.int64)
+    """So many global batches, one after the other."""
+    return np.concatenate(global_batches(lengths, MICRO_BATCHES, STEPS, seed=seed))
 
 
 def packing(room: float) -> dict[str, Any]:
@@ -85,7 +81,7 @@ def rows(name: str, lengths: Lengths) -> list[Row]:
             found = wlb.tune_delay_price(sample, max_mean_delay=limit, **packing(room))
             within = [point for point in found.pareto if point.delay_mean <= limit] or list(found.pareto[:1])
             for how, price in (
-                ("default", DEFAULT),
+                ("default", DELAY_PRICE),
                 ("one order", within[-1].delay_price),
                 ("tuned", found.delay_price),
             ):

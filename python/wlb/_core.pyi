@@ -27,6 +27,7 @@ _Result = TypeVar("_Result")
 
 __all__ = [
     "BUILD_PROFILE",
+    "DELAY_PRICE",
     "GENERATIONS",
     "GROUP_SIZES",
     "IMBALANCE_RESOLUTION",
@@ -85,6 +86,7 @@ MAX_CP_SIZE: int
 MAX_WORLD_SIZE: int
 MAX_STAGES: int
 MAX_MEAN_DELAY: float
+DELAY_PRICE: float
 IMBALANCE_RESOLUTION: float
 GENERATIONS: tuple[Generation, ...]
 GROUP_SIZES: tuple[GroupSizes, ...]

@@ -744,6 +744,33 @@ def test_any_option_of_the_cluster_tunes_on_one(run: Any, npy: Path, option: tup
     assert option[0] != "--fsdp" or "fsdp zero3" in results["assumptions"]["memory"]
 
 
+def test_replicas_are_what_the_gpus_leave(run: Any, npy: Path) -> None:
+    """And they meet in every micro-batch, where one asks for it; then the packer plans for them."""
+    arguments = (
+        "--context",
+        CONTEXT,
+        "--tp",
+        8,
+        "--cp",
+        1,
+        "--pp",
+        1,
+        "--gpus",
+        32,
+        "--micro-batches",
+        8,
+        "--steps",
+        4,
+    )
+    results = run("simulate", npy, *arguments, "--variants", "plain", "--json").json
+    assert results["settings"]["dp"] == 4
+    assert results["assumptions"]["data parallelism"] == "ranks wait for each other once a step"
+    results = run("simulate", npy, *arguments, "--variants", "plain", "--fsdp", "zero3", "--json").json
+    assert results["settings"]["sync"] == "micro_batch"
+    assert results["assumptions"]["data parallelism"] == "ranks wait for each other in every micro-batch"
+    assert results["variants"]["plain"]["attribution"]["dp_communication"] > 0
+
+
 def test_layers_that_stages_share_unevenly(run: Any, npy: Path) -> None:
     arguments = ("simulate", npy, "--context", CONTEXT, "--tp", 8, "--cp", 1, "--steps", 1, "--variants", "plain")
     results = run(*arguments, "--pp", 16, "--dp", 1, "--model", "llama3-405b", "--json").json
@@ -925,6 +952,10 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--attention-efficiency", "0.4,0"): "--attention-efficiency 0.4,0: give finite numbers",
         ("demo", npy, "--model", "gpt-9"): "--model gpt-9",
         ("simulate", npy, *CLUSTER, "--gpus", 16): "--gpus 16: DP 2 x PP 2 x CP 2 x TP 1 = 8",
+        ("simulate", npy, "--gpus", 96): "--gpus 96: DP 1 x PP 4 x CP 2 x TP 8 = 64",
+        ("simulate", npy, "--ep", 4): "it would with --tp 4 --dp 2, or with --pp 2 --dp 2, or with --dp 2 (on 2 times",
+        ("tune", npy, "--gpus", 64, "--ep", 4, "--global-batch", "4M"): "it would with --tp 4 --dp 2, or with --pp 2",
+        ("simulate", npy, *CLUSTER, "--fsdp", "zero3", "--sync", "step"): "--sync = 'step': ZeRO-3 gathers parameters",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",
         ("simulate", npy, *CLUSTER, "--variants", "plain,best"): "--variants best: must be one of plain",
         ("simulate", npy, *CLUSTER, "--variants", "wlb,wlb"): "--variants wlb: given twice",

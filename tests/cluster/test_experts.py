@@ -59,6 +59,12 @@ def test_memory_by_hand() -> None:
     assert found.optimizer.tolist() == [12 * (rest / 8 + experts / 2)]
     shared = wlb.memory_per_rank(MOE, dataclasses.replace(layout, fsdp="zero3"), 0)
     assert shared.parameters.tolist() == [2 * (rest / 8 + experts / 2)]
+    # Two layers' parameters and one's gradients, gathered whole; but every expert is where it is, if no other has it.
+    layer = float(found.parameters[0] / 2 - 2 * MOE.vocab_size * MOE.hidden_size - MOE.hidden_size) / 4
+    assert shared.gathered_parameters.tolist() == pytest.approx([layer * (2 * 2 + 4)])
+    lonely = dataclasses.replace(layout, ep=8, fsdp="zero3")
+    layer -= 16 * EXPERT
+    assert wlb.memory_per_rank(MOE, lonely, 0).gathered_parameters.tolist() == [layer * (2 * 2 + 4)]
     # Rows to experts and back: 8 rows of 1,024 numbers of 2 bytes, sent and received.
     alone = dataclasses.replace(layout, ep=1)
     more = wlb.memory_per_rank(MOE, layout, 2).workspace - wlb.memory_per_rank(MOE, alone, 2).workspace

@@ -1,17 +1,19 @@
 """A model on a cluster: shapes, hardware, parallel layout, and what they take in bytes and seconds.
 
 Each file answers one question: `models` (what is trained), `hardware` (on what), `parallel` (spread how), `memory` (how
-many bytes of each GPU), `fit` (how many tokens fit, and what to change where too few do), `collectives` (how long
-communication takes) and `step_time` (how long a micro-batch takes on each pipeline stage).
+many bytes of each GPU), `capacity` (how many tokens fit, and what to change where too few do), `collectives` (how long
+communication takes), `data_parallel` (what replicas send each other, and when) and `step_time` (how long a micro-batch
+takes on each pipeline stage).
 """
 
 from wlb._choices import Schedule
 from wlb.cluster.capacity import max_tokens
+from wlb.cluster.data_parallel import data_parallel_seconds
 from wlb.cluster.hardware import Hardware, Link
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
-from wlb.cluster.step_time import StageSeconds, data_parallel_seconds, stage_seconds
+from wlb.cluster.step_time import StageSeconds, stage_seconds
 
 __all__ = [
     "Hardware",

@@ -273,6 +273,32 @@ def experts_per_rank(
     return _experts(model, layout, ranks_of_stages(layout, schedule=schedule))
 
 
+def units_of_stages(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> list[list[tuple[int, float, float]]]:
+    """What ZeRO-3 gathers at a time on every stage: layers of each kind, the embedding, the output projection.
+
+    Returns:
+        of each stage, in the order of the model: how many such units there are, and of one its parameters on a GPU
+        apart from routed experts, and those of the experts. Together those of :func:`parameters_per_rank`.
+    """
+    ranks = ranks_of_stages(layout, schedule=schedule)
+    embedding = model.vocab_size * model.hidden_size / layout.tp
+    separate = ranks[0] != ranks[-1] or not model.tied_embeddings
+    projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
+
+    def unit(count: int, layer: Layer, more: float = 0.0) -> tuple[int, float, float]:
+        experts = _layer_experts(model, layout, layer)
+        return count, _layer_parameters(model, layout, layer) - experts + more, experts
+
+    counts = layout.kinds_of_stages(model).tolist()
+    units = [[unit(n, layer) for n, layer in zip(row, model.kinds, strict=True) if n] for row in counts]
+    units[0].append((1, embedding + (model.vision.num_parameters if model.vision else 0), 0.0))
+    units[-1].extend(unit(1, layer, projection) for layer in model.prediction_layers)
+    units[-1].append((1, model.hidden_size + (embedding if separate else 0.0), 0.0))
+    return units
+
+
 def _experts(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
     of_kinds = np.array([_layer_experts(model, layout, layer) for layer in model.kinds])
     experts: Floats = np.zeros(layout.pp)
@@ -329,7 +355,9 @@ def _constant(
 
     gathered = np.zeros(layout.pp)
     if level >= 3 and shards > 1:
-        layer = max(_layer_parameters(model, layout, each) for each in model.kinds)
+        # Experts of which there is no other copy are whole where they are, and gathered nowhere.
+        own = [_layer_experts(model, layout, each) if replicas == 1 else 0.0 for each in model.kinds]
+        layer = max(_layer_parameters(model, layout, each) - of for each, of in zip(model.kinds, own, strict=True))
         largest = np.full(layout.pp, layer)
         largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
         gathered = largest * (2 * layout.parameter_bytes + layout.gradient_bytes)

@@ -24,7 +24,8 @@ Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and ha
   the experts' share of the linear part, by FLOPs.
 - A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next; `p2p` stands apart,
   because a schedule decides what hides it.
-- Data parallelism stands apart too (:func:`data_parallel_seconds`): it happens once a step.
+- Data parallelism stands apart too (:mod:`wlb.cluster.data_parallel`): once a step, or for all ranks that meet in a
+  micro-batch.
 """
 
 from __future__ import annotations
@@ -34,17 +35,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._choices import Schedule
 from wlb._errors import check_positive, check_share, error, numbers
 from wlb.cluster.collectives import Communicator
 from wlb.cluster.hardware import Hardware
-from wlb.cluster.memory import (
-    KEY_GRADIENT_BYTES,
-    exchanged_width,
-    experts_per_rank,
-    parameters_per_rank,
-    visit_width,
-)
+from wlb.cluster.memory import KEY_GRADIENT_BYTES, exchanged_width, visit_width
 from wlb.cluster.models import FeedForward, ModelConfig
 from wlb.cluster.parallel import ParallelLayout
 
@@ -187,43 +181,6 @@ def stage_seconds(
     sent = hidden * (model.residual_width / hidden_size) / (layout.tp if layout.sequence_parallel else 1)
     p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
     return StageSeconds(seconds + exposed_cp + exposed_tp + exposed_ep, exposed_cp, exposed_tp, exposed_ep, p2p)
-
-
-def data_parallel_seconds(
-    model: ModelConfig, layout: ParallelLayout, hardware: Hardware, *, schedule: Schedule | None = None
-) -> Floats:
-    """Seconds a step in which dp x cp ranks sum gradients and share out new parameters, if nothing hides them.
-
-    A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP; of experts
-    one more, among the dp x cp / ep ranks that hold the same. Computation
-    can hide all but the first and last layer's share of it. With ZeRO-3 this is the least: parameters are then gathered
-    for every forward and backward of a micro-batch that finds them released.
-
-    Args:
-        model: its shape.
-        layout: how it is spread.
-        hardware: what it runs on.
-        schedule: of the pipeline, which says what rank has which stage; default: 1F1B, interleaved where the layout has
-            virtual stages.
-
-    Returns:
-        float64[pp].
-    """
-    layout.check(model=model)
-    parameters = parameters_per_rank(model, layout, schedule=schedule)
-    if layout.ep == 1:
-        return _summed(parameters, Communicator.along("dp_cp", layout, hardware), layout)
-    experts = experts_per_rank(model, layout, schedule=schedule)
-    return _summed(parameters - experts, Communicator.along("dp_cp", layout, hardware), layout) + _summed(
-        experts, Communicator.along("edp", layout, hardware), layout
-    )
-
-
-def _summed(parameters: Floats, group: Communicator, layout: ParallelLayout) -> Floats:
-    gradients = parameters * layout.gradient_bytes
-    if layout.fsdp == "none":
-        return group.all_reduce(gradients)
-    return group.reduce_scatter(gradients) + group.all_gather(parameters * layout.parameter_bytes)
 
 
 def check_imbalance(value: float) -> None:

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from wlb._choices import Passes
 from wlb._core import simulate_steps
 from wlb.cluster.attention_seconds import segment_seconds
-from wlb.cluster.step_time import data_parallel_seconds
 from wlb.simulation.balance import Floats
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.tuning import Settings
@@ -52,16 +51,14 @@ class Bounds:
             attention_forward=forward[None],
             attention_backward=backward[None],
         )
-        gradients = data_parallel_seconds(
-            scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule
-        )
-        apart = (1 - scenario.dp_overlap) * float(gradients.max())
-        per_rank = count // layout.dp
+        apart, per_rank = scenario.step_end, count // layout.dp
         if settings.dynamic:
             busy = (made.seconds - made.exposed_cp)[0].sum()  # over stages and passes
             return steps * (float(busy) * per_rank / layout.pp + apart)
+        computing = made.seconds - made.exposed_cp - made.exposed_tp - made.exposed_ep
+        seconds = made.seconds + scenario.exposed_dp(np.maximum(computing, 0.0))
         simulated = simulate_steps(
-            np.broadcast_to(made.seconds[0], (1, 1, per_rank, *made.seconds.shape[1:])),
+            np.broadcast_to(seconds[0], (1, 1, per_rank, *made.seconds.shape[1:])),
             schedule=scenario.pipeline_schedule,
             num_stages=layout.pp,
             num_virtual_stages=layout.virtual_stages,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb._choices import Sync
 from wlb._core import (
     MAX_TOKENS,
     plan_dynamic_cp,
@@ -23,9 +24,8 @@ from wlb._core import (
 from wlb._results import DynamicCpPlan, PipelineSteps, PipelineTimeline
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.parallel import ParallelLayout
-from wlb.cluster.step_time import data_parallel_seconds
 from wlb.simulation.balance import Balance, Floats
-from wlb.simulation.experts import Groups
+from wlb.simulation.lockstep import Groups, in_lockstep
 from wlb.simulation.methods import document_ids
 from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
 from wlb.simulation.planner import of_size
@@ -77,9 +77,9 @@ class DynamicCpRun(Trained):
         slots = np.repeat(np.arange(self.cp_size.size), self.cp_size)
         return slots, np.concatenate([[0], np.cumsum(self.micro_batches * self.world_size)])
 
-    def together(self, layout: ParallelLayout) -> Groups:
-        """Which groups meet because their ranks divide experts among them."""
-        return Groups(self.cp_size, ep=layout.ep)
+    def together(self, layout: ParallelLayout, *, sync: Sync = "step") -> Groups:
+        """Which groups meet because their ranks divide experts among them, or all that a micro-batch has."""
+        return Groups(self.cp_size, ep=self.world_size if sync == "micro_batch" else layout.ep)
 
     def groups(self, steps: Integers) -> Integers:
         """int64[steps, micro-batches, ranks]: the group of each, for steps with equally many micro-batches."""
@@ -212,6 +212,7 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
     seconds, waits, exposed_cp, exposed_tp, exposed_ep = np.zeros((5, *shape))
     p2p = np.zeros(sizes.size)
     together = run.together(scenario.layout)
+    everyone = run.together(scenario.layout, sync=scenario.waiting)
     tokens = run.group_tokens.astype(np.float64)
     visiting, fullest = together.mean(tokens), together.most(tokens)
     for size in np.unique(sizes):
@@ -242,9 +243,14 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
     parts["ep_communication"] = exposed_ep
     parts = {name: part * noise for name, part in parts.items()}
     alone = seconds * noise
-    slowest = together.most(alone)
-    parts["ep_wait"] = slowest - alone
-    return Priced(slowest, parts, together.most(p2p), attention)
+    computing = np.maximum(alone - (exposed_cp + exposed_tp + exposed_ep) * noise, 0.0)
+    split = scenario.splits_backward
+    with_experts = in_lockstep(together.most, alone, split=split)
+    parts["ep_wait"] = with_experts - alone
+    of_all = in_lockstep(everyone.most, with_experts, split=split)
+    parts["dp_wait"] = of_all - with_experts
+    parts["dp_communication"] = scenario.exposed_dp(in_lockstep(everyone.most, computing, split=split))
+    return Priced(of_all + parts["dp_communication"], parts, everyone.most(together.most(p2p)), attention)
 
 
 @dataclass(frozen=True)
@@ -347,8 +353,6 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
         bubble[some] = simulated.bubble + waits
         busy[some] = simulated.compute + simulated.exposed - waits
         held = np.maximum(held, simulated.peak_activation.max(axis=(0, 1)))
-    gradients = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
-    dp_communication = np.full(steps, (1 - scenario.dp_overlap) * float(gradients.max()))
 
     gpus = layout.pp * run.world_size  # tensor-parallel ranks are equal
 
@@ -358,9 +362,10 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
     attribution = {name: of_mean_gpu(part) for name, part in priced.parts.items()}
     attribution["compute"] = busy / gpus - sum(attribution.values())
     attribution["bubble"] = bubble / gpus
-    attribution["dp_wait"] = dp_wait / gpus
-    attribution["dp_communication"] = dp_communication
-    of_groups = (priced.seconds - priced.parts["ep_wait"]).sum(axis=(1, 2))
+    attribution["dp_wait"] += dp_wait / gpus
+    attribution["dp_communication"] += scenario.step_end
+    apart = sum(priced.parts[name] for name in ("ep_wait", "dp_wait", "dp_communication"))
+    of_groups = (priced.seconds - apart).sum(axis=(1, 2))
     heaviest = np.zeros(steps)
     np.maximum.at(heaviest, run.group_step, of_groups)
     work = np.bincount(run.group_step, weights=run.cp_size * of_groups, minlength=steps).astype(np.float64)
@@ -368,7 +373,7 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
         title=title,
         run=run,
         priced=priced,
-        seconds=seconds + dp_communication,
+        seconds=seconds + scenario.step_end,
         attribution={name: attribution[name] for name in ATTRIBUTION},
         work=work,
         all_balance=Balance(heaviest, work / (run.micro_batches * run.world_size), work),
@@ -430,7 +435,7 @@ def _lines(run: DynamicCpRun, priced: Priced, scenario: Scenario, steps: Integer
     at = groups.swapaxes(1, 2)
     seconds, p2p = priced.seconds[at], priced.p2p[at]
     waits = group_waits(
-        run.together(scenario.layout).number[groups],
+        run.together(scenario.layout, sync=scenario.waiting).number[groups],
         seconds,
         p2p,
         schedule=scenario.pipeline_schedule,

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import MAX_MEAN_DELAY, WlbError, split_documents
+from wlb._core import DELAY_PRICE, MAX_MEAN_DELAY, WlbError, split_documents
 from wlb._errors import check_integer, error
 from wlb.cluster.capacity import lacking_bytes, num_experts
 from wlb.cluster.hardware import Hardware
@@ -30,10 +30,12 @@ WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed")
 RANKED = 5
 """So many of the fastest layouts are found: what by its bound is slower than the last of them is not simulated."""
 
+SIZES = ("tp", "cp", "pp", "dp", "virtual_stages", "ep")
+"""Fields of a layout that are searched."""
+
 VIRTUAL_STAGES = (1, 2, 4, 8)
 """Stages of a pipeline rank that are tried."""
 
-_PRICE = 0.03  # of adaptive release; the packer's default
 _DYNAMIC: tuple[Kind, ...] = ("dynamic_cp", "wlb_dynamic_cp")
 
 
@@ -92,8 +94,11 @@ class LayoutSearch:
             if choice is None:
                 return None
             layout = choice.outcome.scenario.layout
-            sizes = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp", "virtual_stages", "ep")}
-            return {"layout": sizes, "gain": self.gain(choice), **choice.summary(self.without.outcome)}
+            return {
+                "layout": {name: getattr(layout, name) for name in SIZES},
+                "gain": self.gain(choice),
+                **choice.summary(self.without.outcome),
+            }
 
         return {
             "by": self.by,
@@ -323,7 +328,7 @@ class _Search:
                 if self._lacking(layout, split) != 0:
                     continue
                 most = scenario.setup(split=split).max_tokens
-                for price in (None, _PRICE) if scenario.max_mean_delay else (None,):
+                for price in (None, DELAY_PRICE) if scenario.max_mean_delay else (None,):
                     kind = "no_waiting" if price is None else "adaptive_release"
                     settings = Settings(kind=kind, max_tokens=most, delay_price=price, split=split)
                     yield self._candidate(scenario, settings)
@@ -331,7 +336,7 @@ class _Search:
             if others not in planned and obstacle(scenario) is None:
                 planned.add(others)
                 for kind in _DYNAMIC if scenario.max_mean_delay else _DYNAMIC[:1]:
-                    price = _PRICE if kind == "wlb_dynamic_cp" else None
+                    price = DELAY_PRICE if kind == "wlb_dynamic_cp" else None
                     settings = Settings(
                         kind=kind, max_tokens=scenario.limit, delay_price=price, strategy="per_document"
                     )

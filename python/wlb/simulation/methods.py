@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb._choices import Sync
 from wlb._core import (
     CostModel,
     MicroBatch,
@@ -34,6 +35,7 @@ class Setup:
     max_tokens: int  # the most tokens of a micro-batch of variable length
     cost_model: CostModel | None  # None: documents bring their costs
     dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
+    sync: Sync = "step"  # where these ranks wait for each other
     split: int = 1  # so many times the micro-batches, where whole documents are packed
 
     @property
@@ -161,9 +163,14 @@ def var_length(
     """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
 
     Documents enter as the loaders of `wlb.torch` read them, see :class:`Reading`; only their order matters here, not
-    the stream's global batches. `options` are further arguments of the packer.
+    the stream's global batches. Where ranks wait for each other in every micro-batch, steps are planned for them.
+    `options` are further arguments of the packer.
     """
-    given = {} if stream.costs is None else {"cost_columns": len(stream.limits), "limits": stream.limits}
+    given: dict[str, Any] = (
+        {} if stream.costs is None else {"cost_columns": len(stream.limits), "limits": stream.limits}
+    )
+    if setup.sync == "micro_batch" and setup.dp_size > 1:
+        given |= {"dp_size": setup.dp_size, "sync": setup.sync}
     options = {**packer_options(setup, max_delay), **given, "outlier_thresholds": thresholds, **(options or {})}
     packer = Packer(**options)
     reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs)
@@ -181,7 +188,7 @@ def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:
 
 
 def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
-    """Arguments of :class:`wlb.Packer` for a setup; all but what waits, and how it is placed."""
+    """Arguments of :class:`wlb.Packer` for a setup; all but what waits, how it is placed, and for which ranks."""
     return {
         "num_micro_batches": setup.packed,
         "max_tokens": setup.max_tokens,

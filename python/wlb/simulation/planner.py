@@ -150,6 +150,10 @@ def _line(scenario: Scenario, layout: ParallelLayout, tokens: int, part: str) ->
     made = scenario.stage_seconds(
         [tokens, 2 * tokens], attention_forward=[0.0, 0.0], attention_backward=[0.0, 0.0], layout=layout
     )
-    seconds = made.exposed_cp if part == "exchange" else made.seconds - made.exposed_cp
+    if part == "exchange":
+        seconds = made.exposed_cp
+    else:
+        computing = made.seconds - made.exposed_cp - made.exposed_tp - made.exposed_ep
+        seconds = made.seconds - made.exposed_cp + scenario.exposed_dp(computing)
     once, twice = seconds.sum(axis=(1, 2))
     return float(twice - once) / tokens, max(0.0, float(2 * once - twice))

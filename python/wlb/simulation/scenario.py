@@ -10,12 +10,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._choices import Generation, Passes, Schedule
+from wlb._choices import Generation, Passes, Schedule, Sync
 from wlb._core import MAX_MEAN_DELAY, CostModel, KernelModel, Shard, WlbError, simulate_pipeline
 from wlb._errors import check_integer, check_share, error
 from wlb._results import PipelineTimeline
 from wlb.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
 from wlb.cluster.capacity import max_tokens
+from wlb.cluster.data_parallel import check_sync, data_parallel_seconds, exposed, micro_batch_seconds
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.cluster.models import Mask, ModelConfig
@@ -71,6 +72,9 @@ class Scenario:
             no more than fits of these. Whether a given one fits is not checked; outcomes say what it takes.
         num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
         schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
+        sync: where data-parallel ranks wait for each other, with what they send (:mod:`wlb.cluster.data_parallel`):
+            once a "step", or in every "micro_batch", for which packers of whole documents then plan, as
+            :class:`wlb.Packer` with `dp_size` does; default: in every one with `fsdp="zero3"`, else once a step.
         cost_model: what the packer believes documents cost; default: the model's FLOPs, attention's at the hardware's
             `attention_efficiency`. It does not enter the predicted times.
         outlier_thresholds: of the queues; default: tuned on the first quarter of the global batches.
@@ -81,7 +85,8 @@ class Scenario:
         tp_overlap: share of tensor-parallel communication that computation hides.
         ep_overlap: share of expert-parallel communication that computation hides.
         expert_imbalance: visits to the experts of the busiest of `ep` ranks over those to the mean one's, at least 1.
-        dp_overlap: share of the gradient reduction and parameter gathering that computation hides.
+        dp_overlap: share of the gradient reduction and parameter gathering that computation hides; in a micro-batch no
+            more than the pass computes.
         reserved_bytes: memory of a GPU that is not available.
         noise: standard deviation of every pass of a micro-batch through a stage, relative to its time.
         noise_seed: of the noise.
@@ -101,6 +106,7 @@ class Scenario:
     max_tokens: int | None = None
     num_micro_batches: int | None = None
     schedule: Schedule | None = None
+    sync: Sync | None = None
     cost_model: CostModel | None = None
     outlier_thresholds: tuple[int, ...] | None = None
     num_queues: int = 2
@@ -117,6 +123,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         self.layout.check(model=self.model)
+        check_sync(self.sync, self.layout)
         for name in ("cp_overlap", "tp_overlap", "ep_overlap", "dp_overlap", "noise"):
             check_share(name, getattr(self, name))
         check_imbalance(self.expert_imbalance)
@@ -172,6 +179,33 @@ class Scenario:
     def pipeline_schedule(self) -> Schedule:
         """The schedule by name."""
         return self.schedule or default_schedule(self.layout)
+
+    @property
+    def waiting(self) -> Sync:
+        """Where data-parallel ranks wait for each other: `sync`, or the default."""
+        return check_sync(self.sync, self.layout)
+
+    @cached_property
+    def step_end(self) -> float:
+        """Seconds at the end of every step that data parallelism takes and nothing hides, on the slowest rank."""
+        gradients = data_parallel_seconds(
+            self.model, self.layout, self.hardware, schedule=self.pipeline_schedule, sync=self.sync
+        )
+        return (1 - self.dp_overlap) * float(gradients.max())
+
+    def exposed_dp(self, computing: Floats) -> Floats:
+        """Seconds of data parallelism in every pass that nothing hides: zeros where ranks meet once a step.
+
+        Args:
+            computing: float64[..., stages, 3] seconds that the slowest of the ranks that meet computes in each pass.
+        """
+        return exposed(self._each_micro_batch, computing, overlap=self.dp_overlap)
+
+    @cached_property
+    def _each_micro_batch(self) -> Floats:
+        return micro_batch_seconds(
+            self.model, self.layout, self.hardware, schedule=self.pipeline_schedule, sync=self.sync
+        )
 
     @cached_property
     def attention(self) -> KernelModel:
@@ -362,6 +396,7 @@ class Scenario:
             max_tokens=min(self.limit, self._limit(split=split)),
             cost_model=cost_model,
             dp_size=self.layout.dp,
+            sync=self.waiting,
             split=split,
         )
 
@@ -385,6 +420,11 @@ class Scenario:
     def _per_rank(self) -> int:
         """Micro-batches of a step and data-parallel rank."""
         return self.micro_batches // self.layout.dp
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs gradients of inputs and of weights apart."""
+        return bool((self._equal.kinds > 1).any())
 
     @property
     def equal_bubble(self) -> float:

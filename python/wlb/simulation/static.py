@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from wlb._core import Shard, order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
-from wlb.cluster.step_time import StageSeconds, data_parallel_seconds
+from wlb.cluster.step_time import StageSeconds
 from wlb.simulation.balance import Balance, Floats
-from wlb.simulation.experts import Replicas
+from wlb.simulation.lockstep import Replicas, in_lockstep
 from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.trained import PackedRun
@@ -189,7 +189,7 @@ def score(
     steps, width = run.tokens.shape
     # Micro-batches of a step, dealt to the ranks and ordered.
     row = np.arange(steps)[:, None, None] * width + order
-    replicas = Replicas(layout)
+    replicas, everyone = Replicas(layout), Replicas(layout, sync=scenario.waiting)
     visiting, fullest = np.zeros((2, run.tokens.size))
     visiting[row] = replicas.mean(run.tokens.reshape(-1)[row] / layout.cp)
     fullest[row] = replicas.most(sharded.tokens[row])
@@ -206,9 +206,9 @@ def score(
     slowest = stages(sharded.forward.max(axis=1), sharded.backward.max(axis=1))
     mean = stages(sharded.forward.mean(axis=1), sharded.backward.mean(axis=1))
     seconds, mean_seconds = slowest.seconds, mean.seconds
+    exposed_inside = slowest.exposed_cp + slowest.exposed_tp + slowest.exposed_ep
     if measured is not None:
         of_ranks = measured.reshape(run.tokens.size, layout.cp, *seconds.shape[1:])
-        exposed_inside = slowest.exposed_cp + slowest.exposed_tp + slowest.exposed_ep
         seconds, mean_seconds = of_ranks.max(axis=1) + exposed_inside, of_ranks.mean(axis=1) + exposed_inside
     noise = noise_factors(scenario, seconds.shape)
     parts = {
@@ -216,12 +216,20 @@ def score(
         "cp_communication": slowest.exposed_cp * noise,
         "tp_communication": slowest.exposed_tp * noise,
         "ep_communication": slowest.exposed_ep * noise,
-        "ep_wait": np.zeros_like(seconds),
+        **{name: np.zeros_like(seconds) for name in ("ep_wait", "dp_wait", "dp_communication")},
     }
-    seconds = seconds * noise
-    costs, p2p = replicas.most(seconds[row]), replicas.most(slowest.p2p[row])
-    parts["ep_wait"][row] = costs - seconds[row]
-    exposed = np.minimum(sum(parts.values()), seconds)[row]  # up to rounding, no more than the whole
+    computing, seconds = (seconds - exposed_inside) * noise, seconds * noise
+    split = scenario.splits_backward
+    with_experts = in_lockstep(replicas.most, seconds[row], split=split)
+    together = in_lockstep(everyone.most, with_experts, split=split)
+    p2p = everyone.most(replicas.most(slowest.p2p[row]))
+    parts["ep_wait"][row] = with_experts - seconds[row]
+    parts["dp_wait"][row] = together - with_experts
+    parts["dp_communication"][row] = scenario.exposed_dp(
+        in_lockstep(everyone.most, np.maximum(computing[row], 0.0), split=split)
+    )
+    costs = together + parts["dp_communication"][row]
+    exposed = np.minimum(sum(part[row] for part in parts.values()), costs)  # up to rounding, no more than the whole
     simulated = simulate_steps(
         costs,
         schedule=scenario.pipeline_schedule,
@@ -231,22 +239,19 @@ def score(
         activation=run.tokens.reshape(-1)[row].astype(np.float64),
         exposed=exposed,
     )
-    gradients = data_parallel_seconds(scenario.model, layout, scenario.hardware, schedule=scenario.pipeline_schedule)
-    dp_communication = np.full(steps, (1 - scenario.dp_overlap) * float(gradients.max()))
-
     pipelines = layout.pp * layout.dp
     attribution = {name: part.reshape(steps, -1).sum(axis=1) / pipelines for name, part in parts.items()}
     busy = (simulated.compute + simulated.exposed) / pipelines
     attribution["compute"] = busy - sum(attribution.values())
     attribution["bubble"] = simulated.bubble / pipelines
-    attribution["dp_wait"] = simulated.dp_wait / pipelines
-    attribution["dp_communication"] = dp_communication
+    attribution["dp_wait"] += simulated.dp_wait / pipelines
+    attribution["dp_communication"] += scenario.step_end
     of_micro_batches = seconds.reshape(steps, width, -1).sum(axis=2)
     return StaticOutcome(
         title=title,
         run=run,
         sharded=sharded,
-        seconds=simulated.seconds + dp_communication,
+        seconds=simulated.seconds + scenario.step_end,
         attribution={name: attribution[name] for name in ATTRIBUTION},
         work=of_micro_batches.sum(axis=1),
         all_balance=Balance.of(of_micro_batches),

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._core import WlbError, simulate_pipeline
+from wlb._core import DELAY_PRICE, WlbError, simulate_pipeline
 from wlb._errors import error
 from wlb._results import TunedPoint, TuneResult
 from wlb.simulation.balance import band
@@ -49,7 +49,7 @@ FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 SPLITS = (1, 2, 4)
 """Times the scenario's micro-batches that are made of a global batch."""
 
-PRICES = (0.003, 0.03, 0.3)
+PRICES = (DELAY_PRICE / 10, DELAY_PRICE, DELAY_PRICE * 10)
 """Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`; and the one that balances best within
 the limit of the mean delay."""
 

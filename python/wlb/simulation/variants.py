@@ -81,11 +81,14 @@ class Variant:
     def obstacle(self, scenario: Scenario) -> WlbError | None:
         """Why a cluster cannot have this method, if it cannot.
 
-        Its schedule cannot have `split` times the micro-batches, or its memory not one context of each; or Dynamic-CP
-        cannot be planned.
+        Its schedule cannot have `split` times the micro-batches, or its memory not one context of each; Dynamic-CP
+        cannot be planned; or micro-batches are ordered for ranks that wait once a step, where they wait in each.
         """
         if self.dynamic:
             return obstacle(scenario)
+        if self.ordered and scenario.waiting == "micro_batch" and scenario.layout.dp > 1:
+            message = "= 'micro_batch': wlb.order_micro_batches orders for ranks that wait once a step"
+            return error("sync", message, value="micro_batch")
         try:
             scenario.setup(split=self.split)
         except WlbError as reason:

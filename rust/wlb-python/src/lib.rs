@@ -63,6 +63,7 @@ fn facts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_WORLD_SIZE", MAX_WORLD_SIZE)?;
     module.add("MAX_STAGES", MAX_STAGES)?;
     module.add("MAX_MEAN_DELAY", MAX_MEAN_DELAY)?;
+    module.add("DELAY_PRICE", Release::Adaptive.default_price())?;
     module.add("IMBALANCE_RESOLUTION", IMBALANCE_RESOLUTION)?;
     let choices = [
         ("GENERATIONS", Generation::NAMES),

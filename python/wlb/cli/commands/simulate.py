@@ -66,6 +66,8 @@ def simulate(
             | {
                 "model": scenario.model.name,
                 "schedule": scenario.pipeline_schedule,
+                "sync": scenario.waiting,
+                "dp": scenario.layout.dp,
                 "micro_batches": scenario.micro_batches,
                 "max_tokens": scenario.limit,
                 "kernel_model": scenario.attention.source,

@@ -12,7 +12,7 @@ from cyclopts.types import PositiveInt
 
 from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, plain, settings
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
 from wlb.cli.inputs.packing import Batches, Delay
 from wlb.cli.inputs.stream import Reading, Source
 from wlb.cli.output.console import Output
@@ -20,17 +20,16 @@ from wlb.cli.output.layouts import layouts_report
 from wlb.cli.output.tuning import tuning_report, waiting_report
 from wlb.cli.packing import tune as tune_waiting
 from wlb.cluster.hardware import GIB
-from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation import Objective, search_layouts
 from wlb.simulation import tune as tune_cluster
+from wlb.simulation.layouts import SIZES
 
 _MICRO_BATCHES = 16
 _STEPS = 100
 _SEARCHED = 1 << 26
 """Tokens that layouts are compared on, in 2 to 8 global batches: time grows with them."""
 
-_SIZES = ("tp", "cp", "pp", "dp", "virtual_stages", "ep")
-_SEARCH = {option(name) for name in _SIZES} | {"gpus", "global-batch", "steps"}
+_SEARCH = {option(name) for name in SIZES} | {"gpus", "global-batch", "steps"}
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
     "context",
@@ -144,6 +143,8 @@ def tune(
                 | {
                     "steps": steps,
                     "by": by,
+                    "sync": scenario.waiting,
+                    "dp": scenario.layout.dp,
                     "reserved_gib": cluster.reserved_bytes / GIB,
                     "attention_efficiency": tuning.attention_efficiency,
                 },
@@ -188,8 +189,8 @@ def _search(
     )
     if steps is None:
         steps = min(max(_SEARCHED // tokens, 2), 8)
-    given = cluster.layout.given & set(_SIZES)
-    layout = plain(cluster.layout, ParallelLayout)
+    given = cluster.layout.given & set(SIZES)
+    layout = cluster.spread()
     with output.progress() as bars:
         stream = reading.stream(source, setup, bars, steps=steps)
         output.folder("tune")
@@ -207,7 +208,7 @@ def _search(
             **cluster.search(),
         )
         found = search.best.outcome.scenario.layout
-        sizes = " ".join(f"--{option(name)} {getattr(found, name)}" for name in _SIZES if name != "ep" or found.ep > 1)
+        sizes = " ".join(f"--{option(name)} {getattr(found, name)}" for name in SIZES if name != "ep" or found.ep > 1)
         continued = f"{_without(command_line, _SEARCH)} {sizes} --micro-batches {tokens // context}"
         report = layouts_report(
             search,

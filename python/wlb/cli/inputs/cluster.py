@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, Token, validators
 
 import wlb
-from wlb.cli.errors import CliError
+from wlb.cli.errors import CliError, in_options
 from wlb.cli.inputs.model import Cost, model_config, one_of
 from wlb.cli.inputs.options import NotAnOption, Numbers, Options, options, plain, scaled
 from wlb.cli.inputs.packing import Limits
@@ -27,6 +28,7 @@ class Layout(Options, wlb.ParallelLayout):
     """By default the paper's layout of a 7B model with 128K tokens of context.
 
     Args:
+        dp: data-parallel ranks; with --gpus by default what tp, cp and pp leave of them.
         stage_layers: layers of each stage in the order of the model, such as 7,8,8,7; by default as even as possible,
             ends with fewer.
     """
@@ -61,7 +63,7 @@ class Cluster(Cost, Limits, wlb.Scenario):
     Args:
         max_tokens: the most tokens of a micro-batch of variable length; on a cluster by default what fits into memory.
         reserved_bytes: GiB of a GPU that are not available.
-        gpu_count: GPUs there are: checks that dp x pp x cp x tp is that.
+        gpu_count: GPUs there are: dp is what tp, cp and pp leave of them, or where it is given the product is checked.
         gemm_efficiency: share of the GPU's peak that the linear part of a layer reaches; by default the preset's.
     """
 
@@ -87,12 +89,34 @@ class Cluster(Cost, Limits, wlb.Scenario):
             CliError: a name that there is not, or options that contradict each other.
             WlbError: as :class:`wlb.Scenario`.
         """
-        layout = plain(self.layout, wlb.ParallelLayout)
+        layout = self.spread()
         self._check_profile()
         if self.gpu_count not in (None, layout.world_size):
             sizes = " x ".join(f"{name.upper()} {getattr(layout, name)}" for name in ("dp", "pp", "cp", "tp"))
             raise CliError(f"--gpus {self.gpu_count}: {sizes} = {layout.world_size}")
         return plain(self, wlb.Scenario, layout=layout, **self._named(layout))
+
+    def spread(self) -> wlb.ParallelLayout:
+        """The layout, on all of the GPUs where their number is given and that of data-parallel ranks is not.
+
+        Raises:
+            CliError: experts cannot be divided among so many ranks; says which sizes can have that.
+            WlbError: as :class:`wlb.ParallelLayout`.
+        """
+        layout, dp = self.layout, self.layout.dp
+        others = layout.tp * layout.cp * layout.pp
+        if "dp" not in layout.given and self.gpu_count and others > 0 and self.gpu_count % others == 0:
+            dp = self.gpu_count // others
+        try:
+            return plain(layout, wlb.ParallelLayout, dp=dp)
+        except wlb.WlbError as reason:
+            if reason.argument != "ep" or layout.ep < 1:
+                raise
+            factor = layout.ep // math.gcd(layout.ep, dp * layout.cp)
+            sizes = {name: getattr(layout, name) for name in ("tp", "pp")}
+            fixes = [f"--{name} {n // factor} --dp {dp * factor}" for name, n in sizes.items() if n % factor == 0]
+            more = f"--dp {dp * factor} (on {factor} times as many GPUs)"
+            raise CliError(f"{in_options(reason)}; it would with {', or with '.join([*fixes, more])}") from None
 
     def search(self) -> dict[str, Any]:
         """What the options say to :func:`wlb.simulation.search_layouts`, but for the layout and the global batch.
@@ -101,11 +125,9 @@ class Cluster(Cost, Limits, wlb.Scenario):
             CliError: a name that there is not.
         """
         self._check_profile()
-        searched = ("context", "max_mean_delay", "max_delay", "profile", "schedule", "reserved_bytes")
+        searched = ("context", "max_mean_delay", "max_delay", "profile", "schedule", "sync", "reserved_bytes")
         hidden = ("cp_overlap", "tp_overlap", "ep_overlap", "expert_imbalance", "dp_overlap")
-        return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named(
-            plain(self.layout, wlb.ParallelLayout)
-        )
+        return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named(self.spread())
 
     def _check_profile(self) -> None:
         if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():

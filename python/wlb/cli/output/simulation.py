@@ -35,6 +35,7 @@ _NOTES = (
     LOST_NOTE,
 )
 
+_MEETINGS = {"step": "once a step", "micro_batch": "in every micro-batch"}
 _TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
 
 _COLUMNS = (
@@ -251,6 +252,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         f" DP {scenario.dp_overlap:.0%}{_experts(scenario)}",
         "pipeline": f"{scenario.pipeline_schedule}, {layout.pp} ranks x {layout.virtual_stages} stages,"
         f" {scenario.micro_batches} micro-batches a step",
+        "data parallelism": f"ranks wait for each other {_MEETINGS[scenario.waiting]}",
         "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"
         f" recompute {layout.recompute}",
         **({"layers of the stages": ", ".join(map(str, layers))} if len(set(layers)) > 1 else {}),
