@@ -41,19 +41,20 @@ ODD = wlb.ParallelLayout(dp=3, pp=1, cp=2, tp=4)
     testing.document_lengths(max_length=200, min_size=1, max_size=30),
     testing.cost_models(),
     st.integers(1, 9),
-    st.sampled_from([(1, 1), (3, 1), (2, 2)]),
+    st.sampled_from([(1, 1, "1f1b"), (3, 1, "1f1b"), (2, 2, "interleaved_1f1b"), (2, 2, "zbv"), (3, 2, "dualpipev")]),
     st.floats(0.0, 1.0),
 )
 def test_ranks_wait_for_their_groups_as_the_planner_says(
-    lengths: list[int], cost: wlb.CostModel, world_size: int, stages: tuple[int, int], share: float
+    lengths: list[int], cost: wlb.CostModel, world_size: int, stages: tuple[int, int, Any], share: float
 ) -> None:
     """With the planner's own costs, a step takes what it says."""
-    pp, virtual = stages
+    pp, virtual, schedule = stages
     p2p = share * float(cost.cost([max(lengths)])[0])
     options = {
         "world_size": world_size,
         "num_stages": pp,
         "num_virtual_stages": virtual,
+        "schedule": schedule,
         "max_tokens_per_rank": 200,
         "cost_model": cost,
         "p2p_seconds": p2p,
@@ -66,7 +67,6 @@ def test_ranks_wait_for_their_groups_as_the_planner_says(
     seconds = np.broadcast_to((whole / (3 * pp * virtual))[:, None, None], (*whole.shape, pp * virtual, 3))
     seconds = seconds[groups.swapaxes(1, 2)]
     transfers = np.full(seconds.shape[:3], p2p)
-    schedule = "1f1b" if virtual == 1 else "interleaved_1f1b"
     pipeline: dict[str, Any] = {"schedule": schedule, "num_stages": pp, "num_virtual_stages": virtual}
     waits = group_waits(groups, seconds, transfers, **pipeline)
     assert (waits >= 0).all()
@@ -124,17 +124,24 @@ def test_the_planner_knows_the_transfer_of_a_micro_batch_in_the_middle() -> None
     assert sent[0] > 0
 
 
-@pytest.mark.parametrize("layout", [ODD, wlb.ParallelLayout(dp=2, pp=2, cp=2, virtual_stages=2, recompute="full")])
-def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout) -> None:
+VIRTUAL = wlb.ParallelLayout(dp=2, pp=2, cp=2, virtual_stages=2, recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"), [(ODD, None), (VIRTUAL, None), (VIRTUAL, "zbv"), (VIRTUAL, "dualpipev")]
+)
+def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout, schedule: Any) -> None:
     lengths = documents(1500)
-    case = scenario(layout, max_tokens=None, max_delay=4, noise=0.1)
+    count = 8 if schedule else None  # "dualpipev" takes no fewer
+    options: dict[str, Any] = {"schedule": schedule, "num_micro_batches": count}
+    case = scenario(layout, max_tokens=None, max_delay=4, noise=0.1, **options)
     holding = {"release": "adaptive", "delay_price": 0.001}
     variants = {
         "dynamic_cp": Variant(title="", packing="dynamic_cp"),
         "holding": Variant(title="", packing="dynamic_cp", packer=holding, split=8),
     }
     outcomes = simulate(lengths, case, variants=variants).outcomes
-    options = planner_options(case, lengths)
+    planner = planner_options(case, lengths)
     for outcome in outcomes.values():
         assert isinstance(outcome, DynamicOutcome)
         assert (trained(outcome.run, lengths) == 1).all()
@@ -142,10 +149,11 @@ def test_everything_is_trained_in_time_and_in_memory(layout: wlb.ParallelLayout)
         working = ("compute", "cp_wait", "cp_communication", "tp_communication")
         gpus = layout.pp * layout.dp * layout.cp
         np.testing.assert_allclose(sum(outcome.attribution[part] for part in working), outcome.work / gpus, rtol=1e-9)
-        assert outcome.run.group_tokens.max() <= options["max_tokens_per_rank"]
+        assert outcome.run.group_tokens.max() <= planner["max_tokens_per_rank"]
         assert outcome.memory.total.max() <= case.hardware.memory_bytes
         assert sum(outcome.cp_sizes.values()) == pytest.approx(1)
-        assert outcome.run.micro_batches.min() >= layout.pp, "torch takes no fewer"
+        least = 2 * layout.pp if schedule == "dualpipev" else layout.pp
+        assert outcome.run.micro_batches.min() >= least, "torch takes no fewer"
         assert set(outcome.cp_sizes) <= {1, 2, 4}
         np.testing.assert_array_equal(
             np.bincount(outcome.run.group_step, weights=outcome.run.cp_size),

@@ -149,7 +149,7 @@ def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None)
     Raises:
         WlbError: the schedule cannot have that many virtual stages.
     """
-    return _pipeline(schedule or default_schedule(layout), layout.pp, layout.virtual_stages, layout.pp)[0]
+    return _pipeline(schedule or default_schedule(layout), layout.pp, layout.virtual_stages, 2 * layout.pp)[0]
 
 
 def in_flight(

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from wlb._choices import Schedule
 from wlb._core import MAX_WORLD_SIZE, CostModel, WlbError, pairs
 from wlb._errors import error
 from wlb.cluster.capacity import max_tokens
 from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.scenario import Scenario
 
-_SCHEDULES = ("1f1b", "interleaved_1f1b")
+_V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
+_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", *_V_SHAPED)
 
 
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         raise error("lengths", "must not be empty", value=lengths)
     if scenario.selector is not None:
         scenario = dataclasses.replace(scenario, kernel_model=scenario.selector, profile=None)
-    layout, world_size = scenario.layout, _world_size(scenario)
+    layout, world_size, schedule = scenario.layout, _world_size(scenario), scenario.pipeline_schedule
     alone = of_size(layout, 1)
     tokens = -(-scenario.context // layout.cp)
     linear, per_micro_batch = _line(scenario, alone, tokens, "rest")
@@ -51,6 +53,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "world_size": world_size,
         "num_stages": layout.pp,
         "num_virtual_stages": layout.virtual_stages,
+        **({"schedule": schedule} if schedule in _V_SHAPED else {}),
         "min_micro_batches": layout.pp,  # schedules of torch take no fewer
         "max_tokens_per_rank": per_rank,
         "cost_model": _attention_rates(scenario, lengths, linear),
@@ -91,7 +94,7 @@ def check_planner(scenario: Scenario) -> int:
         raise error("layout", message, value=scenario.layout)
     schedule = scenario.pipeline_schedule
     if schedule not in _SCHEDULES:
-        raise error("schedule", f"= {schedule!r}: Dynamic-CP plans for {' and '.join(_SCHEDULES)}", value=schedule)
+        raise error("schedule", f"= {schedule!r}: Dynamic-CP plans for {', '.join(_SCHEDULES)}", value=schedule)
     if schedule == "interleaved_1f1b" and scenario.layout.virtual_stages == 1:
         message = (
             f"= {schedule!r} with one stage a rank: Dynamic-CP plans that as 1F1B, in numbers of micro-batches that its"

@@ -105,7 +105,7 @@ def simulate(
     Raises:
         WlbError: a length out of range, no document at all, an unknown variant, one whose micro-batches the schedule
             cannot have or memory cannot hold, or Dynamic-CP on a cluster that it cannot run for: one rank, a schedule
-            other than 1F1B, a context that no group holds.
+            other than 1F1B and those in a V, a context that no group holds.
 
     Complexity:
         Some tens of microseconds for each micro-batch (of Dynamic-CP: each group of ranks) and variant, and the tuning
