@@ -26,6 +26,7 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from numpy.typing import NDArray
 
 import wlb
+from wlb.cluster import Overhead
 from wlb.simulation import VARIANTS, Outcome, Variant
 from wlb.simulation.variants import chosen
 
@@ -138,7 +139,9 @@ class Bench:
             )
         return scaled[: offsets[self.batches]]
 
-    def scenario(self, layout: Layout, hardware: wlb.Hardware, profile: Path) -> wlb.Scenario:
+    def scenario(
+        self, layout: Layout, hardware: wlb.Hardware, profile: Path, overhead: Overhead | None = None
+    ) -> wlb.Scenario:
         """This model on these ranks."""
         sizes, width = layout.sizes, self.bytes_per_number
         return wlb.Scenario(
@@ -154,6 +157,7 @@ class Bench:
             hardware=hardware,
             context=self.context,
             profile=profile,
+            overhead=overhead or Overhead(),
             max_tokens=int(self.memory * self.context),
             num_micro_batches=None if self.micro_batches is None else self.micro_batches * sizes["dp"],
         )

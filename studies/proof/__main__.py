@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import torch
@@ -24,10 +24,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 import wlb
-from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, page, processes, slices
+from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, page, probe, processes, slices
 from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
+
+TINY_STEPS = 12
+"""Steps of hardly any tokens, of which the median shows what a step takes beside its micro-batches."""
 
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
@@ -71,6 +74,9 @@ class Options(Bench):
     page: Path | None = None
     picture: Path | None = None
 
+
+# What is inherited is annotated with names that only the module of its class knows.
+Options.__init__.__annotations__ = get_type_hints(Options, include_extras=True)
 
 app = App(name="python -m studies.proof", version_flags=[])
 
@@ -142,12 +148,39 @@ class Proof:
     def _run(self, layout: Layout, kind: str) -> Row:
         link = self._link(layout, kind)
         hardware = machine.hardware(self._bench, self._profile, processes.link_of(link), layout.world_size)
-        scenario = self._bench.scenario(layout, hardware, self._profile)
+        scenario, beside = self._probed(layout, hardware, link)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         made = self._processes(layout, outcomes) if kind == "processes" else self._slices(layout, outcomes)
         for name, row in made.items():
             row |= predicted(outcomes[name])
-        return {"sizes": layout.sizes, "title": str(layout), "kind": kind, "link": link, "methods": made}
+        return {
+            "sizes": layout.sizes,
+            "title": str(layout),
+            "kind": kind,
+            "link": link,
+            "beside": beside,
+            "methods": made,
+        }
+
+    def _probed(self, layout: Layout, hardware: wlb.Hardware, link: Row) -> tuple[wlb.Scenario, Row]:
+        """This model on these ranks, with what the trainer takes beside layers and links; and that in numbers."""
+        task = self._bars.add_task(f"{layout}, probe", total=None)
+        without = self._bench.scenario(layout, hardware, self._profile)
+        # Groups of Dynamic-CP have any power of two.
+        sizes = sorted(
+            {layout.sizes["cp"], *(1 << power for power in range(without.layout.size("dp_cp").bit_length()))}
+        )
+        device, thread = torch.device(self._device), self._options.clock == "thread"
+        found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread)
+        path = self._options.output_dir / f"profile-{layout.name}-{self._device}.json"
+        profile = probe.corrected(self._profile, found.attention, path)
+        overhead, steps = found.overhead, link.get("tiny", {})
+        if steps:
+            without = self._bench.scenario(layout, hardware, profile)
+            overhead = probe.of_steps(overhead, without, {int(count): took for count, took in steps.items()})
+        self._bars.remove_task(task)
+        about = {"attention": found.attention, "error": found.error, **asdict(overhead)}
+        return self._bench.scenario(layout, hardware, profile, overhead), about
 
     def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
         steps = sum(len(outcome.run.digests) for outcome in outcomes.values()) * self._options.repeats
@@ -208,10 +241,14 @@ class Proof:
         if size < 2:
             return {}
         task = self._bars.add_task(f"{layout}, link", total=None)
-        probe = processes.Work(self._bench, Layout(f"dp{size}"), {}, frozenset(), 1, self._device)
-        found = processes.launch(probe, lambda: None)
+        ranks, steps = Layout(f"dp{size}"), {}
+        if kind == "processes":
+            ranks, counts = layout, [factor * layout.sizes["pp"] for factor in (2, 4)]
+            steps = {str(count): processes.tiny(layout, count, probe.TINY, TINY_STEPS) for count in counts}
+        found = processes.launch(processes.Work(self._bench, ranks, steps, frozenset(), 1, self._device), lambda: None)
         self._bars.remove_task(task)
-        return {name: found[name] for name in ("link", "all_gather")}
+        tiny = {count: float(np.median(took[0])) for count, took in found.get("seconds", {}).items()}
+        return {name: found[name] for name in ("link", "all_gather")} | {"tiny": tiny}
 
     def _measured_profile(self) -> Path:
         if self._options.profile is not None:

@@ -116,7 +116,8 @@ def _lines(record: Row, picture: str) -> Iterator[str]:
     yield (
         "`make proof` writes this page. A small model trains on the lengths of real documents under every method. The"
         " plans are those of `wlb.simulate`, the clock grades them, and beside each gain stands what the simulation"
-        " predicted from a profile of this machine (`wlb profile`) and a probe of the link between its ranks."
+        " predicted from a profile of this machine (`wlb profile`), a probe of the link between its ranks, and one of"
+        " what the trainer takes beside its layers, on micro-batches and steps that no method trains."
     )
     yield ""
     yield (

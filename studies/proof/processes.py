@@ -62,6 +62,15 @@ def work_of(bench: Bench, layout: Layout, outcomes: Mapping[str, Outcome], repea
     return Work(bench, layout, steps, dynamic, repeats, device)
 
 
+def tiny(layout: Layout, count: int, tokens: int, steps: int) -> Steps:
+    """Steps of `count` micro-batches, each a document of so many tokens a context-parallel rank."""
+    cp = layout.sizes["cp"]
+    shard = wlb.shard([tokens * cp], cp_size=cp, strategy="per_document")
+    rows = [np.array([value]) for value in (0, 0, tokens * cp)]
+    ranks = [[Part(*rows, shard, rank, cp, None)] * count for rank in range(cp)] * layout.sizes["dp"]
+    return [ranks] * steps
+
+
 def launch(work: Work, tick: Callable[[], None]) -> dict[str, Any]:
     """Runs it on as many processes as the layout has ranks, and gives what they measured.
 

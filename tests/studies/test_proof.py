@@ -15,9 +15,9 @@ from wlb.torch.profiling import LinkTimes, probe_link
 for needed in ("cyclopts", "matplotlib", "rich"):
     pytest.importorskip(needed)
 proof = pytest.importorskip("studies.proof")
-batches, command, echo, figures, page, processes, slices = (
+batches, command, echo, figures, page, probing, processes, slices = (
     pytest.importorskip(f"studies.proof.{name}")
-    for name in ("batches", "__main__", "echo", "figures", "page", "processes", "slices")
+    for name in ("batches", "__main__", "echo", "figures", "page", "probe", "processes", "slices")
 )
 
 BENCH = proof.Bench(hidden=64, context=64, batches=4)
@@ -199,3 +199,31 @@ def test_probed_links() -> None:
 def probe(rank: int) -> list[float]:
     times = probe_link(num_bytes=(2, 1 << 16), repeats=2)
     return [times.link.latency, times.link.bandwidth, *times.seconds.tolist()]
+
+
+def test_a_probe_finds_what_is_beside() -> None:
+    """Of seconds that are exactly as it takes them to be."""
+    rng = np.random.default_rng(0)
+    layers = np.array([1, 2])
+    terms = rng.uniform(1, 100, (20, 2, 3)) * [1, 3, 1e-3]
+    predicted = rng.uniform(0.1, 1, (20, 2, 2))
+    truth = rng.uniform(-1e-3, 1e-2, (2, 2, 3))  # [stages, passes, terms]
+    measured = predicted.copy()
+    for stage in range(2):
+        for one, share in enumerate((1.1, 0.9)):
+            once, each, key = truth[stage, one]
+            measured[:, stage, one] += once + each * terms[:, one, 0] + key * terms[:, one, 1]
+            measured[:, stage, one] += (share - 1) * layers[stage] * terms[:, one, 2]
+    found = probing.fit(measured, predicted, terms, layers)
+    assert found.attention == pytest.approx((1.1, 0.9))
+    assert np.array(found.overhead.forward) == pytest.approx(truth[:, 0])
+    assert np.array(found.overhead.backward) == pytest.approx(truth[:, 1])
+    assert found.error == pytest.approx(0, abs=1e-9)
+
+
+def test_the_command_line_is_read() -> None:
+    _, bound, _ = command.app.parse_args(["--hidden", "64", "--layouts", "pp2", "--seed", "3"])
+    options = bound.arguments["options"]
+    assert (options.hidden, options.layouts, options.seed) == (64, ("pp2",), 3)
+    with pytest.raises(SystemExit):
+        command.app.parse_args(["--hidden", "0"])

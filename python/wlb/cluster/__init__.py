@@ -2,7 +2,8 @@
 
 Each file answers one question: `models` (what is trained), `hardware` (on what), `parallel` (spread how), `memory` (how
 many bytes of each GPU), `capacity` (how many tokens fit, and what to change where too few do), `collectives` (how long
-communication takes), `data_parallel` (what replicas send each other, and when) and `step_time` (how long a micro-batch
+communication takes), `data_parallel` (what replicas send each other, and when), `overhead` (what a
+trainer takes beside) and `step_time` (how long a micro-batch
 takes on each pipeline stage).
 """
 
@@ -12,6 +13,7 @@ from wlb.cluster.data_parallel import data_parallel_seconds
 from wlb.cluster.hardware import Hardware, Link
 from wlb.cluster.memory import RankMemory, memory_per_rank
 from wlb.cluster.models import ModelConfig
+from wlb.cluster.overhead import Overhead
 from wlb.cluster.parallel import ParallelLayout
 from wlb.cluster.step_time import StageSeconds, stage_seconds
 
@@ -19,6 +21,7 @@ __all__ = [
     "Hardware",
     "Link",
     "ModelConfig",
+    "Overhead",
     "ParallelLayout",
     "RankMemory",
     "Schedule",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from wlb.cluster.data_parallel import check_sync, data_parallel_seconds, exposed
 from wlb.cluster.hardware import Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.cluster.models import Mask, ModelConfig
+from wlb.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb.cluster.parallel import ParallelLayout, default_schedule
 from wlb.cluster.step_time import StageSeconds, check_imbalance, stage_seconds
 from wlb.profile import read as read_profile
@@ -87,6 +89,7 @@ class Scenario:
         expert_imbalance: visits to the experts of the busiest of `ep` ranks over those to the mean one's, at least 1.
         dp_overlap: share of the gradient reduction and parameter gathering that computation hides; in a micro-batch no
             more than the pass computes.
+        overhead: what stages and steps take beside what is predicted, where it was measured; default: nothing.
         reserved_bytes: memory of a GPU that is not available.
         noise: standard deviation of every pass of a micro-batch through a stage, relative to its time.
         noise_seed: of the noise.
@@ -117,6 +120,7 @@ class Scenario:
     ep_overlap: float = 0.0
     expert_imbalance: float = 1.0
     dp_overlap: float = 0.0
+    overhead: Overhead = NO_OVERHEAD
     reserved_bytes: int = RESERVED_BYTES
     noise: float = 0.0
     noise_seed: int = 0
@@ -124,6 +128,7 @@ class Scenario:
     def __post_init__(self) -> None:
         self.layout.check(model=self.model)
         check_sync(self.sync, self.layout)
+        self.overhead.check(num_stages=self.layout.num_stages)
         for name in ("cp_overlap", "tp_overlap", "ep_overlap", "dp_overlap", "noise"):
             check_share(name, getattr(self, name))
         check_imbalance(self.expert_imbalance)
@@ -187,11 +192,11 @@ class Scenario:
 
     @cached_property
     def step_end(self) -> float:
-        """Seconds at the end of every step that data parallelism takes and nothing hides, on the slowest rank."""
+        """Seconds of a step beside its micro-batches: data parallelism that nothing hides, and what was measured."""
         gradients = data_parallel_seconds(
             self.model, self.layout, self.hardware, schedule=self.pipeline_schedule, sync=self.sync
         )
-        return (1 - self.dp_overlap) * float(gradients.max())
+        return (1 - self.dp_overlap) * float(gradients.max()) + self.overhead.step
 
     def exposed_dp(self, computing: Floats) -> Floats:
         """Seconds of data parallelism in every pass that nothing hides: zeros where ranks meet once a step.
@@ -301,7 +306,7 @@ class Scenario:
         if self.linear is not None:
             count = np.asarray(tokens)
             forward, backward = (np.where(count, of.linear_cost(np.maximum(count, 1)), 0.0) for of in self.linear)
-        return stage_seconds(
+        made = stage_seconds(
             tokens,
             linear_forward=forward,
             linear_backward=backward,
@@ -317,6 +322,10 @@ class Scenario:
             tp_overlap=self.tp_overlap,
             ep_overlap=self.ep_overlap,
         )
+        if not self.overhead.forward:
+            return made
+        beside = self.overhead.passes(tokens, cp_size=(layout or self.layout).cp)
+        return dataclasses.replace(made, seconds=np.maximum(made.seconds + beside, 0.0))
 
     def attention_seconds(self, lengths: ArrayLike) -> float:
         """Seconds of whole documents' attention on one context-parallel rank, over all layers and passes.

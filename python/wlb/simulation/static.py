@@ -245,7 +245,8 @@ def score(
     attribution["compute"] = busy - sum(attribution.values())
     attribution["bubble"] = simulated.bubble / pipelines
     attribution["dp_wait"] += simulated.dp_wait / pipelines
-    attribution["dp_communication"] += scenario.step_end
+    attribution["dp_communication"] += scenario.step_end - scenario.overhead.step
+    attribution["compute"] += scenario.overhead.step
     of_micro_batches = seconds.reshape(steps, width, -1).sum(axis=2)
     return StaticOutcome(
         title=title,

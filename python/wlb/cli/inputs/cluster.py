@@ -17,6 +17,7 @@ from wlb.cli.inputs.model import Cost, model_config, one_of
 from wlb.cli.inputs.options import NotAnOption, Numbers, Options, options, plain, scaled
 from wlb.cli.inputs.packing import Limits
 from wlb.cluster.hardware import GIB
+from wlb.cluster.overhead import NO_OVERHEAD, Overhead
 
 # Names take the place of these two.
 _MODEL, _HARDWARE = wlb.ModelConfig.preset("llama2-7b"), wlb.Hardware.preset("h100")
@@ -78,6 +79,7 @@ class Cluster(Cost, Limits, wlb.Scenario):
     kernel_model: Annotated[wlb.KernelModel | None, NotAnOption] = None
     selector: Annotated[wlb.KernelModel | None, NotAnOption] = None
     cost_model: Annotated[wlb.CostModel | None, NotAnOption] = None
+    overhead: Annotated[Overhead, NotAnOption] = NO_OVERHEAD
 
     def __post_init__(self) -> None:
         """Values are checked by :meth:`scenario`."""

@@ -1,0 +1,72 @@
+"""What a trainer takes beside what its layers compute and send: launches, embedding, loss, the optimizer, its own code.
+
+Where steps take milliseconds that is per cents of them. It is measured, not assumed: by default there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._errors import error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Seconds beside what is predicted from layers and links.
+
+    Args:
+        forward: of each stage in the order of the model, seconds of a micro-batch's forward whatever its tokens, those
+            for each token of a rank, and those for each token of a group of several ranks, whose keys all of them copy.
+            They may be below 0 where a profile takes layers for slower than they are.
+        backward: the same of the backward.
+        step: of every step: the optimizer, clipping, counting tokens, waiting for all ranks to begin.
+
+    Raises:
+        WlbError: a value that is not finite, a pass with another number of stages, or a step that takes less than
+            nothing.
+    """
+
+    forward: tuple[tuple[float, float, float], ...] = ()
+    backward: tuple[tuple[float, float, float], ...] = ()
+    step: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            values = np.asarray(getattr(self, field.name), dtype=np.float64)
+            if not np.isfinite(values).all():
+                raise error(field.name, f"= {getattr(self, field.name)}: must be finite", value=values)
+        if self.step < 0:
+            raise error("step", f"= {self.step}: must not be negative", value=self.step)
+        if len(self.forward) != len(self.backward):
+            message = f"has {len(self.backward)} stages, forward {len(self.forward)}"
+            raise error("backward", message, value=self.backward)
+
+    def check(self, *, num_stages: int) -> None:
+        """Refuses measurements of another pipeline.
+
+        Raises:
+            WlbError: naming the numbers of stages.
+        """
+        if self.forward and len(self.forward) != num_stages:
+            message = f"is of {len(self.forward)} stages: the layout has pp x virtual_stages = {num_stages}"
+            raise error("overhead", message, value=self)
+
+    def passes(self, tokens: ArrayLike, *, cp_size: int) -> NDArray[np.float64]:
+        """float64[m, stages, 3]: of micro-batches with so many tokens on each of so many ranks.
+
+        All of the backward is in the inputs' gradient.
+        """
+        count = np.asarray(tokens, dtype=np.float64)
+        gathered = count * cp_size if cp_size > 1 else np.zeros_like(count)
+        seconds = np.zeros((count.size, len(self.forward), 3))
+        for column, lines in enumerate((self.forward, self.backward)):
+            for stage, (once, each, key) in enumerate(lines):
+                seconds[:, stage, column] = once + each * count + key * gathered
+        return seconds
+
+
+NO_OVERHEAD = Overhead()
+"""Nothing was measured."""

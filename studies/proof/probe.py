@@ -1,0 +1,177 @@
+"""What a trainer takes beside its layers and links, measured on micro-batches and steps that no method trains.
+
+A profile times kernels and a layer by themselves. A stage also launches, embeds, gathers and copies keys, has a loss;
+a step has an optimizer, and the code between its passes. Micro-batches of even documents show the first
+(:func:`stages`), steps of hardly any tokens the second (:func:`of_steps`). Nothing is fitted to what is predicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import wlb
+from studies.proof import Bench, echo
+from studies.proof.batches import Part, Text
+from studies.proof.slices import Stages, clock_of
+from wlb.cluster import Overhead
+
+Floats = NDArray[np.float64]
+REPEATS = 3
+TINY = 16  # tokens of a rank in the steps that show what a step takes
+_PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe of stages says."""
+
+    overhead: Overhead
+    attention: tuple[float, float]  # forward and backward in the trainer, over what the profile has
+    error: float  # of the probe's own micro-batches, predicted with these: median, without sign
+
+
+def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
+    """Groups of ranks, and the documents of a micro-batch of theirs: from few tokens to two contexts, few or many."""
+    tokens = [bench.context >> power for power in (6, 4, 2, 1, 0)] + [2 * bench.context]
+    cases = itertools.product(sizes, tokens, (1, 4, 16))
+    found = [(size, [count // many] * many) for size, count, many in cases if count // many >= 2 * size]
+    return [(size, lengths) for size, lengths in found if max(lengths) <= bench.context]
+
+
+def stages(
+    bench: Bench, scenario: wlb.Scenario, sizes: list[int], *, device: torch.device, thread_clock: bool
+) -> Probed:
+    """Runs every shape's first rank by itself, in turn and again, and fits what is beside the prediction.
+
+    Of each stage and pass the seconds beyond the profile's layers are a constant, so much for each token of the rank,
+    so much for each token that its group gathers keys of, and a share of attention's seconds, by least squares of
+    relative errors.
+
+    Args:
+        bench: the model.
+        scenario: the layout, and the profile; without overhead.
+        sizes: of groups of context-parallel ranks.
+        device: where.
+        thread_clock: see :func:`studies.proof.slices.measure`.
+    """
+    count = scenario.layout.num_stages
+    runner, text = Stages(bench, count, device, clock_of(device, thread=thread_clock)), Text()
+    made = shapes(bench, sizes)
+    seconds = np.zeros((REPEATS, len(made), count, 2))
+    terms = np.zeros(
+        (len(made), 2, 3)
+    )  # tokens of the rank, of which keys are gathered, seconds of a layer's attention
+    predicted = np.zeros((len(made), count, 2))
+    parts = []
+    for index, (size, lengths) in enumerate(made):
+        shard = wlb.shard(lengths, cp_size=size, strategy="per_document")
+        rows = np.array(lengths), np.zeros(len(lengths), dtype=np.int64)
+        parts.append(Part(np.arange(len(lengths)), rows[1], rows[0], shard, 0, size, None))
+        tokens = int(shard.tokens_per_rank[0])
+        attention = [scenario.rank_seconds(shard, passes=one)[0] for one in _PASSES]  # type: ignore[arg-type]
+        each = scenario.stage_seconds(
+            [tokens], attention_forward=attention[0][None], attention_backward=attention[1][None]
+        )
+        alone = (each.seconds - each.exposed_cp - each.exposed_tp - each.exposed_ep)[0]
+        predicted[index] = np.stack([alone[:, 0], alone[:, 1:].sum(axis=1)], axis=1)
+        for one in range(2):
+            terms[index, one] = tokens, (sum(lengths) if size > 1 else 0), float(attention[one].sum())
+    echo.start(max(sizes))
+    try:
+        runner.run(text.batch(parts[-1], device), parts[-1].cp_size)
+        for repeat in range(REPEATS):
+            for index, part in enumerate(parts):
+                seconds[repeat, index] = runner.run(text.batch(part, device), part.cp_size)
+            runner.forget()
+    finally:
+        echo.stop()
+    return fit(np.median(seconds, axis=0), predicted, terms, scenario.layout.layers_of_stages(bench.model))
+
+
+def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.int64]) -> Probed:
+    """See :func:`stages`.
+
+    Args:
+        measured: float64[shapes, stages, 2] seconds of forward and backward.
+        predicted: float64[shapes, stages, 2] of layers and output projection by the profile.
+        terms: float64[shapes, 2, 3] by pass: tokens of the rank, tokens whose keys are gathered, seconds of attention
+            in one layer.
+        layers: int64[stages].
+    """
+    lines: list[list[tuple[float, float, float]]] = [[], []]
+    shares, errors = [], []
+    for one in range(2):
+        # A constant, tokens and keys of every stage; the share of attention is that of all stages.
+        width = measured.shape[1]
+        columns = np.zeros((*measured.shape[:2], 3 * width + 1))
+        for stage in range(width):
+            columns[:, stage, 3 * stage] = 1.0
+            columns[:, stage, 3 * stage + 1 : 3 * stage + 3] = terms[:, one, :2]
+            columns[:, stage, -1] = layers[stage] * terms[:, one, 2]
+        weights = 1 / measured[..., one]
+        rows = (columns * weights[..., None]).reshape(-1, columns.shape[-1])
+        beyond = ((measured - predicted)[..., one] * weights).ravel()
+        found = np.linalg.lstsq(rows, beyond, rcond=None)[0]
+        lines[one] = [tuple(found[3 * stage : 3 * stage + 3].tolist()) for stage in range(width)]
+        shares.append(1 + float(found[-1]))
+        errors.append(np.abs(rows @ found - beyond))
+    overhead = Overhead(forward=tuple(lines[0]), backward=tuple(lines[1]))
+    return Probed(overhead, (shares[0], shares[1]), float(np.median(errors)))
+
+
+def corrected(profile: Path, attention: tuple[float, float], path: Path) -> Path:
+    """A profile with attention as long as it takes in the trainer."""
+    measured = json.loads(profile.read_text())
+    for one, share in zip(_PASSES, attention, strict=True):
+        for name, table in measured[one].items():
+            if name.endswith("seconds"):
+                measured[one][name] = _times(table, share)
+    path.write_text(json.dumps(measured) + "\n")
+    return path
+
+
+def _times(table: Any, share: float) -> Any:
+    """Of nested lists of seconds, in which some are not measured."""
+    if isinstance(table, list):
+        return [_times(row, share) for row in table]
+    return None if table is None else table * share
+
+
+def of_steps(probed: Overhead, scenario: wlb.Scenario, seconds: dict[int, float]) -> Overhead:
+    """With what an op and a step take beside: from steps of few and of more micro-batches of hardly any tokens.
+
+    Args:
+        probed: what stages take by themselves.
+        scenario: the layout, and what is predicted of it; without overhead.
+        seconds: by how many micro-batches a rank has, of a step whose micro-batches have :data:`TINY` tokens a rank.
+    """
+    known = dataclasses.replace(scenario, overhead=probed)
+    (few, many), layout = sorted(seconds), scenario.layout
+
+    def predicted(count: int, more: float = 0.0) -> float:
+        each = known.stage_seconds([TINY], attention_forward=[0.0], attention_backward=[0.0])
+        costs = each.seconds + scenario.exposed_dp(each.seconds)
+        costs[..., :2] += more
+        timeline = wlb.simulate_pipeline(
+            np.repeat(costs, count, axis=0), num_stages=layout.pp, p2p_seconds=np.repeat(each.p2p, count)
+        )
+        return float(timeline.seconds) + known.step_end
+
+    slope = (seconds[many] - seconds[few]) - (predicted(many) - predicted(few))
+    op = slope / (2 * (many - few))  # a micro-batch more is a forward and a backward more on the longest path
+    each = known.stage_seconds([TINY], attention_forward=[0.0], attention_backward=[0.0]).seconds[0]
+    op = max(op, -float(min(each[:, 0].min(), each[:, 1:].sum(axis=1).min())))
+    lines: list[Any] = [
+        tuple((once + op, *rest) for once, *rest in passes) for passes in (probed.forward, probed.backward)
+    ]
+    step = max(0.0, seconds[few] - predicted(few, op))
+    return Overhead(forward=lines[0], backward=lines[1], step=step)
