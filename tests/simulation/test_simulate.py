@@ -232,7 +232,7 @@ def test_equal_documents_leave_nothing_to_gain(layout: wlb.ParallelLayout) -> No
     case = scenario(layout, outlier_thresholds=())
     simulation = simulate(np.full(5 * 8, 4096), case, variants=possible(case))
     # One document a micro-batch: per-sequence and per-document shards are the same.
-    for name in ("fixed", "packing", "placement", "per_document"):
+    for name in {"fixed", "packing", "placement", "per_document"} & set(simulation.outcomes):
         assert simulation.speedup(name) == pytest.approx(1, rel=1e-12)
         assert simulation.outcomes[name].imbalance.max() == pytest.approx(1)
     assert simulation.speedup("wlb") >= 1 - 1e-9
