@@ -149,6 +149,7 @@ def test_shapes_are_those_of_the_plan(sizes: dict[str, Any]) -> None:
     padded = plan.padded_tokens_per_rank
     assert padded.dtype == np.int64
     assert padded.shape == plan.tokens_per_rank.shape
+    assert plan.padding_tokens == sum(group.padding_tokens for batch in plan for group in batch)
     if "max_documents" in sizes:
         np.testing.assert_array_equal(padded, plan.tokens_per_rank)
         assert {group.padding_tokens for batch in plan for group in batch} == {0}

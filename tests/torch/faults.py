@@ -79,8 +79,10 @@ def logged(texts: list[str]) -> Iterator[None]:
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("wlb").addHandler(handler)
-    yield
-    logging.getLogger("wlb").removeHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("wlb").removeHandler(handler)
 
 
 class Fault:

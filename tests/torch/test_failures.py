@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import pickle
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,7 +196,8 @@ def test_who_waits_is_not_taken_for_who_hangs(how: str, tmp_path: Path) -> None:
 def a_beat_that_fails(rank: int) -> str:
     heart = heartbeat.heartbeat()
     assert heart is not None
-    with pytest.MonkeyPatch.context() as patch, warnings_of_wlb() as logged:
+    texts: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, faults.logged(texts):
         patch.setattr(heartbeat, "where", lambda lines: {}["not there"])
         for _ in range(3):
             heart._asked.put(heart._beat)
@@ -206,20 +205,7 @@ def a_beat_that_fails(rank: int) -> str:
     assert heart.alive
     assert heartbeat.heartbeat() is heart
     dist.barrier()
-    return "\n".join(logged)
-
-
-@contextmanager
-def warnings_of_wlb() -> Iterator[list[str]]:
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("wlb")
-    logger.addHandler(handler)
-    try:
-        yield logged
-    finally:
-        logger.removeHandler(handler)
+    return "\n".join(texts)
 
 
 def test_a_heart_goes_on_whatever_a_beat_raises_and_says_so_once() -> None:

@@ -235,6 +235,11 @@ class DynamicCpPlan(Copied):
         """float64[m, world_size]: seconds of each rank through the whole model, forward and backward."""
         return self._of_ranks(self._group_seconds)
 
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens that fill the groups of all micro-batches up."""
+        return self._padding(0, len(self._cp_sizes))
+
     def digest(self) -> str:
         """Hex hash of which documents run when and where: equal on two ranks iff their plans are equal."""
         return self._digest
@@ -242,19 +247,22 @@ class DynamicCpPlan(Copied):
     def _of_ranks(self, of_groups: NDArray[_Number]) -> NDArray[_Number]:
         return of_groups.repeat(self._cp_sizes).reshape(len(self), self.world_size)
 
+    def _padding(self, first: int, end: int) -> int:
+        if self.multiple_of_tokens == 1 and not self.token_buckets:
+            return 0
+        filled = self._cp_sizes[first:end].astype(np.int64) @ self._padded_tokens_per_rank[first:end]
+        documents = slice(*self._document_offsets[[first, end]])
+        return int(filled - self._lengths[documents].sum(dtype=np.int64))
+
     def _group(self, group: int) -> CpGroup:
         first, end = self._document_offsets[group : group + 2]
-        padding = 0
-        if self.multiple_of_tokens > 1 or self.token_buckets:
-            tokens = int(self._lengths[first:end].sum(dtype=np.int64))
-            padding = int(self._cp_sizes[group]) * int(self._padded_tokens_per_rank[group]) - tokens
         return CpGroup(
             first_rank=int(self._first_ranks[group]),
             cp_size=int(self._cp_sizes[group]),
             document_ids=self._document_ids[first:end],
             lengths=self._lengths[first:end],
             tokens_per_rank=int(self._tokens_per_rank[group]),
-            padding_tokens=padding,
+            padding_tokens=self._padding(group, group + 1),
             seconds=float(self._group_seconds[group]),
         )
 

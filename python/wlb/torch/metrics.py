@@ -181,7 +181,7 @@ def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float
         heaviest = plan.step_cost if plan.dp_size is None else plan.rank_imbalance * mean
         return heaviest, mean, float(costs.sum()), int(plan.tokens.sum())
     seconds = plan.rank_seconds.sum(axis=0)
-    tokens = sum(int(group.lengths.sum()) for micro_batch in plan for group in micro_batch)
+    tokens = sum(micro_batch.tokens for micro_batch in plan)
     return float(seconds.max()), float(seconds.mean()), float(seconds.sum()), tokens
 
 
@@ -231,4 +231,4 @@ def _padding(plan: wlb.Packing | wlb.DynamicCpPlan, tokens: int) -> int:
     """Tokens that fill its micro-batches up."""
     if isinstance(plan, wlb.Packing):
         return int(plan.padded_tokens.sum()) - tokens
-    return sum(group.padding_tokens for micro_batch in plan.micro_batches for group in micro_batch.groups)
+    return plan.padding_tokens

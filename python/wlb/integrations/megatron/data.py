@@ -17,6 +17,7 @@ from wlb._choices import Oversize
 from wlb._errors import check_integer, check_options, error
 from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments, source
+from wlb.integrations.megatron.groups import NOT_HERE
 from wlb.integrations.megatron.iterator import DataIterator, Header
 from wlb.integrations.megatron.packed import required_multiple, row_multiple
 from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
@@ -28,8 +29,6 @@ from wlb.torch.data.room import ROOM, micro_batches
 
 # Arguments of plans that follow from the model and the ranks.
 _SET_HERE: Final = ("planning", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
-# Rows have sizes of their own here: each document is padded for the kernels.
-_NOT_HERE: Final = ("max_documents", "multiple_of_tokens", "token_buckets")
 
 
 def data_iterator(
@@ -110,7 +109,7 @@ def data_iterator(
         wlb.WlbError: an argument makes no sense, the model is configured against packed rows, or megatron-core is too
             old; it names what. Before anything is read.
     """
-    check_options(planning, wlb.plan_dynamic_cp, data_iterator, but=(*_SET_HERE, *_NOT_HERE))
+    check_options(planning, wlb.plan_dynamic_cp, data_iterator, but=(*_SET_HERE, *NOT_HERE))
     check_version()
     config, chunks = _parts_of(model)
     check_config(config, dynamic_cp=dynamic_cp)

@@ -25,7 +25,7 @@ SET_HERE: Final = (
     "ids",
 )
 
-# Megatron-Core pads samples itself; nothing fills its micro-batches up to a plan's sizes.
+# Megatron-Core has samples padded one by one, for its kernels; nothing fills micro-batches up to a plan's sizes.
 NOT_HERE: Final = ("max_documents", "multiple_of_tokens", "token_buckets")
 
 
