@@ -568,6 +568,17 @@ def order_micro_batches(
     num_virtual_stages: int = 1,
     p2p_seconds: ArrayLike = 0.0,
 ) -> NDArray[np.int64]: ...
+def dynamic_cp_seconds(
+    group_seconds: ArrayLike,
+    *,
+    cp_sizes: ArrayLike,
+    group_offsets: ArrayLike,
+    world_size: int,
+    num_stages: int,
+    num_virtual_stages: int,
+    schedule: str,
+    p2p_seconds: float,
+) -> float: ...
 def plan_dynamic_cp(
     lengths: ArrayLike,
     *,

@@ -161,6 +161,22 @@ def test_shapes_are_those_of_the_plan(sizes: dict[str, Any]) -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
+@pytest.mark.parametrize(("schedule", "stages", "parts"), [("1f1b", 3, 1), ("interleaved_1f1b", 2, 2), ("zbv", 2, 2)])
+def test_a_step_is_told_anew_for_other_times(schedule: Any, stages: int, parts: int) -> None:
+    pipeline: dict[str, Any] = {"schedule": schedule, "num_stages": stages, "num_virtual_stages": parts}
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, p2p_seconds=40.0, **{**MACHINE, **pipeline})
+    seconds = np.array([group.seconds for batch in plan for group in batch])
+    assert plan.p2p_seconds == 40
+    assert plan.step_seconds(seconds) == plan.seconds
+    seconds[0] *= 3
+    assert plan.step_seconds(seconds) >= plan.seconds
+    with pytest.raises(wlb.WlbError, match=r"group_seconds has 1 entries, but the plan has \d+ groups"):
+        plan.step_seconds([1.0])
+    seconds[2] = np.nan
+    with pytest.raises(wlb.WlbError, match=r"group_seconds\[2\] = NaN: must be finite and not negative"):
+        plan.step_seconds(seconds)
+
+
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 def test_v_schedules_are_planned_for(schedule: Any) -> None:
     """Two stages a rank; of equal micro-batches on all ranks the step is what `simulate_pipeline` says."""

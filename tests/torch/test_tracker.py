@@ -280,16 +280,18 @@ def test_a_step_without_a_packing_is_refused() -> None:
 EXCHANGE = {"cp_seconds_per_token": 1e-6, "cp_seconds_per_exchange": 1e-5, "cp_overlap": 0.0}
 
 
-def dynamic(rank: int, size: int, cost_model: wlb.CostModel = WRONG) -> wt.DynamicCpLoader[Any]:
+def dynamic(
+    rank: int, size: int, cost_model: wlb.CostModel = WRONG, *, group: Any = None, **pipeline: Any
+) -> wt.DynamicCpLoader[Any]:
     """A loader of steps of 24 documents, of which each rank reads its share."""
     rng = np.random.default_rng(8)
     batches = [
         [wt.Document(np.zeros(LENGTHS[number], np.int64), id=number) for number in batch[rank::size].tolist()]
         for batch in (rng.choice(LENGTHS.size, 24, replace=False) for _ in range(STEPS))
     ]
-    options = {"num_stages": 1, "max_tokens_per_rank": 2048, "micro_batch_seconds": 2e-4, **EXCHANGE}
+    options = {"num_stages": 1, "max_tokens_per_rank": 2048, "micro_batch_seconds": 2e-4, **EXCHANGE, **pipeline}
     plan = functools.partial(wlb.plan_dynamic_cp, world_size=2, cost_model=cost_model, **options)
-    return wt.DynamicCpLoader(batches, plan=plan, group=dist.group.WORLD)
+    return wt.DynamicCpLoader(batches, plan=plan, group=group or dist.group.WORLD)
 
 
 class KnownGroupTimes(KnownTimes):
@@ -350,6 +352,37 @@ def test_dynamic_plans_are_learnt_too_and_a_resumed_run_makes_the_same() -> None
             }
     assert ["cost_changes" in kept[0], "cost_model" in kept[0]] == [True, False]
     assert kept[1]["cost_model"] != json.loads(WRONG.to_json())
+
+
+def _piped(rank: int) -> tuple[float, float, float]:
+    """Two stages of two ranks: what the costs in use show, what the planner predicted, and the first switch."""
+    mesh = wt.build_mesh(pp=2, dp=2, device_type="cpu")
+    data = mesh["dp"].get_local_rank()
+    steps = dynamic(data, 2, num_stages=2, p2p_seconds=3e-4, group=mesh["dp"].get_group())
+    # Each stage has half of the model.
+    tracker = wt.CostTracker(steps, every=15, mesh=mesh, timer=KnownGroupTimes(TRUTH, slow=0.5))
+    predicted = []
+    for step in steps:
+        predicted.append(step.plan.seconds * 4 / float(WRONG.cost(lengths_of(step.plan)).sum()))
+        if (update := tracker.step(step)) is not None:
+            break
+    steps.close()
+    assert update is not None
+    assert update.fit is not None
+    ratios = update.fit.cost_model.cost([256, 1024, 2048]) / TRUTH.cost([256, 1024, 2048])
+    assert ((ratios > 0.99) & (ratios < 1.01)).all(), ratios
+    return update.believed, float(np.mean(predicted)), float(update.switched_from or 0)
+
+
+def lengths_of(plan: wlb.DynamicCpPlan) -> NDArray[np.int32]:
+    return np.concatenate([group.lengths for batch in plan for group in batch])
+
+
+def test_a_pipeline_counts_where_dynamic_plans_are_judged() -> None:
+    for believed, predicted, switched_from in processes.run(4, _piped):
+        assert predicted > 1.1  # it fills and drains
+        assert believed == pytest.approx(predicted, rel=1e-9)
+        assert switched_from > 0
 
 
 def test_a_plan_that_is_no_partial_cannot_be_switched() -> None:

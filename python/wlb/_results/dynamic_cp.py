@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import result
+from wlb._core import dynamic_cp_seconds, result
 from wlb._errors import check_integer
 from wlb._results.copied import Copied
 
@@ -171,6 +171,7 @@ class DynamicCpPlan(Copied):
         token_buckets: to one of these sizes, ascending, if there are any.
         seconds: Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a
             group wait for one another.
+        p2p_seconds: Latency between pipeline stages, which `seconds` counts.
         lower_bound: But for rounding, no plan takes less that has at most as many micro-batches as were tried and at
             least ``min_micro_batches`` (if ``num_micro_batches`` was given, exactly as many). Proved from the work, the
             filling and draining of the pipeline, and the paths around the longest documents.
@@ -189,6 +190,7 @@ class DynamicCpPlan(Copied):
     multiple_of_tokens: int
     token_buckets: tuple[int, ...]
     seconds: float
+    p2p_seconds: float
     lower_bound: float
     balanced_seconds: float
     sweep: tuple[tuple[int, float], ...]
@@ -234,6 +236,30 @@ class DynamicCpPlan(Copied):
     def rank_seconds(self) -> NDArray[np.float64]:
         """float64[m, world_size]: seconds of each rank through the whole model, forward and backward."""
         return self._of_ranks(self._group_seconds)
+
+    def step_seconds(self, group_seconds: ArrayLike) -> float:
+        """What `seconds` would be if the groups took other times, in any unit.
+
+        Args:
+            group_seconds: Float [groups], through the whole model, forward and backward: micro-batch by micro-batch, in
+                each in the order of ranks.
+
+        Raises:
+            WlbError: they are not as many as groups, or one is negative or not finite.
+
+        Complexity:
+            O(num_stages * m * world_size): the pipeline is simulated.
+        """
+        return dynamic_cp_seconds(
+            group_seconds,
+            cp_sizes=self._cp_sizes,
+            group_offsets=self._group_offsets,
+            world_size=self.world_size,
+            num_stages=self.num_stages,
+            num_virtual_stages=self.num_virtual_stages,
+            schedule=self.schedule,
+            p2p_seconds=self.p2p_seconds,
+        )
 
     @property
     def padding_tokens(self) -> int:

@@ -44,6 +44,7 @@ arguments! {
     cp_seconds_per_token: f64 = real();
     cp_seconds_per_token_in_node: f64 = real();
     cp_size: usize = count(MAX_CP_SIZE);
+    cp_sizes: Vec<i64> = integers();
     delay_price: f64 = real();
     document: f64 = real();
     dp_size: i64 = integer();
@@ -56,6 +57,8 @@ arguments! {
     head_dim: i64 = integer();
     hidden_size: i32 = positive();
     hybrid_threshold: i64 = integer();
+    group_offsets: Vec<i64> = integers();
+    group_seconds: Vec<f64> = floats();
     groups: Vec<i64> = integers();
     ids: Vec<i64> = integers();
     key_lengths: Lengths = read_lengths();

@@ -14,7 +14,8 @@ use crate::results::answer;
 use crate::run::run;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(plan_dynamic_cp, module)?)
+    module.add_function(wrap_pyfunction!(plan_dynamic_cp, module)?)?;
+    module.add_function(wrap_pyfunction!(dynamic_cp_seconds, module)?)
 }
 
 /// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its documents need.
@@ -176,10 +177,55 @@ fn plan_dynamic_cp<'py>(
         multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
         token_buckets: Tuple(plan.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())),
         seconds: plan.seconds,
+        p2p_seconds: plan.p2p_seconds,
         lower_bound: plan.lower_bound,
         balanced_seconds: plan.balanced_seconds,
         sweep: Tuple(plan.sweep),
     })
+}
+
+/// `DynamicCpPlan.step_seconds`: what a plan's groups, as sizes in the order of their ranks, make of other times.
+#[pyfunction]
+#[pyo3(signature = (
+    group_seconds, *, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule, p2p_seconds,
+))]
+#[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+fn dynamic_cp_seconds(
+    py: Python<'_>,
+    #[pyo3(from_py_with = arguments::group_seconds)] group_seconds: Vec<f64>,
+    #[pyo3(from_py_with = arguments::cp_sizes)] cp_sizes: Vec<i64>,
+    #[pyo3(from_py_with = arguments::group_offsets)] group_offsets: Vec<i64>,
+    #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
+    #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
+    schedule: &str,
+    #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
+) -> PyResult<f64> {
+    if group_seconds.len() != cp_sizes.len() {
+        let problem = format!("has {} entries, but the plan has {} groups", group_seconds.len(), cp_sizes.len());
+        return Err(refuse("group_seconds", None, None, &problem));
+    }
+    let mut first_rank = 0;
+    let groups: Vec<core::Group> = cp_sizes
+        .into_iter()
+        .zip(group_seconds)
+        .map(|(cp_size, seconds)| {
+            // 0 is refused below.
+            let cp_size = u32::try_from(cp_size).ok().filter(|&size| size as usize <= world_size).unwrap_or(0);
+            let group = core::Group { first_rank, cp_size, seconds };
+            first_rank = (first_rank + cp_size) % world_size as u32;
+            group
+        })
+        .collect();
+    let offsets: Vec<usize> = group_offsets.into_iter().map(|offset| usize::try_from(offset).unwrap_or(0)).collect();
+    let (schedule, tokens) = (Some(choice(schedule)?), 1); // of which nothing depends
+    let options = DynamicCpOptions {
+        num_virtual_stages,
+        schedule,
+        p2p_seconds,
+        ..DynamicCpOptions::new(world_size, num_stages, tokens)
+    };
+    run(py, groups.len().max(world_size), || core::step_seconds(&groups, &offsets, &options))?.map_err(raise)
 }
 
 /// What exchange costs inside a node, where the caller says which ranks are in one.

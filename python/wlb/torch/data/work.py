@@ -76,12 +76,12 @@ class PlannedWork:
         return np.array([at for at, part in enumerate(self.parts) if 0 <= rank - (part.first_rank or 0) < part.ranks])
 
     def imbalance(self, cost_model: wlb.CostModel) -> float:
-        """How much longer the step takes than all work spread evenly; NaN without any. A pipeline is left out.
+        """How much longer the step takes than all work spread evenly; NaN without any.
 
         Of a packing, the heaviest micro-batch over the mean; of one for ranks, the time of the slowest rank, or of the
-        slowest in every round, over that of the mean rank. Of a dynamic plan the way through all micro-batches, in
-        which the ranks of a group wait for one another, over the documents' costs on the mean rank: what ranks exchange
-        counts as time, and not as work.
+        slowest in every round, over that of the mean rank; their pipeline is left out. Of a dynamic plan the pipeline,
+        in which the ranks of a group wait for one another, over the documents' costs on the mean rank of all stages:
+        what ranks exchange, and where they wait for each other, counts as time, and not as work.
         """
         seconds = [part.seconds(cost_model) for part in self.parts]
         if isinstance(self.plan, wlb.Packing) and self.plan.dp_size is not None:
@@ -91,12 +91,9 @@ class PlannedWork:
         elif isinstance(self.plan, wlb.Packing):
             longest, mean = max(seconds), sum(seconds) / len(seconds)
         else:
-            free = np.zeros(self.plan.world_size)
-            for part, time in zip(self.parts, seconds, strict=True):
-                first = part.first_rank or 0
-                free[first : first + part.ranks] = free[first : first + part.ranks].max() + time
             costs = (cost_model.cost(part.lengths).sum() for part in self.parts if part.lengths.size)
-            longest, mean = float(free.max()), float(sum(costs)) / self.plan.world_size
+            longest = self.plan.step_seconds(seconds)
+            mean = float(sum(costs)) / (self.plan.world_size * self.plan.num_stages)
         return float(longest / mean) if mean > 0 else float("nan")
 
     def shares(self, cost_model: wlb.CostModel) -> NDArray[np.float64]:

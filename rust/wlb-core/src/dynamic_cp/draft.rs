@@ -2,6 +2,7 @@
 
 use crate::packing::Padding;
 
+use super::plan;
 use super::problem::Document;
 
 /// Documents together on a group of ranks.
@@ -12,6 +13,14 @@ pub(super) struct Group {
     pub(super) seconds: f64,
     /// One past its last document in [`Draft::documents`].
     pub(super) end: u32,
+}
+
+impl Group {
+    /// As a plan has it.
+    pub(super) fn planned(&self) -> plan::Group {
+        let &Self { first_rank, cp_size, seconds, .. } = self;
+        plan::Group { first_rank, cp_size, seconds }
+    }
 }
 
 /// A plan in the making.

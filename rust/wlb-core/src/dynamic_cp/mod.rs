@@ -47,4 +47,5 @@ mod tighten;
 pub use cost::{Communication, Costs, Node};
 pub use options::{DynamicCpOptions, GroupSizes};
 pub use plan::{DynamicCpPlan, Group};
+pub use simulate::step_seconds;
 pub use sweep::plan_dynamic_cp;

@@ -53,6 +53,8 @@ pub struct DynamicCpPlan {
     pub group_offsets: Vec<usize>,
     /// Predicted time of the step.
     pub seconds: f64,
+    /// Latency between pipeline stages, which it counts.
+    pub p2p_seconds: f64,
     /// But for rounding, no plan takes less that has at most as many micro-batches as were tried; where their number
     /// (or the least) was given, none of that many (or more).
     pub lower_bound: f64,

@@ -1,10 +1,12 @@
 //! How long a plan takes.
 
+use crate::error::{Error, Result};
 use crate::interrupt::Meter;
 use crate::pipeline::{Kind, Pipeline};
 
 use super::draft::Draft;
 use super::options::DynamicCpOptions;
+use super::plan::Group;
 
 /// Seconds of a step: the pipeline's ops on every rank, where the ranks of a group start together.
 ///
@@ -14,10 +16,55 @@ use super::options::DynamicCpOptions;
 ///
 /// # Complexity
 /// O(ops * world_size).
-pub(super) fn step_seconds(pipeline: &Pipeline, draft: &Draft, options: &DynamicCpOptions) -> f64 {
+pub(super) fn simulated(pipeline: &Pipeline, draft: &Draft, options: &DynamicCpOptions) -> f64 {
+    let groups: Vec<Group> = draft.groups.iter().map(|group| group.planned()).collect();
+    of_groups(pipeline, &groups, &draft.offsets, options)
+}
+
+/// Seconds of a step whose groups take what they say, in the pipeline of the options: what a plan's `seconds` would be.
+///
+/// # Arguments
+/// * `groups` - micro-batch by micro-batch, in each in the order of their ranks, which are all ranks.
+/// * `group_offsets` - where those of each micro-batch begin, then their number.
+///
+/// # Errors
+/// [`Error::Combination`] if these are no micro-batches of all ranks, [`Error::Entry`] for seconds that are negative or
+/// not finite, and those of a pipeline that there is not.
+///
+/// # Complexity
+/// O(ops * world_size).
+pub fn step_seconds(groups: &[Group], group_offsets: &[usize], options: &DynamicCpOptions) -> Result<f64> {
+    let requirement = "must begin with 0, ascend, and end with the number of groups";
+    let ascending = group_offsets.is_sorted() && group_offsets.first() == Some(&0);
+    if !ascending || group_offsets.last() != Some(&groups.len()) {
+        return Err(Error::Combination { argument: "group_offsets", requirement });
+    }
+    for ends in group_offsets.windows(2) {
+        let mut ranks = 0;
+        for group in &groups[ends[0]..ends[1]] {
+            if group.first_rank as usize != ranks || group.cp_size == 0 {
+                ranks = usize::MAX;
+                break;
+            }
+            ranks += group.cp_size as usize;
+        }
+        if ranks != options.world_size {
+            let requirement = "must be those of groups that are all ranks of their micro-batch";
+            return Err(Error::Combination { argument: "cp_sizes", requirement });
+        }
+    }
+    if let Some(index) = groups.iter().position(|group| !(group.seconds >= 0.0 && group.seconds.is_finite())) {
+        let (value, requirement) = (groups[index].seconds, "must be finite and not negative");
+        return Err(Error::Entry { argument: "group_seconds", index, value, requirement });
+    }
+    let pipeline = Pipeline::new(&options.pipeline(group_offsets.len() - 1))?;
+    Ok(of_groups(&pipeline, groups, group_offsets, options))
+}
+
+fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize], options: &DynamicCpOptions) -> f64 {
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, p2p_seconds, .. } = options;
     let third = 1.0 / (3 * num_stages * num_virtual_stages) as f64;
-    let num_micro_batches = draft.offsets.len() - 1;
+    let num_micro_batches = offsets.len() - 1;
     // The rank of the pipeline, then of the stage. Of a micro-batch only its latest end is ever waited for.
     let mut clocks = vec![0.0_f64; num_stages * world_size];
     let mut ends = vec![0.0_f64; num_micro_batches * world_size];
@@ -28,8 +75,8 @@ pub(super) fn step_seconds(pipeline: &Pipeline, draft: &Draft, options: &Dynamic
         let clocks = &mut clocks[rank * world_size..][..world_size];
         let ends = &mut ends[j * world_size..][..world_size];
         let part = if op.kind == Kind::Backward { 2.0 * third } else { third };
-        for group in &draft.groups[draft.offsets[j]..draft.offsets[j + 1]] {
-            let ranks = group.first_rank as usize..(group.first_rank + group.cp_size) as usize;
+        for group in &groups[offsets[j]..offsets[j + 1]] {
+            let ranks = group.ranks();
             let clocks = &mut clocks[ranks.clone()];
             let ends = &mut ends[ranks];
             let mut start = clocks.iter().copied().fold(0.0, f64::max);

@@ -14,7 +14,7 @@ use super::counts::{Counts, candidates, limit, price, whole};
 use super::demand::Demand;
 use super::draft::{self, Draft};
 use super::options::{DynamicCpOptions, GroupSizes};
-use super::plan::{DynamicCpPlan, Group};
+use super::plan::DynamicCpPlan;
 use super::problem::Problem;
 use super::refine::Refined;
 use super::relaxed::Relaxed;
@@ -165,15 +165,11 @@ fn planned(
     sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
     let draft = best.draft.in_order(&best.order, &problem.documents);
     let pipeline = search.pipeline(best.num_micro_batches)?;
-    let seconds = simulate::step_seconds(&pipeline, &draft, options);
+    let seconds = simulate::simulated(&pipeline, &draft, options);
     let last = sweep.last().map_or(most, |&(num_micro_batches, _)| num_micro_batches);
     let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
     let documents: Vec<usize> =
         draft.documents.iter().map(|&document| problem.documents[document as usize].index as usize).collect();
-    let group = |group: &draft::Group| {
-        let draft::Group { first_rank, cp_size, seconds, .. } = *group;
-        Group { first_rank, cp_size, seconds }
-    };
     Ok(DynamicCpPlan {
         world_size,
         num_stages: options.num_stages,
@@ -184,10 +180,11 @@ fn planned(
         max_documents: options.max_documents,
         lengths: documents.iter().map(|&index| lengths[index]).collect(),
         documents: documents.into_iter().map(|index| ids.map_or(index as i64, |ids| ids[index])).collect(),
-        groups: draft.groups.iter().map(group).collect(),
+        groups: draft.groups.iter().map(draft::Group::planned).collect(),
         document_offsets: std::iter::once(0).chain(draft.groups.iter().map(|group| group.end as usize)).collect(),
         group_offsets: draft.offsets,
         seconds,
+        p2p_seconds: options.p2p_seconds,
         lower_bound,
         balanced_seconds: problem.total_work / (world_size * options.num_stages) as f64,
         sweep,
@@ -510,7 +507,7 @@ impl<'a> Search<'a> {
     fn simulated_price(&mut self, plan: &Best) -> Result<f64> {
         let pipeline = self.pipeline(plan.num_micro_batches)?;
         let draft = plan.draft.in_order(&plan.order, &self.problem.documents);
-        let seconds = simulate::step_seconds(&pipeline, &draft, self.options);
+        let seconds = simulate::simulated(&pipeline, &draft, self.options);
         Ok(price(self.options, plan.num_micro_batches, seconds))
     }
 

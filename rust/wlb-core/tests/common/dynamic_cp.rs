@@ -6,7 +6,9 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use wlb_core::cost::Unit;
-use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, GroupSizes, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{
+    self as core, Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, GroupSizes, plan_dynamic_cp,
+};
 use wlb_core::packing::Padding;
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
@@ -290,6 +292,14 @@ fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOpt
             (0..plan.num_micro_batches()).map(|j| plan.groups[plan.groups_of(j)].to_vec()).collect();
         let expected = step_seconds(&micro_batches, options);
         assert!(close(plan.seconds, expected), "the step: {} is not {expected}", plan.seconds);
+        // The same of groups that take other times.
+        let mut groups = plan.groups.clone();
+        (0..).zip(&mut groups).for_each(|(at, group)| group.seconds *= 0.5 + f64::from(at * 7 % 5));
+        let micro_batches: Vec<Vec<Group>> =
+            (0..plan.num_micro_batches()).map(|j| groups[plan.groups_of(j)].to_vec()).collect();
+        let expected = step_seconds(&micro_batches, options);
+        let found = core::step_seconds(&groups, &plan.group_offsets, options).unwrap();
+        assert!(close(found, expected), "other times: {found} is not {expected}");
     }
 }
 

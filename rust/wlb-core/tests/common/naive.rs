@@ -304,7 +304,7 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
     Some(plan)
 }
 
-/// Exchanges until there is none, the maximum is low enough, or all steps are taken.
+/// Exchanges until there is none, the maximum is low enough, or all steps are taken, also those with the lightest alone.
 fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, low_enough: f64, cost: &CostModel) -> Plan {
     let n = start.costs.len();
     let mut plan = start.clone();
@@ -316,17 +316,22 @@ fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, low_enough: f64, co
     };
     let mut changed = vec![false; n];
     let mut steps = 256.min(96 + 40 * n);
+    let mut last_steps = 256 + order.iter().filter(|&&index| plan.assignment[index] >= 0).count();
     loop {
         let heaviest = first_least(plan.costs.iter().map(|&cost| -cost).enumerate()).unwrap_or(0);
         let mut partners: Vec<usize> = (0..n).filter(|&j| plan.costs[j] < plan.costs[heaviest]).collect();
         partners.sort_by(|&a, &b| plan.costs[a].total_cmp(&plan.costs[b]));
-        if plan.costs[heaviest] <= low_enough {
+        if plan.costs[heaviest] <= low_enough || (steps == 0 && last_steps == 0) {
             break;
         }
+        let out_of_steps = steps == 0;
         let both = [1, 2].iter().flat_map(|&most| partners.iter().map(move |&partner| (most, partner)));
         let mut found = None;
         for (most, partner) in both {
             let side = |j: usize| (inside(&plan, j), i64::from(max_tokens) - plan.tokens[j], plan.costs[j]);
+            if out_of_steps {
+                last_steps = last_steps.saturating_sub(side(heaviest).0.len() + side(partner).0.len());
+            }
             let exchange = best_exchange(lengths, side(heaviest), side(partner), most, &mut steps, cost);
             found = exchange.map(|exchange| (partner, exchange));
             if found.is_some() || steps == 0 {

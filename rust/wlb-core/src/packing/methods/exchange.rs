@@ -1,14 +1,17 @@
 //! Documents exchanged between two micro-batches, so that the heaviest becomes lighter.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use crate::packing::placement::Placement;
 
 use super::documents::{Document, Documents};
+use super::steepest::ordered;
 
 /// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of tiny batches.
+/// Then, with the lightest micro-batch alone, as many again and one for each document: what one for one takes there.
 ///
-/// A step is some ten nanoseconds, and all of them are about as long as Algorithm 1 takes for some hundred documents. More of
+/// A step is some ten nanoseconds, and all of the first are about as long as Algorithm 1 takes for some hundred documents. More of
 /// them change the maximum by a hundredth of a percent on average.
 const STEPS: usize = 96;
 const STEPS_EACH: usize = 40;
@@ -22,7 +25,7 @@ const STEPS_MOST: usize = 256;
 /// left, where the maximum is `low_enough`, or where the steps are used up.
 ///
 /// # Complexity
-/// O(n + N log N), O(N) an exchange, and a bounded number of steps.
+/// O(n + N log N), O(log N) an exchange, and O(n) steps, of which every exchange takes some.
 pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64) -> Placement {
     if start.max_cost() <= low_enough {
         return start;
@@ -67,10 +70,12 @@ struct Contents<'a> {
     items: Vec<Vec<Item>>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
-    /// Micro-batches by cost, ties by index. A list and no `Ladder`: what was the heaviest goes anywhere, not next to where it was.
-    by_cost: Vec<u32>,
+    /// Micro-batches by cost, ties by index. No `Ladder`: what was the heaviest goes anywhere, not next to where it was.
+    by_cost: BTreeSet<(u64, u32)>,
     /// How many more steps searches may take.
     steps: usize,
+    /// And after them those that try the lightest partner alone.
+    last_steps: usize,
 }
 
 /// A search for the best exchange between the heaviest micro-batch and a partner.
@@ -209,8 +214,7 @@ impl<'a> Contents<'a> {
                 ranks[offsets[j] as usize] = rank as u32;
             }
         }
-        let mut by_cost: Vec<u32> = (0..start.tokens.len() as u32).collect();
-        by_cost.sort_by(|&a, &b| start.costs[a as usize].total_cmp(&start.costs[b as usize]));
+        let by_cost = start.costs.iter().zip(0..).map(|(&cost, j)| (ordered(cost), j)).collect();
         Self {
             documents,
             ranks,
@@ -220,21 +224,30 @@ impl<'a> Contents<'a> {
             costs: start.costs.clone(),
             by_cost,
             steps: STEPS_MOST.min(STEPS + STEPS_EACH * start.tokens.len()),
+            last_steps: STEPS_MOST + total as usize,
         }
     }
 
     /// The lightest partner that has an exchange, and its best one.
     fn find(&mut self, heaviest: usize) -> Option<(usize, Exchange)> {
         let mut left = self.steps;
+        if left == 0 && self.last_steps == 0 {
+            return None;
+        }
         let mut found = None;
         self.look_at(heaviest);
+        let by_cost = std::mem::take(&mut self.by_cost);
         'search: for at_most_two in [false, true] {
-            for place in 0..self.by_cost.len() {
-                let partner = self.by_cost[place] as usize;
+            for &(_, partner) in &by_cost {
+                let partner = partner as usize;
                 if self.costs[partner] >= self.costs[heaviest] {
                     break;
                 }
                 self.look_at(partner);
+                if self.steps == 0 {
+                    let steps = self.items[heaviest].len() + self.items[partner].len();
+                    self.last_steps = self.last_steps.saturating_sub(steps);
+                }
                 let both = [heaviest, partner];
                 let mut search = Search {
                     has: &self.items[heaviest],
@@ -255,6 +268,7 @@ impl<'a> Contents<'a> {
                 }
             }
         }
+        self.by_cost = by_cost;
         self.steps = left;
         found
     }
@@ -276,25 +290,16 @@ impl<'a> Contents<'a> {
         self.put_in(light, given);
         self.put_in(heavy, taken);
         for (j, cost) in [heavy, light].into_iter().zip(exchange.costs) {
-            let place = self.place(j);
-            self.by_cost.remove(place);
+            self.by_cost.remove(&(ordered(self.costs[j]), j as u32));
             self.costs[j] = cost;
-            let place = self.place(j);
-            self.by_cost.insert(place, j as u32);
+            self.by_cost.insert((ordered(cost), j as u32));
         }
     }
 
     /// The first of those that cost the most.
     fn heaviest(&self) -> usize {
-        let max = self.costs[self.by_cost[self.by_cost.len() - 1] as usize];
-        let first = self.by_cost.partition_point(|&j| self.costs[j as usize] < max);
-        self.by_cost[first] as usize
-    }
-
-    /// Where a micro-batch is in `by_cost`, or belongs.
-    fn place(&self, j: usize) -> usize {
-        let order = |other: usize| self.costs[other].total_cmp(&self.costs[j]).then(other.cmp(&j));
-        self.by_cost.partition_point(|&other| order(other as usize).is_lt())
+        let most = self.by_cost.last().map_or(0, |&(cost, _)| cost);
+        self.by_cost.range((most, 0)..).next().map_or(0, |&(_, j)| j as usize)
     }
 
     fn take_out(&mut self, j: usize, places: [usize; 2]) -> [Item; 2] {

@@ -19,60 +19,87 @@ use super::documents::{Document, Documents};
 /// least cost that has room, if that stays within `ceiling`.
 ///
 /// # Complexity
-/// O(n log N).
+/// O(n log N), as long as few documents share a row of [`FirstFit`]; else O(n log n).
 pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
     let mut placement = start.emptied();
     placement.length_fallbacks = start.length_fallbacks;
-    let within = |target: f64| {
-        move |placement: &Placement, j: usize, document: &Document| {
-            room(placement, documents, j) >= i64::from(document.length) && placement.costs[j] + document.cost <= target
-        }
-    };
+    let first_fit = FirstFit::new(documents);
     let slope = |placement: &Placement, j: usize| (placement.costs[j] - target) / room(placement, documents, j) as f64;
     let cost = |placement: &Placement, j: usize| placement.costs[j];
-    let by_cost_from =
-        |placement: &Placement, rank| Takers::new(documents, placement, rank, within(f64::INFINITY), cost);
-    let mut by_slope = Takers::new(documents, &placement, 0, within(target), slope);
-    let mut by_cost: Option<Takers<_, _>> = None; // most batches need it for a few documents at the end
+    let mut by_slope = Takers::new(&first_fit, &placement, 0, target, slope);
+    let mut by_cost: Option<Takers<_>> = None; // most batches need it for a few documents at the end
+    let mut unplaced = Vec::new();
     let mut meter = Meter::default();
     for (rank, document) in documents.longest_first.iter().enumerate() {
         let index = document.index as usize;
         if start.assignment[index] < 0 {
+            unplaced.push(*document);
             continue;
         }
         meter.spend(1);
         if let Some(j) = by_slope.first(&placement, rank) {
             placement.put(index, j, document.length, document.cost);
-            by_slope.took(&placement, rank + 1);
+            by_slope.took(&placement, j, rank + 1);
             if let Some(by_cost) = &mut by_cost {
                 by_cost.changed(&placement, j, rank + 1);
             }
         } else {
-            let by_cost = by_cost.get_or_insert_with(|| by_cost_from(&placement, rank));
+            if by_cost.is_none() && most_room(&placement, documents) < i64::from(document.length) {
+                return None;
+            }
+            let by_cost = by_cost.get_or_insert_with(|| Takers::new(&first_fit, &placement, rank, f64::INFINITY, cost));
             let j = by_cost.first(&placement, rank)?;
             placement.put(index, j, document.length, document.cost);
-            by_cost.took(&placement, rank + 1);
+            by_cost.took(&placement, j, rank + 1);
         }
     }
-    if start.leftover.is_empty() {
-        return Some(placement);
+    if !start.leftover.is_empty() {
+        place_left_over(documents, &unplaced, start, ceiling, &mut placement);
     }
+    Some(placement)
+}
+
+/// Of what `start` did not place what it left over, longest first: each to the least cost that has room, if that stays within
+/// `ceiling`. Micro-batches without room for the shortest are not looked at: mostly these are all.
+///
+/// # Complexity
+/// O(N), and O(log N) for each that there may be room for.
+fn place_left_over(
+    documents: &Documents,
+    unplaced: &[Document],
+    start: &Placement,
+    ceiling: f64,
+    placement: &mut Placement,
+) {
     let mut left_over = vec![false; start.assignment.len()];
     start.leftover.iter().for_each(|&index| left_over[index] = true);
-    let mut by_cost = by_cost_from(&placement, 0);
-    for (rank, document) in documents.longest_first.iter().enumerate() {
-        let index = document.index as usize;
-        if left_over[index]
-            && let Some(j) = by_cost.first(&placement, rank)
-            && placement.costs[j] + document.cost <= ceiling
+    let shortest = unplaced.iter().rev().find(|document| left_over[document.index as usize]);
+    let shortest = shortest.map_or(i64::MAX, |document| i64::from(document.length));
+    // By room; and, of those that have enough, by cost.
+    let with_room = (0..placement.tokens.len()).map(|j| (room(placement, documents, j), j as u32));
+    let mut lacking: BinaryHeap<(i64, u32)> = with_room.filter(|&(room, _)| room >= shortest).collect();
+    let mut ready = BinaryHeap::new();
+    for document in unplaced.iter().filter(|document| left_over[document.index as usize]) {
+        while let Some(&(room, j)) = lacking.peek()
+            && room >= i64::from(document.length)
         {
-            placement.put(index, j, document.length, document.cost);
-            by_cost.took(&placement, rank + 1);
-            left_over[index] = false;
+            lacking.pop();
+            ready.push(Reverse((ordered(placement.costs[j as usize]), j)));
+        }
+        if let Some(&Reverse((_, j))) = ready.peek()
+            && placement.costs[j as usize] + document.cost <= ceiling
+        {
+            ready.pop();
+            placement.put(document.index as usize, j as usize, document.length, document.cost);
+            lacking.push((room(placement, documents, j as usize), j));
         }
     }
-    placement.leftover = start.leftover.iter().copied().filter(|&index| left_over[index]).collect();
-    Some(placement)
+    let is_left = |index: &usize| placement.assignment[*index] < 0;
+    placement.leftover = start.leftover.iter().copied().filter(is_left).collect();
+}
+
+fn most_room(placement: &Placement, documents: &Documents) -> i64 {
+    documents.max_tokens - placement.tokens.iter().copied().min().unwrap_or(0)
 }
 
 fn room(placement: &Placement, documents: &Documents, micro_batch: usize) -> i64 {
@@ -83,12 +110,15 @@ fn room(placement: &Placement, documents: &Documents, micro_batch: usize) -> i64
 ///
 /// What may take a document may take all that are shorter, until it takes one. So a micro-batch that may not take the
 /// next one waits for a certain later one, and is not looked at until then.
-struct Takers<'a, F, W> {
-    documents: &'a Documents,
-    fits: F,
+struct Takers<'a, W> {
+    first_fit: &'a FirstFit<'a>,
+    /// Most that a micro-batch may cost.
+    target: f64,
     weight: W,
     /// Weight, micro-batch, and its tokens when it was put here: with others by now, it is no longer true.
     ready: BinaryHeap<Reverse<(u64, u32, u32)>>,
+    /// From this one on all are empty, and are in no heap: of several of one weight the first is next.
+    empty_from: usize,
     /// Of each document by rank, a micro-batch that waits for it, and of each micro-batch the next that waits for the same.
     waits_for: Vec<u32>,
     next: Vec<u32>,
@@ -96,29 +126,44 @@ struct Takers<'a, F, W> {
     rank: usize,
 }
 
+/// Of fewer documents halving is as fast as tables, which have to be filled first.
+const SMALL: usize = 1024;
+
 /// No micro-batch.
 const NOBODY: u32 = u32::MAX;
 /// In [`Takers::next`], of a micro-batch that does not wait.
 const READY: u32 = u32::MAX - 1;
 
-impl<'a, F, W> Takers<'a, F, W>
-where
-    F: Fn(&Placement, usize, &Document) -> bool,
-    W: Fn(&Placement, usize) -> f64,
-{
-    fn new(documents: &'a Documents, placement: &Placement, rank: usize, fits: F, weight: W) -> Self {
+impl<'a, W: Fn(&Placement, usize) -> f64> Takers<'a, W> {
+    fn new(first_fit: &'a FirstFit<'a>, placement: &Placement, rank: usize, target: f64, weight: W) -> Self {
         let num_micro_batches = placement.tokens.len();
         let mut takers = Self {
-            documents,
-            fits,
+            first_fit,
+            target,
             weight,
             ready: BinaryHeap::with_capacity(num_micro_batches),
-            waits_for: vec![NOBODY; documents.longest_first.len()],
+            empty_from: 0,
+            waits_for: vec![NOBODY; first_fit.documents.longest_first.len()],
             next: vec![READY; num_micro_batches],
             rank,
         };
-        (0..num_micro_batches).for_each(|j| takers.changed(placement, j, rank));
+        if rank > 0 || placement.tokens.iter().any(|&tokens| tokens > 0) {
+            takers.fill(placement, rank);
+        }
         takers
+    }
+
+    fn fill(&mut self, placement: &Placement, rank: usize) {
+        let empty = self.empty_from..placement.tokens.len();
+        self.empty_from = placement.tokens.len();
+        empty.for_each(|j| self.changed(placement, j, rank));
+    }
+
+    fn fits(&self, placement: &Placement, j: usize, rank: usize) -> bool {
+        self.first_fit.documents.longest_first.get(rank).is_some_and(|document| {
+            placement.tokens[j] + i64::from(document.length) <= self.first_fit.documents.max_tokens
+                && placement.costs[j] + document.cost <= self.target
+        })
     }
 
     /// The micro-batch of least weight that may take this document; ranks only ascend.
@@ -132,6 +177,16 @@ where
             }
             self.rank += 1;
         }
+        if self.empty_from < placement.tokens.len() {
+            if !self.fits(placement, self.empty_from, rank) {
+                self.fill(placement, rank);
+            } else {
+                let weight = ordered((self.weight)(placement, self.empty_from));
+                if self.ready.peek().is_none_or(|first| (weight, self.empty_from as u32) < (first.0.0, first.0.1)) {
+                    return Some(self.empty_from);
+                }
+            }
+        }
         while let Some(&Reverse((_, j, tokens))) = self.ready.peek() {
             if placement.tokens[j as usize] as u32 == tokens {
                 return Some(j as usize);
@@ -142,10 +197,15 @@ where
     }
 
     /// The first took a document. The next has this rank.
-    fn took(&mut self, placement: &Placement, rank: usize) {
+    fn took(&mut self, placement: &Placement, j: usize, rank: usize) {
+        if j == self.empty_from {
+            self.empty_from += 1;
+            self.changed(placement, j, rank);
+            return;
+        }
+        let fits = self.fits(placement, j, rank);
         let Some(mut first) = self.ready.peek_mut() else { return };
-        let j = first.0.1 as usize;
-        if self.documents.longest_first.get(rank).is_some_and(|document| (self.fits)(placement, j, document)) {
+        if fits {
             first.0 = (ordered((self.weight)(placement, j)), j as u32, placement.tokens[j] as u32);
         } else {
             PeekMut::pop(first);
@@ -158,7 +218,7 @@ where
         if self.next[j] != READY {
             return; // it waits, and what it waited for is the earliest that it may take by now
         }
-        if self.documents.longest_first.get(rank).is_some_and(|document| (self.fits)(placement, j, document)) {
+        if self.fits(placement, j, rank) {
             let weight = ordered((self.weight)(placement, j));
             self.ready.push(Reverse((weight, j as u32, placement.tokens[j] as u32)));
         } else {
@@ -167,16 +227,125 @@ where
     }
 
     fn wait(&mut self, placement: &Placement, j: usize, rank: usize) {
-        let rest = self.documents.longest_first.get(rank + 1..).unwrap_or(&[]);
-        let first = rest.partition_point(|document| !(self.fits)(placement, j, document));
-        if first < rest.len() {
-            self.next[j] = std::mem::replace(&mut self.waits_for[rank + 1 + first], j as u32);
+        let fit = self.first_fit.of(rank + 1, placement.tokens[j], placement.costs[j], self.target);
+        if fit < self.waits_for.len() {
+            self.next[j] = std::mem::replace(&mut self.waits_for[fit], j as u32);
         }
     }
 }
 
+/// Which of the documents, longest first, is the first that fits. Four of five placements ask: after most documents a
+/// micro-batch waits for a much shorter one, and halving misses the caches. So tables by length and by cost tell it, whose rows
+/// hold some documents each.
+struct FirstFit<'a> {
+    documents: &'a Documents,
+    /// First rank of a length of so much, shifted, or less.
+    by_length: Vec<u32>,
+    shift: u32,
+    /// First rank of a cost of so much, scaled, or less.
+    by_cost: Vec<u32>,
+    scale: f64,
+}
+
+impl<'a> FirstFit<'a> {
+    fn new(documents: &'a Documents) -> Self {
+        let all = &documents.longest_first;
+        if all.len() < SMALL {
+            return Self { documents, by_length: Vec::new(), shift: 0, by_cost: Vec::new(), scale: 0.0 };
+        }
+        let rows = all.len() / 4 + 1;
+        let (longest, dearest) = all.first().map_or((0, 0.0), |document| (document.length, document.cost));
+        let mut shift = 0;
+        while longest as usize >> shift >= rows {
+            shift += 1;
+        }
+        let scale = if dearest > 0.0 { (rows - 1) as f64 / dearest } else { 0.0 };
+        let mut first_fit = Self { documents, by_length: vec![0; rows + 2], shift, by_cost: vec![0; rows + 2], scale };
+        // Counted by row, then summed from the longest on: how many are in higher rows.
+        for document in all {
+            let (length, cost) = (first_fit.length_row(i64::from(document.length)), first_fit.cost_row(document.cost));
+            first_fit.by_length[length] += 1;
+            first_fit.by_cost[cost] += 1;
+        }
+        for table in [&mut first_fit.by_length, &mut first_fit.by_cost] {
+            let mut above = 0;
+            for row in table.iter_mut().rev() {
+                (*row, above) = (above, above + *row);
+            }
+        }
+        first_fit
+    }
+
+    fn length_row(&self, length: i64) -> usize {
+        ((length >> self.shift) as usize).min(self.by_length.len() - 1)
+    }
+
+    fn cost_row(&self, cost: f64) -> usize {
+        ((cost * self.scale) as usize).min(self.by_cost.len() - 1)
+    }
+
+    /// The rank, `from` or more, of the first that a micro-batch may take which has so many tokens and costs so much.
+    fn of(&self, from: usize, tokens: i64, cost: f64, target: f64) -> usize {
+        let all = &self.documents.longest_first;
+        let room = self.documents.max_tokens - tokens;
+        if self.by_length.is_empty() {
+            let rest = &all[from.min(all.len())..];
+            return from
+                + rest.partition_point(|document| i64::from(document.length) > room || cost + document.cost > target);
+        }
+        let row = self.length_row(room);
+        let end = if row == 0 { all.len() } else { self.by_length[row - 1] as usize };
+        let start = self.by_length[row] as usize;
+        let short = start + all[start..end].partition_point(|document| i64::from(document.length) > room);
+        if all.get(short).is_none_or(|document| cost + document.cost <= target) {
+            return short.max(from);
+        }
+        // A row to either side, for rounding.
+        let row = self.cost_row(target - cost);
+        let start = self.by_cost[(row + 1).min(self.by_cost.len() - 1)] as usize;
+        let end = if row < 2 { all.len() } else { self.by_cost[row - 2] as usize };
+        from.max(short).max(start + all[start..end].partition_point(|document| cost + document.cost > target))
+    }
+}
+
 /// Integers in the order of [`f64::total_cmp`].
-fn ordered(weight: f64) -> u64 {
+pub(super) fn ordered(weight: f64) -> u64 {
     let bits = weight.to_bits();
     if bits >> 63 == 1 { !bits } else { bits | 1 << 63 }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{Documents, FirstFit, SMALL};
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn the_first_that_fits_is_found_in_tables_as_by_looking(
+            lengths in proptest::collection::vec(prop_oneof![1..50, 1..5000, 1..=1 << 20], SMALL - 20..SMALL + 400),
+            (linear, squares) in (prop_oneof![Just(0.0), 0.1..2.0], prop_oneof![Just(0.0), Just(1e-4), Just(1e30)]),
+            asked in proptest::collection::vec(
+                (any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0.0..1.0, 0.0..1.5), 1..60),
+        ) {
+            let cost = |length: i32| f64::from(length) * (linear + squares * f64::from(length));
+            let costs: Vec<f64> = lengths.iter().copied().map(cost).collect();
+            let documents = Documents::new(&lengths, &costs, 1 << 20);
+            let all = &documents.longest_first;
+            let first_fit = FirstFit::new(&documents);
+            for (at, from, tokens, target) in asked {
+                // Near what documents have, so that it matters which side of them it is.
+                let document = all[at.index(all.len())];
+                let tokens = documents.max_tokens - i64::from(document.length) - (3.0 * tokens) as i64 + 1;
+                let (from, target) = (from.index(all.len() + 1), target * 2.0 * document.cost);
+                let held = 0.3 * document.cost;
+                let fits = |rank: &usize| {
+                    tokens + i64::from(all[*rank].length) <= documents.max_tokens && held + all[*rank].cost <= target
+                };
+                let looked = (from..all.len()).find(fits).unwrap_or(all.len());
+                prop_assert_eq!(first_fit.of(from, tokens, held, target), looked);
+            }
+        }
+    }
 }
