@@ -95,8 +95,8 @@ class CostTracker:
     the times no better than the costs in use, or whose shares have a standard error of more than a tenth of all time.
 
     Under a `DynamicCpLoader` groups of ranks that share documents are timed, and the imbalance is the step's way
-    through all micro-batches and stages (`DynamicCpPlan.step_seconds`) over the work of the mean rank. What the planner was told that ranks exchange is taken off
-    the times first. A packer in front of it keeps its costs.
+    through all micro-batches and stages (`DynamicCpPlan.step_seconds`) over the work of the mean rank. What the planner
+    was told that ranks exchange is taken off the times first. A packer in front of it keeps its costs.
 
     A change takes effect at a step of which no rank has begun to plan, whatever was fetched ahead: every rank plans the
     steps before it by the old costs, and from it on by the new. `step.state` has it from the decision on, so that a run
