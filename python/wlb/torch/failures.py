@@ -12,7 +12,6 @@ import json
 import logging
 import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -102,10 +101,9 @@ class Together:
 
     def begin(self, step: int) -> None:
         """This rank, in this thread, is in the step."""
-        activity = self.activity
-        activity.step, activity.busy, activity.thread = step, True, threading.get_ident()
+        self.activity.begin(step)
         if (heart := heartbeat()) is not None:
-            heart.tell(activity)
+            heart.tell(self.activity)
 
     def end(self) -> None:
         """It is not in a step any more."""
@@ -312,7 +310,8 @@ def failures_explained(step: int | None = None) -> Iterator[None]:
     When do the others notice? With gloo, as soon as the failed process ends, or else after the timeout of the process
     group; finding out takes up to two seconds more. NCCL reports nothing to Python: after the timeout, its watchdog
     ends the process, which then cannot raise `PeerFailed`. But whoever waits for a rank that has failed logs why, with
-    the logger "wlb", within a second or so.
+    the logger "wlb", within a second or so. Where gloo's ranks look for one that hangs, one whose GPU has not done what
+    it was given (`loss.item()` behind a collective of NCCL) comes after one that has, which is nearer to the fault.
 
     The store outlives the workers under torchrun. Otherwise rank 0 keeps it: when it fails it stays for a second, so
     that the others know why; when it is killed they say that it is gone.

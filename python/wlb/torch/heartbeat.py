@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -52,6 +53,8 @@ class Activity:
             behind.
         busy: Whether it is in a step.
         thread: That which does it.
+        stream: Of the device, where that thread began the step; None without CUDA. A rank that reads a loss waits there
+            for the device, and it for the others, in whatever line of the user's code.
         key: Where in the store the first failure in it is left, "" if none is looked for.
         failure: What was found there: known also after the store is gone.
         in_vain: Called once with it if this rank is still in the step a beat later; from the heartbeat's thread.
@@ -62,6 +65,7 @@ class Activity:
     count: int = 0
     busy: bool = False
     thread: int = 0
+    stream: Any = None
     key: str = ""
     failure: bytes | None = None
     in_vain: Callable[[bytes], None] | None = None
@@ -69,7 +73,23 @@ class Activity:
     def told(self, threads: Mapping[int, list[Line]]) -> Place:
         """What it tells now; where each thread is."""
         lines = threads.get(self.thread, []) if self.busy else []
-        return Place(self.step, self.count, self.busy, waits(lines) if self.busy else False, where(lines))
+        found = waits(lines) if self.busy else False
+        if found is False and lines and self._device_works():
+            found = None
+        return Place(self.step, self.count, self.busy, found, where(lines))
+
+    def begin(self, step: int) -> None:
+        """This thread is in the step."""
+        self.step, self.busy, self.thread = step, True, threading.get_ident()
+        initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.current_stream() if initialized else None
+
+    def _device_works(self) -> bool:
+        """Whether what was given to the device is not done: for long only if it waits, with NCCL for other ranks."""
+        try:
+            return self.stream is not None and not self.stream.query()
+        except RuntimeError:  # a device that has failed, or captures a graph, tells nothing
+            return True
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,8 @@ class Place:
         step: See `Activity`.
         count: See `Activity`.
         busy: See `Activity`.
-        waits: Whether it waits for other ranks; None where that cannot be seen, in torch's own C++, or nobody asked.
+        waits: Whether it waits for other ranks; None where that cannot be seen, in torch's own C++ or while its device
+            has not done what it was given, or nobody asked.
         where: The line of code it is in, if somebody asked.
     """
 
