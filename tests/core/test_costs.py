@@ -37,7 +37,7 @@ def test_a_step_takes_the_sum_over_columns_of_the_heaviest(batch: Any, n: int, m
     np.testing.assert_allclose(packing.imbalance, expected, rtol=1e-12)
     if method != "original":
         bound = np.maximum(per_micro_batch.mean(axis=0), costs.max(axis=0)).sum()
-        np.testing.assert_allclose(packing.lower_bound, bound, rtol=1e-12)
+        assert bound * (1 - 1e-12) <= packing.lower_bound <= packing.step_cost * (1 + 1e-12)
     assert pickle.loads(pickle.dumps(packing)) == packing
 
 

@@ -3,13 +3,14 @@
 
 mod common;
 
+use common::bound::bound;
 use common::check::{close, each_token_once};
 use common::columns::{Batch, Plan};
 use common::strategies::{Memory, checked, config, lengths, llama_7b, memory, num_micro_batches};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::packing::{Ranks, Sync};
+use wlb_core::packing::{Piece, Ranks, Sync};
 use wlb_core::{Error, Leftover, Method, PackOptions, Packing, pack, pack_whole};
 
 /// One cost: none, a tie, anything.
@@ -102,9 +103,14 @@ proptest! {
         let packing = packed(&batch, Method::VarLength);
         is_the_oracles(&packing, &plan);
         is_legal(&packing, &batch);
-        let timed = batch.timed();
-        let bound: f64 = timed.iter().map(|&k| batch.bounds(&plan)[k]).sum();
-        prop_assert!(close(packing.lower_bound(), bound.min(packing.step_cost())));
+        let mut least = 0.0;
+        for &k in &batch.timed() {
+            let of = |piece: &Piece| (i64::from(piece.length), batch.costs[piece.id as usize][k]);
+            let documents: Vec<_> = packing.pieces.iter().map(of).collect();
+            let most = plan.loads.iter().map(|load| load[k]).fold(0.0, f64::max);
+            least += bound(&documents, batch.micro_batches, i64::from(batch.max_tokens), 0.0, most).min(most);
+        }
+        prop_assert!(close(packing.lower_bound(), least));
     }
 
     #[test]

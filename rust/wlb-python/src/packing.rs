@@ -239,8 +239,8 @@ properties! {
     rank_imbalance: f64 = |packing| packing.0.rank_imbalance();
     /// float64[models]: :attr:`imbalance` under each cost model of a range, in its order; of a single one, that.
     imbalances: Array<Vec<f64>> = |packing| Array(packing.0.imbalances());
-    /// No packing of the placed documents has a smaller ``step_cost``: ``max(total cost / M, largest document)``, summed
-    /// over columns; of a range of cost models, none has a smaller ``imbalance``, times the mean cost.
+    /// No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``: ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed
+    /// over columns. Of a range of cost models, none has a smaller ``imbalance``, times the mean cost. O(n log n) when it is first asked for.
     lower_bound: f64 = |packing| packing.0.lower_bound();
     /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
     /// is the cost of the last document put into the heaviest micro-batch.

@@ -72,7 +72,7 @@ impl Packing {
             Pricing::Given(costs) => {
                 let columns = costs.columns();
                 let priced =
-                    Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, empty_cost: 0.0 };
+                    Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, cost_model: None };
                 let mut found = priced.nothing();
                 for (index, micro_batch) in placed {
                     let Some(j) = micro_batch else {

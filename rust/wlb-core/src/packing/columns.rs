@@ -62,14 +62,11 @@ impl Columns {
         self.timed().map(|column| self.max(column)).sum()
     }
 
-    /// No packing of the same documents into as many micro-batches has a step of less.
-    pub fn lower_bound(&self) -> f64 {
+    /// The heaviest micro-batch has no less of a column, in any packing of the same documents into as many.
+    pub(super) fn least(&self, column: usize) -> f64 {
         let micro_batches = (self.costs.len() / self.len()) as f64;
-        let bound = |column: usize| {
-            let mean = self.column(column).sum::<f64>() / micro_batches;
-            mean.max(self.largest[column]).min(self.max(column))
-        };
-        self.timed().map(bound).sum()
+        let mean = self.column(column).sum::<f64>() / micro_batches;
+        mean.max(self.largest[column]).min(self.max(column))
     }
 
     /// Whether these are the columns of so many micro-batches.

@@ -2,6 +2,7 @@
 
 use crate::interrupt::Meter;
 
+use super::certificate::Certificate;
 use super::columns::Columns;
 use super::options::Method;
 use super::piece::Piece;
@@ -40,12 +41,12 @@ impl Cuts {
         lengths: &[i32],
         pricing: Pricing<'_>,
     ) -> Packing {
-        let (empty_cost, by_model) = match pricing {
+        let (empty_cost, by_model, certificate) = match pricing {
             Pricing::Model(model) => {
                 let of_pieces: Vec<i32> = self.placed.iter().map(|&(_, piece)| piece.length).collect();
-                (model.micro_batch(), model.costs(&of_pieces))
+                (model.micro_batch(), model.costs(&of_pieces), Certificate::of_model(model))
             }
-            Pricing::Given(_) => (0.0, Vec::new()),
+            Pricing::Given(_) => (0.0, Vec::new(), Certificate::default()),
         };
         let mut costs = vec![empty_cost; self.tokens.len()];
         let mut columns = match pricing {
@@ -97,6 +98,7 @@ impl Cuts {
             by_model: Vec::new(),
             ranks: None,
             padding: None,
+            certificate,
         }
     }
 }

@@ -5,6 +5,7 @@
 //! a step; [`tune`] finds on a sample of lengths what such a packer should hold back.
 
 mod assignment;
+mod certificate;
 mod columns;
 mod cuts;
 mod deal;
@@ -25,6 +26,7 @@ pub mod stream;
 mod takers;
 pub mod tune;
 
+pub use certificate::Certificate;
 pub use columns::Columns;
 pub(crate) use deal::deal;
 pub use global_batches::batch_offsets;

@@ -91,7 +91,7 @@ fn pack_given(
     method: Method,
     costs: &DocumentCosts,
 ) -> Result<Packing> {
-    let priced = Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, empty_cost: 0.0 };
+    let priced = Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, cost_model: None };
     let placed = match method {
         Method::Original if costs.limits().iter().any(Option::is_some) => {
             let requirement = "method=\"original\" cuts where max_tokens is full, and would exceed them";

@@ -3,6 +3,7 @@
 use crate::cost::CostModel;
 use crate::interrupt::parts;
 
+use super::certificate::Certificate;
 use super::options::Method;
 use super::piece::Piece;
 use super::plan::Packing;
@@ -68,7 +69,8 @@ impl Placement {
     ) -> Packing {
         // Cost never decreases with length.
         let largest_cost = self.empty_cost + if self.longest > 0 { cost_model.cost(self.longest) } else { 0.0 };
-        self.into_packing_of(method, max_tokens, largest_cost, piece)
+        let certificate = Certificate::of_model(cost_model);
+        Packing { certificate, ..self.into_packing_of(method, max_tokens, largest_cost, piece) }
     }
 
     /// Lists the pieces of each micro-batch in document order: a counting sort.
@@ -123,6 +125,7 @@ impl Placement {
             by_model: Vec::new(),
             ranks: None,
             padding: None,
+            certificate: Certificate::default(),
         }
     }
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::cost::CostModel;
 use crate::error::{Error, Result, from_json};
 
+use super::certificate::{Bins, Certificate, of_pieces, raised};
 use super::columns::Columns;
 use super::options::{Method, Ranks};
 use super::over_mean::over_mean;
@@ -53,6 +54,9 @@ pub struct Packing {
     /// What its micro-batches are padded to when they run, if they are; `max_tokens` is then the largest such size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
+    /// From what its bound follows.
+    #[serde(rename = "lower_bound", default, skip_serializing_if = "Certificate::is_unknown")]
+    pub certificate: Certificate,
 }
 
 /// What the micro-batches of a packing cost under one model of a range.
@@ -182,15 +186,46 @@ impl Packing {
         self.by_model.iter().map(of).collect()
     }
 
-    /// No packing of the placed pieces into as many micro-batches has a smaller [`Packing::step_cost`]. Of a range
-    /// of cost models: none has a smaller imbalance, times the mean cost.
+    /// No packing of the placed pieces into as many micro-batches of `max_tokens` has a smaller [`Packing::step_cost`].
+    /// Of a range of cost models: none has a smaller imbalance, times the mean cost.
+    ///
+    /// # Complexity
+    /// O(n log n) for `n` pieces when it is first asked for.
     pub fn lower_bound(&self) -> f64 {
+        *self.certificate.bound.get_or_init(|| self.bound())
+    }
+
+    fn bound(&self) -> f64 {
         if let Some(columns) = &self.columns {
-            return columns.lower_bound();
+            let of = |column| {
+                let costs = || self.certificate.costs(&self.pieces, column, columns.len());
+                self.raised(costs, 0.0, columns.least(column), columns.max(column))
+            };
+            return columns.timed().map(of).sum();
         }
         let mean = self.total_cost() / self.num_micro_batches() as f64;
-        let bounds = self.by_model.iter().map(|model| mean * model.over_mean(model.largest_cost));
-        bounds.fold(mean.max(self.largest_cost), f64::max).min(self.max_cost())
+        if self.by_model.is_empty() {
+            let empty_cost = self.certificate.models().first().map_or(0.0, CostModel::micro_batch);
+            let costs = || self.certificate.costs(&self.pieces, 0, 1);
+            return self.raised(costs, empty_cost, mean.max(self.largest_cost), self.max_cost());
+        }
+        let of = |(at, costs): (usize, &ModelCosts)| {
+            let most = costs.costs.iter().copied().fold(0.0, f64::max);
+            let least = (costs.costs.iter().sum::<f64>() / costs.costs.len() as f64).max(costs.largest_cost);
+            let model = self.certificate.models().get(at);
+            let of_documents = || model.map(|model| of_pieces(model, &self.pieces));
+            costs.over_mean(self.raised(of_documents, model.map_or(0.0, CostModel::micro_batch), least, most))
+        };
+        self.by_model.iter().enumerate().map(of).fold(1.0, f64::max) * mean
+    }
+
+    /// What `max_tokens` makes of a bound, where the heaviest costs `most`.
+    fn raised(&self, costs: impl FnOnce() -> Option<Vec<f64>>, empty_cost: f64, least: f64, most: f64) -> f64 {
+        if least >= most {
+            return most;
+        }
+        let bins = Bins { count: self.num_micro_batches(), max_tokens: self.max_tokens, empty_cost };
+        costs().map_or(least, |costs| raised(bins, &self.pieces, &costs, least, most))
     }
 
     /// Memory skew: most tokens of a micro-batch over their mean. 1 if nothing is placed.
@@ -220,6 +255,8 @@ impl Packing {
 
     /// The packing as JSON, for pickles.
     pub fn to_json(&self) -> String {
+        // What documents cost is left out, so the bound is found before.
+        self.lower_bound();
         serde_json::to_string(self).unwrap_or_default()
     }
 

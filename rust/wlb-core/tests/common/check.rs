@@ -7,7 +7,7 @@ use wlb_core::packing::{Packing, Padding, Piece, Ranks};
 use wlb_core::sharding::{RankLayout, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
-use super::{auto, naive, ranks};
+use super::{auto, bound, naive, ranks};
 
 /// Equal up to the rounding of sums.
 pub(crate) fn close(a: f64, b: f64) -> bool {
@@ -55,6 +55,13 @@ pub(crate) fn packing_is_legal(packing: &Packing, cost: &CostModel) {
         assert!(packing.memory_skew() >= 1.0 - 1e-9);
     }
     assert!(packing.lower_bound() <= packing.max_cost() * (1.0 + 1e-9), "the bound is above what it bounds");
+    if packing.by_model.is_empty() {
+        let documents: Vec<bound::Document> =
+            packing.pieces.iter().map(|piece| (i64::from(piece.length), cost.cost(piece.length))).collect();
+        let (max_tokens, most) = (i64::from(packing.max_tokens), packing.max_cost());
+        let expected = bound::bound(&documents, n, max_tokens, cost.micro_batch(), most).min(most);
+        assert!(close(packing.lower_bound(), expected), "{}, not the bound {expected}", packing.lower_bound());
+    }
 }
 
 /// The pieces, placed and left over, are the documents, each token once.

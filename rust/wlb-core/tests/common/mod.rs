@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | Cost | `naive_pairs`, `naive_local_pairs` in `naive`; `tests/cost.rs` |
 //! | Documents with costs of their own | `columns` |
+//! | What no packing beats | `bound` |
 //! | Packing one global batch | `original`, `fixed_length`, `var_length`, `refined` in `naive`; for ranks: `ranks` |
 //! | A stream | `Packer` in `naive`: both release rules, `admits`, `split`; `batch_offsets` |
 //! | Sharding | `per_sequence`, `per_document`, `per_document_token`, `hybrid` in `naive`; `auto` |
@@ -17,6 +18,7 @@
 //! Of `var_length_fast` there is none: `check` holds it to what it promises beside `var_length`.
 
 pub(crate) mod auto;
+pub(crate) mod bound;
 pub(crate) mod check;
 pub(crate) mod columns;
 pub(crate) mod cost_stream;

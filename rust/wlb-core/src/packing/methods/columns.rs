@@ -7,9 +7,10 @@
 
 use std::borrow::Cow;
 
-use crate::cost::DocumentCosts;
+use crate::cost::{CostModel, DocumentCosts};
 use crate::costliest_first::costliest_first;
 use crate::ladder::Ladder;
+use crate::packing::certificate::Certificate;
 use crate::packing::columns::Columns;
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;
@@ -26,8 +27,8 @@ pub(in crate::packing) struct Priced<'a> {
     pub(in crate::packing) max_tokens: i32,
     /// Most documents of a micro-batch; only with costs in one column.
     pub(in crate::packing) max_documents: Option<usize>,
-    /// Cost of a micro-batch without documents; in the first column that takes time.
-    pub(in crate::packing) empty_cost: f64,
+    /// Where the costs are from, if they are those of a model.
+    pub(in crate::packing) cost_model: Option<&'a CostModel>,
 }
 
 /// Documents put into micro-batches, and what these have in each column.
@@ -47,6 +48,11 @@ impl From<Placement> for Placed {
 }
 
 impl Priced<'_> {
+    /// Cost of a micro-batch without documents; in the first column that takes time.
+    pub(in crate::packing) fn empty_cost(&self) -> f64 {
+        self.cost_model.map_or(0.0, CostModel::micro_batch)
+    }
+
     /// Algorithm 1. Where documents are left over, the same from the document on that takes most of what is limited
     /// (tokens, memory): whichever leaves fewer over, then the shorter step.
     ///
@@ -140,10 +146,10 @@ impl Priced<'_> {
 
     /// Micro-batches without documents.
     pub(in crate::packing) fn nothing(&self) -> Placed {
-        let placement = Placement::new(self.lengths.len(), self.num_micro_batches, self.empty_cost);
+        let placement = Placement::new(self.lengths.len(), self.num_micro_batches, self.empty_cost());
         let columns = self.costs.columns();
         let first = self.timed().next().unwrap_or(0);
-        let load = |at: usize| if at % columns == first { self.empty_cost } else { 0.0 };
+        let load = |at: usize| if at % columns == first { self.empty_cost() } else { 0.0 };
         Placed { placement, loads: (0..self.num_micro_batches * columns).map(load).collect() }
     }
 
@@ -272,11 +278,29 @@ impl Priced<'_> {
             }
             largest
         };
-        largest[self.timed().next().unwrap_or(0)] += self.empty_cost;
+        largest[self.timed().next().unwrap_or(0)] += self.empty_cost();
         let largest_cost = self.time(&largest);
         let columns = (columns > 1).then(|| Columns { limits: self.costs.limits().to_vec(), costs: loads, largest });
         let packing = placement.into_packing_of(method, self.max_tokens, largest_cost, piece);
-        Packing { columns, ..packing }
+        let certificate = match self.cost_model {
+            Some(model) => Certificate::of_model(model),
+            None => Certificate::of_rows(self.rows_of(&packing)),
+        };
+        Packing { columns, certificate, ..packing }
+    }
+
+    /// What the pieces of a packing cost, in its order.
+    fn rows_of(&self, packing: &Packing) -> Vec<f64> {
+        let columns = self.costs.columns();
+        let (mut cursors, mut found) = (packing.offsets.clone(), vec![0.0; packing.pieces.len() * columns]);
+        for (row, &micro_batch) in
+            rows(self.costs).zip(&packing.assignment).filter(|&(_, &micro_batch)| micro_batch >= 0)
+        {
+            let cursor = &mut cursors[micro_batch as usize];
+            found[*cursor * columns..][..columns].copy_from_slice(row);
+            *cursor += 1;
+        }
+        found
     }
 }
 

@@ -1,6 +1,5 @@
 //! One iteration of a packer: of all that may leave, what does, and where it goes.
 
-use crate::cost::CostModel;
 use crate::interrupt::check;
 use crate::longest_first::longest_first_of;
 use crate::packing::methods::columns::Priced;
@@ -53,7 +52,7 @@ impl Packer {
             num_micro_batches: config.num_micro_batches,
             max_tokens: config.max_tokens,
             max_documents: config.shape.max_documents,
-            empty_cost: config.cost_model.as_ref().map_or(0.0, CostModel::micro_batch),
+            cost_model: config.cost_model.as_ref(),
         };
         let due = |index: usize| {
             let waited = self.iteration - pieces[index].arrived;

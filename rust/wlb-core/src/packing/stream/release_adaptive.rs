@@ -116,7 +116,7 @@ impl Levelled {
             count: priced.num_micro_batches,
             max_tokens: i64::from(priced.max_tokens),
             max_documents: priced.max_documents,
-            empty_cost: priced.empty_cost,
+            empty_cost: priced.empty_cost(),
         }
     }
 

@@ -1,0 +1,216 @@
+//! What the heaviest micro-batch costs at least, where tokens are scarce.
+//!
+//! Let no micro-batch cost more than `C`. Documents of which no two fit together, by tokens or under `C`, have a
+//! micro-batch each: such a *head* of `L` tokens that costs `h` leaves `T - L` tokens and `C - h` of cost. Let all
+//! others be cut at will. For any price `t` of a token, a document counts what is less, its cost or `t` for each of its
+//! tokens; a micro-batch cannot hold more of that than the less of its free cost and `t` for each of its free tokens:
+//!
+//! `sum over others of min(cost, t * tokens) <= sum over micro-batches of min(C - h, t * (T - L))`
+//!
+//! The `C` that keeps this is a bound, for each `t`. The greatest over all `t` is what the linear program gives that
+//! places heads whole and the others in fractions. For that program asks whether the micro-batches' pairs of tokens and
+//! cost are a mixture of the documents', which is so if no concave, rising function of cost a token tells otherwise
+//! (Hardy, Littlewood and Polya); these are mixtures of the `min(., t)`. Both sides are linear between the documents'
+//! costs a token, so no other `t` is needed, and it is found without solving a program.
+
+use std::sync::OnceLock;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::cost::CostModel;
+use crate::costliest_first::costliest_first;
+use crate::interrupt::Meter;
+
+use super::piece::Piece;
+
+/// Passes over the documents, each of which raises the bound; two to five are usual until nothing does.
+const PASSES: usize = 32;
+/// What a pass has to bring, relative to the bound.
+const GAIN: f64 = 1e-9;
+/// What costs this much of the heaviest micro-batch counts as it, whatever was rounded.
+const SAME: f64 = 1.0 - 1e-12;
+/// Costs below are not divided: they have too few bits.
+const LEAST_COST: f64 = 1e-280;
+
+/// From what the bound of a packing follows, beside the packing itself. It is found when it is first asked for. Says
+/// nothing about the plan: any two are equal.
+#[derive(Clone, Debug, Default)]
+pub struct Certificate {
+    basis: Basis,
+    /// Once it is known.
+    pub(super) bound: OnceLock<f64>,
+}
+
+/// What the pieces of a packing cost.
+#[derive(Clone, Debug, Default)]
+enum Basis {
+    /// Nobody knows any more: it was read from a file.
+    #[default]
+    Unknown,
+    /// What a model says.
+    Model(Box<CostModel>),
+    /// Row by row, a column for each resource.
+    Given(Vec<f64>),
+}
+
+impl Certificate {
+    pub(super) fn of_model(model: &CostModel) -> Self {
+        Self { basis: Basis::Model(Box::new(model.clone())), ..Self::default() }
+    }
+
+    /// Of pieces in the order of the packing.
+    pub(super) fn of_rows(rows: Vec<f64>) -> Self {
+        Self { basis: Basis::Given(rows), ..Self::default() }
+    }
+
+    /// The models of a range, or the one there is; none where documents brought their costs.
+    pub(super) fn models(&self) -> &[CostModel] {
+        if let Basis::Model(model) = &self.basis { model.models() } else { &[] }
+    }
+
+    /// What pieces cost in one of some columns; `None` if that is not known.
+    pub(super) fn costs(&self, pieces: &[Piece], column: usize, columns: usize) -> Option<Vec<f64>> {
+        match &self.basis {
+            Basis::Unknown => None,
+            Basis::Model(model) => Some(of_pieces(model, pieces)),
+            Basis::Given(rows) => {
+                let costs: Vec<f64> = rows.iter().skip(column).step_by(columns).copied().collect();
+                (costs.len() == pieces.len()).then_some(costs)
+            }
+        }
+    }
+
+    pub(super) fn is_unknown(&self) -> bool {
+        self.bound.get().is_none()
+    }
+}
+
+/// Under one model.
+pub(super) fn of_pieces(model: &CostModel, pieces: &[Piece]) -> Vec<f64> {
+    model.costs(&pieces.iter().map(|piece| piece.length).collect::<Vec<i32>>())
+}
+
+impl PartialEq for Certificate {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Serialize for Certificate {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.bound.get().serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Certificate {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let bound = Option::<f64>::deserialize(deserializer)?;
+        Ok(Self { basis: Basis::Unknown, bound: bound.map_or_else(OnceLock::new, OnceLock::from) })
+    }
+}
+
+/// Micro-batches that are all alike before anything is in them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bins {
+    pub(super) count: usize,
+    pub(super) max_tokens: i32,
+    pub(super) empty_cost: f64,
+}
+
+/// A document that has a micro-batch for itself and what is cut.
+#[derive(Clone, Copy)]
+struct Head {
+    cost: f64,
+    free_tokens: f64,
+    count: f64,
+}
+
+/// What is cut: its cost a token, its cost, its tokens.
+#[derive(Clone, Copy)]
+struct Part {
+    density: f64,
+    cost: f64,
+    tokens: f64,
+}
+
+/// No packing of these pieces has a lighter heaviest micro-batch than this, in `bins`; `from` or more, and `most` at
+/// most: what the heaviest of some packing costs.
+///
+/// Never above the optimum, whatever is rounded: what sums may be off by is taken away.
+///
+/// # Complexity
+/// O(n log n + N log N) for `n` pieces in `N` micro-batches.
+pub(super) fn raised(bins: Bins, pieces: &[Piece], costs: &[f64], from: f64, most: f64) -> f64 {
+    let unit = most - bins.empty_cost;
+    if pieces.is_empty() || !(from < most && unit > LEAST_COST) {
+        return from.min(most);
+    }
+    let (heads, parts) = divide(bins, pieces, costs, unit);
+    // Costs in units of what may be in the heaviest: then no sum overflows.
+    let mut bound = ((from - bins.empty_cost) / unit).clamp(0.0, 1.0);
+    let rounding = 4.0 * f64::EPSILON * (pieces.len() + bins.count) as f64;
+    let mut meter = Meter::default();
+    for _ in 0..PASSES {
+        meter.spend(8 * (heads.len() + parts.len()));
+        let gain = gain(&heads, &parts, bound, rounding);
+        bound += gain;
+        if gain <= GAIN * bound || bound >= SAME {
+            break;
+        }
+    }
+    // Packings that cost as much may have heads together.
+    let bound = bound.min(SAME) * (1.0 - 4.0 * f64::EPSILON);
+    (bins.empty_cost * (1.0 - 4.0 * f64::EPSILON) + unit * bound).max(from).min(most)
+}
+
+/// The heads, and last the micro-batches without one; the others, by their cost a token.
+fn divide(bins: Bins, pieces: &[Piece], costs: &[f64], unit: f64) -> (Vec<Head>, Vec<Part>) {
+    let max_tokens = f64::from(bins.max_tokens);
+    let (mut heads, mut parts) = (Vec::new(), Vec::new());
+    let (mut shortest, mut cheapest, mut apart) = (f64::INFINITY, f64::INFINITY, true);
+    for index in costliest_first(costs) {
+        let (tokens, cost) = (f64::from(pieces[index].length), costs[index] / unit);
+        // It fits with none of the heads.
+        apart &= heads.len() < bins.count && (tokens + shortest > max_tokens || cost + cheapest >= SAME);
+        if apart {
+            (shortest, cheapest) = (shortest.min(tokens), cheapest.min(cost));
+            heads.push(Head { cost, free_tokens: max_tokens - tokens, count: 1.0 });
+        } else {
+            parts.push(Part { density: cost / tokens, cost, tokens });
+        }
+    }
+    heads.push(Head { cost: 0.0, free_tokens: max_tokens, count: (bins.count - heads.len()) as f64 });
+    parts.sort_unstable_by(|a, b| a.density.total_cmp(&b.density));
+    (heads, parts)
+}
+
+/// By how much a bound may be raised: the most of what all prices of a token ask for, or nothing.
+///
+/// What micro-batches hold is concave in the bound. So a step along its slope never goes beyond where it is enough.
+fn gain(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> f64 {
+    let free = |head: &Head| (bound - head.cost).max(0.0);
+    // From the price on at which it is out of cost before it is out of tokens.
+    let mut turns: Vec<(f64, &Head)> = heads.iter().map(|head| (free(head) / head.free_tokens, head)).collect();
+    turns.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+    let mut turns = turns.into_iter().peekable();
+    let mut free_tokens: f64 = heads.iter().map(|head| head.count * head.free_tokens).sum();
+    let (mut free_cost, mut slope) = (0.0, 0.0);
+    let mut tokens: f64 = parts.iter().map(|part| part.tokens).sum();
+    let (mut cost, mut most) = (0.0, 0.0_f64);
+    for part in parts {
+        let price = part.density;
+        cost += part.cost;
+        tokens -= part.tokens;
+        while let Some((_, head)) = turns.next_if(|&(turn, _)| turn.is_nan() || turn <= price) {
+            free_cost += head.count * free(head);
+            free_tokens -= head.count * head.free_tokens;
+            slope += head.count;
+        }
+        let (wanted, held) = (cost + price * tokens, free_cost + price * free_tokens);
+        let lacking = wanted - held - rounding * (wanted + held);
+        if lacking > 0.0 && slope > 0.0 {
+            most = most.max(lacking / slope);
+        }
+    }
+    most
+}
