@@ -240,7 +240,7 @@ proptest! {
     ) {
         let pairs = CostModel::analytic(1.0, 2.0, Mask::Causal).unwrap();
         let costs: Vec<f64> =
-            (0..lengths.len()).map(|i| if by_length { pairs.cost(lengths[i]) } else { f64::from(costs[i]) }).collect();
+            (0..lengths.len()).map(|i| if by_length { pairs.cost(lengths[i]) } else { f64::from(costs[i] + u32::from(i == 0)) }).collect();
         let mean = (lengths.iter().sum::<i32>() as u32).div_ceil(n as u32) as i32;
         let max_tokens = lengths.iter().copied().fold(mean + room, i32::max);
         let given = DocumentCosts::new(costs.clone(), lengths.len(), 1, &[]).unwrap();

@@ -25,6 +25,8 @@ use super::piece::Piece;
 
 /// Passes over the documents, each of which raises the bound; two to five are usual until nothing does.
 const PASSES: usize = 32;
+/// Steps to where a price is kept; no more than heads whose tokens run out on the way, and as a rule two.
+const STEPS: usize = 64;
 /// What a pass has to bring, relative to the bound.
 const GAIN: f64 = 1e-9;
 /// What costs this much of the heaviest micro-batch counts as it, whatever was rounded.
@@ -152,9 +154,10 @@ pub(super) fn raised(bins: Bins, pieces: &[Piece], costs: &[f64], from: f64, mos
     let mut meter = Meter::default();
     for _ in 0..PASSES {
         meter.spend(8 * (heads.len() + parts.len()));
-        let gain = gain(&heads, &parts, bound, rounding);
-        bound += gain;
-        if gain <= GAIN * bound || bound >= SAME {
+        let Some(worst) = worst(&heads, &parts, bound, rounding) else { break };
+        let before = bound;
+        bound = enough(&heads, worst, bound, rounding);
+        if bound - before <= GAIN * bound || bound >= SAME {
             break;
         }
     }
@@ -184,33 +187,64 @@ fn divide(bins: Bins, pieces: &[Piece], costs: &[f64], unit: f64) -> (Vec<Head>,
     (heads, parts)
 }
 
-/// By how much a bound may be raised: the most of what all prices of a token ask for, or nothing.
-///
-/// What micro-batches hold is concave in the bound. So a step along its slope never goes beyond where it is enough.
-fn gain(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> f64 {
-    let free = |head: &Head| (bound - head.cost).max(0.0);
+/// What documents ask for at a price of a token.
+#[derive(Clone, Copy)]
+struct Asked {
+    price: f64,
+    asked: f64,
+}
+
+impl Head {
+    /// Cost that is free under a bound.
+    fn free(&self, bound: f64) -> f64 {
+        (bound - self.cost).max(0.0)
+    }
+}
+
+/// The price at which most is lacking for each micro-batch that a higher bound gives more room; none if none lacks any.
+fn worst(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> Option<Asked> {
     // From the price on at which it is out of cost before it is out of tokens.
-    let mut turns: Vec<(f64, &Head)> = heads.iter().map(|head| (free(head) / head.free_tokens, head)).collect();
+    let mut turns: Vec<(f64, &Head)> = heads.iter().map(|head| (head.free(bound) / head.free_tokens, head)).collect();
     turns.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
     let mut turns = turns.into_iter().peekable();
     let mut free_tokens: f64 = heads.iter().map(|head| head.count * head.free_tokens).sum();
     let (mut free_cost, mut slope) = (0.0, 0.0);
     let mut tokens: f64 = parts.iter().map(|part| part.tokens).sum();
-    let (mut cost, mut most) = (0.0, 0.0_f64);
+    let (mut cost, mut most, mut found) = (0.0, 0.0, None);
     for part in parts {
         let price = part.density;
         cost += part.cost;
         tokens -= part.tokens;
         while let Some((_, head)) = turns.next_if(|&(turn, _)| turn.is_nan() || turn <= price) {
-            free_cost += head.count * free(head);
+            free_cost += head.count * head.free(bound);
             free_tokens -= head.count * head.free_tokens;
             slope += head.count;
         }
-        let (wanted, held) = (cost + price * tokens, free_cost + price * free_tokens);
-        let lacking = wanted - held - rounding * (wanted + held);
-        if lacking > 0.0 && slope > 0.0 {
-            most = most.max(lacking / slope);
+        let (asked, held) = (cost + price * tokens, free_cost + price * free_tokens);
+        let lacking = asked - held - rounding * (asked + held);
+        if lacking > most * slope {
+            (most, found) = (lacking / slope, Some(Asked { price, asked }));
         }
     }
-    most
+    found
+}
+
+/// The bound from which on the micro-batches hold what is asked.
+///
+/// What they hold is concave in the bound. So a step along its slope never goes beyond where it is enough, wherever it ends.
+fn enough(heads: &[Head], Asked { price, asked }: Asked, mut bound: f64, rounding: f64) -> f64 {
+    for _ in 0..STEPS {
+        let (mut held, mut slope) = (0.0, 0.0);
+        for head in heads {
+            let (free, most) = (head.free(bound), price * head.free_tokens);
+            held += head.count * free.min(most);
+            slope += if free < most { head.count } else { 0.0 };
+        }
+        let lacking = asked - held - rounding * (asked + held);
+        if !(lacking > 0.0 && slope > 0.0) {
+            break;
+        }
+        bound += lacking / slope;
+    }
+    bound
 }

@@ -29,10 +29,15 @@ pub(crate) fn bound(documents: &[Document], n: usize, max_tokens: i64, empty: f6
     let asks = |price: f64| others.iter().map(|&(tokens, cost)| cost.min(price * tokens as f64)).sum::<f64>();
     let prices = others.iter().map(|&(tokens, cost)| cost / tokens as f64);
     prices.fold(known, |least, price| {
+        // Where all tokens are taken both sides are equal, but for rounding, whatever the bound.
+        let asked = asks(price) * (1.0 - 1e-12);
+        if holds(price, least) >= asked {
+            return least;
+        }
         let (mut low, mut high) = (least, most);
-        for _ in 0..100 {
+        for _ in 0..60 {
             let middle = low.midpoint(high);
-            if holds(price, middle) < asks(price) { low = middle } else { high = middle }
+            if holds(price, middle) < asked { low = middle } else { high = middle }
         }
         low
     })
