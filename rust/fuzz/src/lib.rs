@@ -6,6 +6,8 @@
 // The oracles and guarantees of the tests, not a copy of them.
 #[path = "../../wlb-core/tests/common/auto.rs"]
 mod auto;
+#[path = "../../wlb-core/tests/common/bound.rs"]
+mod bound;
 #[path = "../../wlb-core/tests/common/check.rs"]
 mod check;
 #[path = "../../wlb-core/tests/common/forge.rs"]
