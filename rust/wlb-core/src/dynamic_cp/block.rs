@@ -1,5 +1,7 @@
 //! Blocks of ranks while they are filled.
 
+use std::collections::BinaryHeap;
+
 use crate::ladder::Ladder;
 
 use super::cost::Load;
@@ -14,10 +16,19 @@ pub(super) struct Block {
     pub(super) seconds: f64,
 }
 
+/// Blocks of one size.
+struct Size {
+    members: Vec<u32>,
+    /// The weight of each of them that is not set aside.
+    ladder: Ladder,
+    /// Room and place of those that had too little.
+    aside: BinaryHeap<(i64, u32)>,
+}
+
 /// Blocks of each size by weight, while they change.
 pub(super) struct Sizes {
-    /// Of each size, ascending: its blocks, and their weights.
-    sizes: Vec<(Vec<u32>, Ladder)>,
+    /// Ascending.
+    sizes: Vec<Size>,
     /// Of each block, which of the sizes it has, and its place among those of it.
     places: Vec<(u32, u32)>,
 }
@@ -34,23 +45,54 @@ impl Sizes {
             places.push((size as u32, members[size].len() as u32));
             members[size].push(index as u32);
         }
-        let ladder = |members: Vec<u32>| {
+        let of = |members: Vec<u32>| {
             let ladder = Ladder::new(members.iter().map(|&block| weight(&blocks[block as usize])));
-            (members, ladder)
+            Size { members, ladder, aside: BinaryHeap::new() }
         };
-        Self { sizes: members.into_iter().map(ladder).collect(), places }
+        Self { sizes: members.into_iter().map(of).collect(), places }
     }
 
     /// Of each size that there is, the lightest blocks that will do, so `many` at most.
     pub(super) fn lightest(&self, many: usize, will_do: impl Fn(usize) -> bool + Copy) -> impl Iterator<Item = usize> {
-        self.sizes.iter().flat_map(move |(members, ladder)| {
+        self.sizes.iter().flat_map(move |Size { members, ladder, .. }| {
             ladder.ascending().map(|place| members[place] as usize).filter(move |&block| will_do(block)).take(many)
         })
     }
 
+    /// Sets blocks aside until the lightest of each size has so much room. Those that were set aside before, and have so
+    /// much, come back.
+    ///
+    /// # Complexity
+    /// A logarithm for every block that was set since, as long as no more room is asked for than before.
+    pub(super) fn make_room(
+        &mut self,
+        tokens: i64,
+        blocks: &[Block],
+        room: impl Fn(&Block) -> i64,
+        weight: impl Fn(&Block) -> f64,
+    ) {
+        for Size { members, ladder, aside } in &mut self.sizes {
+            let block = |place: usize| &blocks[members[place] as usize];
+            while let Some((_, place)) = aside.peek().copied().filter(|&(room, _)| room >= tokens) {
+                aside.pop();
+                ladder.set(place as usize, weight(block(place as usize)));
+            }
+            loop {
+                let Some(place) = ladder.ascending().next() else { break };
+                let room = room(block(place));
+                if room >= tokens {
+                    break;
+                }
+                ladder.remove(place);
+                aside.push((room, place as u32));
+            }
+        }
+    }
+
+    /// Sets one weight, of a block that is not set aside.
     pub(super) fn set(&mut self, block: usize, weight: f64) {
         let (size, place) = self.places[block];
-        self.sizes[size as usize].1.set(place as usize, weight);
+        self.sizes[size as usize].ladder.set(place as usize, weight);
     }
 }
 
@@ -86,6 +128,36 @@ mod tests {
                 };
                 let expected: Vec<usize> = [1, 2, 4, 8].into_iter().flat_map(lightest).collect();
                 prop_assert_eq!(sizes.lightest(many, will_do).collect::<Vec<_>>(), expected);
+            }
+        }
+
+        #[test]
+        fn the_lightest_of_each_size_have_room(
+            start in proptest::collection::vec((0_u32..4, 0_u8..9, 0_i64..20), 1..20),
+            documents in proptest::collection::vec((1_i64..9, any::<prop::sample::Index>(), 0_u8..9), 0..40),
+        ) {
+            let block = |&(size, seconds, tokens): &(u32, u8, i64)| {
+                let (load, seconds) = (Load::default(), f64::from(seconds));
+                let mut block = Block { micro_batch: 0, first_rank: 0, cp_size: 1 << size, load, seconds };
+                block.load.tokens = tokens;
+                block
+            };
+            let mut blocks: Vec<Block> = start.iter().map(block).collect();
+            let room = |block: &Block| 20 - block.load.tokens;
+            let mut sizes = Sizes::new(&blocks, |block| block.seconds);
+            // In any order, of which falling is one.
+            for (tokens, index, seconds) in documents {
+                sizes.make_room(tokens, &blocks, room, |block| block.seconds);
+                let lightest = |cp_size: u32| {
+                    let fitting = (0..blocks.len()).filter(|&at| blocks[at].cp_size == cp_size && room(&blocks[at]) >= tokens);
+                    fitting.min_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds))
+                };
+                let expected: Vec<usize> = [1, 2, 4, 8].into_iter().filter_map(lightest).collect();
+                prop_assert_eq!(sizes.lightest(1, |_| true).collect::<Vec<_>>(), expected.clone());
+                let Some(&chosen) = expected.get(index.index(4)) else { continue };
+                blocks[chosen].load.tokens += tokens;
+                blocks[chosen].seconds += f64::from(seconds);
+                sizes.set(chosen, blocks[chosen].seconds);
             }
         }
     }

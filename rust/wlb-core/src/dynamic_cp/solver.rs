@@ -1,8 +1,9 @@
 //! From documents to groups, for a given number of micro-batches.
 //!
 //! Three steps. A document that is too much for a block of `base` ranks opens a larger one of its own
-//! ([`Blocks::open`]). All others go, longest first, to the block with the least time beyond its target, or, where
-//! memory binds, to the one with the most room ([`Blocks::fill`]). Where documents bring their own costs, that is
+//! ([`Blocks::open`]). All others go, longest first, to the block with the least time beyond its target that has room
+//! for them; where exchange is free, so that all blocks are about alike, to the one with the most room if the first has
+//! none ([`Blocks::fill`]). Where documents bring their own costs, that is
 //! costliest first; and longest first only if they do not fit so. Then every block is halved, and its halves again,
 //! while halves of equal work can be found in it ([`Halving`]): less to exchange, same time.
 
@@ -28,6 +29,15 @@ struct Blocks<'a> {
 }
 
 const NOWHERE: u32 = u32::MAX;
+
+/// Where a document goes that does not fit where the least time beyond the target is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Overflow {
+    /// Where it is least among the blocks with room. Blocks of all sizes then end about equally late.
+    NextLightest,
+    /// Where most room is: a large block, which documents that no small one takes make late. More of them fit so.
+    MostRoom,
+}
 
 /// A micro-batch while larger blocks are opened in it.
 struct Place {
@@ -99,10 +109,9 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Places the other documents in that order: each to the block that is furthest below its target; if it does not fit there, to
-    /// the one with the most room. A block of as many documents as a group may have is out of both. `None` if it fits
-    /// nowhere.
-    fn fill(&mut self, order: &mut dyn Iterator<Item = u32>, base: usize) -> Option<()> {
+    /// Places the other documents in that order: each to the block that is furthest below its target; if it does not fit
+    /// there, to another. A block of as many documents as a group may have takes none. `None` if it fits nowhere.
+    fn fill(&mut self, order: &mut dyn Iterator<Item = u32>, base: usize, overflow: Overflow) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
         let weight = |block: &Block| if problem.is_full(&block.load) { f64::INFINITY } else { over(block) };
@@ -124,6 +133,9 @@ impl<'a> Blocks<'a> {
             };
             let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
             let lightest = |a: &usize, b: &usize| weight(&blocks[*a]).total_cmp(&weight(&blocks[*b])).then(a.cmp(b));
+            if overflow == Overflow::NextLightest {
+                by_time.make_room(document.load.tokens, blocks, |block| problem.room(block), weight);
+            }
             let mut chosen = by_time.lightest(1, |_| true).min_by(lightest)?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
@@ -236,15 +248,18 @@ impl Problem {
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document
     /// that needs a larger block. Where `base` does not divide `r`, up to O(m log r) more for any, and O(m r / base)
-    /// where memory binds.
+    /// where memory binds. Twice that where exchange costs and documents do not fit at first.
     pub(super) fn solve(&self, targets: &[f64], base: usize) -> Option<Draft> {
-        let places = 0..self.documents.len() as u32;
-        let solved = |order: &mut dyn Iterator<Item = u32>| {
+        let solved = |order: &mut dyn Iterator<Item = u32>, overflow| {
             let mut blocks = Blocks::new(self, targets.to_vec());
             blocks.open(base);
-            blocks.fill(order, base)?;
+            blocks.fill(order, base, overflow)?;
             Some(blocks.into_draft())
         };
-        solved(&mut places.into_iter()).or_else(|| solved(&mut self.by_tokens.as_ref()?.iter().copied()))
+        let places = || 0..self.documents.len() as u32;
+        let priced = if self.cost.is_free() { None } else { solved(&mut places(), Overflow::NextLightest) };
+        priced
+            .or_else(|| solved(&mut places(), Overflow::MostRoom))
+            .or_else(|| solved(&mut self.by_tokens.as_ref()?.iter().copied(), Overflow::MostRoom))
     }
 }

@@ -132,6 +132,7 @@ fn planned(
     }
     for problem in &problems {
         search.problem = problem;
+        search.fitting = None;
         search.demand = (!problem.cost.is_free()).then(|| Demand::new(problem, most));
         search.all(&counts)?;
     }
@@ -226,6 +227,8 @@ struct Search<'a> {
     promises: Vec<f64>,
     /// The problem and the size of blocks that suited the best so far.
     suited: Option<(&'a Problem, usize)>,
+    /// The least price with the problem at hand, and the size of blocks that gave it.
+    fitting: Option<(f64, usize)>,
     /// The best of each number of micro-batches, of few documents.
     others: Vec<Best>,
 }
@@ -233,8 +236,20 @@ struct Search<'a> {
 impl<'a> Search<'a> {
     fn new(problem: &'a Problem, options: &'a DynamicCpOptions) -> Self {
         let (sweep, promises, buffers) = (Vec::new(), Vec::new(), Buffers::default());
-        let (suited, others, pipelines) = (None, Vec::new(), Vec::new());
-        Self { problem, options, best: None, sweep, pipelines, buffers, demand: None, promises, suited, others }
+        let (suited, fitting, others, pipelines) = (None, None, Vec::new(), Vec::new());
+        Self {
+            problem,
+            options,
+            best: None,
+            sweep,
+            pipelines,
+            buffers,
+            demand: None,
+            promises,
+            suited,
+            fitting,
+            others,
+        }
     }
 
     /// The pipeline that runs that many micro-batches: made once, unless it is large.
@@ -370,10 +385,10 @@ impl<'a> Search<'a> {
     }
 
     /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. All of them
-    /// at first; then from the one that suited the best so far, as long as it gets faster.
+    /// at first, with every gain; then from the one that was fastest with this gain, as long as it gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
-        let Some(middle) = self.suited.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
+        let Some(middle) = self.fitting.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
             for &size in &sizes {
                 self.solve(candidate, size, pipeline)?;
             }
@@ -397,8 +412,9 @@ impl<'a> Search<'a> {
     /// Where exchange costs, tries numbers of micro-batches between the best and those beside it that were tried, ever
     /// closer to it.
     fn between(&mut self, most: usize) -> Result<()> {
-        if let Some((problem, _)) = self.suited.filter(|_| self.demand.is_some()) {
+        if let Some((problem, base)) = self.suited.filter(|_| self.demand.is_some()) {
             self.problem = problem;
+            self.fitting = self.best.as_ref().map(|best| (best.price(self.options), base));
             self.demand = Some(Demand::new(problem, most));
         }
         // Those too that turned out not to fit, of which the sweep knows nothing: no number is tried twice.
@@ -447,6 +463,9 @@ impl<'a> Search<'a> {
         self.note(num_micro_batches, seconds);
         let price = price(self.options, num_micro_batches, seconds);
         let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
+        if self.fitting.is_none_or(|(least, _)| price < least) {
+            self.fitting = Some((price, base));
+        }
         let found = Best { num_micro_batches, draft, order, seconds };
         if self.best.as_ref().is_none_or(beats) {
             self.best = Some(found.clone());
@@ -553,7 +572,7 @@ impl<'a> Search<'a> {
             self.solve(&candidate, base, &pipeline)?;
             self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
             if self.best.is_some() && self.tries_sizes() {
-                self.suited = None;
+                self.fitting = None;
                 self.sizes(&candidate, &pipeline)?;
             }
         }
