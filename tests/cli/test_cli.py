@@ -500,6 +500,17 @@ def test_tune_stays_within_the_delay(run: Any, npy: Path, tmp_path: Path) -> Non
     assert adaptive["held_out_delay"] <= 0.8, "on other orders, too, where prices are judged"
     assert results["best"]["held_out_delay"] is None, "thresholds are not"
     assert (tmp_path / "wlb-tune/tune.png").read_bytes().startswith(b"\x89PNG")
+    # Both choices, by attention rates that they were not found by: the figures of `wlb pack` with the same settings.
+    queues, released = results["methods"]
+    assert queues["thresholds"] == results["best"]["thresholds"]
+    for graded, found in ((queues, results["best"]), (released, adaptive)):
+        assert graded["imbalance_mean"] == pytest.approx(found["imbalance_mean"])
+        assert graded["lost_time"] == pytest.approx(found["lost_time"])
+        least, most = graded["imbalance_band"]
+        assert least <= graded["imbalance_mean"] < most
+        assert graded["step_work_heaviest"] > 1
+        assert graded["step_work_cv"] > 0
+    assert "The same plans, were attention" in (tmp_path / "wlb-tune/tune.html").read_text(encoding="utf-8")
 
 
 CLUSTER = ("--context", CONTEXT, "--pp", 2, "--cp", 2, "--dp", 2, "--tp", 1)

@@ -12,13 +12,14 @@ from cyclopts.types import PositiveInt
 
 from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
-from wlb.cli.inputs.packing import Batches, Delay
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, plain, settings
+from wlb.cli.inputs.packing import Batches, Delay, Held
 from wlb.cli.inputs.stream import Reading, Source
 from wlb.cli.output.console import Output
 from wlb.cli.output.layouts import layouts_report
 from wlb.cli.output.tuning import tuning_report, waiting_report
 from wlb.cli.packing import tune as tune_waiting
+from wlb.cli.packing import wlb_plan
 from wlb.cluster.hardware import GIB
 from wlb.simulation import Objective, search_layouts
 from wlb.simulation import tune as tune_cluster
@@ -118,11 +119,18 @@ def tune(
         output.folder("tune")
         if scenario is None:
             waiting = Delay(max_mean_delay=cluster.max_mean_delay, max_delay=cluster.max_delay)
+            queued = tune_waiting(stream, setup, waiting, bars, queues=cluster.num_queues)
+            adaptive = tune_waiting(stream, setup, waiting, bars, queues=None)
+            choices = (
+                Held(outlier_thresholds=queued.thresholds, max_delay=cluster.max_delay),
+                Held(release="adaptive", delay_price=adaptive.delay_price, max_delay=cluster.max_delay),
+            )
             report = waiting_report(
                 stream,
                 setup,
-                tune_waiting(stream, setup, waiting, bars, queues=cluster.num_queues),
-                tune_waiting(stream, setup, waiting, bars, queues=None),
+                queued,
+                adaptive,
+                [wlb_plan(stream, setup, held, bars, tuned_batches=stream.batches)[0] for held in choices],
                 max_mean_delay=cluster.max_mean_delay,
                 settings=settings(batches, waiting, reading) | {"steps": steps, "queues": cluster.num_queues},
             )

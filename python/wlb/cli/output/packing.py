@@ -8,7 +8,7 @@ from typing import Any
 
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
-from wlb.cli.output.graded import LOST, LOST_NOTE, LOST_WORDS, RATES, ends
+from wlb.cli.output.graded import graded_table
 from wlb.cli.output.report import Block, Column, Headline, Paragraphs, Picture, Report, Table
 from wlb.cli.packing import CP_SIZES, STRATEGIES
 from wlb.cli.words import listed
@@ -31,11 +31,6 @@ _COLUMNS = (
     Column("delay", "max", "delay_max"),
     Column("memory", "skew", "memory_skew", ".2f"),
     Column("planning", "µs/step", "planning_microseconds", ",.0f"),
-)
-_GRADED = (
-    Column("imbalance", "mean", "imbalance_mean", ".3f"),
-    Column("imbalance", "band", "imbalance_ends", "s"),
-    *LOST,
 )
 _NOTES = (
     "g: global batches in the window of the fixed-length greedy.",
@@ -83,21 +78,13 @@ def packing_report(
     before, after = plans[0].summary(), shown.summary()
     documents = describe_documents(stream, setup.context)
     thresholds = {f"thresholds: {p.name}": listed(p.thresholds, ", ") for p in plans if p.thresholds}
-    summaries = [plan.summary() for plan in plans]
     if setup.cost_model is None:
         columns = [plan.columns() for plan in plans]
-        graded = [{**of, "columns": of_columns} for of, of_columns in zip(summaries, columns, strict=True)]
+        graded = [{**plan.summary(), "columns": of} for plan, of in zip(plans, columns, strict=True)]
         closer: tuple[Block, ...] = (_column_table(plans, columns), Paragraphs((COLUMN_NOTE, *_NOTES), small=True))
     else:
-        graded = [of | plan.bands(setup.cost_model) for of, plan in zip(summaries, plans, strict=True)]
-        models = len(setup.cost_model.models)
-        costs = RATES if models == 1 else f"under each of the {models} cost models, one of which is true"
-        rows = [(plan.name, ends(of), plan.waits) for plan, of in zip(plans, graded, strict=True)]
-        note = LOST_NOTE if models == 1 else f"band: least and most, over the cost models. {LOST_WORDS}"
-        closer = (
-            Table.of(f"The same plans, {costs}", "method", _GRADED, rows),
-            Paragraphs((*_NOTES, note), small=True),
-        )
+        graded, table, note = graded_table(plans, setup.cost_model)
+        closer = (table, Paragraphs((*_NOTES, note), small=True))
     return Report(
         command=command,
         subject=shown.name,

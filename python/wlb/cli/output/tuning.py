@@ -10,13 +10,14 @@ import wlb
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.configuration import configuration, packer_micro_batches
 from wlb.cli.output.documents import describe_documents, document_sentences
-from wlb.cli.output.graded import LOST_NOTE, ends
+from wlb.cli.output.graded import LOST_NOTE, ends, graded_table
 from wlb.cli.output.report import Code, Column, Heading, Paragraphs, Picture, Report, Table
 from wlb.cli.output.simulation import assumptions, describe, kernel_sentence, simulation_report
 from wlb.cli.words import counted, thresholds, waits
 from wlb.cluster.hardware import GIB
 from wlb.simulation import KINDS, Choice, Tuning
 from wlb.simulation.methods import Setup
+from wlb.simulation.trained import PackedRun
 
 _NOTES = (
     "x: predicted tokens/s over Plain-4D's, on the same documents, as in a long stream; FLOPs: the same of the FLOPs"
@@ -62,14 +63,17 @@ def waiting_report(
     setup: Setup,
     queued: wlb.TuneResult,
     adaptive: wlb.TuneResult,
+    plans: Sequence[PackedRun],
     *,
     max_mean_delay: float,
     settings: Mapping[str, Any],
 ) -> Report:
-    """What may wait, and nothing else: no cluster is known."""
+    """What may wait, and nothing else: no cluster is known. `plans` are those of the two choices."""
     from wlb.cli.output.figures.tuning import draw_waiting
 
     documents = describe_documents(stream, setup.context)
+    assert setup.cost_model is not None  # only `wlb pack` knows documents that bring their costs
+    graded, table, note = graded_table(plans, setup.cost_model)
     chosen = {
         f"outlier_thresholds={queued.thresholds}": queued.best,
         f'release="adaptive", delay_price={adaptive.delay_price:g}': adaptive.best,
@@ -88,9 +92,17 @@ def waiting_report(
             Picture(draw_waiting(queued, adaptive, max_mean_delay), "tune.png"),
             _front("Queues", "thresholds", queued),
             _front("Adaptive release", "price of delay", adaptive),
+            table,
+            Paragraphs((note,), small=True),
             Code("Arguments of a packer", "\n".join(lines)),
         ),
-        numbers={"settings": settings, "documents": documents, **_found(queued), "adaptive": _found(adaptive)},
+        numbers={
+            "settings": settings,
+            "documents": documents,
+            **_found(queued),
+            "adaptive": _found(adaptive),
+            "methods": graded,
+        },
         facts={"Settings": settings, "Documents": documents},
     )
 
