@@ -610,6 +610,7 @@ def test_costs_of_documents_may_be_an_array() -> None:
         (["a"], "must be numbers"),
         ([1.0, -2.0], r"costs\[1\] has -2.0: must be a finite number"),
         ([1.0, float("nan")], r"costs\[1\] has nan"),
+        ([0.0, 0.0], "costs has nothing but 0"),
     ):
         with pytest.raises(wlb.WlbError, match=problem):
             DynamicCpLoader([], plan=plan, costs=wrong)

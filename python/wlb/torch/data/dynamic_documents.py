@@ -39,7 +39,7 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
     """A function of a document, of an array that has the costs by their ids.
 
     Raises:
-        wlb.WlbError: It is neither, or a number is negative or not finite.
+        wlb.WlbError: It is neither, or a number is negative or not finite, or all costs are 0.
     """
     if callable(costs):
         return costs
@@ -55,6 +55,8 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
     if not (legal := (array >= 0) & (array < math.inf)).all():
         index = int(legal.argmin())
         raise error(name, f"has {array[index]}: must be a finite number, 0 or above", index=index, value=array[index])
+    if name == "costs" and not array.any():  # of attention_costs it says that nothing can be hidden
+        raise error(name, "has nothing but 0: documents that cost nothing are planned in any way")
 
     def of_document(document: Document) -> Any:
         if not 0 <= document.id < array.size:
