@@ -95,7 +95,7 @@ def run_on_ranks(page: Path, folder: Path, ranks: list[dict[str, str]]) -> None:
         processes.append((process, reader))
     try:
         for _, reader in processes:
-            assert reader.poll(120), "no answer"
+            assert reader.poll(500), "no answer"
             failure = reader.recv()
             assert not failure, failure
     finally:

@@ -1,6 +1,7 @@
 """Plans made in the worker processes of a torch DataLoader."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import plans
 import pytest
@@ -8,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import wlb
 
-TIMEOUT = 120  # seconds until a worker that says nothing is an error
-START_METHODS = ["fork", "spawn"]
+TIMEOUT = 500  # seconds until a worker that says nothing is an error
+START_METHODS = [("fork", 2), ("spawn", 1)]  # a spawned worker takes seconds to import torch
 
 
 class Plans(Dataset[list[str]]):
@@ -36,22 +37,22 @@ class Stream(IterableDataset[str]):
             yield packing.digest()
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_workers_plan_like_the_main_process(start_method: str) -> None:
+def workers(of: Any, start_method: str, num_workers: int) -> Any:
+    return DataLoader(
+        of, batch_size=None, num_workers=num_workers, multiprocessing_context=start_method, timeout=TIMEOUT
+    )
+
+
+@pytest.mark.parametrize("how", START_METHODS)
+def test_workers_plan_like_the_main_process(how: tuple[str, int]) -> None:
     dataset = Plans()
-    expected = [dataset[number] for number in range(len(dataset))]
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=start_method, timeout=TIMEOUT)
-    assert list(loader) == expected
+    assert list(workers(dataset, *how)) == [dataset[number] for number in range(len(dataset))]
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_a_packer_goes_on_in_a_worker(start_method: str) -> None:
-    """Each of the two workers gets a copy of the packer, which already holds documents."""
+@pytest.mark.parametrize("how", START_METHODS)
+def test_a_packer_goes_on_in_a_worker(how: tuple[str, int]) -> None:
+    """Each worker gets a copy of the packer, which already holds documents."""
     packer = plans.packer()
     packer.push(plans.batch(0))
     assert packer.pending > 0
-    loader = DataLoader(
-        Stream(packer), batch_size=None, num_workers=2, multiprocessing_context=start_method, timeout=TIMEOUT
-    )
-    from_workers = sorted(loader)
-    assert from_workers == sorted(2 * list(Stream(packer)))
+    assert sorted(workers(Stream(packer), *how)) == sorted(how[1] * list(Stream(packer)))

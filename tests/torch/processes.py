@@ -18,7 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = 240.0  # seconds: more than any test takes on a busy machine, less than forever
+TIMEOUT = 500.0  # seconds: more than any test takes on a busy machine, less than forever
+
+# Trainers ask for an address though they use the group there is, and for more threads unless told otherwise: matrix
+# products hang in a forked process whose parent had several.
+ENVIRONMENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
 
 
 class RankFailed(RuntimeError):
@@ -88,7 +92,7 @@ def _main(
     torch.set_num_threads(1)
     # A schedule that fails logs all of its actions, on every rank: pages under which the failure itself is not found.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), **ENVIRONMENT}
     try:
         dist.init_process_group(
             "gloo",

@@ -165,7 +165,7 @@ def test_as_collate_fn_in_workers(start_method: str) -> None:
         collate_fn=functools.partial(collate, cp_rank=1, cp_size=2),
         num_workers=1,
         multiprocessing_context=start_method,
-        timeout=120,
+        timeout=500,
     )
     first, empty, last = list(loader)
     assert first.document_ids.tolist() == [0, 2]

@@ -408,7 +408,7 @@ def test_what_is_made_beside_the_step_before_does_not_stall(monkeypatch: pytest.
     steps = iter(may_begin)
 
     def prepare(batch: PackedBatch) -> PackedBatch:
-        assert next(steps).wait(60)
+        assert next(steps).wait(500)
         now[0] += 1.0
         made.release()
         return batch
@@ -427,7 +427,7 @@ def test_what_is_made_beside_the_step_before_does_not_stall(monkeypatch: pytest.
         first = next(loader)
         assert (len(first.plan), first.stall_seconds) == (1, 1.0)
         may_begin[1].set()  # while the first is trained
-        assert all(made.acquire(timeout=60) for _ in range(2))
+        assert all(made.acquire(timeout=500) for _ in range(2))
         assert next(loader).stall_seconds == 0.0
         assert next(loader).stall_seconds == 1.0, "nobody trained in between"
 

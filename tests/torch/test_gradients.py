@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -260,7 +259,6 @@ def all_wrappers(rank: int) -> dict[str, np.ndarray]:
 
 def environment() -> None:
     """What accelerate and Lightning want to know of a group that there already is; and silence."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 

@@ -30,7 +30,7 @@ from wlb.torch.pipeline import (
 )
 
 HIDDEN = 8
-WAITS = timedelta(seconds=6)  # for a rank that has failed; one that has not is no later on any machine
+WAITS = timedelta(seconds=4)  # for a rank that has failed; one that has not is no later on any machine
 VOCABULARY = 11
 
 # The documents of each micro-batch; a micro-batch may have one token, or none.
@@ -248,7 +248,7 @@ def abort_stock_torch(rank: int) -> None:
         if "shape mismatch" in str(reason):
             raise
     if rank == 0:
-        time.sleep(60)  # it may or may not have noticed that it lost its peer: let the peer's death be what is reported
+        time.sleep(600)  # whether it noticed that it lost its peer or not: let the peer's death be what is reported
 
 
 def scale(rank: int, lengths: Sequence[int]) -> list[int]:
@@ -270,7 +270,7 @@ def test_torch_keeps_a_stale_tail_and_we_do_not() -> None:
 
 def test_torch_aborts_on_a_longer_micro_batch_and_we_do_not() -> None:
     with pytest.raises(processes.RankFailed, match=r"^rank 1: died|shape mismatch"):
-        processes.run(2, abort_stock_torch, timeout=50)
+        processes.run(2, abort_stock_torch)
     assert processes.run(2, scale, [3, 5])[1] == [3, 5]
 
 
@@ -349,7 +349,7 @@ def test_with_fsdp(schedule: str, num_stages: int) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 500
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -258,38 +258,6 @@ def test_a_run_that_is_cut_off_goes_on(tmp_path: Path) -> None:
     assert records.read_text() == before
 
 
-KILLED = """
-import os, signal
-from wlb.cli import main
-from wlb.torch.profiling.records import Records
-add = Records.add
-def add_and_die(self, shape, measured):
-    add(self, shape, measured)
-    if len(self._found) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-Records.add = add_and_die
-main()
-"""
-
-
-def test_a_process_that_is_killed_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(wlb.__file__).parents[1])}
-
-    def started(*how: str) -> int:
-        command = [sys.executable, *how, "profile", *CLI]
-        return subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, timeout=300).returncode
-
-    assert started("-c", KILLED) == -signal.SIGKILL
-    records = tmp_path / "cpu.records.jsonl"
-    kept = records.read_text()
-    assert kept.count("\n") == 3  # and a line that says what was measured
-    assert not (tmp_path / "cpu.json").exists()
-    assert started("-m", "wlb.cli") == 0
-    assert records.read_text().startswith(kept)
-    wlb.KernelModel.from_profile(tmp_path / "cpu.json")
-
-
 def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     records = tmp_path / "r.jsonl"
     with pytest.raises(Stop):
@@ -503,6 +471,34 @@ def test_the_command(run: Any, tmp_path: Path) -> None:
     assert (tmp_path / summary["profile"]).exists()
     assert (tmp_path / summary["records"]).exists()
     assert run(*CLI, "--quiet") == (0, "", "")
+
+
+KILLED = """
+import os, signal
+from wlb.cli import main
+from wlb.torch.profiling.records import Records
+add = Records.add
+def add_and_die(self, shape, measured):
+    add(self, shape, measured)
+    if len(self._found) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+Records.add = add_and_die
+main()
+"""
+
+
+@needs_cli
+def test_a_process_that_is_killed_goes_on(run: Any, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(wlb.__file__).parents[1])}
+    killed = subprocess.run([sys.executable, "-c", KILLED, "profile", *CLI], env=environment, timeout=500)
+    assert killed.returncode == -signal.SIGKILL
+    records = tmp_path / "cpu.records.jsonl"
+    kept = records.read_text()
+    assert kept.count("\n") == 3  # and a line that says what was measured
+    assert not (tmp_path / "cpu.json").exists()
+    assert run(*CLI, "--quiet") == (0, "", "")
+    assert records.read_text().startswith(kept)
+    wlb.KernelModel.from_profile(tmp_path / "cpu.json")
 
 
 @needs_cli

@@ -46,7 +46,7 @@ def sampler(
 def step_loader(of: BalancedBatchSampler, *, cp: tuple[int, int] = (0, 1), **options: Any) -> StepLoader[PackedBatch]:
     work = functools.partial(collate, cp_rank=cp[0], cp_size=cp[1])
     if options.get("num_workers"):
-        options["timeout"] = 120
+        options["timeout"] = 500
     return StepLoader(DataLoader(Documents(DATA), batch_sampler=of, collate_fn=work, **options))
 
 

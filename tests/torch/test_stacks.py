@@ -38,7 +38,7 @@ def waiting(work: Any) -> Iterator[int]:
     entered, leave = threading.Event(), threading.Event()
     thread = threading.Thread(target=work, args=(entered, leave))
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(500)
     assert thread.ident is not None
     try:
         yield thread.ident
@@ -51,7 +51,7 @@ def waiting(work: Any) -> Iterator[int]:
 def test_the_users_line_is_told(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     with waiting(module_of(path, WAITING).waits_here) as thread:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 500
         while not (where(stacks()[thread])).endswith(":4 in waits_here"):
             assert time.monotonic() < until, stacks()[thread]
         lines = stacks()[thread]

@@ -130,7 +130,7 @@ def thread(source: Any) -> Iterator[Any]:
     fetching = threading.Thread(target=fetch)
     fetching.start()
     try:
-        while (step := ahead.get(timeout=60)) is not None:
+        while (step := ahead.get(timeout=500)) is not None:
             yield step
     finally:
         left.set()
@@ -139,7 +139,7 @@ def thread(source: Any) -> Iterator[Any]:
 
 def worker(source: Any) -> Iterator[Any]:
     """A process that makes the steps, as many ahead as it is told."""
-    yield from DataLoader(Steps(source), batch_size=None, num_workers=1, prefetch_factor=4, timeout=60)
+    yield from DataLoader(Steps(source), batch_size=None, num_workers=1, prefetch_factor=4, timeout=500)
 
 
 CONSUMERS = {"plain": Steps, "accelerate": accelerated, "thread": thread, "worker": worker}

@@ -357,7 +357,8 @@ def test_a_step_is_made_while_the_one_before_is_trained() -> None:
     of = stream(collate_fn=slow)
     next(of)
     state = of.state_dict()
-    assert all(made.acquire(timeout=60) for _ in range(8)), "two steps of four micro-batches, one of them not asked for"
+    # Two steps of four micro-batches, one of them not asked for.
+    assert all(made.acquire(timeout=500) for _ in range(8))
     assert of.state_dict() == state
     assert of.metrics().steps == 1
     of.close()
@@ -377,7 +378,7 @@ def test_who_is_interrupted_while_waiting_goes_on_with_the_same_step() -> None:
             while "wait" not in names_of_main_thread():
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            assert interrupted.wait(60)
+            assert interrupted.wait(500)
         return collate(documents)
 
     of = stream(collate_fn=interrupting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -103,7 +102,6 @@ WRAPPERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(rank: int, wrapper: str) -> list[tuple[float, np.ndarray]]:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     warnings.simplefilter("ignore")
     accelerator = None
     if wrapper == "accelerate":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -175,7 +174,6 @@ def test_what_is_right_is_proved_and_left_as_it_was(names: list[str], ranks: int
 
 
 def quiet() -> None:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     warnings.simplefilter("ignore")
 
 

@@ -1,5 +1,9 @@
-"""One thread for torch in the test process, as in tests/torch."""
+"""One thread for torch in the test process, as in tests/torch, and what trainers ask their environment for."""
 
+import os
+
+import processes
 import torch
 
 torch.set_num_threads(1)
+os.environ |= processes.ENVIRONMENT

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -13,10 +11,10 @@ import numpy as np
 import processes
 import pytest
 import torch.distributed as dist
-from text_corpus import Row, flat, outcome, planned, reference, tokenizer
-from transformers import Trainer, TrainerCallback
+from text_corpus import Row, planned, reference, tokenizer
+from transformers import Trainer
 
-from small_corpus import llama
+from small_corpus import StopAt, flat, llama, outcome
 
 STEPS = 20
 Program = Callable[[Path, Path, dict[str, Any]], None]  # of a model's folder, an output folder, options of `balance`
@@ -31,19 +29,12 @@ def save_model(folder: Path) -> Path:
 
 def run(rank: int, program: Program, model: Path, output: Path, stop: int, killed: bool = False) -> Any:
     """What the program's trainer did until it was stopped: losses, weights, and this rank's part of the plan."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     begun: list[Any] = []
     own = Trainer.train
 
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step >= stop
-            if killed and control.should_training_stop:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         begun.append(trainer)
-        trainer.add_callback(Stop())
+        trainer.add_callback(StopAt(stop, killed=killed))
         return own(trainer, *args, **kwargs)
 
     Trainer.train = train  # type: ignore[method-assign, assignment]

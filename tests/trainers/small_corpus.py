@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from wlb.torch.data import Piece
 
@@ -47,6 +51,59 @@ def loss_of_one(model: LlamaForCausalLM, tokens: list[int], predicted: list[int]
     """Sum over a document alone, nothing packed; `predicted` stands where it is predicted."""
     logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(predicted), reduction="sum")
+
+
+def train_alone(
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[Sequence[tuple[list[int], list[int]]]],
+    *,
+    schedule: Any = None,
+    max_norm: float = float("inf"),
+) -> tuple[list[float], NDArray[np.float32]]:
+    """Steps over tokens and what they predict, one document at a time: their losses, and the weights after them."""
+    losses = []
+    for rows in steps:
+        valid = sum(label != -100 for _, predicted in rows for label in predicted)
+        loss = torch.stack([loss_of_one(model, *row) for row in rows]).sum() / valid
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return losses, flat(model)
+
+
+def rows_of_steps(micro_batches: Sequence[Iterable[int | Piece]], size: int, steps: int) -> list[list[Any]]:
+    """The rows of so many steps of `size` micro-batches each."""
+    return [
+        [alone(element) for batch in micro_batches[first : first + size] for element in batch]
+        for first in range(0, steps * size, size)
+    ]
+
+
+def outcome(trainer: Any) -> tuple[list[float], Any]:
+    """The losses that a Hugging Face trainer logged, and the weights."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, flat(trainer.model)
+
+
+class StopAt(TrainerCallback):
+    """Ends a training after a step, with the schedule of the whole; or kills its process."""
+
+    def __init__(self, step: int, *, killed: bool = False) -> None:
+        self.step, self.killed = step, killed
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+        if self.killed and control.should_training_stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def flat(model: Any) -> Any:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
 def alone(element: int | Piece) -> tuple[list[int], list[int]]:

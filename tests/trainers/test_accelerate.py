@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wlb
 import wlb.torch as wt
-from small_corpus import CONTEXT, LENGTHS, alone, documents, llama, loss_of_one
+from small_corpus import CONTEXT, LENGTHS, documents, llama, rows_of_steps, train_alone
 
 STEPS = 20
 EPOCHS = 2
@@ -40,23 +40,14 @@ def reference() -> list[float]:
     batches = wt.BalancedBatchSampler(
         LENGTHS, packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=160, num_epochs=EPOCHS
     )
-    model, losses = llama(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = llama()
     micro_batches = [batch for _ in range(EPOCHS) for batch in batches]
-    for first in range(0, STEPS * 4, 4):
-        rows = [alone(element) for batch in micro_batches[first : first + 4] for element in batch]
-        valid = sum(label != -100 for _, predicted in rows for label in predicted)
-        loss = torch.stack([loss_of_one(model, *row) for row in rows]).sum() / valid
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return train_alone(model, optimizer, rows_of_steps(micro_batches, 4, STEPS))[0]
 
 
 def train(rank: int, wrapper: str, folder: Path | None = None, die: bool = False) -> list[float]:
     """Three lines are wlb's: the import, the loader, the step. Saves after 7 steps, goes on from there if it can."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     warnings.simplefilter("ignore")
     accelerator = None
     model: Any = llama()

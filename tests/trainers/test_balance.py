@@ -30,7 +30,18 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import wlb
-from small_corpus import CONTEXT, LENGTHS, VOCABULARY, alone, documents, llama, loss_of_one, mean_over_tokens
+from small_corpus import (
+    CONTEXT,
+    LENGTHS,
+    VOCABULARY,
+    StopAt,
+    documents,
+    llama,
+    mean_over_tokens,
+    outcome,
+    rows_of_steps,
+    train_alone,
+)
 from wlb.integrations.huggingface import MicroBatchCallback, balance, refusals
 from wlb.torch.data import Piece
 
@@ -67,9 +78,6 @@ def arguments(folder: Path, dp_size: int = 1, **options: Any) -> TrainingArgumen
 
 
 def balanced(folder: Path, dp_size: int = 1, *, callbacks: Any = (), data: Any = None, **options: Any) -> Any:
-    # accelerate asks for an address though it uses the group there is, and for more threads unless told otherwise:
-    # matrix products hang in a forked process whose parent had several.
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     data = documents() if data is None else data
     trainer = Trainer(
         llama(),
@@ -84,14 +92,9 @@ def balanced(folder: Path, dp_size: int = 1, *, callbacks: Any = (), data: Any =
     return balance(trainer, max_tokens=64)
 
 
-def outcome(trainer: Any) -> tuple[list[float], np.ndarray]:
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).numpy()
-
-
 def reference(plan: Any, max_steps: int, steps: int = STEPS) -> tuple[list[float], np.ndarray]:
     """The steps of the same plan in a plain loop."""
-    model, losses = llama(), []
+    model = llama()
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -99,26 +102,12 @@ def reference(plan: Any, max_steps: int, steps: int = STEPS) -> tuple[list[float
     schedule = get_linear_schedule_with_warmup(optimizer, 2, max_steps)
     sampler = plan.sampler()
     micro_batches = [batch for _ in range(plan.num_epochs) for batch in sampler]
-    size = plan.packer.num_micro_batches
-    for first in range(0, steps * size, size):
-        rows = [alone(element) for batch in micro_batches[first : first + size] for element in batch]
-        valid = sum(label != -100 for _, predicted in rows for label in predicted)
-        loss = torch.stack([loss_of_one(model, *row) for row in rows]).sum() / valid
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+    rows = rows_of_steps(micro_batches, plan.packer.num_micro_batches, steps)
+    return train_alone(model, optimizer, rows, schedule=schedule, max_norm=1.0)
 
 
 def train(rank: int, folder: Path, stop: int = STEPS, resume: bool = False, **options: Any) -> Any:
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step >= stop
-
-    trainer = balanced(folder, dist.get_world_size(), callbacks=[Stop()], **options)
+    trainer = balanced(folder, dist.get_world_size(), callbacks=[StopAt(stop)], **options)
     trainer.train(resume_from_checkpoint=resume)
     return *outcome(trainer), trainer.args.max_steps, trainer.state.epoch, trainer.state.num_train_epochs
 
@@ -269,15 +258,11 @@ class Endless(IterableDataset[Any]):
 
 
 def train_stream(rank: int, folder: Path, stop: int) -> Any:
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step >= stop
-
     options: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 5}
     resume = any(folder.glob("checkpoint-*"))
     size = dist.get_world_size()
     options["gradient_accumulation_steps"] = 4 // size
-    trainer = balanced(folder, size, data=Endless(), callbacks=[Stop()], **options)
+    trainer = balanced(folder, size, data=Endless(), callbacks=[StopAt(stop)], **options)
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
 
@@ -538,7 +523,6 @@ def averaged(rank: int, folder: Path) -> str:
             result = super().compute_loss(*args, **kwargs)
             return (result[0] / 2, result[1]) if isinstance(result, tuple) else result / 2
 
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     data: Any = documents()
     trainer = Averaged(llama(), arguments(folder, 2), train_dataset=data, data_collator=together)
     with pytest.raises(wlb.WlbError) as refused:

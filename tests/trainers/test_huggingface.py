@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import (
 
 import small_corpus
 import wlb
-from small_corpus import VOCABULARY
+from small_corpus import VOCABULARY, flat, outcome
 from wlb.integrations.huggingface import MicroBatchCallback, MicroBatchLoader, PackedCollator
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, StepLoader
 
@@ -152,17 +151,16 @@ class PackedTrainer(Trainer):
 
 def train(rank: int, folder: Path, dp_size: int, stop: int) -> tuple[list[float], np.ndarray]:
     """Trains up to a step, from the checkpoint that there is, or else from the beginning."""
-    # accelerate asks for an address though it uses the group there is, and for more threads unless told otherwise:
-    # matrix products hang in a forked process whose parent had several.
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    model = llama()
+    return outcome(trained(PackedTrainer, LENGTHS, folder, dp_size, stop, dataloader_num_workers=2 - dp_size))
+
+
+def trained(kind: type[Trainer], lengths: list[int], folder: Path, dp_size: int, stop: int, **options: Any) -> Any:
     arguments = TrainingArguments(
         str(folder),
         use_cpu=True,
         max_steps=stop,
         gradient_accumulation_steps=MICRO_BATCHES // dp_size,
         ignore_data_skip=True,
-        dataloader_num_workers=2 - dp_size,
         optim="sgd",
         learning_rate=0.5,
         lr_scheduler_type="constant",
@@ -171,17 +169,14 @@ def train(rank: int, folder: Path, dp_size: int, stop: int) -> tuple[list[float]
         save_steps=stop,
         report_to=[],
         disable_tqdm=True,
+        **options,
     )
-    trainer = PackedTrainer(
-        model,
-        arguments,
-        train_dataset=documents(LENGTHS),
-        data_collator=PackedCollator(),
-        callbacks=[MicroBatchCallback()],
+    data: Any = documents(lengths)
+    trainer = kind(
+        llama(), arguments, train_dataset=data, data_collator=PackedCollator(), callbacks=[MicroBatchCallback()]
     )
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+    return trainer
 
 
 def reference(steps: int) -> tuple[list[float], np.ndarray]:
@@ -197,7 +192,7 @@ def reference(steps: int) -> tuple[list[float], np.ndarray]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+    return losses, flat(model)
 
 
 def test_trainer_takes_the_steps_of_one_document_at_a_time(tmp_path: Path) -> None:
@@ -237,34 +232,10 @@ class StreamTrainer(Trainer):
 
 def train_stream(rank: int, folder: Path, dp_size: int, stop: int) -> tuple[list[float], int]:
     """As `train`; also the steps that the checkpoint says are done."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    arguments = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        max_steps=stop,
-        gradient_accumulation_steps=MICRO_BATCHES // dp_size,
-        ignore_data_skip=True,
-        optim="sgd",
-        learning_rate=0.5,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_steps=stop,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = StreamTrainer(
-        llama(),
-        arguments,
-        train_dataset=documents(LENGTHS * 3),
-        data_collator=PackedCollator(),
-        callbacks=[MicroBatchCallback()],
-    )
-    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    trainer = trained(StreamTrainer, LENGTHS * 3, folder, dp_size, stop)
     trainer.stream.close()
     saved = json.loads((folder / f"checkpoint-{stop}" / "trainer_state.json").read_text())
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, saved["stateful_callbacks"]["MicroBatchCallback"]["steps"]["step"]
+    return outcome(trainer)[0], saved["stateful_callbacks"]["MicroBatchCallback"]["steps"]["step"]
 
 
 def test_trainer_takes_a_stream(tmp_path: Path) -> None:

@@ -28,7 +28,18 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 import wlb
-from small_corpus import CONTEXT, LENGTHS, VOCABULARY, alone, documents, llama, loss_of_one, mean_over_tokens
+from small_corpus import (
+    CONTEXT,
+    LENGTHS,
+    VOCABULARY,
+    alone,
+    documents,
+    flat,
+    llama,
+    mean_over_tokens,
+    rows_of_steps,
+    train_alone,
+)
 from wlb.integrations.lightning import BalancedDataModule
 
 STEPS = 20
@@ -65,7 +76,6 @@ def data(**options: Any) -> BalancedDataModule:
 
 
 def quiet() -> None:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
@@ -107,8 +117,7 @@ def fit(
     if dist.is_initialized():
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()]).numpy()
-    return losses.tolist(), weights, trainer.current_epoch
+    return losses.tolist(), flat(module.model), trainer.current_epoch
 
 
 def train(rank: int, folder: Path, resume: bool = False) -> Any:
@@ -116,20 +125,10 @@ def train(rank: int, folder: Path, resume: bool = False) -> Any:
 
 
 def reference() -> tuple[list[float], np.ndarray]:
-    model, losses = llama(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sampler = data()._sampler(0, 1)
+    model, sampler = llama(), data()._sampler(0, 1)
     micro_batches = [batch for _ in range(EPOCHS) for batch in sampler]
-    size = sampler.num_micro_batches_per_rank
-    for first in range(0, STEPS * size, size):
-        rows = [alone(element) for batch in micro_batches[first : first + size] for element in batch]
-        valid = sum(label != -100 for _, predicted in rows for label in predicted)
-        loss = torch.stack([loss_of_one(model, *row) for row in rows]).sum() / valid
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train_alone(model, optimizer, rows_of_steps(micro_batches, sampler.num_micro_batches_per_rank, STEPS))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])

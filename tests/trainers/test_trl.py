@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from page import block
-from text_corpus import LENGTHS, Row, flat, outcome, planned, reference, texts, tokenised, tokenizer
-from transformers import TrainerCallback
+from text_corpus import LENGTHS, Row, planned, reference, texts, tokenised, tokenizer
 
 import wlb
-from small_corpus import CONTEXT, llama, loss_of_one
+from small_corpus import CONTEXT, StopAt, flat, llama, loss_of_one, outcome
 from wlb.integrations.huggingface import balance
 from wlb.integrations.rows import Rows
 from wlb.integrations.streams import streams_of
@@ -40,14 +38,6 @@ def tokens_and_labels(row: dict[str, str]) -> Row:
 def trained(
     folder: Path, dp_size: int, stop: int = STEPS, *, stream: bool = False, killed: bool = False, **options: Any
 ) -> Any:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step >= stop
-            if killed and control.should_training_stop:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     defaults: dict[str, Any] = {
         "use_cpu": True,
         "bf16": False,
@@ -70,7 +60,7 @@ def trained(
         train_dataset=text().to_iterable_dataset(num_shards=4) if stream else text(),
         eval_dataset=text().select(range(0, 60, 3)),
         processing_class=tokenizer(),
-        callbacks=[Stop()],
+        callbacks=[StopAt(stop, killed=killed)],
     )
 
 
@@ -84,7 +74,6 @@ def train(rank: int, folder: Path, stop: int = STEPS, resume: bool = False, **op
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sft_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path) -> None:
     found = processes.run(ranks, train, tmp_path)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     plan = planned(balance(trained(tmp_path, 1), max_tokens=64))[:STEPS]
     losses, model = reference(plan, [tokens_and_labels(row) for row in text()])
     weights = flat(model)

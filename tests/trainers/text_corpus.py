@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from small_corpus import CONTEXT, llama, loss_of_one
+from small_corpus import CONTEXT, llama, train_alone
 from wlb.torch.data import Piece
 
 WORDS = [f"w{number}" for number in range(60)]
@@ -49,22 +48,15 @@ def tokenised(text: dict[str, str], *, end: Sequence[int] = ()) -> Row:
 
 def reference(plan: Plan, rows: list[Row], lr: float = 0.1) -> tuple[list[float], LlamaForCausalLM]:
     """The losses of the plan's steps, one document at a time, and the model after them."""
-    model, losses = llama(), []
+
+    def row(element: int | Piece) -> Row:
+        number, start, length = element if isinstance(element, Piece) else (element, 0, len(rows[element][0]))
+        tokens, labels = rows[number]
+        return tokens[start : start + length], [*labels[1:], -100][start : start + length]
+
+    model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for elements in plan:
-        parts: list[Tensor] = []
-        count = 0
-        for element in elements:
-            number, start, length = element if isinstance(element, Piece) else (element, 0, len(rows[element][0]))
-            tokens, labels = rows[number]
-            predicted = [*labels[1:], -100][start : start + length]
-            parts.append(loss_of_one(model, tokens[start : start + length], predicted))
-            count += sum(label != -100 for label in predicted)
-        loss = torch.stack(parts).sum() / count
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
+    losses, _ = train_alone(model, optimizer, [[row(element) for element in elements] for elements in plan])
     return losses, model
 
 
@@ -74,13 +66,3 @@ def planned(trainer: Any) -> Plan:
     sampler, size = plan.sampler(), plan.packer.num_micro_batches // trainer.args.world_size
     batches = [batch for _ in range(plan.num_epochs) for batch in sampler]
     return [list(chain(*batches[first : first + size])) for first in range(0, len(batches), size)]
-
-
-def outcome(trainer: Any) -> tuple[list[float], Any]:
-    """Losses logged, and the weights."""
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, flat(trainer.model)
-
-
-def flat(model: Any) -> Any:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()

@@ -6,7 +6,6 @@ masks that torchtitan makes. All else is torchtitan's own.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +114,6 @@ def config(
     folder: Path, *, attention: str = "flex", steps: int = 20, layers: int = 2, **options: Any
 ) -> Trainer.Config:
     """Of torchtitan's smallest Llama, as its registry would give it."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     spec = model_registry("debugmodel", attn_backend=attention)
     spec.model.layers = spec.model.layers[:layers]
     parallelism = options.pop("parallelism", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from wlb._choices import Generation
 from wlb._core import CostModel
 from wlb._errors import check_integer, check_positive, error
 from wlb.cluster.models import ModelConfig
@@ -130,6 +131,7 @@ def presets() -> list[str]:
 
 def _preset(
     name: str,
+    generation: Generation,
     *,
     tflops: float,
     mebibytes: int,
@@ -138,9 +140,9 @@ def _preset(
     link: float,
     network: float,
     attention: float,
-) -> Hardware:
+) -> tuple[Hardware, Generation]:
     """`link` in GB/s, `network` in Gb/s."""
-    return Hardware(
+    hardware = Hardware(
         name=name,
         peak_flops=tflops * 1e12,
         memory_bytes=mebibytes * 2**20,
@@ -149,17 +151,18 @@ def _preset(
         inter_node=Link(latency=14e-6, bandwidth=0.96 * network / 8 * 1e9),
         attention_efficiency=attention,
     )
+    return hardware, generation
 
 
 _HOPPER: dict[str, Any] = {"tflops": 989, "gpus": 8, "links": 18, "link": 20.6, "network": 400, "attention": 0.85}
 _BLACKWELL: dict[str, Any] = {"links": 18, "link": 40.1, "network": 400}
-_PRESETS = {
-    hardware.name: hardware
-    for hardware in (
-        _preset("a100", tflops=312, mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90),
-        _preset("h100", mebibytes=81559, **_HOPPER),
-        _preset("h200", mebibytes=143771, **_HOPPER),
-        _preset("b200", tflops=2250, mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
-        _preset("gb200", tflops=2500, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
-    )
-}
+_GPUS = (
+    _preset("a100", "a100", tflops=312, mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90),
+    _preset("h100", "h100", mebibytes=81559, **_HOPPER),
+    _preset("h200", "h200", mebibytes=143771, **_HOPPER),
+    _preset("b200", "b200", tflops=2250, mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
+    _preset("gb200", "b200", tflops=2500, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
+)
+_PRESETS = {hardware.name: hardware for hardware, _ in _GPUS}
+GENERATIONS = {hardware.name: generation for hardware, generation in _GPUS}
+"""Which kernel default of `KernelModel.analytic` goes with each."""

@@ -18,7 +18,7 @@ from wlb._results import PipelineTimeline
 from wlb.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
 from wlb.cluster.capacity import max_tokens
 from wlb.cluster.data_parallel import check_sync, data_parallel_seconds, exposed, micro_batch_seconds
-from wlb.cluster.hardware import Hardware
+from wlb.cluster.hardware import GENERATIONS, Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.cluster.models import Mask, ModelConfig
 from wlb.cluster.overhead import NO_OVERHEAD, Overhead
@@ -30,15 +30,6 @@ from wlb.simulation.methods import Setup
 Floats = NDArray[np.float64]
 
 _PASSES: tuple[Passes, ...] = ("forward", "backward")
-
-_GENERATIONS: dict[str, Generation] = {
-    "a100": "a100",
-    "h100": "h100",
-    "h200": "h200",
-    "b200": "b200",
-    "gb200": "b200",
-}
-"""Which kernel default of `KernelModel.analytic` goes with a GPU of `Hardware.preset`."""
 
 _INTEGERS = {
     "context": 1,
@@ -167,7 +158,7 @@ class Scenario:
     @property
     def measured_elsewhere(self) -> bool:
         """Whether the kernel model's GPU is not the hardware's, as far as their names say."""
-        generation = _GENERATIONS.get(self.hardware.name, self.hardware.name)
+        generation = GENERATIONS.get(self.hardware.name, self.hardware.name)
         return generation not in self.attention.source.lower()
 
     @property
@@ -227,10 +218,10 @@ class Scenario:
     @property
     def generation(self) -> Generation:
         """The GPU of which attention is assumed, where no kernel model and no profile is given."""
-        if self.hardware.name not in _GENERATIONS:
-            message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(_GENERATIONS)} have"
+        if self.hardware.name not in GENERATIONS:
+            message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(GENERATIONS)} have"
             raise error("kernel_model", message)
-        return _GENERATIONS[self.hardware.name]
+        return GENERATIONS[self.hardware.name]
 
     @cached_property
     def linear(self) -> tuple[CostModel, CostModel] | None:

@@ -12,7 +12,7 @@ from cyclopts.types import PositiveInt
 
 from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, plain, settings
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
 from wlb.cli.inputs.packing import Batches, Delay, Held
 from wlb.cli.inputs.stream import Reading, Source
 from wlb.cli.output.console import Output
