@@ -33,7 +33,7 @@ def speeds(found: LayoutSearch) -> list[float]:
 @pytest.mark.parametrize(
     "case",
     [
-        {"gpus": 8, "by": "tokens"},
+        pytest.param({"gpus": 8, "by": "tokens"}, marks=pytest.mark.long),
         {"gpus": 8, "by": "flops", "hardware": dataclasses.replace(H100, gpus_per_node=4)},
         {"gpus": 12, "by": "tokens", "cp_overlap": 1.0},
     ],
