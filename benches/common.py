@@ -89,13 +89,18 @@ def sources(paths: Sequence[Path], *, documents: int) -> dict[str, Lengths]:
     return {path.stem: read_lengths(path) for path in paths} or {"synthetic": synthetic(documents)}
 
 
-def global_batches(lengths: Lengths, micro_batches: int, steps: int, *, seed: int = 0) -> list[Lengths]:
-    """So many global batches of `micro_batches` contexts: the documents in random order, again and again."""
+def stream(lengths: Lengths, tokens: int, seed: int) -> Lengths:
+    """So many tokens: the documents in random order, again and again in a new one, cut to the context."""
     rng = np.random.default_rng(seed)
-    tokens = micro_batches * CONTEXT
-    epochs = -(-(steps + 1) * tokens // int(lengths.sum()))
-    order = np.concatenate([rng.permutation(lengths) for _ in range(epochs)])
+    order = np.concatenate([rng.permutation(lengths) for _ in range(-(-tokens // int(lengths.sum())))])
     _, _, pieces = wlb.split_documents(order, max_document_tokens=CONTEXT)
+    return np.asarray(pieces[: np.searchsorted(pieces.cumsum(), tokens)], np.int64)
+
+
+def global_batches(lengths: Lengths, micro_batches: int, steps: int) -> list[Lengths]:
+    """So many global batches of `micro_batches` contexts."""
+    tokens = micro_batches * CONTEXT
+    pieces = stream(lengths, (steps + 1) * tokens, seed=0)
     offsets = wlb.batch_offsets(pieces, tokens_per_batch=tokens)[: steps + 1]
     return [pieces[a:b] for a, b in itertools.pairwise(offsets)]
 

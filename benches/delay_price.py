@@ -21,13 +21,13 @@ from common import (
     Lengths,
     Row,
     bars,
-    global_batches,
     llama_7b,
     machine,
     options,
     parse,
     rounded,
     sources,
+    stream,
     tables,
     write_record,
 )
@@ -43,11 +43,6 @@ ROOMS = (1.0, 1.5)  # max_tokens in contexts
 LIMITS = (0.3, 0.6, 2.0)  # most mean delay
 MICRO_BATCHES = 16
 COST = llama_7b(0.55)
-
-
-def stream(lengths: Lengths, seed: int) -> Lengths:
-    """So many global batches, one after the other."""
-    return np.concatenate(global_batches(lengths, MICRO_BATCHES, STEPS, seed=seed))
 
 
 def packing(room: float) -> dict[str, Any]:
@@ -73,7 +68,8 @@ def measured(lengths: Lengths, room: float, price: float) -> tuple[float, float,
 
 def rows(name: str, lengths: Lengths) -> list[Row]:
     """Of one source."""
-    tuned_on, measured_on = ([stream(lengths, seed) for seed in seeds] for seeds in (TUNED_ON, MEASURED_ON))
+    tokens = MICRO_BATCHES * CONTEXT * STEPS
+    tuned_on, measured_on = ([stream(lengths, tokens, seed) for seed in seeds] for seeds in (TUNED_ON, MEASURED_ON))
     made: list[Row] = []
     for room, limit in itertools.product(ROOMS, LIMITS):
         prices: dict[str, list[float]] = {"default": [], "one order": [], "tuned": []}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import CONTEXT, RECORDS, Lengths, Row, llama_7b, machine, read_lengths, rounded, write_record
+from common import CONTEXT, RECORDS, Lengths, Row, llama_7b, machine, read_lengths, rounded, stream, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -25,13 +25,6 @@ from wlb.torch.data import BalancedBatchSampler
 PRICES = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.022, 0.016, 0.011)
 LEVELS = (1.01, 1.005, 1.003)
 MOST = (0, 2, 4, 8)
-
-
-def stream(lengths: Lengths, tokens: int, seed: int) -> Lengths:
-    rng = np.random.default_rng(seed)
-    order = np.concatenate([rng.permutation(lengths) for _ in range(-(-tokens // int(lengths.sum())))])
-    _, _, pieces = wlb.split_documents(order, max_document_tokens=CONTEXT)
-    return np.asarray(pieces[: np.searchsorted(pieces.cumsum(dtype=np.int64), tokens)], np.int64)
 
 
 def run(lengths: Lengths, micro_batches: int, price: float, most: int) -> Row:
