@@ -347,6 +347,11 @@ def _gather(readers: dict[int, Connection], never: set[int], moment: Any) -> dic
     return found
 
 
+def wait_for_the_store() -> None:
+    """On a busy machine it is not gone where it takes its time."""
+    heartbeat.Heartbeat.ask.__kwdefaults__["patience"] = 100.0
+
+
 def _main(
     rank: int, world_size: int, store: Path | int, writer: Connection, work: Callable[..., None], fault: Fault
 ) -> None:
@@ -359,6 +364,8 @@ def _main(
     else:
         kept = dist.FileStore(str(store), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=kept, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    if not fault.kind:
+        wait_for_the_store()
     try:
         work(fault)
     except BaseException as reason:

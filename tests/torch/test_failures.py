@@ -110,6 +110,7 @@ def test_other_micro_batches_are_refused_before_they_are_sent(work: Any, there: 
 
 def far_apart(rank: int) -> None:
     """Nobody waits in the check, so one rank may be far ahead; only the same step is compared."""
+    faults.wait_for_the_store()
     same = faults.micro_batches([3, 1])
     for turn in range(2):
         if rank == turn:
@@ -133,6 +134,7 @@ def test_ranks_far_apart_are_not_taken_for_others() -> None:
 
 def without_a_heartbeat_once(rank: int, how: str) -> None:
     """One rank's heartbeat cannot begin in a step, or ends after it: the next one counts its steps on."""
+    faults.wait_for_the_store()
     heart = heartbeat.heartbeat()
     for step in range(3):
         if rank == 1 and step == 1 and how == "ended":
