@@ -1,12 +1,12 @@
 """Streams without an index: what several ranks read together is what one would."""
 
+import concurrent.futures
 import json
 import os
 import random
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -364,27 +364,31 @@ def test_a_step_is_made_while_the_one_before_is_trained() -> None:
     of.close()
 
 
-def names_of_main_thread() -> list[str]:
-    """Of the functions that it is in."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return [line.name for line in traceback.extract_stack(frame)]
-
-
 def test_who_is_interrupted_while_waiting_goes_on_with_the_same_step() -> None:
-    interrupted = threading.Event()
+    main, interrupted = threading.main_thread().ident or 0, threading.Event()
+
+    def interrupt(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    def waits() -> bool:
+        lines = traceback.extract_stack(sys._current_frames()[main])
+        return any(line.filename == concurrent.futures._base.__file__ and line.name == "wait" for line in lines)
 
     def interrupting(documents: list[Document]) -> PackedBatch:
-        if not interrupted.is_set():
-            while "wait" not in names_of_main_thread():
-                time.sleep(0.001)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            assert interrupted.wait(500)
+        while not interrupted.wait(0.05):  # a signal that comes just before a thread waits does not wake it
+            if waits():
+                signal.pthread_kill(main, signal.SIGINT)
         return collate(documents)
 
     of = stream(collate_fn=interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        next(of)
-    interrupted.set()
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(of)
+    finally:
+        signal.signal(signal.SIGINT, before)
     micro: Micro = {}
     for step in of:
         micro |= contents(step)
