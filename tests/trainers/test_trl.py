@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,6 @@ def partial_train(rank: int, folder: Path, stop: int, resume: bool, options: dic
 
 
 def run_page(rank: int, folder: Path) -> tuple[str, float]:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     tokenizer().save_pretrained(folder)
     llama().save_pretrained(folder)
     few = {"use_cpu": True, "bf16": False, "max_steps": 2, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
