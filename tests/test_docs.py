@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import multiprocessing
 import os
@@ -171,6 +172,35 @@ def test_links_lead_somewhere() -> None:
             assert target.exists(), f"{name_of(page)}: {link} is not there"
             if anchor:
                 assert anchor in anchors(target), f"{name_of(page)}: {link}: no such heading"
+
+
+LINES = {  # of docs/trainers.md: the section's blocks, and the row of the table that says how many lines are wlb's
+    "Hugging Face": ("python", "transformers' `Trainer`"),
+    "LLaMA-Factory": ("text", "LLaMA-Factory"),
+    "Lightning": ("python", "Lightning"),
+    "Megatron-Core": ("text", "Megatron-Core"),
+    "torchtitan": ("text", "torchtitan"),
+    "A loop of your own": ("python", "a loop of your own"),
+}
+
+
+@pytest.mark.parametrize("section", LINES)
+def test_trainers_take_as_many_lines_as_the_page_says(section: str) -> None:
+    """Imports of wlb, and lines with what they bring; in Megatron-Core's two blocks, in torchtitan one that switches off."""
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    language, row = LINES[section]
+    told = re.search(rf"^\| [^|]*{re.escape(row)}[^|]*\| (\d)", page, re.MULTILINE)
+    text = page.partition(f"## {section}\n")[2].partition("\n## ")[0]
+    code = [found[2] for found in BLOCK.finditer(text) if found[1] == language][
+        : 2 if section == "Megatron-Core" else 1
+    ]
+    tree = ast.parse("\n".join(code))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    ours = [node for node in imports if "wlb" in (getattr(node, "module", None) or node.names[0].name).split(".")]
+    names = {alias.asname or alias.name for node in ours for alias in node.names}
+    used = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names}
+    assert told is not None
+    assert len(used | {node.lineno for node in ours}) + (section == "torchtitan") == int(told[1])
 
 
 def test_readme_takes_a_minute() -> None:

@@ -72,7 +72,8 @@ def _holds_integers(dataset: Any, name: str) -> bool:
 def _arrays(column: Any) -> list[Any]:
     """Each document of a column, where its tokens lie in memory; what has gaps is read item by item."""
     arrays: list[Any] = []
-    for chunk in column.chunks:
+    # Scattered documents are a chunk each, which takes longer to look at than to copy.
+    for chunk in [column.combine_chunks()] if column.num_chunks > 1 and not column.null_count else column.chunks:
         if chunk.null_count or chunk.values.null_count:
             arrays += chunk.to_pylist()
             continue
