@@ -186,7 +186,7 @@ LINES = {  # of docs/trainers.md: the section's blocks, and the row of the table
 
 @pytest.mark.parametrize("section", LINES)
 def test_trainers_take_as_many_lines_as_the_page_says(section: str) -> None:
-    """Imports of wlb, and lines with what they bring; in Megatron-Core's two blocks, in torchtitan one that switches off."""
+    """Imports of wlb, and lines with what they bring; Megatron-Core's are in two blocks, torchtitan's one more."""
     page = (ROOT / "docs" / "trainers.md").read_text()
     language, row = LINES[section]
     told = re.search(rf"^\| [^|]*{re.escape(row)}[^|]*\| (\d)", page, re.MULTILINE)
