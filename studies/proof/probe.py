@@ -156,9 +156,11 @@ def of_steps(probed: Overhead, scenario: wlb.Scenario, seconds: dict[int, float]
     """
     known = dataclasses.replace(scenario, overhead=probed)
     (few, many), layout = sorted(seconds), scenario.layout
+    shard = wlb.shard([TINY * layout.cp], cp_size=layout.cp, strategy="per_document")
+    forward, backward = (known.rank_seconds(shard, passes=one).max(axis=0)[None] for one in _PASSES)  # type: ignore[arg-type]
+    each = known.stage_seconds([TINY], attention_forward=forward, attention_backward=backward)
 
     def predicted(count: int, more: float = 0.0) -> float:
-        each = known.stage_seconds([TINY], attention_forward=[0.0], attention_backward=[0.0])
         costs = each.seconds + scenario.exposed_dp(each.seconds)
         costs[..., :2] += more
         timeline = wlb.simulate_pipeline(
@@ -168,8 +170,7 @@ def of_steps(probed: Overhead, scenario: wlb.Scenario, seconds: dict[int, float]
 
     slope = (seconds[many] - seconds[few]) - (predicted(many) - predicted(few))
     op = slope / (2 * (many - few))  # a micro-batch more is a forward and a backward more on the longest path
-    each = known.stage_seconds([TINY], attention_forward=[0.0], attention_backward=[0.0]).seconds[0]
-    op = max(op, -float(min(each[:, 0].min(), each[:, 1:].sum(axis=1).min())))
+    op = max(op, -float(min(each.seconds[0, :, 0].min(), each.seconds[0, :, 1:].sum(axis=1).min())))
     lines: list[Any] = [
         tuple((once + op, *rest) for once, *rest in passes) for passes in (probed.forward, probed.backward)
     ]

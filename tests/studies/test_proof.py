@@ -1,5 +1,6 @@
 """The proof, small: what is trained is the plan, each part once; figures say what was measured and no more."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import wlb
+from wlb.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb.torch.attention import context_parallel_attention
 from wlb.torch.profiling import LinkTimes, probe_link
 
@@ -227,3 +229,32 @@ def test_the_command_line_is_read() -> None:
     assert (options.hidden, options.layouts, options.seed) == (64, ("pp2",), 3)
     with pytest.raises(SystemExit):
         command.app.parse_args(["--hidden", "0"])
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "dp2pp2cp2"])
+def test_a_probe_finds_what_ops_and_steps_take(layout: str) -> None:
+    """Of steps that take what the simulation says they take with it."""
+    sizes = proof.Layout(layout).sizes
+    tokens = probing.TINY * sizes["cp"]
+
+    def tiny(count: int, overhead: Any) -> wlb.Scenario:
+        return wlb.Scenario(
+            model=BENCH.model,
+            layout=wlb.ParallelLayout(**sizes, fsdp="zero3" if sizes["pp"] == 1 else "zero2"),
+            hardware=wlb.Hardware.preset("h100"),
+            context=tokens,
+            num_micro_batches=count * sizes["dp"],
+            overhead=overhead,
+        )
+
+    stages = ((0.5, 1e-3, 2e-3),) * sizes["pp"]
+    truth = Overhead(forward=tuple((once + 0.125, *rest) for once, *rest in stages), backward=stages, step=3.0)
+    truth = dataclasses.replace(truth, backward=truth.forward)
+    seconds = {}
+    for count in (2 * sizes["pp"], 4 * sizes["pp"]):
+        lengths = np.full(count * sizes["dp"], tokens)
+        seconds[count] = float(wlb.simulate(lengths, tiny(count, truth), variants=("plain",)).baseline.seconds[0])
+    found = probing.of_steps(Overhead(forward=stages, backward=stages), tiny(2, NO_OVERHEAD), seconds)
+    assert np.array(found.forward) == pytest.approx(np.array(truth.forward))
+    assert np.array(found.backward) == pytest.approx(np.array(truth.backward))
+    assert found.step == pytest.approx(3.0)
