@@ -25,7 +25,7 @@ from studies.proof.slices import Stages, clock_of
 from wlb.cluster import Overhead
 
 Floats = NDArray[np.float64]
-REPEATS = 3
+REPEATS = 5
 TINY = 16  # tokens of a rank in the steps that show what a step takes
 _PASSES = ("forward", "backward")
 
