@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wlb
-from wlb.cluster.models import Attention, FeedForward, LatentAttention, Mask
+from wlb.cluster.memory import activation_bytes, exchanged_width
+from wlb.cluster.models import Attention, FeedForward, LatentAttention, Mask, NGramEmbedding
 from wlb.cluster.models.image_families import IMAGE_FAMILIES
 from wlb.cluster.models.text_families import FAMILIES
 
@@ -102,6 +104,40 @@ def test_terms_of_a_cost_are_the_masks_of_the_layers() -> None:
     assert model.cost_model(flops_per_second=1e15).unit == "seconds"
     with pytest.raises(wlb.WlbError, match="causal = False: gemma3_text has layers with window 4096"):
         model.cost_model(causal=False)
+
+
+def test_blocks_of_keys_that_an_indexer_selects() -> None:
+    """Pairs counted query by query: whole blocks up to the budget, and what is behind the last whole block."""
+    config = CASES["qwen4_exp_text"].config()
+    model, tokens = read(config), 20_000
+    block, budget = config.indexer_compress_ratio, config.indexer_budget
+    visible = np.arange(1, tokens + 1)
+    met = np.minimum(visible // block, budget // block) * block + visible % block
+    scored = visible // block
+    layers = config.num_hidden_layers // 4
+    ours = {
+        mask.kind: (wlb.pairs([tokens]) if mask == Mask() else window_pairs(tokens, mask.size)) * flops
+        for mask, flops in model.pair_flops.items()
+    }
+    assert ours["window"] == pytest.approx(layers * 4 * 16 * 256 * met.sum(), rel=1e-3)
+    assert ours["full"] == pytest.approx(layers * 2 * 4 * 256 * scored.sum(), rel=1e-3)
+
+
+def window_pairs(tokens: int, size: int) -> int:
+    return int(np.minimum(np.arange(1, tokens + 1), size).sum())
+
+
+def test_several_residual_streams_are_kept_and_sent() -> None:
+    """Between layers and pipeline stages; context-parallel ranks send the indexer's keys, too."""
+    model = read(CASES["qwen4_exp_text"].config())
+    assert model.residual_width == 4 * model.hidden_size
+    layout = wlb.ParallelLayout(tp=2, cp=2, pp=2, dp=1, recompute="full")
+    assert activation_bytes(model, layout) == layout.activation_bytes * 4 * model.hidden_size / 2
+    attention = next(layer for layer in model.stack if any(layer.of_kind(Attention)))
+    assert exchanged_width(attention, layout) == 2 * 256 + 256
+    tables = next(block for layer in model.stack for block in layer.of_kind(NGramEmbedding))
+    assert model.num_parameters - model.num_active_parameters > tables.table * tables.row
+    assert tables.table * tables.row > 40e9
 
 
 def test_deepseek_v3_is_as_published() -> None:
