@@ -61,6 +61,7 @@ __all__ = [
     "WlbError",
     "__version__",
     "batch_offsets",
+    "dynamic_cp_seconds",
     "most_tokens",
     "order_micro_batches",
     "pack",
