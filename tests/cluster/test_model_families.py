@@ -260,6 +260,7 @@ def test_older_files_have_the_keys_of_the_language_model_outside() -> None:
     ("name", "changes", "said"),
     [
         ("gemma2", {"layer_types": ["full_attention"]}, "has 1 layer_types and 26 layers"),
+        ("llama", {"layer_types": ["full_attention"]}, "has 1 layer_types and 32 layers"),
         ("gemma2", {"layer_types": ["ring_attention"] * 26}, "layer_types 'ring_attention'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),

@@ -193,6 +193,9 @@ class Keys:
         unknown = [name for name in _MATTER if name not in self._read and self._content.get(name)]
         if "layer_types" not in self._read:
             kinds = self.read(list, "layer_types", default=[])
+            layers = self._content.get("num_hidden_layers", len(kinds))
+            if kinds and len(kinds) != layers:
+                raise Refused(f"has {len(kinds)} layer_types and {layers} layers", kinds)
             if any(_LEGACY.get(str(kind), str(kind)) != "full_attention" for kind in kinds):
                 unknown.append(f"layer_types {sorted(set(map(str, kinds)))}")
         if "sliding_window" not in self._read and (window := self.window()):
