@@ -170,7 +170,7 @@ def test_a_step_is_told_anew_for_other_times(schedule: Any, stages: int, parts: 
     assert plan.step_seconds(seconds) == plan.seconds
     seconds[0] *= 3
     assert plan.step_seconds(seconds) >= plan.seconds
-    with pytest.raises(wlb.WlbError, match=r"group_seconds has 1 entries, but the plan has \d+ groups"):
+    with pytest.raises(wlb.WlbError, match=r"group_seconds: has 1 entries, but the plan has \d+ groups"):
         plan.step_seconds([1.0])
     seconds[2] = np.nan
     with pytest.raises(wlb.WlbError, match=r"group_seconds\[2\] = NaN: must be finite and not negative"):
