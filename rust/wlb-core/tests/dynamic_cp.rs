@@ -3,14 +3,15 @@
 
 mod common;
 
-use common::dynamic_cp::{in_equal_rounds, in_one_round, is_held, is_legal, optimum, planned};
+use common::dynamic_cp::{Works, group_seconds, in_equal_rounds, in_one_round, is_held, is_legal, optimum, planned};
 use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;
 use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, GroupSizes, Node, plan_dynamic_cp};
 use wlb_core::packing::Padding;
-use wlb_core::{CostModel, Error, Lengths, Mask, Schedule};
+use wlb_core::pipeline::{Buffers, PipelineOptions, Times};
+use wlb_core::{CostModel, Error, Lengths, Mask, Pipeline, Schedule};
 
 fn communication() -> impl Strategy<Value = Communication> {
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e3, 1 => 1e3..1e8];
@@ -347,6 +348,91 @@ fn the_number_of_micro_batches_suits_what_exchange_costs() {
     }
     let mean = regrets.iter().sum::<f64>() / regrets.len() as f64;
     assert!(mean < 0.01 && regrets.iter().all(|&regret| regret < 0.02), "{regrets:?}");
+}
+
+/// Groups of one size in all micro-batches, the longest document first, each where it is done first: the shortest step of
+/// all sizes and numbers of micro-batches.
+fn longest_first(
+    lengths: &[i32],
+    options: &DynamicCpOptions,
+    cost: &CostModel,
+    counts: std::ops::RangeInclusive<usize>,
+) -> f64 {
+    let works = Works::of(lengths, cost.into());
+    let mut order: Vec<usize> = (0..lengths.len()).collect();
+    order.sort_by_key(|&document| std::cmp::Reverse(lengths[document]));
+    let mut best = f64::INFINITY;
+    for (m, size) in counts.flat_map(|m| (1..=options.world_size).map(move |size| (m, size))) {
+        if options.group_sizes == GroupSizes::PowersOfTwo && !size.is_power_of_two() {
+            continue;
+        }
+        let groups_of_one = options.world_size / size;
+        let mut groups = vec![Vec::new(); m * groups_of_one];
+        let seconds = |group: usize, documents: &[usize]| {
+            let first = group % groups_of_one * size;
+            group_seconds(documents, lengths, first..first + size, options, &works)
+        };
+        let placed = order.iter().all(|&document| {
+            let with = |group: usize| [groups[group].as_slice(), &[document]].concat();
+            let fits = |&group: &usize| {
+                let tokens: i64 = with(group).iter().map(|&document| i64::from(lengths[document])).sum();
+                tokens <= size as i64 * i64::from(options.max_tokens_per_rank)
+            };
+            let done = |group: &usize| seconds(*group, &with(*group));
+            let first = (0..groups.len()).filter(fits).min_by(|a, b| done(a).total_cmp(&done(b)));
+            first.inspect(|&group| groups[group].push(document)).is_some()
+        });
+        if placed {
+            let slowest = |j: usize| {
+                let of = |group: usize| seconds(group, &groups[group]);
+                (j * groups_of_one..(j + 1) * groups_of_one).map(of).fold(0.0, f64::max)
+            };
+            let mut costs: Vec<f64> = (0..m).map(slowest).collect();
+            let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
+            let layout =
+                PipelineOptions { schedule: options.schedule(), num_stages, num_virtual_stages, num_micro_batches: m };
+            let pipeline = Pipeline::new(&layout).unwrap();
+            for _ in 0..2 {
+                let times = Times::per_micro_batch(&costs).unwrap();
+                best = best.min(pipeline.makespan(&times, &mut Buffers::default()).unwrap());
+                costs.sort_by(f64::total_cmp);
+            }
+        }
+    }
+    best
+}
+
+/// Few documents, in worlds of any size: what anybody would do first is never over 1 % faster.
+#[test]
+fn few_documents_take_no_longer_than_longest_first() {
+    let cost = CostModel::analytic(1.0, 3000.0, Mask::Causal).unwrap();
+    let mut state = 1_u64;
+    let mut draw = |from: u64, to: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        from + (state >> 33) % (to - from)
+    };
+    for case in 0..48 {
+        let (world_size, num_stages) = ([2_usize, 3, 5, 6, 7, 8, 12, 24][draw(0, 8) as usize], 1 << draw(0, 3));
+        let max_tokens = [8192_i32, 16384, 32768][draw(0, 3) as usize];
+        let longest = (1 << world_size.ilog2()) * i64::from(max_tokens);
+        let mut options = DynamicCpOptions::new(world_size, num_stages, max_tokens);
+        options.group_sizes = [GroupSizes::PowersOfTwo, GroupSizes::Any][draw(0, 2) as usize];
+        let seconds_per_token = 900.0 * draw(0, 3).min(1) as f64;
+        options.communication =
+            Communication { seconds_per_token, overlap: draw(0, 2) as f64, ..Communication::default() };
+        let documents = draw(4, 31);
+        let length = |draw: &mut dyn FnMut(u64, u64) -> u64| {
+            let long = draw(0, 5) == 0;
+            (if long { draw(20_000, 131_073) as i64 } else { draw(100, 6000) as i64 }).min(longest)
+        };
+        let lengths: Vec<i64> = (0..documents).map(|_| length(&mut draw)).collect();
+        let total: i64 = lengths.iter().sum();
+        let least = num_stages.max((total as usize).div_ceil(world_size * max_tokens as usize));
+        let plan = plan_dynamic_cp(&of(&lengths), None, &options, &cost).unwrap();
+        let lengths: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
+        let plain = longest_first(&lengths, &options, &cost, least..=(2 * least).min(lengths.len().max(least)));
+        assert!(plan.seconds <= 1.01 * plain, "case {case}: {} against {plain}", plan.seconds);
+    }
 }
 
 proptest! {

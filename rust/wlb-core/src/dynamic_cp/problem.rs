@@ -160,6 +160,18 @@ impl Problem {
         }
     }
 
+    /// Sizes of blocks of which a micro-batch has one, two, three and so on, up to one for each document; falling.
+    pub(super) fn plain_sizes(&self) -> Vec<usize> {
+        let size = |blocks: usize| match self.group_sizes {
+            GroupSizes::PowersOfTwo => 1 << (self.world_size / blocks).ilog2(),
+            GroupSizes::Any => self.world_size / blocks,
+        };
+        let most = self.world_size.min(self.documents.len().max(1));
+        let mut sizes: Vec<usize> = (1..=most).map(size).filter(|&size| size <= self.largest_group).collect();
+        sizes.dedup();
+        sizes
+    }
+
     /// The smallest group from `least` to `most` ranks on which documents fit and take at most `seconds`.
     ///
     /// # Complexity

@@ -62,9 +62,9 @@ impl<'a> Blocks<'a> {
         Self { problem, targets, blocks: Vec::new(), assignment }
     }
 
-    /// Opens a block for every document that needs more than `base` ranks, for memory or for time, while micro-batches
-    /// have ranks left; cuts what is left of them into blocks of `base`.
-    fn open(&mut self, base: usize) {
+    /// Opens a block for every document that needs more than `base` ranks, for memory or to be done in `full` seconds,
+    /// while micro-batches have ranks left; cuts what is left of them into blocks of `base`.
+    fn open(&mut self, base: usize, full: f64) {
         let Self { problem, targets, .. } = self;
         let world = FreeRanks::new(problem.world_size, problem.node());
         // Longest target first, so that those in which a document is done in time come before all others.
@@ -74,7 +74,7 @@ impl<'a> Blocks<'a> {
         let mut free = vec![world; targets.len()];
         let mut meter = Meter::default();
         // They come in falling sizes, so each power of two is aligned.
-        for (place, size) in problem.large(base, targets.iter().copied().fold(0.0, f64::max)) {
+        for (place, size) in problem.large(base, full) {
             meter.spend(targets.len());
             let document = &problem.documents[place];
             let seconds = problem.cost.seconds(&document.load, size);
@@ -243,16 +243,16 @@ impl Problem {
     }
 
     /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where
-    /// these will do. `None` if the documents do not fit.
+    /// these will do: for memory, and to be done in `full` seconds. `None` if the documents do not fit.
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document
     /// that needs a larger block. Where `base` does not divide `r`, up to O(m log r) more for any, and O(m r / base)
     /// where memory binds. Twice that where exchange costs and documents do not fit at first.
-    pub(super) fn solve(&self, targets: &[f64], base: usize) -> Option<Draft> {
+    pub(super) fn solve(&self, targets: &[f64], base: usize, full: f64) -> Option<Draft> {
         let solved = |order: &mut dyn Iterator<Item = u32>, overflow| {
             let mut blocks = Blocks::new(self, targets.to_vec());
-            blocks.open(base);
+            blocks.open(base, full);
             blocks.fill(order, base, overflow)?;
             Some(blocks.into_draft())
         };

@@ -143,6 +143,10 @@ fn planned(
         search.between(most)?;
     }
     search.refine()?;
+    if problem.documents.len() <= SMALL {
+        search.plainly(&counts)?;
+        search.refine()?;
+    }
     let Some(best) = search.best.take() else {
         let argument = match options {
             DynamicCpOptions { num_micro_batches: Some(_), .. } => "num_micro_batches",
@@ -384,6 +388,19 @@ impl<'a> Search<'a> {
         Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
     }
 
+    /// Plans documents as plainly as can be, blocks of one size for all of them but those that need more memory: of few
+    /// documents, a time that each micro-batch should take says little.
+    fn plainly(&mut self, counts: &[usize]) -> Result<()> {
+        for &count in counts {
+            let candidate = self.candidate(count)?;
+            let pipeline = self.pipeline(count)?;
+            for size in self.problem.plain_sizes() {
+                self.solve_within(&candidate, &candidate.relaxed.targets, size, f64::INFINITY, &pipeline)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. All of them
     /// at first, with every gain; then from the one that was fastest with this gain, as long as it gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
@@ -450,8 +467,21 @@ impl<'a> Search<'a> {
 
     /// The same with other targets.
     fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
+        let full = targets.iter().copied().fold(0.0, f64::max);
+        self.solve_within(candidate, targets, base, full, pipeline)
+    }
+
+    /// The same where documents get larger blocks only if those of `base` take longer than `full`.
+    fn solve_within(
+        &mut self,
+        candidate: &Candidate,
+        targets: &[f64],
+        base: usize,
+        full: f64,
+        pipeline: &Pipeline,
+    ) -> Result<f64> {
         let num_micro_batches = candidate.num_micro_batches;
-        let Some(draft) = self.problem.solve(targets, base) else { return Ok(f64::INFINITY) };
+        let Some(draft) = self.problem.solve(targets, base, full) else { return Ok(f64::INFINITY) };
         let costs = draft.costs();
         let order = shape::arrange(&costs, targets);
         if !self.fits_memory(pipeline, &draft, &order)? {
