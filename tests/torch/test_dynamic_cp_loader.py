@@ -515,6 +515,7 @@ def test_the_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(chosen, "device", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(chosen, "device", device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     seen: list[int] = []
 
     def prepare(_batch: object) -> None:
