@@ -144,8 +144,10 @@ fn planned(
     }
     search.refine()?;
     if problem.documents.len() <= SMALL {
-        search.plainly(&counts)?;
-        search.refine()?;
+        for evenly in [false, true] {
+            search.plainly(&counts, evenly)?;
+            search.refine()?;
+        }
     }
     let Some(best) = search.best.take() else {
         let argument = match options {
@@ -389,13 +391,15 @@ impl<'a> Search<'a> {
     }
 
     /// Plans documents as plainly as can be, blocks of one size for all of them but those that need more memory: of few
-    /// documents, a time that each micro-batch should take says little.
-    fn plainly(&mut self, counts: &[usize]) -> Result<()> {
+    /// documents, a time that each micro-batch should take says little. `evenly`: as much work for every micro-batch.
+    fn plainly(&mut self, counts: &[usize], evenly: bool) -> Result<()> {
         for &count in counts {
             let candidate = self.candidate(count)?;
             let pipeline = self.pipeline(count)?;
+            let targets = &candidate.relaxed.targets;
+            let even = vec![targets.iter().sum::<f64>() / count as f64; count];
             for size in self.problem.plain_sizes() {
-                self.solve_within(&candidate, &candidate.relaxed.targets, size, f64::INFINITY, &pipeline)?;
+                self.solve_within(&candidate, if evenly { &even } else { targets }, size, f64::INFINITY, &pipeline)?;
             }
         }
         Ok(())
