@@ -12,6 +12,8 @@ The dp x cp ranks of a stage hold the same parameters; of routed experts dp x cp
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,11 +26,6 @@ from wlb.cluster.models import ModelConfig
 from wlb.cluster.parallel import ParallelLayout
 
 Floats = NDArray[np.float64]
-
-
-def default_sync(layout: ParallelLayout) -> Sync:
-    """In every micro-batch with ZeRO-3, else once a step."""
-    return "micro_batch" if layout.fsdp == "zero3" else "step"
 
 
 def data_parallel_seconds(
@@ -141,15 +138,15 @@ def exposed(communication: Floats, computing: Floats, *, overlap: float) -> Floa
 
 
 def check_sync(sync: Sync | None, layout: ParallelLayout) -> Sync:
-    """Where ranks meet, or the default.
+    """Where ranks meet; by default in every micro-batch with ZeRO-3, else once a step.
 
     Raises:
         WlbError: once a step with ZeRO-3.
     """
     if sync is None:
-        return default_sync(layout)
-    if sync not in ("step", "micro_batch"):
-        raise error("sync", f"= {sync!r}: must be one of step, micro_batch", value=sync)
+        return "micro_batch" if layout.fsdp == "zero3" else "step"
+    if sync not in get_args(Sync):
+        raise error("sync", f"= {sync!r}: must be one of {', '.join(get_args(Sync))}", value=sync)
     if sync == "step" and layout.fsdp == "zero3":
         message = "= 'step': ZeRO-3 gathers parameters in every micro-batch; fsdp='zero2' is what keeps them"
         raise error("sync", message, value=sync)

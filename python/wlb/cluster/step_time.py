@@ -58,6 +58,11 @@ class StageSeconds:
     exposed_ep: Floats  # [micro-batches, stages, 3]: the part of it that waits for expert parallelism
     p2p: Floats  # [micro-batches]: sending a stage's output, or its gradient, to a neighbour
 
+    @property
+    def computing(self) -> Floats:
+        """float64[micro-batches, stages, 3]: the part of `seconds` that waits for nothing, and at least 0."""
+        return np.maximum(self.seconds - self.exposed_cp - self.exposed_tp - self.exposed_ep, 0.0)
+
 
 def stage_seconds(
     tokens: ArrayLike,

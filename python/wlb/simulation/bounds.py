@@ -55,8 +55,7 @@ class Bounds:
         if settings.dynamic:
             busy = (made.seconds - made.exposed_cp)[0].sum()  # over stages and passes
             return steps * (float(busy) * per_rank / layout.pp + apart)
-        computing = made.seconds - made.exposed_cp - made.exposed_tp - made.exposed_ep
-        seconds = made.seconds + scenario.exposed_dp(np.maximum(computing, 0.0))
+        seconds = made.seconds + scenario.exposed_dp(made.computing)
         simulated = simulate_steps(
             np.broadcast_to(seconds[0], (1, 1, per_rank, *made.seconds.shape[1:])),
             schedule=scenario.pipeline_schedule,

@@ -363,7 +363,7 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
     attribution["compute"] = busy / gpus - sum(attribution.values())
     attribution["bubble"] = bubble / gpus
     attribution["dp_wait"] += dp_wait / gpus
-    attribution["dp_communication"] += scenario.step_end - scenario.overhead.step
+    attribution["dp_communication"] += scenario.dp_end
     attribution["compute"] += scenario.overhead.step
     apart = sum(priced.parts[name] for name in ("ep_wait", "dp_wait", "dp_communication"))
     of_groups = (priced.seconds - apart).sum(axis=(1, 2))

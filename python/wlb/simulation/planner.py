@@ -156,7 +156,6 @@ def _line(scenario: Scenario, layout: ParallelLayout, tokens: int, part: str) ->
     if part == "exchange":
         seconds = made.exposed_cp
     else:
-        computing = made.seconds - made.exposed_cp - made.exposed_tp - made.exposed_ep
-        seconds = made.seconds - made.exposed_cp + scenario.exposed_dp(computing)
+        seconds = made.seconds - made.exposed_cp + scenario.exposed_dp(made.computing)
     once, twice = seconds.sum(axis=(1, 2))
     return float(twice - once) / tokens, max(0.0, float(2 * once - twice))

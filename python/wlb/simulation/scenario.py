@@ -182,12 +182,17 @@ class Scenario:
         return check_sync(self.sync, self.layout)
 
     @cached_property
-    def step_end(self) -> float:
-        """Seconds of a step beside its micro-batches: data parallelism that nothing hides, and what was measured."""
+    def dp_end(self) -> float:
+        """Seconds of data parallelism at the end of a step that nothing hides."""
         gradients = data_parallel_seconds(
             self.model, self.layout, self.hardware, schedule=self.pipeline_schedule, sync=self.sync
         )
-        return (1 - self.dp_overlap) * float(gradients.max()) + self.overhead.step
+        return (1 - self.dp_overlap) * float(gradients.max())
+
+    @property
+    def step_end(self) -> float:
+        """Seconds of a step beside its micro-batches: `dp_end`, and what was measured."""
+        return self.dp_end + self.overhead.step
 
     def exposed_dp(self, computing: Floats) -> Floats:
         """Seconds of data parallelism in every pass that nothing hides: zeros where ranks meet once a step.

@@ -245,7 +245,7 @@ def score(
     attribution["compute"] = busy - sum(attribution.values())
     attribution["bubble"] = simulated.bubble / pipelines
     attribution["dp_wait"] += simulated.dp_wait / pipelines
-    attribution["dp_communication"] += scenario.step_end - scenario.overhead.step
+    attribution["dp_communication"] += scenario.dp_end
     attribution["compute"] += scenario.overhead.step
     of_micro_batches = seconds.reshape(steps, width, -1).sum(axis=2)
     return StaticOutcome(
