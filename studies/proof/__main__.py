@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import wlb
-from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, page, probe, processes, slices
+from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, pace, page, probe, processes, slices
 from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
@@ -34,6 +34,10 @@ TINY_STEPS = 12
 
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
+Even = tuple[list[float], Callable[[int, float], float]]
+"""What even micro-batches took, and what is predicted of them: arguments of :meth:`pace.Pace.of`."""
+
+PACE = "even micro-batches"  # among the methods of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,7 @@ class Proof:
             if known["settings"] == settings:
                 return known
         # When and on what it ran: a later run that only goes on from here is another one.
-        about = this_machine(["torch"])
+        about = this_machine(["torch"]) | {"busy": machine.busy_processors()}
         record = {"settings": settings, "machine": about, **self._run(layout, kind)}
         write_record(path, record)
         return record
@@ -150,15 +154,18 @@ class Proof:
         hardware = machine.hardware(self._bench, self._profile, processes.link_of(link), layout.world_size)
         scenario, beside = self._probed(layout, hardware, link)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
-        made = self._processes(layout, outcomes) if kind == "processes" else self._slices(layout, outcomes)
+        measure = self._processes if kind == "processes" else self._slices
+        made, even = measure(layout, outcomes, scenario)
+        found = pace.Pace.of(*even)
         for name, row in made.items():
-            row |= predicted(outcomes[name])
+            row |= predicted(outcomes[name], found)
         return {
             "sizes": layout.sizes,
             "title": str(layout),
             "kind": kind,
             "link": link,
             "beside": beside,
+            "pace": asdict(found),
             "methods": made,
         }
 
@@ -182,10 +189,17 @@ class Proof:
         about = {"attention": found.attention, "error": found.error, **asdict(overhead)}
         return self._bench.scenario(layout, hardware, profile, overhead), about
 
-    def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
-        steps = sum(len(outcome.run.digests) for outcome in outcomes.values()) * self._options.repeats
-        task = self._bars.add_task(f"{layout}, processes", total=steps)
+    def _processes(
+        self, layout: Layout, outcomes: Mapping[str, Outcome], scenario: wlb.Scenario
+    ) -> tuple[dict[str, Row], Even]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
+        count = scenario.micro_batches // layout.sizes["dp"]
+        sorts = pace.parts(self._bench.context, layout.sizes["cp"])
+        most = max(map(len, work.steps.values()))
+        turns = [processes.even(layout, sorts[index % len(sorts)], count) for index in range(max(most, len(sorts)))]
+        work = replace(work, steps={**work.steps, PACE: turns})
+        steps = sum(map(len, work.steps.values())) * self._options.repeats
+        task = self._bars.add_task(f"{layout}, processes", total=steps)
         measured = processes.launch(work, lambda: self._bars.advance(task))
         self._bars.remove_task(task)
         found = {}
@@ -200,14 +214,23 @@ class Proof:
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
-        return found
+        turns_took = np.array(measured["seconds"][PACE])
+        took = [float(np.median(turns_took[:, sort :: len(sorts)])) for sort in range(len(sorts))]
+        return found, (took, lambda sort, rate: pace.step_seconds(scenario, self._even(sort), count, rate=rate))
 
-    def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
+    def _even(self, sort: int) -> list[int]:
+        """Documents of a micro-batch of one of :data:`pace.KINDS`."""
+        return [self._bench.context // pace.KINDS[sort]] * pace.KINDS[sort]
+
+    def _slices(
+        self, layout: Layout, outcomes: Mapping[str, Outcome], scenario: wlb.Scenario
+    ) -> tuple[dict[str, Row], Even]:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
         task = self._bars.add_task(f"{layout}, slices", total=parts)
-        measured = slices.measure(
+        measured, took = slices.measure(
             self._bench,
             outcomes,
+            [ranks[0] for ranks in pace.parts(self._bench.context, layout.sizes["cp"])],
             repeats=self._options.sliced_repeats,
             device=torch.device(self._device),
             thread_clock=self._options.clock == "thread",
@@ -226,7 +249,12 @@ class Proof:
                     slices.busy(outcome, measured[name]), layout, dynamic=outcome.pipelines == "rank"
                 ),
             }
-        return found
+
+        def alone(sort: int, rate: float) -> float:
+            costs, _ = pace.pass_seconds(scenario, self._even(sort), rate=rate, alone=True)
+            return float(costs.sum())
+
+        return found, (took, alone)
 
     def _link(self, layout: Layout, kind: str) -> Row:
         """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.
@@ -244,7 +272,8 @@ class Proof:
         ranks, steps = Layout(f"dp{size}"), {}
         if kind == "processes":
             ranks, counts = layout, [factor * layout.sizes["pp"] for factor in (2, 4)]
-            steps = {str(count): processes.tiny(layout, count, probe.TINY, TINY_STEPS) for count in counts}
+            parts = pace.parts_of([probe.TINY * layout.sizes["cp"]], layout.sizes["cp"])
+            steps = {str(count): [processes.even(layout, parts, count)] * TINY_STEPS for count in counts}
         found = processes.launch(processes.Work(self._bench, ranks, steps, frozenset(), 1, self._device), lambda: None)
         self._bars.remove_task(task)
         tiny = {count: float(np.median(took[0])) for count, took in found.get("seconds", {}).items()}
@@ -273,11 +302,13 @@ class Proof:
         return f"{len(found.lengths):,} documents: {found.source}", found.lengths
 
 
-def predicted(outcome: Outcome) -> Row:
-    """What the simulation says of a plan, and what is known of the plan itself."""
+def predicted(outcome: Outcome, found: pace.Pace) -> Row:
+    """What the simulation says of a plan at the pace of the run, and what is known of the plan itself."""
+    seconds, work = found.predicted(outcome)
     return {
-        "predicted": outcome.seconds.tolist(),
-        "predicted_work": outcome.work.tolist(),
+        "predicted": seconds.tolist(),
+        "predicted_work": work.tolist(),
+        "profiled": outcome.seconds.tolist(),
         "streamed": outcome.run.streamed,
         "tokens": outcome.tokens,
         "flops": outcome.flops,

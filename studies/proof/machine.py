@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,25 @@ from studies.proof import HEAD_DIM, Bench
 from wlb.torch.profiling import Grid, Profiler
 
 GIB = 2**30
+_STAT = Path("/proc/stat")
+
+
+def busy_processors(seconds: float = 1.0) -> float | None:
+    """Processors that other programs keep busy while this one waits; None where the system does not tell.
+
+    The load does not say: for a minute it still counts what this program did before.
+    """
+    if not _STAT.exists():
+        return None
+
+    def used() -> float:
+        # user, nice, system, idle, iowait, irq, softirq, steal: what another machine takes is missing here, too.
+        ticks = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+    began, before = time.perf_counter(), used()
+    time.sleep(seconds)
+    return (used() - before) / (time.perf_counter() - began)
 
 
 def profile(

@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from common import STYLE, WLB
+from numpy.typing import NDArray
 
 import wlb
 from studies.proof import METHODS, Bench, Layout
@@ -20,7 +21,11 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 Row = dict[str, Any]
+Floats = NDArray[np.float64]
 BASES = ("original", "original, uncut")
+QUIET = 0.3
+"""Processors that other programs may keep busy."""
+
 LEVELS = ("gpu", "dp", "pp", "cp", "micro-batch")
 HOW = {
     "processes": "trained, a process for each rank; the clock on the wall",
@@ -172,7 +177,7 @@ def _layout(layout: Row) -> Iterator[str]:
     yield (
         f"Prediction: a step is off by {error['step_median']:.1%} in the median, {error['step_p95']:.1%} at the 95th"
         f" percentile ({error['step_mean']:+.1%} in the mean); a ratio to {BASES[0]} by {error['ratio_median']:.1%} in"
-        f" the median and {error['ratio_worst']:.1%} at most. {_gained(flops, uncut)}"
+        f" the median and {error['ratio_worst']:.1%} at most. {_pace(layout)}{_gained(flops, uncut)}"
     )
     yield ""
     yield "Busiest over mean, mean of steps:"
@@ -185,12 +190,15 @@ def _layout(layout: Row) -> Iterator[str]:
 
 def _measured(about: Row, *, sliced: bool) -> str:
     """When and on what, and whether other programs were in the way."""
-    load, cores = about["load"][0], about["cores"]
-    said = (
-        f"Measured {about['time'][:16].replace('T', ' ')} UTC, load {load:.1f} on {cores} cores at the start, torch"
-        f" {about['packages']['torch']}, wlb {about['wlb']} at {about['commit'] or 'no known commit'}."
+    busy = about["busy"]
+    others = (
+        "" if busy is None else f", {busy:.1f} of {about['cores']} processors busy with other programs at the start"
     )
-    if load < cores / 2:
+    said = (
+        f"Measured {about['time'][:16].replace('T', ' ')} UTC{others}, torch {about['packages']['torch']}, wlb"
+        f" {about['wlb']} at {about['commit'] or 'no known commit'}."
+    )
+    if busy is None or busy < QUIET:
         return said
     if sliced:
         return f"{said} Other programs were running: they slow memory and caches down, and times are less exact."
@@ -198,6 +206,29 @@ def _measured(about: Row, *, sliced: bool) -> str:
         f"{said} **Other programs were running, and the clock on the wall counts their time too: these figures say"
         " little about the methods, and have to be measured again on a quiet machine.**"
     )
+
+
+def _pace(layout: Row) -> str:
+    """How far the machine was from its profile, and how exactly it repeats itself."""
+    found, rows = layout["pace"], layout["methods"].values()
+    before = np.concatenate([np.divide(row["profiled"], row["seconds"]) - 1 for row in rows])
+    said = (
+        f"Even micro-batches of no method took {found['seconds']:.2f} times what was predicted before the run,"
+        f" attention at {found['attention_rate']:.2f} times its rate; without that a step is off by"
+        f" {np.median(abs(before)):.1%}. "
+    )
+    again = [_repeated(row["repetitions"]) for row in rows if len(row.get("repetitions", ())) > 1]
+    return said + (
+        f"A single repetition of a step is off from the median of all by {np.median(np.concatenate(again)):.1%}. "
+        if again
+        else ""
+    )
+
+
+def _repeated(seconds: list[list[float]]) -> Floats:
+    """Of all steps and repetitions, how far they are from the step's median."""
+    table = np.array(seconds)
+    return np.abs(table / np.median(table, axis=0) - 1).ravel()
 
 
 def _idle(row: Row) -> float:
@@ -228,7 +259,9 @@ def _reading() -> Iterator[str]:
         " in pairs from the same place of the stream: another sample of documents may give anything in it.\n"
         "- Every method trains every document once. The last steps, which empty queues, count at the efficiency of the"
         " others, as in a long run.\n"
-        "- *step error*: predicted over measured seconds of a step, less 1; the median without its sign. *idle*: time"
+        "- *step error*: predicted over measured seconds of a step, less 1; the median without its sign. Predicted is"
+        " at the pace of the run, which even micro-batches show that no method trains, timed in turn with the methods:"
+        " a processor that other machines share is not always as fast. *idle*: time"
         " in which the mean rank does not compute. *even*: time over that of the same work spread evenly over ranks and"
         " micro-batches.\n"
         "- gpu, dp, pp, cp, micro-batch: which are compared. In processes, what a rank waits for inside a micro-batch"

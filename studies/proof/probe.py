@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import Bench, echo
+from studies.proof import Bench, echo, pace
 from studies.proof.batches import Part, Text
 from studies.proof.slices import Stages, clock_of
 from wlb.cluster import Overhead
@@ -156,21 +156,18 @@ def of_steps(probed: Overhead, scenario: wlb.Scenario, seconds: dict[int, float]
     """
     known = dataclasses.replace(scenario, overhead=probed)
     (few, many), layout = sorted(seconds), scenario.layout
-    shard = wlb.shard([TINY * layout.cp], cp_size=layout.cp, strategy="per_document")
-    forward, backward = (known.rank_seconds(shard, passes=one).max(axis=0)[None] for one in _PASSES)  # type: ignore[arg-type]
-    each = known.stage_seconds([TINY], attention_forward=forward, attention_backward=backward)
+    lengths = [TINY * layout.cp]
+    costs, p2p = pace.pass_seconds(known, lengths)
+    alone, _ = pace.pass_seconds(known, lengths, alone=True)
 
     def predicted(count: int, more: float = 0.0) -> float:
-        costs = each.seconds + scenario.exposed_dp(each.seconds)
-        costs[..., :2] += more
-        timeline = wlb.simulate_pipeline(
-            np.repeat(costs, count, axis=0), num_stages=layout.pp, p2p_seconds=np.repeat(each.p2p, count)
-        )
-        return float(timeline.seconds) + known.step_end
+        each = costs.copy()
+        each[..., :2] += more
+        return pace.pipeline_seconds(known, each, p2p, count)
 
     slope = (seconds[many] - seconds[few]) - (predicted(many) - predicted(few))
     op = slope / (2 * (many - few))  # a micro-batch more is a forward and a backward more on the longest path
-    op = max(op, -float(min(each.seconds[0, :, 0].min(), each.seconds[0, :, 1:].sum(axis=1).min())))
+    op = max(op, -float(min(alone[0, :, 0].min(), alone[0, :, 1:].sum(axis=1).min())))
     lines: list[Any] = [
         tuple((once + op, *rest) for once, *rest in passes) for passes in (probed.forward, probed.backward)
     ]

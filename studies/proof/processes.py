@@ -62,13 +62,15 @@ def work_of(bench: Bench, layout: Layout, outcomes: Mapping[str, Outcome], repea
     return Work(bench, layout, steps, dynamic, repeats, device)
 
 
-def tiny(layout: Layout, count: int, tokens: int, steps: int) -> Steps:
-    """Steps of `count` micro-batches, each a document of so many tokens a context-parallel rank."""
-    cp = layout.sizes["cp"]
-    shard = wlb.shard([tokens * cp], cp_size=cp, strategy="per_document")
-    rows = [np.array([value]) for value in (0, 0, tokens * cp)]
-    ranks = [[Part(*rows, shard, rank, cp, None)] * count for rank in range(cp)] * layout.sizes["dp"]
-    return [ranks] * steps
+def even(layout: Layout, parts: list[Part], count: int) -> list[list[Part]]:
+    """A step in which every data-parallel rank has the same micro-batch so often.
+
+    Args:
+        layout: the ranks.
+        parts: of the micro-batch, of every context-parallel rank.
+        count: micro-batches of a rank.
+    """
+    return [[part] * count for part in parts] * layout.sizes["dp"]
 
 
 def launch(work: Work, tick: Callable[[], None]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ link's probe says.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -90,17 +90,20 @@ class Stages:
 def measure(
     bench: Bench,
     outcomes: Mapping[str, Outcome],
+    beside: Sequence[Part] = (),
     *,
     repeats: int,
     device: torch.device,
     thread_clock: bool,
     tick: Callable[[], None],
-) -> dict[str, Floats]:
-    """float64 [repeats, parts, stages, 2] of every method: seconds of forward and backward.
+) -> tuple[dict[str, Floats], list[float]]:
+    """float64 [repeats, parts, stages, 2] of every method: seconds of forward and backward; and those of `beside`.
 
     Args:
         bench: the model.
         outcomes: plans, by method, of one layout.
+        beside: parts of no method that are run in turn with the methods, all of them once for each step; the median of
+            each is given.
         repeats: how often everything is run, one time after another.
         device: where.
         thread_clock: whether the processor time of this thread counts, not the wall's.
@@ -116,13 +119,18 @@ def measure(
     for name, found in parts.items():
         for index, part in enumerate(found):
             by_step.setdefault((part.step, name), []).append(index)
+    others: list[list[float]] = [[] for _ in beside]
     echo.start(layout.size("dp_cp"))
     try:
         first = outcomes[next(iter(outcomes))]
         for part in parts[next(iter(outcomes))][:WARM_UPS]:
             stages.run(text.batch(Part.of(first, part), device), part.cp_size)
+        steps = sorted(by_step, key=lambda key: key[0])
         for repeat in range(repeats):
-            for step, name in sorted(by_step, key=lambda key: key[0]):
+            for turn, (step, name) in enumerate(steps):
+                if step != steps[turn - 1][0]:
+                    for part, took in zip(beside, others, strict=True):
+                        took.append(float(stages.run(text.batch(part, device), part.cp_size).sum()))
                 for index in by_step[step, name]:
                     part = parts[name][index]
                     batch = text.batch(Part.of(outcomes[name], part), device)
@@ -131,7 +139,7 @@ def measure(
                 stages.forget()
     finally:
         echo.stop()
-    return seconds
+    return seconds, [float(np.median(took)) for took in others]
 
 
 def as_measured(outcome: Outcome, seconds: Floats) -> Outcome:

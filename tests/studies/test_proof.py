@@ -17,9 +17,9 @@ from wlb.torch.profiling import LinkTimes, probe_link
 for needed in ("cyclopts", "matplotlib", "rich"):
     pytest.importorskip(needed)
 proof = pytest.importorskip("studies.proof")
-batches, command, echo, figures, page, probing, processes, slices = (
+batches, command, echo, figures, machine, page, pacing, probing, processes, slices = (
     pytest.importorskip(f"studies.proof.{name}")
-    for name in ("batches", "__main__", "echo", "figures", "page", "probe", "processes", "slices")
+    for name in ("batches", "__main__", "echo", "figures", "machine", "page", "pace", "probe", "processes", "slices")
 )
 
 BENCH = proof.Bench(hidden=64, context=64, batches=4)
@@ -77,15 +77,20 @@ def test_an_echo_is_what_the_rank_itself_sent() -> None:
 def test_every_part_is_run_in_slices() -> None:
     found = outcomes("dp2pp2cp2", "original", "adaptive", "Dynamic-CP")
     ticks: list[int] = []
-    measured = slices.measure(BENCH, found, repeats=2, device=CPU, thread_clock=True, tick=lambda: ticks.append(1))
+    beside = [ranks[0] for ranks in pacing.parts(BENCH.context, 2)]
+    measured, even = slices.measure(
+        BENCH, found, beside, repeats=2, device=CPU, thread_clock=True, tick=lambda: ticks.append(1)
+    )
+    assert len(even) == 2
+    assert min(even) > 0
     assert sum(seconds.shape[0] * seconds.shape[1] for seconds in measured.values()) == len(ticks)
     for name, outcome in found.items():
         seconds = measured[name]
         assert (seconds > 0).all()
         timed = slices.as_measured(outcome, seconds)
         assert timed.tokens == outcome.tokens
-        even = slices.even(outcome, seconds)
-        assert even.work.sum() <= timed.work.sum() * 1.001  # work is that of the slowest rank of a group
+        spread = slices.even(outcome, seconds)
+        assert spread.work.sum() <= timed.work.sum() * 1.001  # work is that of the slowest rank of a group
         busy = slices.busy(outcome, seconds)
         assert sum(np.sum(step) for step in busy) == pytest.approx(np.median(seconds, axis=0).sum())
         assert np.array(busy[0]).shape[0] == 8
@@ -161,22 +166,54 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
         seconds = [factor] * 8
         level = dict.fromkeys(page.LEVELS, 1.0)
         made = {"seconds": seconds, "work": seconds, "predicted": seconds, "predicted_work": seconds, "levels": level}
+        made |= {"profiled": seconds, "repetitions": [seconds, seconds]}
         return made | {"streamed": 8, "tokens": 100, "flops": 1e9, "delay": 0.0}
 
     methods = {"original": row(1.0), "original, uncut": row(1.1), "adaptive": row(0.8), "finer": row(1.2)}
     layout = {"kind": "processes", "title": "pp 2", "sizes": {"pp": 2}, "methods": methods}
     layout["settings"] = {"batches": 8, "hidden": 64, "layers": 2, "context": 64, "clock": "thread"}
     share = dict.fromkeys(("flops", "seconds", "flops_7b", "seconds_7b_h100"), 0.7)
-    about = {"time": "2025-01-01T", "gpu": None, "cpu": "x", "cores": 2, "load": [0.0], "packages": {"torch": "2"}}
+    about = {"time": "2025-01-01T", "gpu": None, "cpu": "x", "cores": 2, "busy": None, "packages": {"torch": "2"}}
     about |= {"wlb": "1", "commit": "abc", "attention_share": share}
-    layout["machine"] = about | {"load": [3.0]}
+    layout["machine"] = about | {"busy": 0.9}
+    layout["pace"] = {"seconds": 1.25, "attention_rate": 0.5}
     record = {"machine": about, "documents": "some", "command": "c", "layouts": [layout]}
     text = page.text(record, picture="proof.png")
     assert "the whole interval above 1: adaptive. Not shown: finer." in text
-    assert "**Other programs were running" in text
+    assert "**Other programs were running" in " ".join(text.split())
+    assert "took 1.25 times" in " ".join(text.split())
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
     page.draw(record, tmp_path / "proof.png")
     assert (tmp_path / "proof.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "cp2"])
+def test_a_pace_is_found_by_even_micro_batches(layout: str) -> None:
+    """Of seconds that are exactly so much longer, attention by itself too."""
+    (outcome,) = outcomes(layout, "original").values()
+    scenario, truth = outcome.scenario, pacing.Pace(1.3, 0.6)
+    sorts = [[BENCH.context // many] * many for many in pacing.KINDS]
+
+    def predicted(sort: int, rate: float) -> float:
+        return pacing.step_seconds(scenario, sorts[sort], 4, rate=rate)
+
+    took = [truth.seconds * predicted(sort, truth.attention_rate) for sort in range(2)]
+    found = pacing.Pace.of(took, predicted)
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(truth), rel=1e-9)
+    assert found.predicted(outcome)[0] == pytest.approx(1.3 * outcome.at_attention_rate(0.6).seconds, rel=1e-9)
+
+
+def test_even_steps_are_predicted_as_the_simulation_does() -> None:
+    (outcome,) = outcomes("dp2pp2cp2", "original").values()
+    scenario = dataclasses.replace(outcome.scenario, num_micro_batches=8)
+    lengths = [BENCH.context] * 8
+    (seconds,) = BENCH.simulate(np.array(lengths * 5), scenario, ["original"])["original"].seconds[:1]
+    assert pacing.step_seconds(scenario, lengths[:1], 4) == pytest.approx(seconds)
+
+
+def test_programs_that_are_busy_are_seen() -> None:
+    found = machine.busy_processors(0.01)
+    assert found is None or found >= 0
 
 
 def test_methods_by_a_part_of_their_names() -> None:
