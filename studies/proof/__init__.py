@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,10 +50,12 @@ METHODS: dict[str, Variant] = {
     "queues": VARIANTS["wlb_fitted"],
     "adaptive": VARIANTS["adaptive_release"],
     "finer": VARIANTS["finer"],
+    "finer, 4 times": replace(VARIANTS["finer"], split=4),
     "Dynamic-CP": VARIANTS["dynamic_cp"],
     "adaptive + Dynamic-CP": VARIANTS["wlb_dynamic_cp"],
 }
-"""What is compared, the baseline first. The packers that wait are told the costs that the profile shows."""
+"""What is compared, the baseline first; *finer* makes 2 micro-batches of one. The packers that wait are told the costs
+that the profile shows."""
 
 
 @dataclass(frozen=True)
