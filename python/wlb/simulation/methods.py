@@ -26,6 +26,11 @@ from wlb.simulation.reading import Reading
 from wlb.simulation.stream import GlobalBatches
 
 
+def meeting_ranks(sync: Sync, dp_size: int) -> dict[str, Any]:
+    """What a packer is told of data-parallel ranks that wait for each other in every micro-batch; else nothing."""
+    return {"dp_size": dp_size, "sync": sync} if sync == "micro_batch" and dp_size > 1 else {}
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the methods have in common."""
@@ -169,9 +174,13 @@ def var_length(
     given: dict[str, Any] = (
         {} if stream.costs is None else {"cost_columns": len(stream.limits), "limits": stream.limits}
     )
-    if setup.sync == "micro_batch" and setup.dp_size > 1:
-        given |= {"dp_size": setup.dp_size, "sync": setup.sync}
-    options = {**packer_options(setup, max_delay), **given, "outlier_thresholds": thresholds, **(options or {})}
+    options = {
+        **packer_options(setup, max_delay),
+        **given,
+        **meeting_ranks(setup.sync, setup.dp_size),
+        "outlier_thresholds": thresholds,
+        **(options or {}),
+    }
     packer = Packer(**options)
     reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs)
     for read in reading.steps():

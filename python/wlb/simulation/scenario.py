@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +26,7 @@ from wlb.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb.cluster.parallel import ParallelLayout, default_schedule
 from wlb.cluster.step_time import StageSeconds, check_imbalance, stage_seconds
 from wlb.profile import read as read_profile
-from wlb.simulation.methods import Setup
+from wlb.simulation.methods import Setup, meeting_ranks
 
 Floats = NDArray[np.float64]
 
@@ -180,6 +181,11 @@ class Scenario:
     def waiting(self) -> Sync:
         """Where data-parallel ranks wait for each other: `sync`, or the default."""
         return check_sync(self.sync, self.layout)
+
+    @property
+    def meeting_ranks(self) -> dict[str, Any]:
+        """What a packer is told of ranks that wait for each other in every micro-batch; nothing where they do not."""
+        return meeting_ranks(self.waiting, self.layout.dp)
 
     @cached_property
     def dp_end(self) -> float:

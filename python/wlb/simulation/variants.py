@@ -86,7 +86,7 @@ class Variant:
         """
         if self.dynamic:
             return obstacle(scenario)
-        if self.ordered and scenario.waiting == "micro_batch" and scenario.layout.dp > 1:
+        if self.ordered and scenario.meeting_ranks:
             message = "= 'micro_batch': wlb.order_micro_batches orders for ranks that wait once a step"
             return error("sync", message, value="micro_batch")
         try:

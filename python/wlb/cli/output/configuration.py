@@ -104,8 +104,8 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
         waiting: dict[str, object] = {"outlier_thresholds": best.outlier_thresholds}
     else:
         waiting = {"release": "adaptive", "delay_price": best.delay_price}
-    if scenario.waiting == "micro_batch" and scenario.layout.dp > 1 and not best.dynamic:
-        waiting |= {"dp_size": scenario.layout.dp, "sync": scenario.waiting}
+    if not best.dynamic:
+        waiting |= scenario.meeting_ranks
     return _call(
         "wlb.Packer",
         num_micro_batches=packer_micro_batches(scenario, best),
