@@ -22,7 +22,7 @@ const SCHEDULES: [Schedule; 8] = [
     Schedule::DualPipeV,
 ];
 
-fn layout(
+fn options(
     schedule: Schedule,
     num_stages: usize,
     num_virtual_stages: usize,
@@ -32,15 +32,15 @@ fn layout(
 }
 
 /// Equal micro-batches whose every pass through a stage takes one second.
-fn equal(layout: PipelineOptions) -> Timeline {
-    let costs = vec![3.0 * layout.total_stages() as f64; layout.num_micro_batches];
-    let pipeline = Pipeline::new(&layout).unwrap();
+fn equal(options: PipelineOptions) -> Timeline {
+    let costs = vec![3.0 * options.total_stages() as f64; options.num_micro_batches];
+    let pipeline = Pipeline::new(&options).unwrap();
     pipeline.simulate(&Times::per_micro_batch(&costs).unwrap(), None).unwrap()
 }
 
 /// Idle seconds of every rank: in seconds of one pass through one stage.
-fn bubble(layout: PipelineOptions) -> f64 {
-    equal(layout).summary.seconds - (3 * layout.num_virtual_stages * layout.num_micro_batches) as f64
+fn bubble(options: PipelineOptions) -> f64 {
+    equal(options).summary.seconds - (3 * options.num_virtual_stages * options.num_micro_batches) as f64
 }
 
 #[test]
@@ -48,17 +48,17 @@ fn bubbles_are_those_of_the_closed_forms() {
     for p in 1..9 {
         for m in [1, 2, 3, p, p + 1, 2 * p, 4 * p, 31] {
             let hops = (p - 1) as f64;
-            assert_eq!(bubble(layout(Schedule::GPipe, p, 1, m)), 3.0 * hops);
-            assert_eq!(bubble(layout(Schedule::OneForwardOneBackward, p, 1, m)), 3.0 * hops);
+            assert_eq!(bubble(options(Schedule::GPipe, p, 1, m)), 3.0 * hops);
+            assert_eq!(bubble(options(Schedule::OneForwardOneBackward, p, 1, m)), 3.0 * hops);
             if m >= p {
-                assert_eq!(bubble(layout(Schedule::ZbH1, p, 1, m)), hops, "{p} {m}");
+                assert_eq!(bubble(options(Schedule::ZbH1, p, 1, m)), hops, "{p} {m}");
             }
             for v in 1..5 {
                 if m % p == 0 {
-                    assert_eq!(bubble(layout(Schedule::Interleaved, p, v, m)), 3.0 * hops, "{p} {v} {m}");
+                    assert_eq!(bubble(options(Schedule::Interleaved, p, v, m)), 3.0 * hops, "{p} {v} {m}");
                 }
             }
-            let ratio = equal(layout(Schedule::OneForwardOneBackward, p, 1, m)).summary.bubble_ratio();
+            let ratio = equal(options(Schedule::OneForwardOneBackward, p, 1, m)).summary.bubble_ratio();
             assert_eq!(ratio, (p - 1) as f64 / m as f64);
         }
     }
@@ -70,7 +70,7 @@ fn zero_bubble_schedules_have_none_inside_the_step() {
     for p in 1..9 {
         for m in [2 * p - 1, 2 * p, 4 * p, 31] {
             for (schedule, v) in [(Schedule::ZbH2, 1), (Schedule::ZbV, 2)] {
-                let summary = equal(layout(schedule, p, v, m)).summary;
+                let summary = equal(options(schedule, p, v, m)).summary;
                 assert_eq!(summary.spans, vec![(3 * v * m) as f64; p], "{schedule:?} {p} {m}");
                 assert_eq!(summary.period(), (3 * v * m) as f64);
                 assert_eq!(summary.seconds, (3 * v * m + p - 1) as f64);
@@ -84,7 +84,7 @@ fn zero_bubble_schedules_have_none_inside_the_step() {
 fn plain_orders_are_the_oracles() {
     for p in 1..7 {
         for m in 1..12 {
-            let orders = |schedule| layout(schedule, p, 1, m).orders().unwrap();
+            let orders = |schedule| options(schedule, p, 1, m).orders().unwrap();
             assert_eq!(orders(Schedule::GPipe), oracle::gpipe(p, m));
             assert_eq!(orders(Schedule::OneForwardOneBackward), oracle::one_forward_one_backward(p, m));
         }
@@ -95,7 +95,7 @@ fn plain_orders_are_the_oracles() {
 fn peak_activation_is_that_of_the_closed_forms() {
     for p in 1..9 {
         for m in [1, 2 * p, 4 * p] {
-            let peaks = |schedule, v| equal(layout(schedule, p, v, m)).summary.peak_activation;
+            let peaks = |schedule, v| equal(options(schedule, p, v, m)).summary.peak_activation;
             let per_rank = |at: fn(usize, usize, usize) -> usize| -> Vec<f64> {
                 (0..p).map(|rank| at(p, m, rank).min(m) as f64).collect()
             };
@@ -115,7 +115,7 @@ fn peak_activation_is_that_of_the_closed_forms() {
 }
 
 /// A schedule that takes its sizes.
-fn layouts() -> impl Strategy<Value = PipelineOptions> {
+fn any_options() -> impl Strategy<Value = PipelineOptions> {
     (select(SCHEDULES.to_vec()), 1_usize..5, 1_usize..4, 1_usize..9).prop_map(|(schedule, p, v, m)| {
         let v = match schedule {
             Schedule::Interleaved | Schedule::InterleavedZeroBubble => v,
@@ -124,7 +124,7 @@ fn layouts() -> impl Strategy<Value = PipelineOptions> {
         };
         let m = if schedule == Schedule::DualPipeV { m + 2 * p - 1 } else { m };
         let rounds = (m / p).max(1);
-        layout(schedule, p, v, if schedule == Schedule::DualPipeV { m } else { m / rounds * rounds })
+        options(schedule, p, v, if schedule == Schedule::DualPipeV { m } else { m / rounds * rounds })
     })
 }
 
@@ -132,7 +132,7 @@ fn layouts() -> impl Strategy<Value = PipelineOptions> {
 /// small.
 #[derive(Clone, Debug)]
 struct Work {
-    layout: PipelineOptions,
+    options: PipelineOptions,
     detail: Detail,
     costs: Vec<f64>,
     exposed: Vec<f64>,
@@ -142,7 +142,7 @@ struct Work {
 
 impl Work {
     fn op_seconds(&self, op: Op) -> f64 {
-        oracle::op_seconds(&self.costs, self.detail, self.layout.total_stages(), op)
+        oracle::op_seconds(&self.costs, self.detail, self.options.total_stages(), op)
     }
 
     fn times(&self) -> Times<'_> {
@@ -152,8 +152,8 @@ impl Work {
 
 fn work() -> impl Strategy<Value = Work> {
     let details = select(vec![Detail::MicroBatch, Detail::Stage, Detail::Pass]);
-    (layouts(), details).prop_flat_map(|(layout, detail)| {
-        let (m, stages) = (layout.num_micro_batches, layout.total_stages());
+    (any_options(), details).prop_flat_map(|(options, detail)| {
+        let (m, stages) = (options.num_micro_batches, options.total_stages());
         let entries = detail.entries(m, stages);
         let unit = match detail {
             Detail::MicroBatch => 3 * stages,
@@ -167,7 +167,7 @@ fn work() -> impl Strategy<Value = Work> {
         (vec((seconds(), seconds()), entries), p2p, tokens).prop_map(move |(costs, p2p, activation)| {
             let exposed = costs.iter().map(|&(a, b)| f64::min(a, b)).collect();
             let costs = costs.iter().map(|&(a, b)| f64::max(a, b)).collect();
-            Work { layout, detail, costs, exposed, p2p, activation }
+            Work { options, detail, costs, exposed, p2p, activation }
         })
     })
 }
@@ -178,11 +178,11 @@ proptest! {
     /// Starts, ends, busy time and memory are those of the definition; the ways to ask agree.
     #[test]
     fn timelines_are_the_oracles(work in work()) {
-        let orders = work.layout.orders().unwrap();
-        let pipeline = Pipeline::new(&work.layout).unwrap();
+        let orders = work.options.orders().unwrap();
+        let pipeline = Pipeline::new(&work.options).unwrap();
         let Timeline { summary, records, .. } = pipeline.simulate(&work.times(), Some(&work.activation)).unwrap();
         let p2p = |j: u32| work.p2p[if work.p2p.len() > 1 { j as usize } else { 0 }];
-        let expected = oracle::simulate(&orders, work.layout.total_stages(), |op| work.op_seconds(op), p2p).unwrap();
+        let expected = oracle::simulate(&orders, work.options.total_stages(), |op| work.op_seconds(op), p2p).unwrap();
 
         for (rank, order) in orders.iter().enumerate() {
             let mine: Vec<_> = records.iter().filter(|record| record.rank as usize == rank).collect();
@@ -195,7 +195,7 @@ proptest! {
             prop_assert_eq!(summary.spans[rank], end - mine[0].start);
 
             let peak = oracle::peak_activation(order, &work.activation);
-            prop_assert_eq!(summary.peak_activation[rank], peak / work.layout.num_virtual_stages as f64);
+            prop_assert_eq!(summary.peak_activation[rank], peak / work.options.num_virtual_stages as f64);
         }
         prop_assert_eq!(summary.seconds, expected.values().map(|&(_, end)| end).fold(0.0, f64::max));
         let mut buffers = Buffers::default();
@@ -208,13 +208,13 @@ proptest! {
     /// explains the whole of it; and nothing gets faster when something gets slower.
     #[test]
     fn bounds_hold(work in work(), at in any::<prop::sample::Index>(), more in 1_u32..9) {
-        let pipeline = Pipeline::new(&work.layout).unwrap();
+        let pipeline = Pipeline::new(&work.options).unwrap();
         let timeline = pipeline.simulate(&work.times(), None).unwrap();
         let seconds = timeline.summary.seconds;
         for &busy in &timeline.summary.busy {
             prop_assert!(busy <= seconds);
         }
-        for j in 0..work.layout.num_micro_batches as u32 {
+        for j in 0..work.options.num_micro_batches as u32 {
             let way = timeline.records.iter().filter(|record| record.op.micro_batch == j);
             let way = way.filter(|r| matches!(r.op.kind, Kind::Forward | Kind::InputGradient));
             let way: f64 = way.map(|r| r.end - r.start).sum();
@@ -231,14 +231,14 @@ proptest! {
         }
 
         let mut slower = work.clone();
-        *at.get_mut(&mut slower.costs) += f64::from(3 * more * work.layout.total_stages() as u32);
+        *at.get_mut(&mut slower.costs) += f64::from(3 * more * work.options.total_stages() as u32);
         prop_assert!(pipeline.makespan(&slower.times(), &mut Buffers::default()).unwrap() >= seconds);
     }
 
     /// Every second of every rank is accounted for, exactly.
     #[test]
     fn a_step_is_attributed_whole(work in work(), scales in vec(1_u32..5, 1..5)) {
-        let pipeline = Pipeline::new(&work.layout).unwrap();
+        let pipeline = Pipeline::new(&work.options).unwrap();
         let scaled = |values: &[f64], scale| values.iter().map(|value| value * f64::from(scale)).collect::<Vec<_>>();
         let replicas: Vec<_> = scales.iter().map(|&scale| {
             let work = Work {
@@ -249,7 +249,7 @@ proptest! {
             pipeline.summarize(&work.times(), None, &mut Buffers::default()).unwrap()
         }).collect();
         let totals = StepTotals::new(&replicas);
-        let ranks = (work.layout.num_stages * scales.len()) as f64;
+        let ranks = (work.options.num_stages * scales.len()) as f64;
         let idle = totals.exposed + totals.bubble + totals.dp_wait;
         prop_assert_eq!(idle, ranks * totals.seconds - totals.compute);
         prop_assert!(totals.compute >= 0.0 && totals.exposed >= 0.0 && totals.bubble >= 0.0 && totals.dp_wait >= 0.0);
@@ -262,7 +262,7 @@ proptest! {
     fn shuffled_orders_run_or_deadlock(
         work in work(), swaps in vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), 1_usize..3), 0..4),
     ) {
-        let mut orders = work.layout.orders().unwrap();
+        let mut orders = work.options.orders().unwrap();
         for (rank, at, by) in swaps {
             let rank = rank.index(orders.len());
             let order = &mut orders[rank];
@@ -270,8 +270,8 @@ proptest! {
             let to = (at + by).min(order.len() - 1);
             order.swap(at, to);
         }
-        let stages = work.layout.total_stages();
-        let built = Pipeline::from_orders(&orders, stages, work.layout.num_micro_batches);
+        let stages = work.options.total_stages();
+        let built = Pipeline::from_orders(&orders, stages, work.options.num_micro_batches);
         // Every pass takes a second: what waits for itself is put off for ever.
         match oracle::simulate(&orders, stages, |op| if op.kind == Kind::Backward { 2.0 } else { 1.0 }, |_| 0.0) {
             None => {
@@ -279,7 +279,7 @@ proptest! {
                 prop_assert!(refused);
             }
             Some(expected) => {
-                let ones = vec![1.0; Detail::Pass.entries(work.layout.num_micro_batches, stages)];
+                let ones = vec![1.0; Detail::Pass.entries(work.options.num_micro_batches, stages)];
                 let timeline = built.unwrap().simulate(&Times::new(&ones, Detail::Pass).unwrap(), None).unwrap();
                 let end = expected.values().map(|&(_, end)| end).fold(0.0, f64::max);
                 prop_assert_eq!(timeline.summary.seconds, end);
@@ -290,7 +290,7 @@ proptest! {
 
 #[test]
 fn bad_orders_are_refused() {
-    let good = layout(Schedule::OneForwardOneBackward, 2, 1, 3).orders().unwrap();
+    let good = options(Schedule::OneForwardOneBackward, 2, 1, 3).orders().unwrap();
     let refused = |orders: &[Vec<Op>]| {
         let error = Pipeline::from_orders(orders, 2, 3).unwrap_err();
         let Error::Order { rank, position, .. } = error else { unreachable!("{error}") };
@@ -324,7 +324,7 @@ fn bad_orders_are_refused() {
 
 #[test]
 fn bad_layouts_and_times_are_refused() {
-    let error = |schedule, p, v, m| layout(schedule, p, v, m).orders().unwrap_err();
+    let error = |schedule, p, v, m| options(schedule, p, v, m).orders().unwrap_err();
     let is_of_schedule = |error, name| matches!(error, Error::Schedule { argument, .. } if argument == name);
     let is_range = |error, name| matches!(error, Error::OutOfRange { argument, .. } if argument == name);
     assert!(is_of_schedule(error(Schedule::GPipe, 4, 2, 8), "num_virtual_stages"));
@@ -339,8 +339,8 @@ fn bad_layouts_and_times_are_refused() {
     assert!(is_range(error(Schedule::Interleaved, 4, usize::MAX, 8), "num_virtual_stages"));
     assert!(is_range(error(Schedule::Interleaved, 4, 2, 1 << 20), "num_micro_batches"));
     // Ten micro-batches in two rounds of five, three in one: torch takes them too.
-    assert!(layout(Schedule::Interleaved, 4, 2, 10).orders().is_ok());
-    assert!(layout(Schedule::Interleaved, 4, 2, 3).orders().is_ok());
+    assert!(options(Schedule::Interleaved, 4, 2, 10).orders().is_ok());
+    assert!(options(Schedule::Interleaved, 4, 2, 3).orders().is_ok());
 
     for bad in [-1.0, f64::NAN, f64::INFINITY] {
         assert!(matches!(Times::per_micro_batch(&[1.0, bad]), Err(Error::Entry { argument: "costs", index: 1, .. })));
@@ -351,7 +351,7 @@ fn bad_layouts_and_times_are_refused() {
     let times = Times::per_micro_batch(&[1.0, 2.0]).unwrap();
     assert!(matches!(times.with_exposed(&[1.0, 2.5]), Err(Error::Entry { argument: "exposed", index: 1, .. })));
     assert!(matches!(times.with_exposed(&[1.0]), Err(Error::Mismatch { argument: "exposed", .. })));
-    let pipeline = Pipeline::new(&layout(Schedule::GPipe, 2, 1, 3)).unwrap();
+    let pipeline = Pipeline::new(&options(Schedule::GPipe, 2, 1, 3)).unwrap();
     assert!(matches!(
         pipeline.simulate(&times, None),
         Err(Error::Mismatch { argument: "costs", found: 2, expected: 3, .. })

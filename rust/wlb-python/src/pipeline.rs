@@ -4,9 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use wlb_core::Error;
 use wlb_core::limits::MAX_CELLS;
-use wlb_core::pipeline::{
-    self as core, Buffers, Detail, Pipeline, PipelineOptions as Layout, StepTotals, Summary, Times,
-};
+use wlb_core::pipeline::{self as core, Buffers, Detail, Pipeline, PipelineOptions, StepTotals, Summary, Times};
 
 use crate::arguments;
 use crate::convert::{choice, count, floats_of_shape};
@@ -23,7 +21,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// What a simulation was asked for: arrays of one step of one pipeline, or of many with leading dimensions.
 struct Question {
-    layout: Layout,
+    options: PipelineOptions,
     /// `[*leading, m]`, `[*leading, m, p * v]` or `[*leading, m, p * v, 3]`.
     costs: Vec<f64>,
     shape: Vec<usize>,
@@ -55,9 +53,9 @@ impl Question {
         let num_virtual_stages =
             virtual_stages.map_or(Ok(1), |value| count("num_virtual_stages", value, MAX_CELLS / num_stages))?;
         let (costs, shape) = floats_of_shape("costs", arguments.costs, leading + 1..=leading + 3)?;
-        let layout = Layout { schedule, num_stages, num_virtual_stages, num_micro_batches: shape[leading] };
-        if shape[leading + 1..] != [layout.total_stages(), 3][..shape.len() - leading - 1] {
-            let stages = layout.total_stages();
+        let options = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches: shape[leading] };
+        if shape[leading + 1..] != [options.total_stages(), 3][..shape.len() - leading - 1] {
+            let stages = options.total_stages();
             let micro_batches = if leading == 0 { "micro-batches" } else { "..., micro-batches" };
             let problem = format!(
                 "has shape {shape:?}, but must be [{micro_batches}], [{micro_batches}, {stages}] (num_stages * \
@@ -79,7 +77,7 @@ impl Question {
         let p2p_seconds = like("p2p_seconds", arguments.p2p_seconds, per_micro_batch, true)?.unwrap_or(vec![0.0]);
         let activation = like("activation", arguments.activation, per_micro_batch, false)?;
         let exposed = like("exposed", arguments.exposed, &shape, false)?;
-        Ok(Self { layout, costs, shape, leading, p2p_seconds, activation, exposed })
+        Ok(Self { options, costs, shape, leading, p2p_seconds, activation, exposed })
     }
 
     /// Pipelines that it asks for.
@@ -89,7 +87,7 @@ impl Question {
 
     /// (micro-batch, stage) pairs of all of them.
     fn cells(&self) -> usize {
-        self.pipelines() * self.layout.num_micro_batches * self.layout.total_stages()
+        self.pipelines() * self.options.num_micro_batches * self.options.total_stages()
     }
 
     fn detail(&self) -> Detail {
@@ -98,8 +96,8 @@ impl Question {
 
     /// The `index`-th pipeline's times and activations.
     fn part(&self, index: usize) -> wlb_core::error::Result<(Times<'_>, Option<&[f64]>)> {
-        let m = self.layout.num_micro_batches;
-        let entries = self.detail().entries(m, self.layout.total_stages());
+        let m = self.options.num_micro_batches;
+        let entries = self.detail().entries(m, self.options.total_stages());
         let cut = |values: &'_ [f64], size: usize| index * size..((index + 1) * size).min(values.len());
         let mut times = Times::new(&self.costs[cut(&self.costs, entries)], self.detail())?;
         times = times.with_p2p(match &self.p2p_seconds[..] {
@@ -133,7 +131,7 @@ impl Question {
 
     /// What was asked for but the schedule, to the bit: results with the same schedule and these bytes are equal.
     fn bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        let Layout { num_stages, num_virtual_stages, .. } = self.layout;
+        let PipelineOptions { num_stages, num_virtual_stages, .. } = self.options;
         let [activation, exposed] = [&self.activation, &self.exposed].map(|values| values.as_deref().unwrap_or(&[]));
         let numbers = [&self.costs, &self.p2p_seconds[..], activation, exposed];
         let sizes = [num_stages, num_virtual_stages].into_iter().chain(self.shape.iter().copied());
@@ -172,7 +170,7 @@ impl Question {
 ///     PipelineTimeline.
 ///
 /// Raises:
-///     WlbError: a shape that does not fit, a number that is negative or not finite, a layout that the schedule does not
+///     WlbError: a shape that does not fit, a number that is negative or not finite, sizes that the schedule does not
 ///         take.
 ///
 /// O(ops), that is O(m p v).
@@ -198,10 +196,10 @@ fn simulate_pipeline<'py>(
     let question = Question::read(&arguments, 0)?;
     let simulate = || {
         let (times, activation) = question.part(0)?;
-        Pipeline::new(&question.layout)?.simulate(&times, activation)
+        Pipeline::new(&question.options)?.simulate(&times, activation)
     };
     let timeline = run(py, question.cells(), simulate)?.map_err(|error| question.raise(error, 0))?;
-    let Layout { schedule, num_stages, num_virtual_stages, num_micro_batches } = question.layout;
+    let PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches } = question.options;
     let core::Timeline { summary, records, .. } = &timeline;
     answer!(py, "PipelineTimeline", {
         _schedule: schedule.as_str(),
@@ -274,7 +272,7 @@ fn simulate_steps<'py>(
         return Err(refuse("costs", None, None, problem));
     }
     let simulate = || {
-        let pipeline = Pipeline::new(&question.layout).map_err(|error| (error, 0))?;
+        let pipeline = Pipeline::new(&question.options).map_err(|error| (error, 0))?;
         let mut buffers = Buffers::default();
         let mut one = |index| {
             let (times, activation) = question.part(index)?;
@@ -284,7 +282,7 @@ fn simulate_steps<'py>(
     };
     let replicas = run(py, question.cells(), simulate)?.map_err(|(error, part)| question.raise(error, part))?;
     let totals: Vec<_> = replicas.chunks(dp_size).map(StepTotals::new).collect();
-    let (schedule, shape) = (question.layout.schedule, [totals.len(), dp_size, question.layout.num_stages]);
+    let (schedule, shape) = (question.options.schedule, [totals.len(), dp_size, question.options.num_stages]);
     let of_ranks = |values: fn(&Summary) -> &[f64]| Table(replicas.iter().flat_map(values).copied().collect(), shape);
     answer!(py, "PipelineSteps", {
         seconds: column(&totals, |step| step.seconds),
@@ -342,13 +340,13 @@ fn order_micro_batches<'py>(
     let arguments =
         Arguments { costs, schedule, num_stages, num_virtual_stages, p2p_seconds, activation: None, exposed: None };
     let question = Question::read(&arguments, 0)?;
-    let total = question.layout.num_micro_batches;
+    let total = question.options.num_micro_batches;
     let divides = usize::try_from(dp_size).ok().filter(|&dp_size| dp_size > 0 && total.is_multiple_of(dp_size));
     let Some(ranks) = divides else {
         return Err(raise(Error::Indivisible { argument: "dp_size", value: dp_size, total }));
     };
-    let layout = Layout { num_micro_batches: total / ranks, ..question.layout };
-    let place = || core::order_micro_batches(&layout, &question.part(0)?.0, ranks);
+    let options = PipelineOptions { num_micro_batches: total / ranks, ..question.options };
+    let place = || core::order_micro_batches(&options, &question.part(0)?.0, ranks);
     let order = run(py, DETACH_FROM, place)?.map_err(|error| question.raise(error, 0))?;
     Ok(Table(order.into_iter().map(|micro_batch| micro_batch as i64).collect(), [ranks, total / ranks]))
 }

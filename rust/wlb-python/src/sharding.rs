@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use wlb_core::Lengths;
 use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
-use wlb_core::sharding::{self as core, RankLayout, ShardOptions, Strategy};
+use wlb_core::sharding::{self as core, ShardOptions, Strategy};
 
 use crate::arguments;
 use crate::convert::{choice, size};
@@ -152,8 +152,8 @@ impl Shard {
     ///     WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
     fn rank(&self, rank: &Bound<'_, PyAny>) -> PyResult<RankShard> {
         let rank = size("rank", rank, 0, self.plan.cp_size() as i64 - 1)?;
-        let layout = self.plan.layout(rank).map_err(raise)?;
-        Ok(RankShard { shard: self.clone(), rank, layout })
+        let held = self.plan.rank(rank).map_err(raise)?;
+        Ok(RankShard { shard: self.clone(), rank, held })
     }
 
     /// Hex hash of which token lies where: equal on two ranks iff their shards are equal.
@@ -221,7 +221,7 @@ impl Shard {
 pub(crate) struct RankShard {
     shard: Shard,
     rank: usize,
-    layout: RankLayout,
+    held: core::RankShard,
 }
 
 hashed_by!(RankShard: |shard| (&shard.shard, shard.rank));
@@ -235,23 +235,23 @@ properties! {
     /// Whether queries attend only to keys before them.
     causal: bool = |shard| shard.shard.causal();
     /// Tokens of the rank, ``T_r``.
-    num_tokens: usize = |shard| shard.layout.num_tokens;
+    num_tokens: usize = |shard| shard.held.num_tokens;
     /// Segments of the rank, ``s``.
-    num_segments: usize = |shard| shard.layout.k_starts.len();
+    num_segments: usize = |shard| shard.held.k_starts.len();
     /// int32[T_r]: where each token stands in the packed sequence; ascending.
     token_indices: PyResult<Array<Vec<i32>>> = |shard| Ok(Array(shard.shard.plan.token_indices(shard.rank).map_err(raise)?));
     /// int32[T_r]: where each token stands in its document; the positions that RoPE needs.
     position_ids: PyResult<Array<Vec<i32>>> = |shard| Ok(Array(shard.shard.plan.position_ids(shard.rank).map_err(raise)?));
     /// int32[s + 1]: where the queries of each segment begin among the rank's tokens.
-    cu_seqlens_q: Array<&[i32]> = |shard| Array(&shard.layout.cu_seqlens_q);
+    cu_seqlens_q: Array<&[i32]> = |shard| Array(&shard.held.cu_seqlens_q);
     /// int32[s + 1]: where the keys of each segment begin, when the keys of all segments are copied one after the other.
-    cu_seqlens_k: Array<&[i32]> = |shard| Array(&shard.layout.cu_seqlens_k);
+    cu_seqlens_k: Array<&[i32]> = |shard| Array(&shard.held.cu_seqlens_k);
     /// Tokens of the longest segment; 0 without segments.
-    max_seqlen_q: i32 = |shard| shard.layout.max_seqlen_q;
+    max_seqlen_q: i32 = |shard| shard.held.max_seqlen_q;
     /// Most keys of a segment; 0 without segments.
-    max_seqlen_k: i32 = |shard| shard.layout.max_seqlen_k;
+    max_seqlen_k: i32 = |shard| shard.held.max_seqlen_k;
     /// int32[s]: where the keys of each segment begin in the packed sequence.
-    k_starts: Array<&[i32]> = |shard| Array(&shard.layout.k_starts);
+    k_starts: Array<&[i32]> = |shard| Array(&shard.held.k_starts);
     /// int32[s]: the document that each segment is part of.
     documents: PyResult<Array<Vec<i32>>> = |shard| {
         let segments = shard.shard.plan.segments(shard.rank).map_err(raise)?;

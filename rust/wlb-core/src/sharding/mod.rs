@@ -1,7 +1,7 @@
 //! Which tokens of a micro-batch go to which context-parallel rank (section 5 of WLB-LLM).
 //!
 //! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. What a rank feeds its attention
-//! kernel follows from them alone ([`Shard::layout`]). How long that takes is predicted in [`kernel`]; by that, and
+//! kernel follows from them alone ([`Shard::rank`]). How long that takes is predicted in [`kernel`]; by that, and
 //! from lengths only, [`ShardOptions::resolve`] chooses between the strategies.
 
 mod adaptive;
@@ -9,15 +9,15 @@ mod auto;
 mod builder;
 mod hybrid;
 pub mod kernel;
-mod layout;
 mod options;
 mod per_document;
 mod per_sequence;
 mod plan;
+mod rank_shard;
 mod resolve;
 mod shard;
 
-pub use layout::RankLayout;
 pub use options::{Remainder, ShardOptions, Strategy};
 pub use plan::{Segment, Shard};
+pub use rank_shard::RankShard;
 pub use shard::shard;

@@ -4,7 +4,7 @@
 
 use wlb_core::packing::stream::{Metrics, Packer, Release, StepShape};
 use wlb_core::packing::{Packing, Padding, Piece, Ranks};
-use wlb_core::sharding::{RankLayout, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
+use wlb_core::sharding::{RankShard, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
 use super::{auto, bound, naive, ranks};
@@ -463,7 +463,7 @@ pub(crate) fn hybrid_cuts_little(shard: &Shard, threshold: i64) {
 }
 
 /// The arrays that a kernel is fed. Writes every token out: for sequences that fit in memory.
-pub(crate) fn layout_is_legal(shard: &Shard) {
+pub(crate) fn ranks_are_legal(shard: &Shard) {
     let total = shard.num_tokens() as usize;
     let mut rank_major = Vec::with_capacity(total);
     let mut position_of = Vec::with_capacity(total);
@@ -471,8 +471,8 @@ pub(crate) fn layout_is_legal(shard: &Shard) {
         position_of.extend(0..length);
     }
     for rank in 0..shard.cp_size() {
-        let RankLayout { num_tokens, cu_seqlens_q, cu_seqlens_k, k_starts, max_seqlen_q, max_seqlen_k } =
-            shard.layout(rank).unwrap();
+        let RankShard { num_tokens, cu_seqlens_q, cu_seqlens_k, k_starts, max_seqlen_q, max_seqlen_k } =
+            shard.rank(rank).unwrap();
         let (indices, positions) = (shard.token_indices(rank).unwrap(), shard.position_ids(rank).unwrap());
         let segments = shard.segments(rank).unwrap();
         assert_eq!(segments, shard.ranks[rank]);
@@ -514,8 +514,8 @@ fn keys_are_counted_or_refused(shard: &Shard) {
             Mask::Full => i64::from(shard.lengths[segment.document as usize]),
         };
         let keys: i64 = segments.iter().map(keys_of).sum();
-        match shard.layout(rank) {
-            Ok(layout) => assert_eq!(layout.cu_seqlens_k.last().map(|&last| i64::from(last)), Some(keys)),
+        match shard.rank(rank) {
+            Ok(held) => assert_eq!(held.cu_seqlens_k.last().map(|&last| i64::from(last)), Some(keys)),
             Err(error) => {
                 assert_eq!(error, Error::TotalTooLong { argument: "cu_seqlens_k", total: keys });
                 assert!(keys > i64::from(i32::MAX));
@@ -568,7 +568,7 @@ pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, thres
             assert_eq!(shard.ranks, naive::segments(&owners, cp_size), "{strategy:?} {remainder:?}");
             let moved: Vec<i64> = (0..cp_size).map(|rank| shard.keys_moved(rank)).collect();
             assert_eq!(moved, auto::keys_moved(&owners, cp_size, mask), "{strategy:?} {remainder:?}");
-            layout_is_legal(&shard);
+            ranks_are_legal(&shard);
         } else {
             keys_are_counted_or_refused(&shard);
         }

@@ -37,7 +37,7 @@ fn name(kind: Kind) -> String {
 }
 
 impl PipelineCase {
-    fn layout(&self) -> PipelineOptions {
+    fn options(&self) -> PipelineOptions {
         let &Self { schedule, num_stages, num_virtual_stages, .. } = self;
         PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches: self.shape[0] }
     }
@@ -49,11 +49,11 @@ impl PipelineCase {
 
 impl Case for PipelineCase {
     fn answered(self) -> Self {
-        let (layout, detail) = (self.layout(), self.detail());
-        let orders = layout.orders().unwrap();
-        let seconds = |op: Op| oracle::op_seconds(&self.costs, detail, layout.total_stages(), op);
+        let (options, detail) = (self.options(), self.detail());
+        let orders = options.orders().unwrap();
+        let seconds = |op: Op| oracle::op_seconds(&self.costs, detail, options.total_stages(), op);
         let p2p = |j: u32| self.p2p_seconds[if self.p2p_seconds.len() > 1 { j as usize } else { 0 }];
-        let times = oracle::simulate(&orders, layout.total_stages(), seconds, p2p).unwrap();
+        let times = oracle::simulate(&orders, options.total_stages(), seconds, p2p).unwrap();
         let rank = |(rank, order): (usize, &Vec<Op>)| {
             let op = |(at, op): (usize, &Op)| {
                 let (start, end) = times[&(rank, at)];
@@ -68,7 +68,7 @@ impl Case for PipelineCase {
 
     fn check_engine(&self) {
         let times = Times::new(&self.costs, self.detail()).unwrap().with_p2p(&self.p2p_seconds).unwrap();
-        let timeline = Pipeline::new(&self.layout()).unwrap().simulate(&times, Some(&self.activation)).unwrap();
+        let timeline = Pipeline::new(&self.options()).unwrap().simulate(&times, Some(&self.activation)).unwrap();
         let rank = |rank: usize| {
             let mine = timeline.records.iter().filter(|record| record.rank as usize == rank);
             let op = |record: &wlb_core::pipeline::Record| {

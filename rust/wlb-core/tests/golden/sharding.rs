@@ -82,17 +82,17 @@ impl Rank {
     }
 
     fn of_engine(shard: &Shard, rank: usize) -> Self {
-        let (layout, segments) = (shard.layout(rank).unwrap(), shard.segments(rank).unwrap());
+        let (held, segments) = (shard.rank(rank).unwrap(), shard.segments(rank).unwrap());
         Self {
-            num_tokens: layout.num_tokens,
+            num_tokens: held.num_tokens,
             num_segments: segments.len(),
             token_indices: shard.token_indices(rank).unwrap(),
             position_ids: shard.position_ids(rank).unwrap(),
-            cu_seqlens_q: layout.cu_seqlens_q,
-            cu_seqlens_k: layout.cu_seqlens_k,
-            max_seqlen_q: layout.max_seqlen_q,
-            max_seqlen_k: layout.max_seqlen_k,
-            k_starts: layout.k_starts,
+            cu_seqlens_q: held.cu_seqlens_q,
+            cu_seqlens_k: held.cu_seqlens_k,
+            max_seqlen_q: held.max_seqlen_q,
+            max_seqlen_k: held.max_seqlen_k,
+            k_starts: held.k_starts,
             documents: segments.iter().map(|segment| segment.document).collect(),
             pairs: shard.pairs(rank),
         }

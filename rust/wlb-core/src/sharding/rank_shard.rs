@@ -8,7 +8,7 @@ use super::plan::{Segment, Shard};
 
 /// The arrays of one rank. Tokens are in packed order; segment `i` is `cu_seqlens_q[i]..cu_seqlens_q[i + 1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankLayout {
+pub struct RankShard {
     /// Tokens of the rank.
     pub num_tokens: usize,
     /// Where the queries of each segment begin among the rank's tokens; one entry more, their number.
@@ -33,9 +33,9 @@ impl Shard {
     ///
     /// # Complexity
     /// O(segments).
-    pub fn layout(&self, rank: usize) -> Result<RankLayout> {
+    pub fn rank(&self, rank: usize) -> Result<RankShard> {
         let segments = self.segments(rank)?;
-        let mut layout = RankLayout {
+        let mut found = RankShard {
             num_tokens: 0,
             cu_seqlens_q: Vec::with_capacity(segments.len() + 1),
             cu_seqlens_k: Vec::with_capacity(segments.len() + 1),
@@ -44,8 +44,8 @@ impl Shard {
             max_seqlen_k: 0,
         };
         let (mut queries, mut keys) = (0_i32, 0_i64);
-        layout.cu_seqlens_q.push(0);
-        layout.cu_seqlens_k.push(0);
+        found.cu_seqlens_q.push(0);
+        found.cu_seqlens_k.push(0);
         for segment in segments {
             let document = segment.document as usize;
             let segment_keys = match self.mask {
@@ -54,17 +54,17 @@ impl Shard {
             };
             queries += segment.length;
             keys += i64::from(segment_keys);
-            layout.cu_seqlens_q.push(queries);
-            layout.cu_seqlens_k.push(keys as i32);
-            layout.k_starts.push(self.document_starts[document]);
-            layout.max_seqlen_q = layout.max_seqlen_q.max(segment.length);
-            layout.max_seqlen_k = layout.max_seqlen_k.max(segment_keys);
+            found.cu_seqlens_q.push(queries);
+            found.cu_seqlens_k.push(keys as i32);
+            found.k_starts.push(self.document_starts[document]);
+            found.max_seqlen_q = found.max_seqlen_q.max(segment.length);
+            found.max_seqlen_k = found.max_seqlen_k.max(segment_keys);
         }
         if keys > MAX_TOKENS {
             return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total: keys });
         }
-        layout.num_tokens = queries as usize;
-        Ok(layout)
+        found.num_tokens = queries as usize;
+        Ok(found)
     }
 
     /// The segments of one rank.
