@@ -16,7 +16,8 @@ use crate::convert::{
 /// Numbers row by row, and how many rows and columns there are.
 pub(crate) type Table = (Vec<f64>, usize, usize);
 
-/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too.
+/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too; and one of that
+/// name in [`optional`], for where it may be None.
 macro_rules! arguments {
     ($($name:ident: $type:ty = $reader:ident($($limit:expr),*);)+) => {
         $(
@@ -24,6 +25,20 @@ macro_rules! arguments {
                 $reader(stringify!($name), object $(, $limit)*)
             }
         )+
+
+        #[allow(dead_code, reason = "some are never None")]
+        pub(crate) mod optional {
+            use pyo3::prelude::*;
+            use wlb_core::Lengths;
+
+            use super::Table;
+
+            $(
+                pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<Option<$type>> {
+                    if object.is_none() { Ok(None) } else { super::$name(object).map(Some) }
+                }
+            )+
+        }
     };
 }
 
@@ -103,52 +118,4 @@ arguments! {
     window: usize = count(MAX_MICRO_BATCHES);
     windows: Vec<(i32, f64)> = rates_by_size();
     world_size: usize = count(MAX_WORLD_SIZE);
-}
-
-/// Readers of the arguments that may be None.
-pub(crate) mod optional {
-    use pyo3::prelude::*;
-
-    use super::Table;
-
-    macro_rules! optional {
-        ($($name:ident: $type:ty;)+) => {
-            $(
-                pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<Option<$type>> {
-                    if object.is_none() { Ok(None) } else { super::$name(object).map(Some) }
-                }
-            )+
-        };
-    }
-
-    optional! {
-        attention_costs: Vec<f64>;
-        cost_columns: usize;
-        costs: Table;
-        cp_seconds_per_exchange_in_node: f64;
-        cp_seconds_per_token_in_node: f64;
-        delay_price: f64;
-        dp_size: i64;
-        early: Vec<i64>;
-        groups: Vec<i64>;
-        head_dim: i64;
-        hybrid_threshold: i64;
-        ids: Vec<i64>;
-        limits: Vec<f64>;
-        max_cp_size: usize;
-        max_delay: u64;
-        max_document_tokens: i32;
-        max_documents: usize;
-        max_imbalance: f64;
-        max_micro_batches: usize;
-        min_micro_batches: usize;
-        num_heads: i64;
-        num_kv_heads: i64;
-        num_micro_batches: usize;
-        outlier_thresholds: Vec<i32>;
-        ranks_per_node: usize;
-        starts: Vec<i32>;
-        token_buckets: Vec<i32>;
-        tokens_per_batch: i64;
-    }
 }
