@@ -20,18 +20,16 @@ import lightning
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb._choices import Oversize
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.balanced import cost_of, waiting
 from wlb.torch.data.documents import measured
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.room import micro_batches
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
@@ -60,28 +58,20 @@ class BalancedDataModule(LightningDataModule):
             learnt), or its tokens.
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         tokens_per_batch: tokens of a step on all ranks.
-        max_document_tokens: the context; by default `max_tokens`.
-        oversize: "split" longer documents, each token predicting the next one all the same; "truncate" them; or it is
-            an "error".
-        max_delay: most steps that a document waits for others; 0: none waits.
-        config: that of a Hugging Face model, for what documents cost.
-        cost_model: or what they cost.
+        config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
         validation: documents of an evaluation, all in every one; the mean over batches and ranks of their losses
             (`self.log("val_loss", loss, sync_dist=True, batch_size=1)`) is then that over labels.
-        lengths: int[documents] tokens, if they are known.
-        num_epochs: of the run, as the Trainer's `max_epochs`: after the last one what waits is drained.
-        shuffle: another order in every epoch.
-        seed: of these orders.
-        num_workers: of the loader.
         row: makes what `training_step` gets of a micro-batch and the number that the sum of its losses is to be divided
             by; by default `batch.as_hf()` and `num_items_in_batch`.
         verify: prove before the first step of a `fit` that rows train what their documents do, by the module's own
             `training_step` (:func:`wlb.torch.verify`); seconds.
+        **loading: of :class:`wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`,
+            `num_epochs` (as the Trainer's `max_epochs`), ...
 
     Raises:
-        wlb.WlbError: an argument makes no sense, or Lightning is older or newer than what this knows. In `fit`:
-            `accumulate_grad_batches` was given, and is another; `limit_train_batches` cuts a global batch; dataloaders
-            are reloaded; what :func:`wlb.torch.verify` finds.
+        wlb.WlbError: an argument makes no sense, or is unknown; or Lightning is older or newer than what this knows.
+            In `fit`: `accumulate_grad_batches` was given, and is another; `limit_train_batches` cuts a global batch;
+            dataloaders are reloaded; what :func:`wlb.torch.verify` finds.
     """
 
     def __init__(
@@ -90,36 +80,21 @@ class BalancedDataModule(LightningDataModule):
         *,
         max_tokens: int,
         tokens_per_batch: int,
-        max_document_tokens: int | None = None,
-        oversize: Oversize = "split",
-        max_delay: int = 16,
         config: Any = None,
-        cost_model: wlb.CostModel | None = None,
         validation: Any = None,
-        lengths: ArrayLike | None = None,
-        num_epochs: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        num_workers: int = 0,
         row: Row = _hugging_face,
         verify: bool = True,
+        **loading: Any,
     ) -> None:
         super().__init__()
         _check_lightning()
         check_integer("max_tokens", max_tokens, minimum=1)
         check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
-        self._packer_options: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "max_document_tokens": max_document_tokens,
-            "oversize": oversize,
-            "cost_model": cost_of(config, cost_model),
-        }
-        self._waiting = waiting(max_delay)
-        self._documents, self._lengths = measured(dataset, lengths, "dataset")
+        self._loading, _ = Loading.of(loading)
+        self._limits = {"max_tokens": max_tokens, "cost_model": self._loading.costs(config)}
+        self._documents, self._lengths = measured(dataset, self._loading.lengths, "dataset")
         self._validation = validation
-        self._tokens_per_batch = tokens_per_batch
-        self._order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
-        self._num_workers = num_workers
+        self._max_tokens, self._tokens_per_batch = max_tokens, tokens_per_batch
         self._row = row
         self._verify = verify
 
@@ -152,7 +127,8 @@ class BalancedDataModule(LightningDataModule):
         """The micro-batches of this rank."""
         trainer: Any = self.trainer
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
-        loader = DataLoader(self._documents, batch_sampler=sampler, collate_fn=collate, num_workers=self._num_workers)
+        workers = self._loading.num_workers
+        loader = DataLoader(self._documents, batch_sampler=sampler, collate_fn=collate, num_workers=workers)
         divided = trainer.world_size
         if trainer.lightning_module.automatic_optimization:
             divided *= trainer.accumulate_grad_batches
@@ -163,22 +139,16 @@ class BalancedDataModule(LightningDataModule):
         if self._validation is None:
             return []
         trainer: Any = self.trainer
-        return _Validation(Documents(self._validation), self._packer_options, trainer, self._row)
+        packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
+        return _Validation(Documents(self._validation), packer, trainer, self._row)
 
     def _micro_batches(self, ranks: int) -> int:
-        max_tokens = self._packer_options["max_tokens"]
-        return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
+        return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=self._max_tokens)
 
     def _sampler(self, rank: int, ranks: int) -> BalancedBatchSampler:
-        packer = wlb.Packer(num_micro_batches=self._micro_batches(ranks), **self._packer_options, **self._waiting)
-        return BalancedBatchSampler(
-            self._lengths,
-            packer=packer,
-            dp_rank=rank,
-            dp_size=ranks,
-            tokens_per_batch=self._tokens_per_batch,
-            **self._order,
-        )
+        packer = self._loading.packer(self._micro_batches(ranks), **self._limits)
+        tokens = self._tokens_per_batch
+        return self._loading.sampler(self._lengths, packer, rank=rank, ranks=ranks, tokens_per_batch=tokens)
 
 
 class _MicroBatches:
@@ -242,9 +212,8 @@ class _Figures(Callback):
 class _Validation:
     """Every document once; the plain mean over all batches of all ranks is that over labels."""
 
-    def __init__(self, documents: Documents, options: dict[str, Any], trainer: Any, row: Row) -> None:
+    def __init__(self, documents: Documents, packer: wlb.Packer, trainer: Any, row: Row) -> None:
         ranks = trainer.world_size
-        packer = wlb.Packer(num_micro_batches=4 * ranks, **options)
         sampler = BalancedBatchSampler(
             documents.lengths(), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
         )

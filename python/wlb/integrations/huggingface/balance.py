@@ -24,6 +24,7 @@ from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.room import step_tokens
 from wlb.torch.training import meeting_place, takes_keywords
 
@@ -101,15 +102,16 @@ def balance(
     check_named(packer)
     check_trainer(trainer)
     check_integer("max_tokens", max_tokens, minimum=1)
-    check_integer("max_delay", max_delay, minimum=0)
     model: Any = trainer.model
     if max_document_tokens is None:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_tokens
         max_document_tokens = min(max_tokens, context)
     if cost_model is None:
         cost_model = wlb.ModelConfig.from_hugging_face(model.config.to_dict()).cost_model()
-    waiting: dict[str, Any] = {"release": "adaptive", "max_delay": max_delay} if max_delay else {}
-    limits = Limits(max_tokens, max_document_tokens, oversize, cost_model, waiting | packer)
+    loading = Loading(
+        max_document_tokens=max_document_tokens, oversize=oversize, max_delay=max_delay, cost_model=cost_model
+    )
+    limits = Limits(max_tokens, loading, packer)
     plain = not takes_keywords(model)
     plan: KnownLengths | Streamed
     if has_length(trainer.train_dataset) and not isinstance(trainer.train_dataset, IterableDataset):
@@ -148,7 +150,8 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     if measured.shape != (len(rows),):
         message = f"has shape {measured.shape}, but there are {len(rows)} documents"
         raise error("lengths", message, value=measured.shape)
-    trained = measured.clip(max=limits.max_document_tokens) if limits.oversize == "truncate" else measured
+    context, truncated = limits.loading.max_document_tokens, limits.loading.oversize == "truncate"
+    trained = measured.clip(max=context) if truncated else measured
     if tokens_per_batch is None:
         documents = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         tokens_per_batch = max(1, round(float(trained.mean()) * documents))

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 import wlb
-from wlb._choices import Oversize
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader, collate
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.room import micro_batches
 
 EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation: enough to fill them
@@ -28,21 +28,13 @@ class Limits:
     """What of a packer does not depend on how many micro-batches there are."""
 
     max_tokens: int
-    max_document_tokens: int
-    oversize: Oversize
-    cost_model: wlb.CostModel
+    loading: Loading
     others: dict[str, Any]
 
     def packer(self, num_micro_batches: int) -> wlb.Packer:
         """One for steps of so many micro-batches."""
-        return wlb.Packer(
-            num_micro_batches=num_micro_batches,
-            max_tokens=self.max_tokens,
-            max_document_tokens=self.max_document_tokens,
-            oversize=self.oversize,
-            cost_model=self.cost_model,
-            **self.others,
-        )
+        told = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}
+        return self.loading.packer(num_micro_batches, **told | self.others)
 
     def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
         """The fewest, as many on all ranks, that hold so many tokens with room to spare."""
@@ -138,7 +130,8 @@ class Evaluation:
     def __init__(self, rows: Rows, limits: Limits, args: TrainingArguments, *, plain: bool) -> None:
         self.dataset = rows.dataset
         self._plain = plain
-        packer = replace(limits, others={}).packer(args.world_size * EVALUATED_TOGETHER)
+        limits = replace(limits, loading=replace(limits.loading, max_delay=0), others={})
+        packer = limits.packer(args.world_size * EVALUATED_TOGETHER)
         self._plan = KnownLengths(rows, rows.lengths(), packer, None, 1, False, args)
 
     def __len__(self) -> int:

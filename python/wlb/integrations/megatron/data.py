@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
-from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb._choices import Oversize
-from wlb._errors import check_integer, check_options, error
+from wlb._errors import check_integer, error
 from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments, source
 from wlb.integrations.megatron.groups import NOT_HERE
@@ -23,12 +22,13 @@ from wlb.integrations.megatron.packed import required_multiple, row_multiple
 from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing
-from wlb.torch.data import BalancedBatchSampler, DynamicCpLoader, PackedBatch, StepLoader, collate
+from wlb.torch.data import DynamicCpLoader, PackedBatch, StepLoader, collate
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.peers import Peers
 from wlb.torch.data.room import ROOM, micro_batches
 
 # Arguments of plans that follow from the model and the ranks.
-_SET_HERE: Final = ("planning", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
+_SET_HERE: Final = ("options", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
 
 
 def data_iterator(
@@ -37,20 +37,11 @@ def data_iterator(
     model: Any,
     max_tokens_per_rank: int,
     tokens_per_batch: int,
-    max_document_tokens: int | None = None,
-    oversize: Oversize = "split",
-    max_delay: int = 16,
     dynamic_cp: bool = False,
-    cost_model: wlb.CostModel | None = None,
-    lengths: ArrayLike | None = None,
-    num_epochs: int = 1,
-    shuffle: bool = True,
-    seed: int = 0,
-    num_workers: int = 0,
     pad_token: int = 0,
     each_rank_reads: bool = False,
     multiple_of_tokens: int = 1,
-    **planning: Any,
+    **options: Any,
 ) -> DataIterator:
     """Steps of micro-batches of equal work for Megatron-Core's `forward_backward_func`, whatever its schedule.
 
@@ -82,25 +73,17 @@ def data_iterator(
         model: the model, or its chunks; or its `TransformerConfig`, with `cost_model` and without `dynamic_cp`.
         max_tokens_per_rank: most tokens of a micro-batch that a rank holds: what its memory takes.
         tokens_per_batch: tokens of a step, on all ranks.
-        max_document_tokens: the context; by default what the ranks of a micro-batch hold together.
-        oversize: "split" longer documents, each token predicting the next one all the same; "truncate" them; or it is
-            an "error".
-        max_delay: most steps that a document waits for others; 0: none waits.
         dynamic_cp: every document gets as many ranks as it needs, among all data-parallel ones
             (:func:`wlb.plan_dynamic_cp`). Needs `initialize_model_parallel(hybrid_context_parallel=True)`, and layers
             of :func:`packed_layers`.
-        cost_model: what documents cost; by default by the FLOPs of the model.
-        lengths: int [documents] tokens, if they are known and `dataset` is no indexed one.
-        num_epochs: of the run; after the last one what waits is drained.
-        shuffle: another order in every epoch.
-        seed: of these orders.
-        num_workers: processes that read.
         pad_token: what padding consists of.
         each_rank_reads: instead of the first of those that train the same documents, so that nothing is sent: for a
             loop that takes a step inside of a schedule, as `pretrain` does, where stages must not wait for each other.
         multiple_of_tokens: a rank's rows are multiples of so many tokens beside what the configuration demands by
             itself: 128 for HybridEP, for one. Divides `max_tokens_per_rank`.
-        **planning: further arguments of :func:`wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
+        **options: of :class:`wlb.torch.Loading`: `max_document_tokens` (by default what the ranks of a micro-batch hold
+            together), `oversize`, `max_delay`, `cost_model` (by default the model's FLOPs), `lengths` (of indexed files
+            known already), `num_epochs`, ...; and of :func:`wlb.plan_dynamic_cp`: `max_cp_size`, ...
 
     Returns:
         An iterator of steps, the same number on every rank. To be closed.
@@ -109,7 +92,7 @@ def data_iterator(
         wlb.WlbError: an argument makes no sense, the model is configured against packed rows, or megatron-core is too
             old; it names what. Before anything is read.
     """
-    check_options(planning, wlb.plan_dynamic_cp, data_iterator, but=(*_SET_HERE, *NOT_HERE))
+    loading, planning = Loading.of(options, wlb.plan_dynamic_cp, data_iterator, but=(*_SET_HERE, *NOT_HERE))
     check_version()
     config, chunks = _parts_of(model)
     check_config(config, dynamic_cp=dynamic_cp)
@@ -120,14 +103,13 @@ def data_iterator(
     for name, value, minimum in (
         ("max_tokens_per_rank", max_tokens_per_rank, 1),
         ("tokens_per_batch", tokens_per_batch, 1),
-        ("max_delay", max_delay, 0),
         ("pad_token", pad_token, 0),
-        ("num_workers", num_workers, 0),
     ):
         check_integer(name, value, minimum=minimum)
     if planning and not dynamic_cp:
         name = next(iter(planning))
         raise error(name, "is of Dynamic-CP plans: give dynamic_cp=True with it", value=planning[name])
+    cost_model = loading.cost_model
     if cost_model is None:
         vocab_size = getattr(unwrap_model(chunks[0]), "vocab_size", None) if chunks else None
         if vocab_size is None:
@@ -145,7 +127,8 @@ def data_iterator(
         message += f"{less}"
         raise error("max_tokens_per_rank", message, value=max_tokens_per_rank)
     held = max_tokens_per_rank * cp_size
-    context = held // multiple * multiple if max_document_tokens is None else max_document_tokens
+    context = loading.max_document_tokens
+    context = held // multiple * multiple if context is None else context
     check_integer("max_document_tokens", context, minimum=1, maximum=held)
     if context % multiple:
         message = f"= {context}: documents are padded to multiples of {multiple}; make it one"
@@ -160,37 +143,24 @@ def data_iterator(
     )
     readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
     shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
-    limits: dict[str, Any] = {"max_tokens": held, "max_document_tokens": context, "oversize": oversize}
     padding: dict[str, Any] = {"multiple_of_tokens": cp_size * of_rows}
     if dynamic_cp:  # the packer's micro-batches only say who reads: nobody holds them
-        limits["max_tokens"] = max(context, math.ceil(ROOM * tokens_per_batch / shares))
-        padding = {}
-    if max_delay:
-        limits |= {"release": "adaptive", "max_delay": max_delay}
-    packer = wlb.Packer(num_micro_batches=shares, cost_model=cost_model, **limits, **padding)
+        held, padding = max(context, math.ceil(ROOM * tokens_per_batch / shares)), {}
+    loading = replace(loading, max_document_tokens=context)
+    packer = loading.packer(shares, max_tokens=held, cost_model=cost_model, **padding)
     steps: StepLoader[Any] | None = None
     padded: PaddedDocuments | None = None
     if sharing.reads:
-        documents, known = source(dataset, lengths)
+        documents, known = source(dataset, loading.lengths)
         if multiple > 1:
             documents = padded = PaddedDocuments(documents, known, multiple=multiple, token=pad_token)
             known = padded.lengths
-        sampler = BalancedBatchSampler(
-            known,
-            packer=packer,
-            dp_rank=readers.rank(),
-            dp_size=readers.size(),
-            tokens_per_batch=tokens_per_batch,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-        )
+        reader = {"rank": readers.rank(), "ranks": readers.size()}
+        sampler = loading.sampler(known, packer, **reader, tokens_per_batch=tokens_per_batch)
         rank = parallel_state.get_context_parallel_rank()
         keep = partial(collate, cp_size=cp_size, cp_rank=rank, strategy="per_document", **padding)
-        loader = DataLoader(
-            documents, batch_sampler=sampler, collate_fn=list if dynamic_cp else keep, num_workers=num_workers
-        )
-        steps = StepLoader(loader)
+        work, workers = list if dynamic_cp else keep, loading.num_workers
+        steps = StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))
     dynamic: DynamicCpLoader[PackedBatch] | None = None
     if dynamic_cp:
         plan = partial(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -14,13 +14,12 @@ from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.data import data_iterator
 from wlb.integrations.megatron.iterator import DataIterator
 from wlb.integrations.megatron.rows import Batch
+from wlb.torch.data.loading import FOREVER
 from wlb.torch.data.room import step_tokens
-
-_FOREVER: Final = 2**31 - 1  # epochs: `--train-iters` ends the run
 
 
 def pretraining(
-    dataset: Any, *, max_tokens_per_rank: int, num_epochs: int = _FOREVER, validation: bool = False, **options: Any
+    dataset: Any, *, max_tokens_per_rank: int, num_epochs: int = FOREVER, validation: bool = False, **options: Any
 ) -> MicroBatches:
     """What a provider of data sets gives `megatron.training.pretrain` for training, or for validation.
 

@@ -20,14 +20,14 @@ from wlb._core import most_tokens, padded_tokens
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
-from wlb.torch.data import IGNORE, BalancedBatchSampler, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data.loading import FOREVER, Loading
 from wlb.torch.data.room import step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
 _FILLER: Final = 128  # filler is cut into documents of one block of an attention kernel: it costs next to nothing
-_FOREVER: Final = 2**31 - 1
 _SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 _PARTS: Final = {"documents", "streams", "lengths", "cost_model", "group"}  # objects, which no command line has
 
@@ -157,13 +157,8 @@ class WlbDataLoader(BaseDataLoader):
         local_batch_size: int = 1,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
-        for name, minimum in (
-            ("max_tokens", 1),
-            ("max_delay", 0),
-            ("micro_batches", 1),
-            ("num_workers", 0),
-        ):
-            check_integer(name, getattr(config, name), minimum=minimum)
+        for name in ("max_tokens", "micro_batches"):
+            check_integer(name, getattr(config, name), minimum=1)
         self.config = config
         self._filler = min(_FILLER, seq_len)
         shape: dict[str, Any] = {name: getattr(config, name) for name in _SHAPE}
@@ -174,16 +169,17 @@ class WlbDataLoader(BaseDataLoader):
             raise error("max_document_tokens", message, value=context)
         if config.cost_model is None:
             raise error("cost_model", "is missing: balance(config, ...) takes it from the model")
-        waiting: dict[str, Any] = {"release": "adaptive", "max_delay": config.max_delay} if config.max_delay else {}
-        packer = wlb.Packer(
-            num_micro_batches=config.micro_batches * dp_world_size,
-            max_tokens=config.max_tokens,
+        loading = Loading(
             max_document_tokens=context,
             oversize=config.oversize,
-            cost_model=config.cost_model,
-            **waiting,
-            **shape,
+            max_delay=config.max_delay,
+            num_epochs=FOREVER if config.num_epochs is None else config.num_epochs,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            num_workers=config.num_workers,
         )
+        limits: dict[str, Any] = {"max_tokens": config.max_tokens, "cost_model": config.cost_model, **shape}
+        packer = loading.packer(config.micro_batches * dp_world_size, **limits)
         packed = partial(collate, **shape)
         tokens = config.tokens_per_batch
         if tokens is None:
@@ -201,16 +197,8 @@ class WlbDataLoader(BaseDataLoader):
         else:
             documents, lengths = measured
             self.config = replace(config, lengths=lengths)  # who makes it again need not read them all
-            sampler = BalancedBatchSampler(
-                lengths,
-                packer=packer,
-                dp_rank=dp_rank,
-                dp_size=dp_world_size,
-                tokens_per_batch=tokens,
-                shuffle=config.shuffle,
-                seed=config.seed,
-                num_epochs=_FOREVER if config.num_epochs is None else config.num_epochs,
-            )
+            reader: dict[str, int] = {"rank": dp_rank, "ranks": dp_world_size, "tokens_per_batch": tokens}
+            sampler = loading.sampler(lengths, packer, **reader)
             self.steps = StepLoader(
                 DataLoader(
                     documents,

@@ -12,6 +12,7 @@ from wlb.torch.data.collate import collate
 from wlb.torch.data.documents import Document, Documents, Piece
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
 from wlb.torch.data.ledger import Ledger
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -25,6 +26,7 @@ __all__ = [
     "DynamicCpLoader",
     "DynamicCpStep",
     "Ledger",
+    "Loading",
     "PackedBatch",
     "Piece",
     "Step",

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb._choices import Oversize
-from wlb._errors import check_integer, check_options, error
+from wlb._errors import check_integer
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.documents import measured
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.room import micro_batches
-from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import StepLoader
-
-_SET_HERE = ("num_micro_batches",)
 
 
 def balanced_loader(
@@ -27,18 +22,9 @@ def balanced_loader(
     *,
     max_tokens: int,
     tokens_per_batch: int,
-    max_document_tokens: int | None = None,
-    oversize: Oversize = "split",
-    max_delay: int = 16,
     config: Any = None,
-    cost_model: wlb.CostModel | None = None,
-    lengths: ArrayLike | None = None,
-    num_epochs: int = 1,
-    shuffle: bool = True,
-    seed: int = 0,
-    num_workers: int = 0,
     group: dist.ProcessGroup | None = None,
-    **packer: Any,
+    **options: Any,
 ) -> StepLoader[PackedBatch]:
     """Steps of equal work from a data set: packer, sampler, `DataLoader` and `StepLoader` made for it.
 
@@ -56,19 +42,11 @@ def balanced_loader(
             learnt), or its tokens.
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         tokens_per_batch: tokens of a step on all ranks.
-        max_document_tokens: the context; by default `max_tokens`.
-        oversize: "split" longer documents, each token predicting the next one all the same; "truncate" them; or it is
-            an "error".
-        max_delay: most steps that a document waits for others; 0: none waits.
-        config: that of a Hugging Face model, for what documents cost.
-        cost_model: or what they cost.
-        lengths: int[documents] tokens, if they are known; else they are read, once.
-        num_epochs: of the run: after the last one what waits is drained.
-        shuffle: another order in every epoch.
-        seed: of these orders.
-        num_workers: of the loader.
+        config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
         group: data-parallel ranks; None for all there are, or a single process.
-        **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`.
+        **options: of :class:`wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
+            `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`; and of `wlb.Packer`: `method`, `release`,
+            `delay_price`.
 
     Returns:
         The steps of this rank.
@@ -80,51 +58,14 @@ def balanced_loader(
     Complexity:
         O(documents), where lengths are not read from documents.
     """
-    check_options(packer, balanced_loader, wlb.Packer, but=_SET_HERE)
+    loading, packer = Loading.of(options, wlb.Packer, but=("num_micro_batches",))
     check_integer("max_tokens", max_tokens, minimum=1)
     check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    documents, lengths = measured(dataset, lengths, "dataset")
-    sampler = BalancedBatchSampler(
-        lengths,
-        packer=wlb.Packer(
-            num_micro_batches=ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=max_tokens),
-            max_tokens=max_tokens,
-            max_document_tokens=max_document_tokens,
-            oversize=oversize,
-            cost_model=cost_of(config, cost_model),
-            **waiting(max_delay) | packer,
-        ),
-        dp_rank=rank,
-        dp_size=ranks,
-        tokens_per_batch=tokens_per_batch,
-        shuffle=shuffle,
-        seed=seed,
-        num_epochs=num_epochs,
-    )
-    return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=collate, num_workers=num_workers))
-
-
-def cost_of(config: Any, cost_model: wlb.CostModel | None) -> wlb.CostModel:
-    """What documents cost, by a Hugging Face model's configuration (or the mapping that it is) if not given.
-
-    Raises:
-        wlb.WlbError: both are given, or none.
-    """
-    if (config is None) == (cost_model is None):
-        raise error("cost_model", "or config: give one of them, which says what documents cost")
-    if cost_model is not None:
-        return cost_model
-    return wlb.ModelConfig.from_hugging_face(config if isinstance(config, Mapping) else config.to_dict()).cost_model()
-
-
-def waiting(max_delay: int) -> dict[str, Any]:
-    """What a packer is told of how long documents may wait.
-
-    Raises:
-        wlb.WlbError: it makes no sense.
-    """
-    check_integer("max_delay", max_delay, minimum=0)
-    return {"release": "adaptive", "max_delay": max_delay} if max_delay else {}
+    documents, lengths = measured(dataset, loading.lengths, "dataset")
+    count = ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
+    made = loading.packer(count, max_tokens=max_tokens, cost_model=loading.costs(config), **packer)
+    sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks, tokens_per_batch=tokens_per_batch)
+    return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=collate, num_workers=loading.num_workers))
