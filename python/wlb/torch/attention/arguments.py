@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wlb
+from wlb._core import MAX_TOKENS
 from wlb._errors import check_integer, error
 
 Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
@@ -130,8 +131,8 @@ def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, ali
 
 
 def reach(window: int | None) -> int | None:
-    """The window, if it is one: no sequence has 2**31 tokens, and kernels count to there."""
-    return None if window is None or window >= 2**31 - 1 else window
+    """The window, if it is one: no sequence has more tokens, and kernels count to there."""
+    return None if window is None or window >= MAX_TOKENS else window
 
 
 def check_window(window: int | None) -> None:

@@ -59,7 +59,7 @@ class Ledger:
     that was cut off in the middle is passed over by the audit.
 
     Args:
-        folder: PreparedStep if it is not there. Shared by all ranks, or gathered before the audit.
+        folder: made if it is not there. Shared by all ranks, or gathered before the audit.
         dp_rank: This data-parallel rank.
         dp_size: Data-parallel ranks.
         source: The loader that gives the steps: a `StepLoader`, `BalancedStream` or `DynamicCpLoader`.
