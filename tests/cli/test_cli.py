@@ -276,15 +276,7 @@ def test_pack_measures_what_the_packer_measures(run: Any, npy: Path) -> None:
     ours = results["methods"][-1]
 
     stream = Reading().order(read(npy), context=CONTEXT, tokens_per_batch=4 * CONTEXT)
-    cost_model = wlb.CostModel.from_flops(
-        hidden_size=4096,
-        ffn_hidden_size=11008,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        vocab_size=32000,
-        attention_efficiency=0.85,  # assumed of a H100
-    )
+    cost_model = wlb.ModelConfig.preset("llama2-7b").cost_model(attention_efficiency=0.85)  # assumed of a H100
     packer = wlb.Packer(
         num_micro_batches=4,
         max_tokens=CONTEXT * 3 // 2,
@@ -608,17 +600,8 @@ def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: P
 
 def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(profile()))
-    arguments = (
-        "simulate",
-        npy,
-        *CLUSTER,
-        "--steps",
-        4,
-        "--variants",
-        "fixed,wlb_fitted",
-        "--kernel-profile",
-        "mine.json",
-    )
+    measured = ("--variants", "fixed,wlb_fitted", "--kernel-profile", "mine.json")
+    arguments = ("simulate", npy, *CLUSTER, "--steps", 4, *measured)
     results = run(*arguments, "--json").json
     assert results["kernel_model"].startswith("measured: ")
     assert "Warning: that is another GPU than --gpu h100." in " ".join(run(*arguments).out.split())
@@ -691,23 +674,8 @@ def test_tune_takes_the_options_of_simulate(run: Any) -> None:
 
 
 def test_tune_searches_the_layout(run: Any, npy: Path, tmp_path: Path) -> None:
-    arguments = (
-        "tune",
-        npy,
-        "--context",
-        CONTEXT,
-        "--gpus",
-        8,
-        "--global-batch",
-        "8K",
-        "--tp",
-        8,
-        "--cp",
-        1,
-        "--pp",
-        1,
-    )
-    printed = run(*arguments, "--dp", 1).out
+    own = ("--tp", 8, "--cp", 1, "--pp", 1, "--dp", 1)
+    printed = run("tune", npy, "--context", CONTEXT, "--gpus", 8, "--global-batch", "8K", *own).out
     results = json.loads((tmp_path / "wlb-tune/results.json").read_text())
     assert results["best"] == results["ranked"][0]
     assert results["own"]["layout"]["tp"] == 8
@@ -757,26 +725,12 @@ def test_any_option_of_the_cluster_tunes_on_one(run: Any, npy: Path, option: tup
 
 def test_replicas_are_what_the_gpus_leave(run: Any, npy: Path) -> None:
     """And they meet in every micro-batch, where one asks for it; then the packer plans for them."""
-    arguments = (
-        "--context",
-        CONTEXT,
-        "--tp",
-        8,
-        "--cp",
-        1,
-        "--pp",
-        1,
-        "--gpus",
-        32,
-        "--micro-batches",
-        8,
-        "--steps",
-        4,
-    )
-    results = run("simulate", npy, *arguments, "--variants", "plain", "--json").json
+    sizes = ("--context", CONTEXT, "--tp", 8, "--cp", 1, "--pp", 1, "--gpus", 32, "--micro-batches", 8)
+    arguments = (*sizes, "--steps", 4, "--variants", "plain", "--json")
+    results = run("simulate", npy, *arguments).json
     assert results["settings"]["dp"] == 4
     assert results["assumptions"]["data parallelism"] == "ranks wait for each other once a step"
-    results = run("simulate", npy, *arguments, "--variants", "plain", "--fsdp", "zero3", "--json").json
+    results = run("simulate", npy, *arguments, "--fsdp", "zero3").json
     assert results["settings"]["sync"] == "micro_batch"
     assert results["assumptions"]["data parallelism"] == "ranks wait for each other in every micro-batch"
     assert results["variants"]["plain"]["attribution"]["dp_communication"] > 0
@@ -947,17 +901,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--costs", "two.npy", "--limits", "inf,9"): "--limits inf,9: document ",
         ("pack", npy, *SMALL, "--limits", "9"): "--limits: are of the columns of --costs",
         ("pack", npy, *SMALL, "--costs", "two.npy", "--gpu", "h100"): "--gpu: --costs says what documents cost",
-        (
-            "pack",
-            npy,
-            *SMALL,
-            "--costs",
-            "two.npy",
-            "--queues",
-            "1",
-            "--thresholds",
-            "9",
-        ): "--queues: --thresholds says",
+        ("pack", npy, *SMALL, "--costs", "two.npy", "--queues", 1, "--thresholds", 9): "--queues: --thresholds says",
         ("pack", npy, *SMALL, "--costs", "two.npy", "--release", "adaptive"): "--release adaptive: weighs one column",
         ("pack", npy, *SMALL, "--costs", "two.npy", "--method", "fixed_length"): "--costs: --method fixed_length",
         ("pack", npy, *SMALL, "--attention-efficiency", "0.4,0"): "--attention-efficiency 0.4,0: give finite numbers",
