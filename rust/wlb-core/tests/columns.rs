@@ -6,12 +6,12 @@ mod common;
 use common::bound::bound;
 use common::check::{close, each_token_once};
 use common::columns::{Batch, Plan};
-use common::strategies::{Memory, checked, config, lengths, llama_7b, memory, num_micro_batches};
+use common::strategies::{Memory, checked, config, lengths, llama_7b, memory, num_micro_batches, pack_options};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::cost::DocumentCosts;
 use wlb_core::packing::{Piece, Ranks, Sync};
-use wlb_core::{Error, Leftover, Method, PackOptions, Packing, pack, pack_whole};
+use wlb_core::{Error, Method, PackOptions, Packing, pack, pack_whole};
 
 /// One cost: none, a tie, anything.
 fn cost() -> impl Strategy<Value = f64> {
@@ -53,8 +53,7 @@ fn given(batch: &Batch) -> DocumentCosts {
 }
 
 fn options(batch: &Batch, method: Method) -> PackOptions {
-    let (num_micro_batches, max_tokens, leftover) = (batch.micro_batches, batch.max_tokens, Leftover::Return);
-    PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover }
+    pack_options(batch.micro_batches, batch.max_tokens, method)
 }
 
 fn packed(batch: &Batch, method: Method) -> Packing {
@@ -151,7 +150,7 @@ proptest! {
         let longest = lengths.iter().copied().max().unwrap_or(1);
         let max_tokens = memory.max_tokens(&lengths, n, longest);
         for method in [Method::VarLength, Method::Refined, Method::Original] {
-            let options = PackOptions { num_micro_batches: n, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
+            let options = pack_options(n, max_tokens, method);
             let by_model = pack(&checked(&lengths), &options, &cost).unwrap();
             let by_costs = pack(&checked(&lengths), &options, &given).unwrap();
             if method == Method::Original {
@@ -295,13 +294,6 @@ fn many_small_documents_of_two_resources_are_level() {
         [4.0_f64.powi((4.0 * random()) as i32), 4.0_f64.powi((4.0 * random()) as i32)]
     };
     let lengths = checked(&[100; 512]);
-    let mut options = PackOptions {
-        num_micro_batches: 16,
-        max_tokens: 10_000,
-        method: Method::VarLength,
-        global_batches: 1,
-        leftover: Leftover::Error,
-    };
     for seed in 1..9 {
         let mut state = seed;
         for costs in [
@@ -310,9 +302,8 @@ fn many_small_documents_of_two_resources_are_level() {
             small_documents(&mut state, squares),
             small_documents(&mut state, few_sizes),
         ] {
-            let mut over = |method: Method| {
-                options.method = method;
-                let packing = pack(&lengths, &options, &costs).unwrap();
+            let over = |method: Method| {
+                let packing = pack(&lengths, &pack_options(16, 10_000, method), &costs).unwrap();
                 packing.step_cost() / packing.lower_bound()
             };
             let (greedy, refined) = (over(Method::VarLength), over(Method::Refined));
@@ -333,13 +324,7 @@ fn what_makes_no_sense_is_named() {
     assert!(new(&[1.0, 1.0], 1, 2, &[1.0, 2.0]).starts_with("limits: leave no column that takes time"));
     assert!(new(&[1.0, 3.0], 1, 2, &[f64::INFINITY, 2.0]).starts_with("costs[0, 1] = 3: exceeds the limit"));
     let zeros = DocumentCosts::new(vec![1.0, 0.0, 2.0, 0.0], 2, 2, &[]).unwrap();
-    let options = PackOptions {
-        num_micro_batches: 1,
-        max_tokens: 100,
-        method: Method::VarLength,
-        global_batches: 1,
-        leftover: Leftover::Error,
-    };
+    let options = pack_options(1, 100, Method::VarLength);
     let lengths = checked(&[5, 6]);
     let error = pack(&lengths, &options, &zeros).unwrap_err();
     assert_eq!(error.to_string(), "costs[:, 1]: is 0 for every document: leave this column out");

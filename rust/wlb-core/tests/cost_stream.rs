@@ -5,13 +5,13 @@ mod common;
 
 use common::check::close;
 use common::cost_stream::{Step, Stream};
-use common::strategies::{checked, config, cost_model, lengths, packer_config, plain_config};
+use common::strategies::{checked, config, cost_model, lengths, pack_options, packer_config, plain_config};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::cost::DocumentCosts;
 use wlb_core::packing::stream::{CostTable, Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
-use wlb_core::{Error, Leftover, Method, PackOptions, pack};
+use wlb_core::{Error, Method, pack};
 
 type Document = (i32, Vec<f64>);
 
@@ -237,7 +237,7 @@ proptest! {
         let costs = DocumentCosts::new(values, lengths.len(), limits.len(), &infinite).unwrap();
         let method = if config.method == StreamMethod::Refined { Method::Refined } else { Method::VarLength };
         let PackerConfig { num_micro_batches, max_tokens, .. } = config;
-        let options = PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
+        let options = pack_options(num_micro_batches, max_tokens, method);
         let expected = pack(&checked(&lengths), &options, &costs).unwrap();
         prop_assert_eq!(push(&mut Packer::new(config).unwrap(), &documents, 0).unwrap(), expected);
     }

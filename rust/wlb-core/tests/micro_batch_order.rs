@@ -4,12 +4,12 @@
 
 mod common;
 
-use common::strategies::{checked, config, llama_7b};
+use common::strategies::{checked, config, llama_7b, pack_options};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::pipeline::{Buffers, Detail, PipelineOptions, Times, order_micro_batches};
-use wlb_core::{Error, Leftover, Method, PackOptions, Pipeline, Schedule, pack};
+use wlb_core::{Error, Method, Pipeline, Schedule, pack};
 
 /// Seconds of each row of an order.
 fn seconds(layout: &PipelineOptions, costs: &[f64], order: &[usize]) -> Vec<f64> {
@@ -49,13 +49,7 @@ proptest! {
         layout in layouts(), dp_size in 1_usize..5, lengths in vec(1_i32..100_000, 1..200),
     ) {
         let count = layout.num_micro_batches * dp_size;
-        let options = PackOptions {
-            num_micro_batches: count,
-            max_tokens: i32::MAX,
-            method: Method::VarLength,
-            global_batches: 1,
-            leftover: Leftover::Return,
-        };
+        let options = pack_options(count, i32::MAX, Method::VarLength);
         let packing = pack(&checked(&lengths), &options, &llama_7b()).unwrap();
         let times = Times::per_micro_batch(&packing.costs).unwrap();
         let order = order_micro_batches(&layout, &times, dp_size).unwrap();

@@ -3,13 +3,13 @@
 
 mod common;
 
-use common::strategies::{checked, config, cost_model, lengths, method, plain_config, stream};
+use common::naive;
+use common::strategies::{checked, config, cost_model, lengths, method, pack_options, plain_config, stream};
 use common::stream::{Event, run};
-use common::{check, naive};
 use proptest::prelude::*;
 use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::packing::tune::{ORDERS, TuneOptions, reordered, tune_delay_price, tune_outlier_thresholds};
-use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, pack};
+use wlb_core::{CostModel, Error, Mask, Method, pack};
 
 fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Option<u64>) -> PackerConfig {
     PackerConfig {
@@ -104,7 +104,7 @@ proptest! {
         let pushed = Packer::new(config.clone()).unwrap().push(&checked(&lengths), None).unwrap();
         let PackerConfig { num_micro_batches, max_tokens, cost_model, method, .. } = config;
         let method = if method == StreamMethod::Refined { Method::Refined } else { Method::VarLength };
-        let options = PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
+        let options = pack_options(num_micro_batches, max_tokens, method);
         prop_assert_eq!(pushed, pack(&checked(&lengths), &options, &cost_model.unwrap()).unwrap());
     }
 
@@ -220,34 +220,6 @@ proptest! {
     }
 }
 
-/// A level releases while it holds `N`, its oldest first, and keeps the rest.
-#[test]
-fn a_level_releases_its_oldest() {
-    let mut packer = Packer::new(simple(2, vec![50], None)).unwrap();
-    assert_eq!(packer.push(&checked(&[60, 1]), None).unwrap().assignment, [-1, 0]);
-    assert_eq!(packer.queue().len(), 1);
-    let packing = packer.push(&checked(&[70, 80]), None).unwrap();
-    let ids: Vec<i64> = packing.pieces.iter().map(|piece| piece.id).collect();
-    assert_eq!(ids, [2, 0], "70 is longer, so that it is placed first");
-    assert_eq!(packing.assignment, [0, -1]);
-    assert_eq!(packer.queue().levels()[0].front().map(|waiting| waiting.piece.id), Some(3));
-}
-
-/// With `max_delay` nothing waits longer, whatever its level holds.
-#[test]
-fn nothing_waits_longer_than_max_delay() {
-    for delay in 0..4 {
-        let mut packer = Packer::new(simple(3, vec![50], Some(delay))).unwrap();
-        packer.push(&checked(&[60]), None).unwrap();
-        for waited in 0..delay {
-            assert_eq!(packer.pending(), 1, "after {waited} of {delay}");
-            packer.push(&checked(&[]), None).unwrap();
-        }
-        assert_eq!(packer.pending(), 0);
-        assert_eq!(packer.metrics().delay_max(), delay);
-    }
-}
-
 /// There is room for what these steps leave over, but only in plans with a heavier micro-batch: it is carried over.
 #[test]
 fn refined_steps_pay_for_nothing_with_a_heavier_micro_batch() {
@@ -266,17 +238,6 @@ fn refined_steps_pay_for_nothing_with_a_heavier_micro_batch() {
 fn adaptive(num_micro_batches: usize, delay_price: f64, max_delay: Option<u64>) -> PackerConfig {
     let config = simple(num_micro_batches, Vec::new(), max_delay);
     PackerConfig { release: Release::Adaptive, delay_price: Some(delay_price), ..config }
-}
-
-/// A document without others of its size waits for them, and leaves with them.
-#[test]
-fn what_cannot_be_balanced_waits_until_it_can() {
-    let mut packer = Packer::new(adaptive(2, 0.01, None)).unwrap();
-    assert_eq!(packer.push(&checked(&[90, 10, 10]), None).unwrap().assignment, [-1, 0, 1]);
-    assert_eq!((packer.pending(), packer.carried().len()), (1, 0));
-    let packing = packer.push(&checked(&[90, 10, 10]), None).unwrap();
-    assert_eq!((packing.assignment.as_slice(), packing.imbalance()), ([1, 0, 1].as_slice(), 1.0));
-    assert_eq!(packing.pieces.iter().map(|piece| piece.id).collect::<Vec<i64>>(), [0, 4, 3, 5]);
 }
 
 /// Without a limit too: waiting grows dearer, so that even a document that never finds its like leaves.
@@ -332,14 +293,6 @@ proptest! {
     }
 }
 
-/// Flushing and pushing go on with each other.
-#[test]
-fn a_flushed_packer_goes_on() {
-    let config = simple(2, vec![50], Some(3));
-    let events = [Event::Push(vec![60, 1, 99]), Event::Flush, Event::Flush, Event::Push(vec![60]), Event::Resume];
-    assert_eq!(run(&config, &events).pending(), 1);
-}
-
 /// Running ids end where int64 ends, with an error instead of an overflow.
 #[test]
 fn running_ids_end_with_an_error() {
@@ -351,13 +304,6 @@ fn running_ids_end_with_an_error() {
     packer.push(&checked(&[]), None).unwrap();
     packer.push(&checked(&[1]), Some(&[i64::MIN])).unwrap();
     assert_eq!(Packer::load(&packer.save()).as_ref(), Ok(&packer));
-}
-
-/// The defaults of statistics that nothing was measured for.
-#[test]
-fn a_new_packer_reports_nothing() {
-    let packer = Packer::new(simple(2, vec![50], None)).unwrap();
-    check::same_packer(&packer, &naive::Packer::new(packer.config().clone()));
 }
 
 #[test]

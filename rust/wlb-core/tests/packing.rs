@@ -7,26 +7,20 @@ use common::bound;
 use common::check;
 use common::columns::Batch;
 use common::naive;
-use common::strategies::{Memory, checked, config, cost_model, lengths, memory, num_micro_batches};
+use common::strategies::{Memory, checked, config, cost_model, lengths, memory, num_micro_batches, pack_options};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use wlb_core::cost::DocumentCosts;
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{Piece, batch_offsets, split_documents};
-use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack, pack_whole};
+use wlb_core::{CostModel, Error, Mask, Method, PackOptions, Packing, pack, pack_whole};
 
 const METHODS: [Method; 5] =
     [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast, Method::Refined];
 
 fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Packing {
-    let options = PackOptions {
-        num_micro_batches,
-        max_tokens,
-        method: Method::VarLength,
-        global_batches: 1,
-        leftover: Leftover::Return,
-    };
+    let options = pack_options(num_micro_batches, max_tokens, Method::VarLength);
     pack(&checked(lengths), &options, cost).unwrap()
 }
 
@@ -79,13 +73,7 @@ proptest! {
         cost in cost_model(),
     ) {
         let max_tokens = lengths.iter().copied().max().unwrap_or(1) + room;
-        let options = |num_micro_batches| PackOptions {
-            num_micro_batches,
-            max_tokens,
-            method: METHODS[method],
-            global_batches: 1,
-            leftover: Leftover::Return,
-        };
+        let options = |num_micro_batches| pack_options(num_micro_batches, max_tokens, METHODS[method]);
         let lengths = checked(&lengths);
         let whole = pack_whole(&lengths, multiple_of, &options(0), &cost).unwrap();
         let n = whole.num_micro_batches();
@@ -115,13 +103,7 @@ proptest! {
     ) {
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let run = |(method, max_tokens): (usize, i32)| {
-            let options = PackOptions {
-                num_micro_batches: n,
-                max_tokens,
-                method: METHODS[method],
-                global_batches: 1,
-                leftover: Leftover::Return,
-            };
+            let options = pack_options(n, max_tokens, METHODS[method]);
             pack(&checked(&lengths), &options, &cost).unwrap()
         };
         let (a, b) = (run(a), run(b));
@@ -139,13 +121,7 @@ proptest! {
         cost in cost_model(),
         at in any::<Index>(), byte in 0_u8..128,
     ) {
-        let options = PackOptions {
-            num_micro_batches: n,
-            max_tokens,
-            method: METHODS[method],
-            global_batches: 1,
-            leftover: Leftover::Return,
-        };
+        let options = pack_options(n, max_tokens, METHODS[method]);
         let packing = pack(&checked(&lengths), &options, &cost).unwrap();
         let text = packing.to_json();
         assert_eq!(Packing::from_json(&text).as_ref(), Ok(&packing));
@@ -203,13 +179,7 @@ proptest! {
         let at = at.index(lengths.len());
         lengths[at] = 1001;
         for method in [Method::VarLength, Method::VarLengthFast, Method::Refined] {
-            let options = PackOptions {
-                num_micro_batches: 3,
-                max_tokens: 1000,
-                method,
-                global_batches: 1,
-                leftover: Leftover::Return,
-            };
+            let options = pack_options(3, 1000, method);
             let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
             prop_assert_eq!((error.argument(), error.index()), ("lengths", Some(at)));
         }
@@ -221,7 +191,7 @@ proptest! {
         lengths in vec(1..20_i32, 1..7), n in 1_usize..4, cost in cost_model(), method in select(METHODS.to_vec()),
     ) {
         let costs = lengths.iter().map(|&length| vec![cost.cost(length)]).collect();
-        let options = PackOptions { num_micro_batches: n, max_tokens: 40, method, global_batches: 1, leftover: Leftover::Return };
+        let options = pack_options(n, 40, method);
         let packing = pack(&checked(&lengths), &options, &cost).unwrap();
         let whole = packing.pieces.iter().all(|piece| piece.length == lengths[piece.id as usize]);
         if packing.leftover.is_empty() && whole {
@@ -293,13 +263,7 @@ fn refined_pays_for_nothing_with_a_higher_maximum() {
 #[test]
 fn sizes_out_of_range_are_named() {
     let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
-    let good = PackOptions {
-        num_micro_batches: 2,
-        max_tokens: 10,
-        method: Method::FixedLength,
-        global_batches: 1,
-        leftover: Leftover::Return,
-    };
+    let good = pack_options(2, 10, Method::FixedLength);
     let argument = |options: PackOptions| pack(&checked(&[1]), &options, &cost).unwrap_err().argument();
     assert_eq!(argument(PackOptions { num_micro_batches: 0, ..good.clone() }), "num_micro_batches");
     assert_eq!(argument(PackOptions { num_micro_batches: MAX_MICRO_BATCHES + 1, ..good.clone() }), "num_micro_batches");
@@ -326,7 +290,7 @@ proptest! {
         let mean = (lengths.iter().sum::<i32>() as u32).div_ceil(n as u32) as i32;
         let max_tokens = lengths.iter().copied().fold(mean + room, i32::max);
         let given = DocumentCosts::new(costs.clone(), lengths.len(), 1, &[]).unwrap();
-        let options = PackOptions { num_micro_batches: n, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
+        let options = pack_options(n, max_tokens, method);
         let packing = if by_length {
             pack(&checked(&lengths), &options, &pairs).unwrap()
         } else {

@@ -4,11 +4,13 @@
 mod common;
 
 use common::check;
-use common::strategies::{checked, config, lengths, llama_7b, memory, num_micro_batches, plain_config, rates};
+use common::strategies::{
+    checked, config, lengths, llama_7b, memory, num_micro_batches, pack_options, plain_config, rates,
+};
 use proptest::prelude::*;
 use wlb_core::cost::{Rates, Unit};
 use wlb_core::packing::stream::{Packer, PackerConfig};
-use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack};
+use wlb_core::{CostModel, Error, Mask, Method, Packing, pack};
 
 fn rates_model(attention: f64, linear: f64) -> CostModel {
     CostModel::analytic(attention, linear, Mask::Causal).unwrap()
@@ -20,10 +22,6 @@ fn models() -> impl Strategy<Value = Vec<CostModel>> {
         rates().prop_map(|rates| CostModel::from_rates(&Rates { mask: Mask::Causal, unit: None, ..rates }).unwrap());
     let two_rates = (1e-4..1.0, 1.0..200.0).prop_map(|(a, b): (f64, f64)| rates_model(a, b));
     prop::collection::vec(prop_oneof![1 => one, 3 => two_rates], 2..5)
-}
-
-fn options(num_micro_batches: usize, max_tokens: i32, method: Method) -> PackOptions {
-    PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return }
 }
 
 /// By model and micro-batch, from the plan alone.
@@ -124,7 +122,7 @@ proptest! {
         let max_tokens = memory.max_tokens(&lengths, n, longest);
         let range = CostModel::range(models.clone()).unwrap();
         let steepest = range.models().iter().find(|model| model.cost(5) == range.cost(5)).unwrap();
-        let options = options(n, max_tokens, method);
+        let options = pack_options(n, max_tokens, method);
         let packing = pack(&checked(&lengths), &options, &range).unwrap();
         let worst_model = models.iter().zip(packing.imbalances()).find(|&(_, found)| found == packing.imbalance());
         check::packing_is_legal(&packing, worst_model.unwrap().0);
@@ -168,7 +166,7 @@ proptest! {
         let least = lengths.iter().copied().fold((most as u32).div_ceil(n as u32) as i32, i32::max);
         let max_tokens = most.min(least + room);
         let range = CostModel::range(models.clone()).unwrap();
-        let packing = pack(&checked(&lengths), &options(n, max_tokens, Method::VarLength), &range).unwrap();
+        let packing = pack(&checked(&lengths), &pack_options(n, max_tokens, Method::VarLength), &range).unwrap();
         prop_assume!(packing.leftover.is_empty());
         let least = optimum(&lengths, n, max_tokens, &models);
         let mean = packing.total_cost() / n as f64;
@@ -185,7 +183,7 @@ proptest! {
         let ends = vec![rates_model(low, linear), rates_model(high, linear)];
         let between = rates_model(low + share * (high - low), linear);
         let range = CostModel::range(ends).unwrap();
-        let packing = pack(&checked(&lengths), &options(n, i32::MAX, Method::VarLength), &range).unwrap();
+        let packing = pack(&checked(&lengths), &pack_options(n, i32::MAX, Method::VarLength), &range).unwrap();
         if !lengths.is_empty() {
             prop_assert!(worst(&costs(&packing, &[between])) <= packing.imbalance() * (1.0 + 1e-9));
         }
@@ -237,7 +235,7 @@ fn a_range_is_least_worst_where_a_single_model_is_wrong() {
     let lengths: Vec<i32> = [vec![1000; 3], vec![100; 60]].concat();
     let models = vec![rates_model(1.0, 0.0), rates_model(0.0, 1.0)];
     let range = CostModel::range(models.clone()).unwrap();
-    let options = options(2, 131_072, Method::VarLength);
+    let options = pack_options(2, 131_072, Method::VarLength);
     let plan = |cost: &CostModel| pack(&checked(&lengths), &options, cost).unwrap();
     let [pairs, tokens, both] = [&models[0], &models[1], &range].map(|cost| worst(&costs(&plan(cost), &models)));
     assert!(pairs > 1.55 && tokens > 1.24 && both < 1.201, "{pairs}, {tokens}, {both}");

@@ -6,12 +6,12 @@ mod common;
 
 use common::columns::Batch;
 use common::naive::{self, Plan};
-use common::strategies::checked;
+use common::strategies::{checked, pack_options};
 use common::{auto, bound, check};
 use wlb_core::packing::Piece;
 use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::sharding::Remainder;
-use wlb_core::{CostModel, Leftover, Mask, Method, PackOptions, ShardOptions, Strategy, pack, shard};
+use wlb_core::{CostModel, Mask, Method, ShardOptions, Strategy, pack, shard};
 
 /// Costs that follow the pairs alone: 1, 3, 6, 10, 15, 21, 28, 36 for 1 to 8 tokens.
 fn pairs() -> CostModel {
@@ -35,8 +35,7 @@ fn packed(lengths: &[i32], n: usize, max_tokens: i32, method: Method, cost: &Cos
         Method::Refined => naive::refined(lengths, n, max_tokens, cost),
         _ => naive::var_length(lengths, n, max_tokens, cost),
     };
-    let options =
-        PackOptions { num_micro_batches: n, max_tokens, method, global_batches: 1, leftover: Leftover::Return };
+    let options = pack_options(n, max_tokens, method);
     check::same_plan(&pack(&checked(lengths), &options, cost).unwrap(), &plan);
     plan
 }
@@ -84,21 +83,19 @@ fn refined_finds_what_longest_first_misses() {
     assert_eq!(plan.assignment[0], plan.assignment[1]);
 }
 
-/// Two resources: a document that takes much of the one goes with one that takes much of the other. The step, the sum of
-/// both maxima, is 20; two of a kind together would make it 36.
 /// The long document leaves 2 of 10 tokens, and all others have to go somewhere: 5 short ones fill the other
 /// micro-batch, and the sixth makes the long one's 36 + 3. The mean would be 27, the longest document 36.
 #[test]
 fn the_bound_knows_where_tokens_are_scarce() {
     let lengths = [8, 2, 2, 2, 2, 2, 2];
-    let (num_micro_batches, max_tokens, method, leftover) = (2, 10, Method::VarLength, Leftover::Error);
-    let options = PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover };
-    let packing = pack(&checked(&lengths), &options, &pairs()).unwrap();
+    let packing = pack(&checked(&lengths), &pack_options(2, 10, Method::VarLength), &pairs()).unwrap();
     let documents = lengths.map(|length| (i64::from(length), pairs().cost(length)));
     assert!(check::close(bound::bound(&documents, 2, 10, 0.0, 39.0), 39.0));
     assert!(packing.max_cost() == 39.0 && check::close(packing.lower_bound(), 39.0));
 }
 
+/// Two resources: a document that takes much of the one goes with one that takes much of the other. The step, the sum of
+/// both maxima, is 20; two of a kind together would make it 36.
 #[test]
 fn columns_are_level_together() {
     let costs = vec![vec![9.0, 1.0], vec![9.0, 1.0], vec![1.0, 9.0], vec![1.0, 9.0]];

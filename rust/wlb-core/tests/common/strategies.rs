@@ -10,7 +10,7 @@ use wlb_core::cost::{FlopsOptions, Passes, Rates, Unit};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Padding, Ranks, Sync};
 use wlb_core::sharding::kernel::{Generation, KernelDescription, KernelModel, PassTable};
-use wlb_core::{CostModel, Lengths, Mask};
+use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions};
 
 use super::stream::Event;
 
@@ -26,6 +26,11 @@ pub(crate) fn config(cases: u32) -> ProptestConfig {
 /// As `wlb_core` takes them.
 pub(crate) fn checked(lengths: &[i32]) -> Lengths {
     Lengths::new("lengths", &lengths.iter().map(|&length| i64::from(length)).collect::<Vec<_>>()).unwrap()
+}
+
+/// Of one global batch; what does not fit is left over.
+pub(crate) fn pack_options(num_micro_batches: usize, max_tokens: i32, method: Method) -> PackOptions {
+    PackOptions { num_micro_batches, max_tokens, method, global_batches: 1, leftover: Leftover::Return }
 }
 
 /// Up to `most` documents of up to `longest` tokens.

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 use wlb_core::cost::DocumentCosts;
-use wlb_core::{Leftover, PackOptions, pack};
+use wlb_core::pack;
 
 use crate::common::columns::Batch;
-use crate::common::strategies::checked;
+use crate::common::strategies::{checked, pack_options};
 use crate::file::{Case, hold};
 
 #[derive(Deserialize, Serialize)]
@@ -63,13 +63,7 @@ impl Case for ColumnsCase {
     fn check_engine(&self) {
         let columns = self.limits.len();
         let costs = DocumentCosts::new(self.costs.concat(), self.lengths.len(), columns, &self.limits()).unwrap();
-        let options = PackOptions {
-            num_micro_batches: self.num_micro_batches,
-            max_tokens: self.max_tokens,
-            method: self.method.parse().unwrap(),
-            global_batches: 1,
-            leftover: Leftover::Return,
-        };
+        let options = pack_options(self.num_micro_batches, self.max_tokens, self.method.parse().unwrap());
         let packing = pack(&checked(&self.lengths), &options, &costs).unwrap();
         // Of one column there is no need to keep more.
         let costs = packing.columns.as_ref().map_or(&packing.costs, |columns| &columns.costs);

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 use wlb_core::packing::Piece;
-use wlb_core::{Leftover, PackOptions, Packing, pack};
+use wlb_core::{PackOptions, Packing, pack};
 
 use crate::common::naive;
-use crate::common::strategies::checked;
+use crate::common::strategies::{checked, pack_options};
 use crate::cost::Cost;
 use crate::file::{Case, hold};
 
@@ -78,13 +78,8 @@ impl Case for PackCase {
     }
 
     fn check_engine(&self) {
-        let options = PackOptions {
-            num_micro_batches: self.num_micro_batches,
-            max_tokens: self.max_tokens,
-            method: self.method.parse().unwrap(),
-            global_batches: self.window,
-            leftover: Leftover::Return,
-        };
+        let options = pack_options(self.num_micro_batches, self.max_tokens, self.method.parse().unwrap());
+        let options = PackOptions { global_batches: self.window, ..options };
         assert_eq!(Plan::from(&pack(&checked(&self.lengths), &options, &self.cost.model()).unwrap()), self.plan);
     }
 }
