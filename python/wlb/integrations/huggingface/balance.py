@@ -150,8 +150,8 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     if measured.shape != (len(rows),):
         message = f"has shape {measured.shape}, but there are {len(rows)} documents"
         raise error("lengths", message, value=measured.shape)
-    context, truncated = limits.loading.max_document_tokens, limits.loading.oversize == "truncate"
-    trained = measured.clip(max=context) if truncated else measured
+    context = limits.loading.max_document_tokens or limits.max_tokens
+    trained = measured.clip(max=context) if limits.loading.oversize == "truncate" else measured
     if tokens_per_batch is None:
         documents = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         tokens_per_batch = max(1, round(float(trained.mean()) * documents))
