@@ -146,6 +146,18 @@ def test_make_targets_exist() -> None:
             assert target in targets, f"{name_of(page)}: there is no `make {target}`"
 
 
+def test_tests_exist_and_have_what_is_selected() -> None:
+    for where, words in commands():
+        if words[:1] != ["pytest"]:
+            continue
+        assert (ROOT / words[1]).exists(), f"{where}: there is no {words[1]}"
+        files = [ROOT / words[1]] if words[1].endswith(".py") else (ROOT / words[1]).glob("*.py")
+        tests = re.findall(r"def test_(\w+)", "".join(file.read_text() for file in files))
+        selected = words[words.index("-k") + 1].split(" or ") if "-k" in words else []
+        for name in selected:
+            assert any(name in test for test in tests), f"{where}: no test of {words[1]} is selected by {name}"
+
+
 def test_scripts_exist_and_know_their_options() -> None:
     for where, words in commands():
         for script in (word for word in words if re.fullmatch(r"(benches|examples|studies)/\w+\.py", word)):
