@@ -47,9 +47,8 @@ bench: $(VENV)/.wlb-bench
 	$(BIN)/python benches/refined.py $(if $(LENGTHS),--lengths $(LENGTHS))
 	$(BIN)/python benches/results.py
 
-## Compare with packers from PyPI; writes benches/records/. LENGTHS: .npy files for real lengths beside synthetic ones.
+## Batches that are trained in one step, beside verl's plans; writes its record. LENGTHS: .npy files for real lengths beside synthetic ones.
 bench-peers: $(VENV)/.wlb-peers $(VENV)/peers
-	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/peers.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(PEERS_FLAGS)
 	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/whole_batch.py $(if $(LENGTHS),--lengths $(LENGTHS))
 
 ## Every goal of wlb beside its peers, measured in one run; writes docs/comparison.md and its record. LENGTHS as above.

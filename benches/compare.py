@@ -430,7 +430,6 @@ def main() -> None:
     warnings.simplefilter("ignore")  # peers miss GPUs that they do not need here
 
     real = bool(arguments.lengths)
-    limits = ["--solver-seconds", str(arguments.solver_seconds), "--lengths", *map(str, arguments.lengths)]
     with bars() as progress:
         dynamic_rows = [row for count in (2048, 256) for row in dynamic_cp.measure(count, arguments.seeds, progress)]
         overheads = dynamic_cp.measure_overheads(arguments.seeds)
@@ -440,7 +439,7 @@ def main() -> None:
         refined_rows = [refined.measure(*instance, arguments.solver_seconds) for instance in tracked]
         batches = whole_batch.measure(arguments.lengths, 8, 512, (16384, 32768), arguments.seeds, progress)
         plans, found = fuzzed(arguments.fuzz, progress)
-        streams, peer_rows = peers.compare(peers.options().parse_args(limits), progress)
+        streams, peer_rows = peers.compare(arguments.lengths, arguments.solver_seconds, progress)
     lines = [
         *dynamic_lines(dynamic_rows),
         *overhead_lines(overheads),

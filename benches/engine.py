@@ -1,4 +1,4 @@
-"""How fast the engine is, beside numpy.sort and a plain loop; `peers.py` compares it with other packers.
+"""How fast the engine is, beside numpy.sort and a plain loop; `make compare` sets it beside other packers.
 
     python benches/engine.py                      # prints the table, writes benches/records/engine.json
     python benches/engine.py --lengths x.npy ...  # adds balance on real lengths, streamed at 128K x 16

@@ -1,20 +1,17 @@
 """Packers side by side, on the same documents: planning time, balance, pipeline, delay, padding, memory.
 
-    make bench-peers [LENGTHS="x.npy ..."]           # sets everything up, then:
-    python benches/peers.py [--lengths x.npy ...]    # a table per set of lengths; writes benches/records/peers.json
-
-Real packages from PyPI, called as their trainers call them; one that cannot be imported is listed as missing, with the
-reason. What is compared is one training step: `--micro-batches` of them, of `--context` tokens on average, judged by
-wlb's cost model.
+`make compare` runs it, and prints a table for each set of lengths. Real packages from PyPI, called as their trainers
+call them; one that cannot be imported is listed as missing, with the reason. What is compared is one training step:
+`MICRO_BATCHES` of `CONTEXT` tokens on average, judged by wlb's cost model.
 
 - Packers of one global batch (wlb, the partitioners, the solver) get the documents of one step after the other.
   Partitioners know no token limit: the memory column says how far they go.
-- Packers of a whole data set (first fit and its kin) fill bins of `--context` tokens from the whole stream, however
-  many that takes. Each `--micro-batches` consecutive bins are a step; before that, bins are shuffled where the trainer
+- Packers of a whole data set (first fit and its kin) fill bins of `CONTEXT` tokens from the whole stream, however
+  many that takes. Each `MICRO_BATCHES` consecutive bins are a step; before that, bins are shuffled where the trainer
   shuffles packed rows, and in the packer's order where its sampler emits them itself. An incomplete last step is not
   judged. They see all documents beforehand, so that their delay has no meaning.
 - The pipeline column is the same simulator for all: a step's micro-batches, in the order given, through 1F1B over
-  `--stages` stages, over the time that equal micro-batches of the same total take.
+  `STAGES` stages, over the time that equal micro-batches of the same total take.
 - Megatron-Core's scheduler spreads documents over a pool of as many GPUs as there are micro-batches, in groups that end
   in a barrier: its step costs the sum over groups of the busiest GPU.
 
@@ -23,12 +20,10 @@ Timings on shared machines are noisy: read the ratios.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import importlib
 import importlib.util
 import itertools
-import logging
 import sys
 import time
 import traceback
@@ -41,10 +36,8 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-import common
 import numpy as np
-from common import COST, Lengths, bars, machine, parse, read_lengths, synthetic, tables, write_record
-from rich.console import Console
+from common import CONTEXT, COST, Lengths, read_lengths, synthetic
 from rich.progress import Progress
 from rich.table import Table
 
@@ -54,30 +47,24 @@ import wlb
 TRL_BATCH = LLAMA_FACTORY_BATCH = 1000
 AXOLOTL_BIN_SIZE, AXOLOTL_GROUP_SIZE = 200, 100_000
 WARM = 0.03  # seconds of repetitions of a fast call
+BATCHES, MICRO_BATCHES, STAGES = 8, 16, 4
+MAX_TOKENS = int(1.5 * CONTEXT)
+SIZES: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "max_tokens": MAX_TOKENS, "cost_model": COST}
+SOLVER_BATCHES = 2  # steps that HiGHS gets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Documents in arrival order, and what a step may hold."""
+    """Documents in arrival order."""
 
     name: str
     batches: list[Lengths]
-    micro_batches: int
-    context: int
-    max_tokens: int
-    stages: int
     solver_seconds: float
-    solver_batches: int
 
     @property
     def lengths(self) -> Lengths:
         """All of them."""
         return np.concatenate(self.batches)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """As `wlb.pack` takes them."""
-        return {"num_micro_batches": self.micro_batches, "max_tokens": self.max_tokens, "cost_model": COST}
 
 
 @dataclass(kw_only=True)
@@ -113,14 +100,14 @@ def tokens_of(steps: list[list[Sequence[int]]]) -> int:
     return sum(int(np.sum(part)) for step in steps for part in step)
 
 
-def per_batch(partition: Callable[[Lengths, Stream], Sequence[Sequence[int]]]) -> Callable[[Stream], Result]:
+def per_batch(partition: Callable[[Lengths], Sequence[Sequence[int]]]) -> Callable[[Stream], Result]:
     """A packer that gives, for the documents of one step, the indices of each micro-batch."""
 
     def run(stream: Stream) -> Result:
-        partition(stream.batches[0], stream)  # imports, compiles
+        partition(stream.batches[0])  # imports, compiles
         steps, seconds = [], []
         for lengths in stream.batches:
-            least, parts = timed(lambda lengths=lengths: partition(lengths, stream))
+            least, parts = timed(lambda lengths=lengths: partition(lengths))
             seconds.append(least)
             steps.append([lengths[list(part)] for part in parts])
         return Result(steps=steps, seconds=seconds, left_out=1.0 - tokens_of(steps) / stream.lengths.sum())
@@ -134,11 +121,11 @@ def whole_stream(
     """A packer that gives, for all documents, the lengths in each bin."""
 
     def run(stream: Stream) -> Result:
-        n, lengths = stream.micro_batches, stream.lengths
-        pack(lengths[:100], stream.context)  # imports, compiles
-        elapsed, bins = timed(lambda: list(pack(lengths, stream.context)))
+        n, lengths = MICRO_BATCHES, stream.lengths
+        pack(lengths[:100], CONTEXT)  # imports, compiles
+        elapsed, bins = timed(lambda: list(pack(lengths, CONTEXT)))
         packed = sum(map(sum, bins))
-        padding, left_out = 1.0 - packed / (len(bins) * stream.context), 1.0 - packed / int(lengths.sum())
+        padding, left_out = 1.0 - packed / (len(bins) * CONTEXT), 1.0 - packed / int(lengths.sum())
         if shuffled:
             bins = [bins[i] for i in np.random.default_rng(0).permutation(len(bins))]
         steps = [bins[i : i + n] for i in range(0, len(bins) - n + 1, n)]
@@ -191,9 +178,7 @@ def ours(method: Any) -> Callable[[Stream], Result]:
     def run(stream: Stream) -> Result:
         steps, seconds = [], []
         for lengths in stream.batches:
-            least, plan = timed(
-                lambda lengths=lengths: wlb.pack(lengths, method=method, leftover="return", **stream.sizes)
-            )
+            least, plan = timed(lambda lengths=lengths: wlb.pack(lengths, method=method, leftover="return", **SIZES))
             seconds.append(least)
             steps.append([batch.lengths for batch in plan.micro_batches])
         return Result(steps=steps, seconds=seconds, left_out=1.0 - tokens_of(steps) / stream.lengths.sum())
@@ -207,14 +192,14 @@ def queues(stream: Stream) -> Result:
         stream.lengths,
         num_queues=2,
         max_mean_delay=0.5,
-        tokens_per_batch=stream.micro_batches * stream.context,
-        **stream.sizes,
+        tokens_per_batch=MICRO_BATCHES * CONTEXT,
+        **SIZES,
     )
-    return streamed(wlb.Packer(outlier_thresholds=tuned.thresholds, **stream.sizes), stream)
+    return streamed(wlb.Packer(outlier_thresholds=tuned.thresholds, **SIZES), stream)
 
 
 def adaptive(stream: Stream) -> Result:
-    sizes = stream.sizes | {"max_document_tokens": stream.context, "max_delay": 16}
+    sizes = SIZES | {"max_document_tokens": CONTEXT, "max_delay": 16}
     return streamed(wlb.Packer(release="adaptive", **sizes), stream)
 
 
@@ -233,13 +218,13 @@ def streamed(packer: wlb.Packer, stream: Stream) -> Result:
     return Result(steps=steps, seconds=seconds, delay=waited / tokens, note=note)
 
 
-def heapq_algorithm_1(lengths: Lengths, stream: Stream) -> list[list[int]]:
+def heapq_algorithm_1(lengths: Lengths) -> list[list[int]]:
     """Algorithm 1 as one writes it in Python: sort, a heap of costs, the fewest tokens where those do not fit.
 
     The same job as `wlb.pack`: from an array of lengths to the documents of each micro-batch, costs included.
     """
     attention, linear = float(COST.attention_cost([1])[0]), float(COST.linear_cost([1])[0])  # of one pair, of one token
-    documents, bins = lengths.tolist(), stream.micro_batches
+    documents, bins = lengths.tolist(), MICRO_BATCHES
     heap = [(0.0, j) for j in range(bins)]
     tokens = [0] * bins
     micro_batches: list[list[int]] = [[] for _ in range(bins)]
@@ -247,9 +232,9 @@ def heapq_algorithm_1(lengths: Lengths, stream: Stream) -> list[list[int]]:
         length = documents[i]
         added = attention * (length * (length + 1) // 2) + linear * length
         cost, j = heap[0]
-        if tokens[j] + length > stream.max_tokens:
+        if tokens[j] + length > MAX_TOKENS:
             j = min(range(bins), key=tokens.__getitem__)
-            if tokens[j] + length > stream.max_tokens:
+            if tokens[j] + length > MAX_TOKENS:
                 continue
             cost = next(c for c, k in heap if k == j)
             heap.remove((cost, j))
@@ -267,8 +252,8 @@ def highs(stream: Stream) -> Result:
 
     result = Result(steps=[], seconds=[])
     optimal = 0
-    for lengths in stream.batches[: stream.solver_batches]:
-        solution = studies.exact.solve(lengths, time_limit=stream.solver_seconds, **stream.sizes)
+    for lengths in stream.batches[:SOLVER_BATCHES]:
+        solution = studies.exact.solve(lengths, time_limit=stream.solver_seconds, **SIZES)
         optimal += solution.optimal
         result.seconds.append(solution.seconds)
         result.steps.append([batch.lengths for batch in solution.packing.micro_batches])
@@ -276,24 +261,20 @@ def highs(stream: Stream) -> Result:
     return result
 
 
-def binpacking(lengths: Lengths, stream: Stream) -> list[list[int]]:
+def binpacking(lengths: Lengths) -> list[list[int]]:
     costs = dict(enumerate(COST.cost(lengths).tolist()))
-    return [
-        list(part) for part in importlib.import_module("binpacking").to_constant_bin_number(costs, stream.micro_batches)
-    ]
+    return [list(part) for part in importlib.import_module("binpacking").to_constant_bin_number(costs, MICRO_BATCHES)]
 
 
-def prtpy(lengths: Lengths, stream: Stream) -> list[list[int]]:
+def prtpy(lengths: Lengths) -> list[list[int]]:
     prtpy = importlib.import_module("prtpy")
     costs = dict(enumerate(COST.cost(lengths).tolist()))
-    return list(prtpy.partition(algorithm=prtpy.partitioning.greedy, numbins=stream.micro_batches, items=costs))
+    return list(prtpy.partition(algorithm=prtpy.partitioning.greedy, numbins=MICRO_BATCHES, items=costs))
 
 
-def numberpartitioning(lengths: Lengths, stream: Stream) -> list[list[int]]:
+def numberpartitioning(lengths: Lengths) -> list[list[int]]:
     karmarkar_karp = importlib.import_module("numberpartitioning").karmarkar_karp
-    return list(
-        karmarkar_karp(COST.cost(lengths).tolist(), num_parts=stream.micro_batches, return_indices=True).partition
-    )
+    return list(karmarkar_karp(COST.cost(lengths).tolist(), num_parts=MICRO_BATCHES, return_indices=True).partition)
 
 
 def verl_balancing() -> ModuleType:
@@ -301,25 +282,23 @@ def verl_balancing() -> ModuleType:
     return one_file("verl", "verl.utils.seqlen_balancing", stand_ins)
 
 
-def verl(lengths: Lengths, stream: Stream) -> list[list[int]]:
+def verl(lengths: Lengths) -> list[list[int]]:
     workload = verl_balancing().calculate_workload(lengths).tolist()
-    return verl_balancing().get_seqlen_balanced_partitions(workload, stream.micro_batches, equal_size=False)
+    return verl_balancing().get_seqlen_balanced_partitions(workload, MICRO_BATCHES, equal_size=False)
 
 
-def verl_with_our_costs(lengths: Lengths, stream: Stream) -> list[list[int]]:
-    return verl_balancing().get_seqlen_balanced_partitions(
-        COST.cost(lengths).tolist(), stream.micro_batches, equal_size=False
-    )
+def verl_with_our_costs(lengths: Lengths) -> list[list[int]]:
+    return verl_balancing().get_seqlen_balanced_partitions(COST.cost(lengths).tolist(), MICRO_BATCHES, equal_size=False)
 
 
 def megatron(stream: Stream) -> Result:
     """Hybrid context parallelism over as many GPUs as there are micro-batches, each with its share of the context."""
     module = importlib.import_module("megatron.core.pipeline_parallel.hybrid_cp_schedule")
-    gpus, result, failures = stream.micro_batches, Result(steps=[], seconds=[], costs=[]), []
+    gpus, result, failures = MICRO_BATCHES, Result(steps=[], seconds=[], costs=[]), []
     pool = MagicMock(**{"size.return_value": gpus})
     for lengths in stream.batches:
         documents = list(enumerate(lengths.tolist()))
-        scheduler = module.BalancedCPScheduler(max_seq_len_per_rank=stream.context // gpus, dp_cp_group=pool)
+        scheduler = module.BalancedCPScheduler(max_seq_len_per_rank=CONTEXT // gpus, dp_cp_group=pool)
         try:
             least, (_, groups) = timed(
                 lambda scheduler=scheduler, documents=documents: scheduler.get_groups_and_subsamples(documents, None)
@@ -337,7 +316,7 @@ def megatron(stream: Stream) -> Result:
         total = float(COST.cost(lengths).sum())
         result.costs.append([step] + [(total - step) / (gpus - 1)] * (gpus - 1))
         result.steps.append([lengths.tolist()])
-    result.note = f"{gpus} GPUs, {stream.context // gpus} tokens each"
+    result.note = f"{gpus} GPUs, {CONTEXT // gpus} tokens each"
     if failures:
         result.note += f"; {len(failures)} of {len(stream.batches)} steps failed: {failures[0]}"
     return result
@@ -466,12 +445,12 @@ def measure(peer: Peer, stream: Stream) -> dict[str, Any]:
     ratios = np.array([max(step) * len(step) / sum(step) for step in costs])
     row["imbalance"] = [float(ratios.mean()), float(np.quantile(ratios, 0.95)), float(ratios.max())]
     if result.costs is None:
-        row["pipeline"] = float(np.mean([over_equal(step, stream.stages) for step in costs]))
+        row["pipeline"] = float(np.mean([over_equal(step, STAGES) for step in costs]))
     row["delay"], row["padding"] = result.delay, result.padding
     if result.costs is None:
         tokens = np.array([[sum(part) for part in step] for step in result.steps])
         row["memory"] = float((tokens.max(axis=1) / tokens.mean(axis=1)).mean())
-        row["steps_over_max_tokens"] = int((tokens.max(axis=1) > stream.max_tokens).sum())
+        row["steps_over_max_tokens"] = int((tokens.max(axis=1) > MAX_TOKENS).sum())
     row["left_out"] = result.left_out
     return row
 
@@ -485,46 +464,23 @@ def over_equal(costs: list[float], stages: int) -> float:
     return seconds(costs) / seconds([sum(costs) / len(costs)] * len(costs))
 
 
-def streams(arguments: argparse.Namespace) -> Iterator[Stream]:
-    n, context = arguments.micro_batches, arguments.context
+def streams(paths: Sequence[Path], solver_seconds: float) -> Iterator[Stream]:
     rng = np.random.default_rng(0)
-    sources = {"synthetic": synthetic(2 * arguments.batches * n * context // 4000)}
-    sources |= {path.stem: rng.permutation(read_lengths(path)) for path in arguments.lengths}
+    sources = {"synthetic": synthetic(2 * BATCHES * MICRO_BATCHES * CONTEXT // 4000)}
+    sources |= {path.stem: rng.permutation(read_lengths(path)) for path in paths}
     for name, lengths in sources.items():
-        pieces = wlb.split_documents(lengths, max_document_tokens=context)[2]
-        offsets = wlb.batch_offsets(pieces, tokens_per_batch=n * context)
+        pieces = wlb.split_documents(lengths, max_document_tokens=CONTEXT)[2]
+        offsets = wlb.batch_offsets(pieces, tokens_per_batch=MICRO_BATCHES * CONTEXT)
         batches = [pieces[a:b] for a, b in itertools.pairwise(offsets)]
         # The last batch of a stream is as long as it happens to be.
-        batches = batches[: min(arguments.batches, len(batches) - 1)]
-        yield Stream(
-            name=name,
-            batches=batches,
-            micro_batches=n,
-            context=context,
-            max_tokens=int(arguments.room * context),
-            stages=arguments.stages,
-            solver_seconds=arguments.solver_seconds,
-            solver_batches=arguments.solver_batches,
-        )
+        yield Stream(name=name, batches=batches[: min(BATCHES, len(batches) - 1)], solver_seconds=solver_seconds)
 
 
-def options() -> argparse.ArgumentParser:
-    parser = common.options(__doc__, lengths=True, record="peers.json")
-    parser.add_argument("--batches", type=int, default=8, help="global batches of each stream")
-    parser.add_argument("--micro-batches", type=int, default=16, help="micro-batches of a global batch")
-    parser.add_argument(
-        "--context", type=int, default=131072, help="tokens: longest document, mean micro-batch, size of a bin"
-    )
-    parser.add_argument("--room", type=float, default=1.5, help="max_tokens over the context")
-    parser.add_argument("--stages", type=int, default=4, help="pipeline stages of the simulated step")
-    parser.add_argument("--solver-seconds", type=float, default=10.0, help="time limit of HiGHS, for one step")
-    parser.add_argument("--solver-batches", type=int, default=2, help="steps that HiGHS gets")
-    return parser
-
-
-def compare(arguments: argparse.Namespace, progress: Progress) -> tuple[list[Stream], list[dict[str, Any]]]:
-    """Every peer on every stream; a row for each, in this order."""
-    all_streams, rows = list(streams(arguments)), []
+def compare(
+    paths: Sequence[Path], solver_seconds: float, progress: Progress
+) -> tuple[list[Stream], list[dict[str, Any]]]:
+    """Every peer on a synthetic stream and on those of these .npy files; a row for each, in this order."""
+    all_streams, rows = list(streams(paths, solver_seconds)), []
     task = progress.add_task("", total=len(all_streams) * len(PEERS))
     for stream in all_streams:
         for peer in PEERS:
@@ -534,29 +490,10 @@ def compare(arguments: argparse.Namespace, progress: Progress) -> tuple[list[Str
     return all_streams, rows
 
 
-def main() -> None:
-    arguments = parse(options())
-    logging.disable(logging.WARNING)
-
-    with bars() as progress:
-        all_streams, rows = compare(arguments, progress)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("lengths", "record")}
-    record = {"machine": machine(PACKAGES), "settings": settings}
-    write_record(arguments.record, record | {"rows": rows, "unreleased": UNRELEASED})
-    report(tables(170), all_streams, rows)
-
-
-def report(console: Console, all_streams: list[Stream], rows: list[dict[str, Any]]) -> None:
-    for stream in all_streams:
-        console.print(table(stream, [row for row in rows if row["lengths"] == stream.name]))
-    for line in UNRELEASED:
-        console.print(f"missing: {line}")
-
-
 def table(stream: Stream, rows: list[dict[str, Any]]) -> Table:
-    title = f"{stream.name}: {len(stream.batches)} steps of {stream.micro_batches} x {stream.context:,} tokens"
+    title = f"{stream.name}: {len(stream.batches)} steps of {MICRO_BATCHES} x {CONTEXT:,} tokens"
     caption = (
-        f"max_tokens {stream.max_tokens:,}. ms: planning of a step. x: over wlb's var_length. Imbalance: heaviest over "
+        f"max_tokens {MAX_TOKENS:,}. ms: planning of a step. x: over wlb's var_length. Imbalance: heaviest over "
         "mean micro-batch. Delay: iterations a token waits. Out: tokens not placed in their step. Pad: of bins filled "
         "up to the context. Memory: most over mean tokens. Without its dependencies: so installed, one file imported. "
         "BalancedCPScheduler: not micro-batches but groups over a pool of GPUs, which end in a barrier; its imbalance "
@@ -602,7 +539,3 @@ def table(stream: Stream, rows: list[dict[str, Any]]) -> Table:
             "; ".join(filter(None, notes)),
         )
     return result
-
-
-if __name__ == "__main__":
-    main()
