@@ -5,39 +5,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import wlb
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[int], "np.ndarray[Any, np.dtype[np.float64]]"]:
-    lengths = draw(st.lists(st.integers(1, 100), min_size=1, max_size=40))
-    columns = draw(st.integers(1, 3))
-    cost = st.floats(1e-3, 1e3)
-    costs = draw(
-        st.lists(st.lists(cost, min_size=columns, max_size=columns), min_size=len(lengths), max_size=len(lengths))
-    )
-    return lengths, np.array(costs)
-
-
-@given(batches(), st.integers(1, 6), st.sampled_from(["var_length", "refined", "original"]))
-def test_a_step_takes_the_sum_over_columns_of_the_heaviest(batch: Any, n: int, method: Any) -> None:
-    lengths, costs = batch
-    packing = wlb.pack(lengths, num_micro_batches=n, max_tokens=4000, costs=costs, method=method)
-    per_micro_batch = np.zeros((n, costs.shape[1]))
+@pytest.mark.parametrize("method", ["var_length", "refined", "original"])
+def test_a_step_takes_the_sum_over_columns_of_the_heaviest(method: Any) -> None:
+    lengths = [40, 3, 100, 17, 60, 25, 80]
+    costs = np.random.default_rng(0).uniform(1e-3, 1e3, (7, 3))
+    packing = wlb.pack(lengths, num_micro_batches=3, max_tokens=200, costs=costs, method=method)
+    per_micro_batch = np.zeros((3, 3))
     for j, micro_batch in enumerate(packing):
         for document, length in zip(micro_batch.document_ids, micro_batch.lengths, strict=True):
             per_micro_batch[j] += costs[document] * length / lengths[document]
+    heaviest = per_micro_batch.max(axis=0).sum()
     np.testing.assert_allclose(packing.column_costs, per_micro_batch, rtol=1e-12)
     np.testing.assert_allclose(packing.costs, per_micro_batch.sum(axis=1), rtol=1e-12)
-    np.testing.assert_allclose(packing.step_cost, per_micro_batch.max(axis=0).sum(), rtol=1e-12)
-    expected = per_micro_batch.max(axis=0).sum() * n / per_micro_batch.sum()
-    np.testing.assert_allclose(packing.imbalance, expected, rtol=1e-12)
-    if method != "original":
-        bound = np.maximum(per_micro_batch.mean(axis=0), costs.max(axis=0)).sum()
-        assert bound * (1 - 1e-12) <= packing.lower_bound <= packing.step_cost * (1 + 1e-12)
+    np.testing.assert_allclose(packing.step_cost, heaviest, rtol=1e-12)
+    np.testing.assert_allclose(packing.imbalance, heaviest * 3 / per_micro_batch.sum(), rtol=1e-12)
     assert pickle.loads(pickle.dumps(packing)) == packing
 
 
@@ -54,15 +39,13 @@ def test_one_column_is_the_cost_model_it_came_from() -> None:
 def test_memory_is_a_column_with_a_limit() -> None:
     """Four images of 3 GB each: at most two in a micro-batch of 6 GB, whatever the time says."""
     costs = np.array([[1.0, 3.0]] * 4 + [[10.0, 0.0]] * 2)
-    options: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 1000, "costs": costs}
-    packing = wlb.pack([10] * 6, limits=[np.inf, 6.0], **options)
-    assert packing.column_costs[:, 1].tolist() == [6.0, 6.0]
+    options: dict[str, Any] = {"max_tokens": 1000, "costs": costs}
+    packing = wlb.pack([10] * 6, num_micro_batches=2, limits=[np.inf, 6.0], **options)
+    assert packing.column_costs.tolist() == [[12.0, 6.0]] * 2
     assert packing.step_cost == 12.0
-    assert packing.costs.tolist() == [12.0, 12.0]
     with pytest.raises(wlb.WlbError, match="num_micro_batches=None"):
-        wlb.pack([10] * 6, limits=[np.inf, 5.0], **options)
-    options["num_micro_batches"] = None
-    assert len(wlb.pack([10] * 6, limits=[np.inf, 5.0], **options)) == 4
+        wlb.pack([10] * 6, num_micro_batches=2, limits=[np.inf, 5.0], **options)
+    assert len(wlb.pack([10] * 6, num_micro_batches=None, limits=[np.inf, 5.0], **options)) == 4
 
 
 GOOD = np.ones((3, 2))

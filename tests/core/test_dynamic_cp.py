@@ -1,68 +1,21 @@
-"""Dynamic-CP plans from Python: legal, plain data, clear errors. How long they take is held by the goldens."""
+"""Dynamic-CP plans from Python: what a plan says of itself, what each argument asks for, clear errors.
+
+That plans are legal, and how long they take: `rust/wlb-core/tests/dynamic_cp.rs` and the goldens.
+"""
 
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import wlb
 from oracles.dynamic_cp import violations
-from wlb import testing
-from wlb._core import most_tokens
 
 COST = wlb.CostModel(attention=1.0, linear=3000.0)
 LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]
 MACHINE: dict[str, Any] = {"world_size": 8, "num_stages": 3, "max_tokens_per_rank": 512}
-
-
-@st.composite
-def machines(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of `plan_dynamic_cp`, without its cost model."""
-    world_size = draw(st.integers(1, 13))
-    max_tokens_per_rank = draw(st.integers(5, 200))
-    multiple = draw(st.just(1) | st.integers(1, max_tokens_per_rank))
-    # The least bucket is within the limit; others may not be.
-    least = multiple * draw(st.integers(1, max_tokens_per_rank // multiple))
-    more = st.sets(st.integers(1, 40), max_size=3).map(
-        lambda steps: [least + step * multiple for step in sorted(steps)]
-    )
-    seconds = st.just(0.0) | st.floats(0.0, 1e4)
-    return {
-        "world_size": world_size,
-        "num_stages": draw(st.integers(1, 4)),
-        "max_tokens_per_rank": max_tokens_per_rank,
-        "max_documents": draw(st.none() | st.integers(1, 4)),
-        "multiple_of_tokens": multiple,
-        "token_buckets": [least, *draw(more)] if draw(st.booleans()) else [],
-        "max_cp_size": draw(st.none() | st.integers(1, world_size)),
-        "group_sizes": draw(st.sampled_from(["powers_of_two", "any"])),
-        "ranks_per_node": draw(st.none() | st.integers(1, 8)),
-        "cp_seconds_per_token": draw(seconds),
-        "cp_seconds_per_exchange": draw(seconds),
-        "cp_overlap": draw(st.floats(0.0, 1.0)),
-        "p2p_seconds": draw(seconds),
-        "micro_batch_seconds": draw(seconds),
-    }
-
-
-@given(machine=machines(), lengths=testing.document_lengths(max_length=200), cost=testing.cost_models())
-def test_plans_are_legal(machine: dict[str, Any], lengths: list[int], cost: wlb.CostModel) -> None:
-    largest = int(machine["max_cp_size"] or machine["world_size"])
-    if machine["group_sizes"] != "any":
-        largest = 1 << (largest.bit_length() - 1)
-    sizes = {name: machine[name] for name in ("multiple_of_tokens", "token_buckets")}
-    most = most_tokens(machine["max_tokens_per_rank"], **sizes)
-    limit = largest * most
-    lengths = [min(length, limit) for length in lengths]
-    plan = wlb.plan_dynamic_cp(lengths, cost_model=cost, **machine)
-    assert violations(plan, lengths, machine["max_cp_size"], machine["group_sizes"]) == []
-    assert (plan.max_tokens_per_rank, plan.max_documents) == (most, machine["max_documents"])
-    assert (plan.multiple_of_tokens, list(plan.token_buckets)) == tuple(sizes.values())
-    assert plan.balanced_seconds * (1 - 1e-9) <= plan.lower_bound <= plan.seconds * (1 + 1e-9)
-    assert wlb.plan_dynamic_cp(np.array(lengths, np.int64), cost_model=cost, **machine) == plan
+NODE = {"ranks_per_node": 4}
 
 
 def test_the_faces_of_a_plan_agree() -> None:
@@ -113,21 +66,6 @@ def test_plans_are_plain_data() -> None:
     assert pickle.loads(pickle.dumps(plan)).digest() == plan.digest()
 
 
-def test_documents_have_the_callers_names() -> None:
-    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, ids=np.arange(12) * 10 - 5, **MACHINE)
-    found = np.concatenate([group.document_ids for batch in plan for group in batch])
-    assert sorted(found) == [10 * i - 5 for i in range(12)]
-
-
-def test_a_long_document_gets_more_ranks() -> None:
-    machine: dict[str, Any] = {"world_size": 8, "num_stages": 1, "max_tokens_per_rank": 2000}
-    plan = wlb.plan_dynamic_cp([4096] + [64] * 400, cost_model=COST, cp_seconds_per_token=300.0, **machine)
-    sizes = {int(i): group.cp_size for batch in plan for group in batch for i in group.document_ids}
-    assert sizes[0] >= 4
-    assert min(sizes.values()) == 1
-    assert plan.seconds < 1.05 * plan.lower_bound
-
-
 def test_groups_stay_inside_a_node_where_exchange_is_free() -> None:
     machine: dict[str, Any] = {"world_size": 12, "num_stages": 1, "max_tokens_per_rank": 4096}
     lengths = [9000, 5000, 4000, 3000, 2500, 2000, *[300] * 30]
@@ -166,7 +104,7 @@ def test_a_step_is_told_anew_for_other_times(schedule: Any, stages: int, parts: 
     pipeline: dict[str, Any] = {"schedule": schedule, "num_stages": stages, "num_virtual_stages": parts}
     plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, p2p_seconds=40.0, **{**MACHINE, **pipeline})
     seconds = np.array([group.seconds for batch in plan for group in batch])
-    assert plan.p2p_seconds == 40
+    assert (plan.schedule, plan.p2p_seconds) == (schedule, 40)
     assert plan.step_seconds(seconds) == plan.seconds
     seconds[0] *= 3
     assert plan.step_seconds(seconds) >= plan.seconds
@@ -177,37 +115,12 @@ def test_a_step_is_told_anew_for_other_times(schedule: Any, stages: int, parts: 
         plan.step_seconds(seconds)
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
-def test_v_schedules_are_planned_for(schedule: Any) -> None:
-    """Two stages a rank; of equal micro-batches on all ranks the step is what `simulate_pipeline` says."""
-    options: dict[str, Any] = {"cost_model": COST, "schedule": schedule, "num_virtual_stages": 2, "p2p_seconds": 500.0}
-    plan = wlb.plan_dynamic_cp(LENGTHS * 8, **options, **MACHINE)
-    assert violations(plan, LENGTHS * 8) == []
-    assert plan.schedule == schedule
-    assert plan.lower_bound <= plan.seconds
-    simple = wlb.plan_dynamic_cp(LENGTHS * 8, cost_model=COST, p2p_seconds=500.0, **MACHINE)
-    assert simple.schedule == "1f1b"
-    assert plan.seconds < simple.seconds
-    alone = wlb.plan_dynamic_cp(LENGTHS, **options, **{**MACHINE, "world_size": 1, "max_tokens_per_rank": 4096})
-    seconds = [batch.seconds for batch in alone]
-    timeline = wlb.simulate_pipeline(seconds, schedule=schedule, num_stages=3, num_virtual_stages=2, p2p_seconds=500.0)
-    assert alone.seconds == pytest.approx(timeline.seconds)
-    if schedule == "dualpipev":
-        assert alone.num_micro_batches >= 6
-        with pytest.raises(wlb.WlbError, match="num_micro_batches = 5"):
-            wlb.plan_dynamic_cp(LENGTHS, num_micro_batches=5, **options, **MACHINE)
-
-
 def test_documents_bring_their_own_costs() -> None:
-    """A cheap long document shares its ranks, a costly short one gets many; memory goes by tokens."""
-    costs = np.ones(12)
-    costs[1] = 100.0
+    """A costly short document gets many ranks; one column is an array of its numbers."""
+    costs = np.where(np.arange(12) == 1, 100.0, 1.0)
     plan = wlb.plan_dynamic_cp(LENGTHS, costs=costs, **{**MACHINE, "num_stages": 1})
-    assert violations(plan, LENGTHS) == []
-    assert plan.balanced_seconds == pytest.approx(costs.sum() / 8)
     sizes = {int(i): group.cp_size for batch in plan for group in batch for i in group.document_ids}
     assert sizes[1] == 8
-    assert plan.seconds == pytest.approx(sum(batch.seconds for batch in plan))
     assert plan == wlb.plan_dynamic_cp(LENGTHS, costs=costs[:, None], **{**MACHINE, "num_stages": 1})
     same = wlb.plan_dynamic_cp(LENGTHS, costs=COST.cost(LENGTHS), **MACHINE)
     assert same.digest() == wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE).digest()
@@ -229,36 +142,6 @@ def test_costs_and_a_cost_model_are_one_or_the_other() -> None:
         with pytest.raises(wlb.WlbError) as caught:
             wlb.plan_dynamic_cp(LENGTHS, **MACHINE, **options)
         assert caught.value.argument == argument, options
-
-
-def test_an_interleaved_pipeline_takes_whole_rounds() -> None:
-    lengths = np.arange(1, 300)
-    plan = wlb.plan_dynamic_cp(lengths, cost_model=COST, num_virtual_stages=2, **MACHINE)
-    assert plan.num_micro_batches % 3 == 0
-    assert violations(plan, lengths.tolist()) == []
-    with pytest.raises(wlb.WlbError, match="num_micro_batches"):
-        wlb.plan_dynamic_cp(lengths, cost_model=COST, num_virtual_stages=2, num_micro_batches=10, **MACHINE)
-
-
-def test_a_schedule_may_want_more_micro_batches() -> None:
-    """DualPipeV takes no fewer than two a stage."""
-    few = wlb.plan_dynamic_cp(LENGTHS[:2], cost_model=COST, micro_batch_seconds=1e9, **MACHINE)
-    plan = wlb.plan_dynamic_cp(LENGTHS[:2], cost_model=COST, micro_batch_seconds=1e9, min_micro_batches=6, **MACHINE)
-    assert few.num_micro_batches < 6 == plan.num_micro_batches == plan.sweep[0][0]
-    assert violations(plan, LENGTHS[:2]) == []
-
-
-def test_with_a_delay() -> None:
-    """What a packer lets go is planned under the names it gave."""
-    packer = wlb.Packer(num_micro_batches=2, max_tokens=8192, cost_model=COST, outlier_thresholds=(1000,), max_delay=3)
-    seen: list[int] = []
-    packings = [packer.push(LENGTHS) for _ in range(4)]
-    for packing in [*packings, *packer.flush()]:
-        ids = np.concatenate([batch.document_ids for batch in packing])
-        lengths = np.concatenate([batch.lengths for batch in packing])
-        plan = wlb.plan_dynamic_cp(lengths, ids=ids, cost_model=COST, **MACHINE)
-        seen += [int(i) for batch in plan for group in batch for i in group.document_ids]
-    assert sorted(seen) == list(range(4 * len(LENGTHS)))
 
 
 def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
@@ -313,18 +196,8 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
         ({"group_sizes": "all"}, "group_sizes", None, "all"),
         ({"ranks_per_node": 0}, "ranks_per_node", None, 0),
         ({"cp_seconds_per_token_in_node": 1.0}, "cp_seconds_per_token_in_node", None, None),
-        (
-            {"ranks_per_node": 4, "cp_seconds_per_exchange_in_node": -1.0},
-            "cp_seconds_per_exchange_in_node",
-            None,
-            -1.0,
-        ),
-        (
-            {"ranks_per_node": 4, "cp_seconds_per_token_in_node": 1.0},
-            "cp_seconds_per_token_in_node",
-            None,
-            None,
-        ),
+        ({**NODE, "cp_seconds_per_exchange_in_node": -1.0}, "cp_seconds_per_exchange_in_node", None, -1.0),
+        ({**NODE, "cp_seconds_per_token_in_node": 1.0}, "cp_seconds_per_token_in_node", None, None),
         ({"cp_seconds_per_token": -1.0}, "cp_seconds_per_token", None, -1.0),
         ({"cp_seconds_per_exchange": float("inf")}, "cp_seconds_per_exchange", None, float("inf")),
         ({"p2p_seconds": -2.0}, "p2p_seconds", None, -2.0),

@@ -24,37 +24,31 @@ def seconds(cost: wlb.CostModel, rows: Rows) -> Any:
     return np.array([cost.cost(row).sum() + cost.terms.get("micro_batches", 0.0) for row in rows])
 
 
-MODELS = {
-    "dense": wlb.CostModel(attention=3e-10, linear=2e-6, unit="seconds"),
-    "constants": wlb.CostModel(attention=3e-10, linear=2e-6, document=2e-4, micro_batch=0.03, unit="seconds"),
-    "window": wlb.CostModel(attention=1e-10, linear=2e-6, windows={1024: 2e-9}, unit="seconds"),
-    "chunk": wlb.CostModel(attention=1e-10, linear=2e-6, chunks={8192: 1e-9}, unit="seconds"),
-    "no attention": wlb.CostModel(attention=0.0, linear=2e-6, unit="seconds"),
-}
+DENSE = wlb.CostModel(attention=3e-10, linear=2e-6, unit="seconds")
+LOCAL = wlb.CostModel(attention=1e-10, linear=2e-6, windows={1024: 2e-9}, document=2e-4, unit="seconds")
+NAMES = ["pairs", "window_pairs[1024]", "chunk_pairs[8192]", "tokens", "documents", "micro_batches"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_times_without_noise_give_the_model_back(name: str) -> None:
-    cost, rows = MODELS[name], micro_batches(60, 1)
-    fit = wlb.CostModel.fit(rows, seconds(cost, rows), windows=(1024,), chunks=(8192,))
+@pytest.mark.parametrize("cost", [DENSE, LOCAL], ids=["dense", "local"])
+def test_times_without_noise_give_the_model_back(cost: wlb.CostModel) -> None:
+    rows = micro_batches(60, 1)
+    fit = wlb.CostModel.fit(rows, seconds(cost, rows), windows=(1024,), chunks=[8192])
     assert fit.merged == ()
     assert fit.cost_model.terms == pytest.approx(cost.terms, rel=1e-6)
-    assert list(fit.rates) == [
-        "pairs",
-        "window_pairs[1024]",
-        "chunk_pairs[8192]",
-        "tokens",
-        "documents",
-        "micro_batches",
-    ]
-    again = wlb.CostModel.fit(rows, seconds(cost, rows), windows=[1024], chunks=[8192])
-    assert repr(again.cost_model) == repr(fit.cost_model)
+    assert list(fit.rates) == NAMES
     assert wlb.CostModel.from_json(fit.cost_model.to_json()) == fit.cost_model
 
 
+def test_ranks_share_pairs_and_tokens() -> None:
+    rows = micro_batches(60, 1)
+    fit = wlb.CostModel.fit(rows, seconds(DENSE, rows), ranks=[2] * 60)
+    assert fit.rates["pairs"] == pytest.approx(2 * 3e-10)
+    assert fit.rates["tokens"] == pytest.approx(2 * 2e-6)
+
+
 def test_outliers_are_left_out_and_named() -> None:
-    cost, rows = MODELS["dense"], micro_batches(100, 2)
-    times = seconds(cost, rows) * (1 + 0.02 * np.random.default_rng(0).standard_normal(100))
+    rows = micro_batches(100, 2)
+    times = seconds(DENSE, rows) * (1 + 0.02 * np.random.default_rng(0).standard_normal(100))
     times[7::10] *= 8  # a checkpoint, a garbage collection
     times[3] /= 50  # a clock that missed the backward pass
     fit = wlb.CostModel.fit(rows, times)
@@ -80,7 +74,7 @@ def test_what_cannot_be_told_apart_is_named_and_stands_in_one_place() -> None:
 
 
 ROWS = micro_batches(20, 3)
-TIMES = seconds(MODELS["dense"], ROWS)
+TIMES = seconds(DENSE, ROWS)
 
 
 @pytest.mark.parametrize(

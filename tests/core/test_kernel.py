@@ -1,9 +1,10 @@
-"""The kernel model and what is chosen by it: exact where measured, the best of all, and picky in what it reads."""
+"""The kernel model from Python: what it says of itself, what goes with it, and what it refuses to read.
 
-import copy
+That it is exact where measured, and what is chosen by it the best of all: `rust/wlb-core/tests/kernel.rs`, the goldens.
+"""
+
 import json
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ import wlb.profile
 from profiles import profile
 
 PROFILE = profile()
-ROUNDING: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
-"""Sums in another order, of segments rounded to 57 fs each."""
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +26,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kernel_model(path: Path, content: Any, **arguments: Any) -> wlb.KernelModel:
     path.write_text(json.dumps(content))
     return wlb.KernelModel.from_profile(path, **arguments)
-
-
-NAMES = {"forward": ["forward"], "backward": ["backward"], "forward_backward": ["forward", "backward"]}
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "hybrid"])
@@ -48,18 +44,14 @@ def test_only_one_threshold_is_reported() -> None:
 
 
 @pytest.mark.parametrize("generation", ["a100", "h100", "h200", "b200"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_analytic_models_say_so(generation: Any, causal: bool) -> None:
-    model = wlb.KernelModel.analytic(generation, num_heads=32, num_kv_heads=8, head_dim=128, causal=causal)
+def test_analytic_models_say_so(generation: Any) -> None:
+    model = wlb.KernelModel.analytic(generation, num_heads=32, num_kv_heads=8, head_dim=128, causal=False)
     assert model.source == f"analytic: {generation}"
     assert (model.num_heads, model.num_kv_heads, model.head_dim, model.tile) == (32, 8, 128, 128)
-    assert model.causal == causal
-    # Fewer queries than a tile take no less time than it; two take less than twice as long where loads are shared.
-    few, tile, two = model.segment_seconds([16, 128, 256], [16_384] * 3)
-    assert few >= tile
+    assert not model.causal
+    # Two tiles take less than twice as long as one where loads are shared.
+    tile, two = model.segment_seconds([128, 256], [16_384] * 2)
     assert (two < 1.7 * tile) == (generation != "a100")
-    segment: Any = ([300], [5000])
-    assert model.segment_seconds(*segment, passes="backward") > 2.5 * model.segment_seconds(*segment, passes="forward")
 
 
 def test_models_pickle_compare_and_hash(path: Path) -> None:
@@ -76,14 +68,8 @@ def test_models_pickle_compare_and_hash(path: Path) -> None:
 
 
 def test_other_heads_scale_a_measured_profile(path: Path) -> None:
-    measured, half = kernel_model(path, PROFILE), kernel_model(path, PROFILE, num_heads=16)
-    assert half.num_heads == 16
-    groups = PROFILE["num_heads"] // PROFILE["num_kv_heads"]
-    assert half.num_kv_heads == 16 // groups
-    assert kernel_model(path, PROFILE, num_heads=1).num_kv_heads == 1
-    np.testing.assert_allclose(
-        half.segment_seconds([9, 900], [90, 5000]) * 2, measured.segment_seconds([9, 900], [90, 5000])
-    )
+    half, one = (kernel_model(path, PROFILE, num_heads=heads) for heads in (16, 1))
+    assert (half.num_heads, half.num_kv_heads, one.num_kv_heads) == (16, 4, 1)
     with pytest.raises(wlb.WlbError, match="num_heads"):
         kernel_model(path, PROFILE, num_heads=0)
 
@@ -122,18 +108,10 @@ def test_segments_have_no_fewer_keys_than_queries() -> None:
 
 
 def test_a_cost_model_from_the_same_profile(path: Path) -> None:
-    """Attention of whole documents as the kernel model has them at the grid's lengths; the rest as measured."""
-    kernel = kernel_model(path, PROFILE)
-    knots = [16, 128, 1024, 8192]
-    for passes, names in NAMES.items():
-        model = wlb.CostModel.from_profile(path, passes=passes)  # type: ignore[arg-type]
-        assert model.causal
-        seconds = kernel.segment_seconds(knots, knots, passes=passes)  # type: ignore[arg-type]
-        attention = wlb.CostModel.from_tables(knots, attention_seconds=seconds, linear_seconds=[1.0] * 4)
-        lengths = [1, 16, 100, 1024, 5000, 8192, 50_000]
-        np.testing.assert_allclose(model.attention_cost(lengths), attention.attention_cost(lengths), rtol=1e-9)
-        linear = sum(np.array(PROFILE["linear"][name]["median_seconds"]) for name in names)
-        np.testing.assert_allclose(model.linear_cost(PROFILE["linear"]["tokens"]), linear, rtol=1e-12)
+    kernel_model(path, PROFILE)
+    backward = wlb.CostModel.from_profile(path, passes="backward")
+    measured = PROFILE["linear"]["backward"]["median_seconds"]
+    np.testing.assert_allclose(backward.linear_cost(PROFILE["linear"]["tokens"]), measured, rtol=1e-12)
     kernel_model(path, profile(linear=False))
     with pytest.raises(wlb.WlbError, match="linear"):
         wlb.CostModel.from_profile(path)
@@ -143,18 +121,6 @@ def test_what_is_missing_is_named(path: Path) -> None:
     for missing in PROFILE.keys() - {"linear", "dtype", "versions", "clocks", "held_out"}:
         with pytest.raises(wlb.WlbError, match=missing):
             kernel_model(path, {key: PROFILE[key] for key in PROFILE if key != missing})
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, None, "1", 1e-320, [1.0]])
-def test_a_time_that_is_none_is_named(path: Path, value: Any) -> None:
-    damaged = copy.deepcopy(PROFILE)
-    damaged["backward"]["median_seconds"][1][2] = value
-    with pytest.raises(wlb.WlbError, match=re.escape("backward.median_seconds[1][2]")):
-        kernel_model(path, damaged)
-    damaged = copy.deepcopy(PROFILE)
-    damaged["forward"]["median_seconds"][2][0] = 1.0
-    with pytest.raises(wlb.WlbError, match=re.escape("forward.median_seconds[2][0]: must be null")):
-        kernel_model(path, damaged)
 
 
 def test_a_truncated_or_absent_profile_is_refused(path: Path, tmp_path: Path) -> None:

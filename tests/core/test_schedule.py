@@ -1,4 +1,4 @@
-"""Pipelines: exact on closed forms, every second accounted for. Starts and ends are held by the goldens."""
+"""Pipelines from Python: every second of a step accounted for. Starts and ends are held by the goldens."""
 
 import itertools
 import pickle
@@ -11,21 +11,8 @@ import pytest
 
 import wlb
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"schedule": "gpipe", "num_stages": 3},
-    {"schedule": "1f1b", "num_stages": 1},
-    {"schedule": "1f1b", "num_stages": 4},
-    {"schedule": "interleaved_1f1b", "num_stages": 2, "num_virtual_stages": 3},
-    {"schedule": "zb_h1", "num_stages": 3},
-    {"schedule": "zb_h2", "num_stages": 3},
-    {"schedule": "interleaved_zero_bubble", "num_stages": 2, "num_virtual_stages": 2},
-    {"schedule": "zbv", "num_stages": 3, "num_virtual_stages": 2},
-]
 ONE_F_ONE_B: dict[str, Any] = {"schedule": "1f1b", "num_stages": 4}
-
-
-def stages(layout: dict[str, Any]) -> int:
-    return int(layout["num_stages"] * layout.get("num_virtual_stages", 1))
+INTERLEAVED: dict[str, Any] = {"schedule": "interleaved_zero_bubble", "num_stages": 2, "num_virtual_stages": 2}
 
 
 def test_callers_may_change_the_arrays() -> None:
@@ -41,33 +28,20 @@ def test_callers_may_change_the_arrays() -> None:
         assert np.array_equal(copy.busy, before)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_details_of_costs_agree(layout: dict[str, Any]) -> None:
-    costs = np.arange(1.0, 9) * 3 * stages(layout)
-    timeline = wlb.simulate_pipeline(costs, **layout)
-    per_stage = np.repeat(costs[:, None] / stages(layout), stages(layout), axis=1)
-    per_pass = np.repeat(per_stage[:, :, None] / 3, 3, axis=2)
-    for detailed in (per_stage, per_pass):
-        other = wlb.simulate_pipeline(detailed, **layout)
-        assert np.array_equal(other.ends, timeline.ends)
-        assert other != timeline
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_steps_are_timelines_and_attributed_whole(layout: dict[str, Any]) -> None:
+def test_steps_are_timelines_and_attributed_whole() -> None:
     rng = np.random.default_rng(1)
     steps, dp, m = 3, 2, 8
     # Whole seconds per pass: nothing rounds.
-    costs = rng.integers(1, 20, (steps, dp, m)) * 3.0 * stages(layout)
-    exposed = np.floor(costs / 3 / stages(layout) / 2) * 3 * stages(layout)
+    costs = rng.integers(1, 20, (steps, dp, m)) * 12.0
+    exposed = np.floor(costs / 24) * 12
     activation = rng.integers(1, 100, (steps, dp, m))
     p2p = rng.integers(0, 3, (steps, dp, m))
-    result = wlb.simulate_steps(costs, exposed=exposed, activation=activation, p2p_seconds=p2p, **layout)
+    result = wlb.simulate_steps(costs, exposed=exposed, activation=activation, p2p_seconds=p2p, **INTERLEAVED)
     assert len(result) == steps
     for step, replica in itertools.product(range(steps), range(dp)):
         at = step, replica
         one = wlb.simulate_pipeline(
-            costs[at], exposed=exposed[at], activation=activation[at], p2p_seconds=p2p[at], **layout
+            costs[at], exposed=exposed[at], activation=activation[at], p2p_seconds=p2p[at], **INTERLEAVED
         )
         assert one.seconds == result.pipeline_seconds[at]
         assert np.array_equal(one.busy, result.busy[at])
@@ -75,7 +49,7 @@ def test_steps_are_timelines_and_attributed_whole(layout: dict[str, Any]) -> Non
         assert np.array_equal(one.peak_activation, result.peak_activation[at])
         assert one.exposed.sum() == exposed[at].sum()
     assert np.array_equal(result.seconds, result.pipeline_seconds.max(axis=1))
-    ranks = dp * layout["num_stages"]
+    ranks = dp * INTERLEAVED["num_stages"]
     idle = result.exposed + result.bubble + result.dp_wait
     assert np.array_equal(idle, ranks * result.seconds - result.compute)
     assert np.array_equal(result.exposed, exposed.sum(axis=(1, 2)))
