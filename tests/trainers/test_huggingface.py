@@ -123,17 +123,20 @@ LENGTHS = [30, 1, 7, 12, 3, 25, 9, 1, 40, 2, 16, 5, 8, 11, 38]
 MICRO_BATCHES = 4
 
 
-def sampler(dp_rank: int = 0, dp_size: int = 1, lengths: list[int] = LENGTHS) -> BalancedBatchSampler:
-    """4 steps in epoch 0 and 5 in the next. Documents wait, also from one to the other, and micro-batches are empty."""
-    packer = wlb.Packer(
+def packer() -> wlb.Packer:
+    return wlb.Packer(
         num_micro_batches=MICRO_BATCHES,
         max_tokens=64,
         max_document_tokens=40,
         outlier_thresholds=(30,),
         cost_model=wlb.CostModel(attention=1.0, linear=10.0),
     )
+
+
+def sampler(dp_rank: int = 0, dp_size: int = 1, lengths: list[int] = LENGTHS) -> BalancedBatchSampler:
+    """4 steps in epoch 0 and 5 in the next. Documents wait, also from one to the other, and micro-batches are empty."""
     return BalancedBatchSampler(
-        lengths, packer=packer, dp_rank=dp_rank, dp_size=dp_size, tokens_per_batch=80, num_epochs=2
+        lengths, packer=packer(), dp_rank=dp_rank, dp_size=dp_size, tokens_per_batch=80, num_epochs=2
     )
 
 
@@ -210,17 +213,10 @@ class StreamTrainer(Trainer):
     """Documents of streams, which no index describes."""
 
     def get_train_dataloader(self) -> MicroBatchLoader:
-        packer = wlb.Packer(
-            num_micro_batches=MICRO_BATCHES,
-            max_tokens=64,
-            max_document_tokens=40,
-            outlier_thresholds=(30,),
-            cost_model=wlb.CostModel(attention=1.0, linear=10.0),
-        )
         documents: Any = self.train_dataset
         streams = [documents[number::4] for number in range(4)]
         self.stream = BalancedStream(
-            streams, packer=packer, collate_fn=self.collated, group=torch.distributed.group.WORLD, tokens_per_batch=80
+            streams, packer=packer(), collate_fn=self.collated, group=torch.distributed.group.WORLD, tokens_per_batch=80
         )
         return MicroBatchLoader(self.stream)
 

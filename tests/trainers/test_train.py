@@ -101,13 +101,31 @@ def gradients(rank: int, settings: example.Settings) -> tuple[float, float, dict
         schedule=settings.schedule,
         loss_fn=lambda logits, labels: token_normalized_loss(logits, labels, num_valid_tokens=valid),
     )
-    found = {
+    found = whole_gradients(stages)
+    norm = example.clip_gradients(stages, 1.0, mesh)
+    return float(sum(loss.item() for loss in losses)) / settings.tp, norm, found
+
+
+def whole_gradients(stages: Any) -> dict[str, np.ndarray]:
+    """Those of all parameters of these stages, gathered where they are sharded."""
+    return {
         name: np.array(getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)())
         for stage in stages
         for name, parameter in stage.submod.named_parameters()
     }
-    norm = example.clip_gradients(stages, 1.0, mesh)
-    return float(sum(loss.item() for loss in losses)) / settings.tp, norm, found
+
+
+def check_learnt(results: list[Any], expected: Any) -> None:
+    """Loss, norm and gradients of all ranks against those of one process."""
+    loss, norm, gradients = expected[:3]
+    assert sum(part for part, *_ in results) == pytest.approx(loss, rel=1e-5)
+    seen = set()
+    for _, their_norm, found, *_ in results:
+        assert their_norm == pytest.approx(norm, rel=1e-5)
+        for name, gradient in found.items():
+            assert np.abs(gradient - gradients[name]).max() <= 1e-5 * np.abs(gradients[name]).max(), name
+        seen |= set(found)
+    assert seen == set(gradients)
 
 
 def mesh_of(settings: example.Settings) -> Any:
@@ -123,16 +141,7 @@ def reference() -> tuple[float, float, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_learns_what_one_process_learns(layout: str, reference: Any) -> None:
-    results = processes.run(WORLD[layout], gradients, replace(SETTINGS, **LAYOUTS[layout]))
-    loss, norm, expected = reference
-    assert sum(part for part, _, _ in results) == pytest.approx(loss, rel=1e-5)
-    seen = set()
-    for _, their_norm, found in results:
-        assert their_norm == pytest.approx(norm, rel=1e-5)
-        for name, gradient in found.items():
-            assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
-        seen |= set(found)
-    assert seen == set(expected)
+    check_learnt(processes.run(WORLD[layout], gradients, replace(SETTINGS, **LAYOUTS[layout])), reference)
 
 
 def half_precision(rank: int, settings: example.Settings) -> tuple[float, set[torch.dtype]]:
@@ -180,6 +189,14 @@ def run(rank: int, settings: example.Settings, dies: tuple[str, int] | None = No
 
 def rows(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def corpus(folder: Path) -> Path:
+    """Files of which some exceed any context here."""
+    folder.mkdir()
+    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
+        (folder / f"{number}.txt").write_text("to be or not to be, " * (length // 20) + "!" * (length % 20))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -244,16 +261,50 @@ def test_more_stages_than_layers_are_refused() -> None:
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[example.Settings, list[dict[str, Any]]]:
     """A run that nobody kills: its settings and its rows."""
-    folder = tmp_path_factory.mktemp("whole")
-    (folder / "corpus").mkdir()
-    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
-        (folder / "corpus" / f"{number}.txt").write_text("to be or not to be, " * (length // 20) + "!" * (length % 20))
-    small = replace(CONFIG, num_layers=2)
-    settings = replace(
-        SETTINGS, model=small, corpus=folder / "corpus", pattern="*.txt", context=250, threshold=(150,), cp=2
-    )
+    return trained_whole(SETTINGS, tmp_path_factory.mktemp("whole"))
+
+
+def trained_whole(settings: example.Settings, folder: Path) -> tuple[example.Settings, list[dict[str, Any]]]:
+    """Six steps on two context-parallel ranks of two replicas, in which documents wait."""
+    small = {"model": replace(CONFIG, num_layers=2), "corpus": corpus(folder / "corpus"), "pattern": "*.txt"}
+    settings = replace(settings, **small, context=250, threshold=(150,), cp=2)
     processes.run(4, run, replace(settings, metrics_file=folder / "whole.jsonl"))
-    return settings, rows(folder / "whole.jsonl")
+    whole = rows(folder / "whole.jsonl")
+    assert [row["step"] for row in whole] == [1, 2, 3, 4, 5, 6]
+    assert len({row["digest"] for row in whole}) == 6
+    assert whole[-1]["loss"] < whole[0]["loss"], "it learns"
+    assert whole[-1]["delay_mean"] > 0, "documents wait"
+    return settings, whole
+
+
+def check_going_on(
+    settings: example.Settings,
+    whole: list[Any],
+    dies: tuple[str, int],
+    saved: int,
+    folder: Path,
+    *same: str,
+    **other: Any,
+) -> list[dict[str, Any]]:
+    """A run that dies goes on after step `saved` as if it had not; the rows of one that goes on on another layout."""
+    killed = replace(settings, metrics_file=folder / "killed.jsonl", checkpoint_dir=folder / "checkpoints")
+    with pytest.raises(processes.RankFailed):
+        processes.run(4, run, killed, dies)
+    shutil.copytree(folder / "checkpoints", folder / "copy")
+    before = len(rows(folder / "killed.jsonl"))
+    processes.run(4, run, killed)
+    resumed = rows(folder / "killed.jsonl")[before:]
+    assert resumed[0]["step"] == saved + 1
+    same = ("step", "loss", "gradient_norm", "digest", "imbalance", "delay_mean", *same)
+    assert [[row[key] for key in same] for row in resumed] == [[row[key] for key in same] for row in whole[saved:]]
+    elsewhere = replace(settings, **other, metrics_file=folder / "other.jsonl", checkpoint_dir=folder / "copy")
+    processes.run(4, run, elsewhere)
+    moved = rows(folder / "other.jsonl")
+    assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole[saved:]], rel=1e-4)
+    for ledger in (folder / "checkpoints" / "ledger", folder / "copy" / "ledger"):
+        proof = audit(ledger)
+        assert (proof.findings, proof.num_steps) == ((), 6)
+    return moved
 
 
 @pytest.mark.parametrize("killed_in", ["clip_gradients", "checksums"])
@@ -264,14 +315,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: s
     count.
     """
     settings, whole = whole_run
-    assert [row["step"] for row in whole] == [1, 2, 3, 4, 5, 6]
-    assert len({row["digest"] for row in whole}) == 6
-    assert whole[-1]["loss"] < whole[0]["loss"], "it learns"
-    assert whole[-1]["delay_mean"] > 0, "documents wait"
     assert whole[-1]["delay_max"] >= 1
     assert any(row["pending_tokens"] > 0 for row in whole)
-
-    killed = replace(settings, metrics_file=tmp_path / "killed.jsonl", checkpoint_dir=tmp_path / "checkpoints")
     if killed_in == "checksums":
         # The second checkpoint is that of step 4.
         call, saved = 2, 2
@@ -279,25 +324,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: s
         call = random.choice([3, 4, 5])
         saved = (call - 1) // 2 * 2
     print(f"killed in call {call} of {killed_in}")
-    with pytest.raises(processes.RankFailed):
-        processes.run(4, run, killed, (killed_in, call))
-    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
-    before = len(rows(tmp_path / "killed.jsonl"))
-    processes.run(4, run, killed)
-    resumed = rows(tmp_path / "killed.jsonl")[before:]
-    assert resumed[0]["step"] == saved + 1
-    same = ("step", "loss", "gradient_norm", "digest", "imbalance", "delay_mean")
-    assert [[row[key] for key in same] for row in resumed] == [[row[key] for key in same] for row in whole[saved:]]
-    proof = audit(tmp_path / "checkpoints" / "ledger")
-    assert (proof.findings, proof.num_steps) == ((), 6)
-
-    other = replace(settings, cp=1, metrics_file=tmp_path / "other.jsonl", checkpoint_dir=tmp_path / "copy")
-    processes.run(4, run, other)  # dp 2 x cp 2 becomes dp 4
-    moved = rows(tmp_path / "other.jsonl")
+    moved = check_going_on(settings, whole, (killed_in, call), saved, tmp_path, cp=1)  # dp 2 x cp 2 becomes dp 4
     assert [row["digest"] for row in moved] == [row["digest"] for row in whole[saved:]]
-    assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole[saved:]], rel=1e-4)
-    proof = audit(tmp_path / "copy" / "ledger")
-    assert (proof.findings, proof.num_steps) == ((), 6)
 
 
 def learning(rank: int, settings: example.Settings) -> list[tuple[int, int | None, str]]:
@@ -325,12 +353,9 @@ def learning(rank: int, settings: example.Settings) -> list[tuple[int, int | Non
 
 def test_a_run_learns_what_its_documents_cost_on_all_ranks_alike(tmp_path: Path) -> None:
     """Two stages, two replicas: times of a micro-batch come from both of its ranks, and all plan by the same costs."""
-    (tmp_path / "corpus").mkdir()
-    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
-        (tmp_path / "corpus" / f"{number}.txt").write_text("!" * (length + 1))
     settings = replace(
         SETTINGS,
-        corpus=tmp_path / "corpus",
+        corpus=corpus(tmp_path / "corpus"),
         pattern="*.txt",
         pp=2,
         workers=1,

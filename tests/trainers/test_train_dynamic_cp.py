@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,21 @@ import numpy as np
 import processes
 import pytest
 import torch
-from test_train import CONFIG, SETTINGS, documents, example, mesh_of, rows, run
+from test_train import (
+    CONFIG,
+    SETTINGS,
+    check_going_on,
+    check_learnt,
+    documents,
+    example,
+    mesh_of,
+    rows,
+    run,
+    trained_whole,
+    whole_gradients,
+)
 
 import wlb
-from wlb.audit import audit
 from wlb.torch.data import DynamicCpLoader, collate
 from wlb.torch.groups import data_and_context
 from wlb.torch.loss import token_normalized_loss
@@ -35,8 +45,8 @@ SIZES: dict[str, dict[str, Any]] = {"all_gather": {"multiple_of_tokens": 8, "max
 DYNAMIC = replace(SETTINGS, plan="dynamic_cp", cp_exchange=4.0)
 
 
-def dynamic_gradients(rank: int, settings: example.Settings, sizes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of every step: the group sizes, this rank's part of the loss, the norm, and the gradients of its stages."""
+def dynamic_gradients(rank: int, settings: example.Settings, sizes: dict[str, Any]) -> list[Any]:
+    """Of every step: this rank's part of the loss, the norm, the gradients of its stages, and the group sizes."""
     device, mesh = torch.device("cpu"), mesh_of(settings)
     both = data_and_context(mesh)
     me, size = both.get_local_rank(), both.size()
@@ -70,20 +80,17 @@ def dynamic_gradients(rank: int, settings: example.Settings, sizes: dict[str, An
                 logits, labels, num_valid_tokens=valid
             ),
         )
-        found = {}
-        for stage in stages:
-            for name, parameter in stage.submod.named_parameters():
-                found[name] = np.array(getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)())
+        found = whole_gradients(stages)
         norm = example.clip_gradients(stages, 1e9, mesh)
         for stage in stages:
             stage.submod.zero_grad()
         loss = float(sum(loss.item() for loss in losses)) / settings.tp
-        results.append({"sizes": step.plan.cp_sizes, "loss": loss, "norm": norm, "gradients": found})
+        results.append((loss, norm, found, step.plan.cp_sizes))
     loader.close()
     return results
 
 
-def one_process(rank: int, settings: example.Settings = SETTINGS) -> list[dict[str, Any]]:
+def one_process(rank: int, settings: example.Settings = SETTINGS) -> list[Any]:
     """The same steps, all documents of one packed together, without a loader."""
     device, mesh = torch.device("cpu"), mesh_of(settings)
     stages, _ = example.build_model(settings, settings.model, mesh, device)
@@ -95,40 +102,28 @@ def one_process(rank: int, settings: example.Settings = SETTINGS) -> list[dict[s
             [example.for_pipeline(collate(documents(lengths)))],
             loss_fn=lambda logits, labels, valid=valid: token_normalized_loss(logits, labels, num_valid_tokens=valid),
         )
-        found = {}
-        for name, parameter in stages[0].submod.named_parameters():
-            found[name] = np.array(getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)())
+        found = whole_gradients(stages)
         norm = example.clip_gradients(stages, 1e9, mesh)
         stages[0].submod.zero_grad()
-        results.append({"loss": loss.item(), "norm": norm, "gradients": found})
+        results.append((loss.item(), norm, found))
     return results
 
 
 @pytest.fixture(scope="module")
-def reference() -> list[dict[str, Any]]:
-    result: list[dict[str, Any]] = processes.run(1, one_process)[0]
-    return result
+def reference() -> Any:
+    return processes.run(1, one_process)[0]
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[pytest.mark.long] if layout == "heads" else []) for layout in LAYOUTS]
 )
-def test_eight_ranks_learn_what_one_learns(layout: str, reference: list[dict[str, Any]]) -> None:
+def test_eight_ranks_learn_what_one_learns(layout: str, reference: Any) -> None:
     results = processes.run(8, dynamic_gradients, replace(DYNAMIC, **LAYOUTS[layout]), SIZES.get(layout, {}))
-    sizes = np.concatenate([step["sizes"].ravel() for step in results[0]])
-    assert len(np.unique(sizes)) > 1, "several group sizes"
-    assert any(len(set(row)) > 1 for step in results[0] for row in step["sizes"].tolist()), "at the same time"
-    assert len({len(step["sizes"]) for step in results[0]}) > 1, "another number of micro-batches in the next step"
-    for number, expected in enumerate(reference):
-        assert sum(result[number]["loss"] for result in results) == pytest.approx(expected["loss"], rel=1e-5)
-        seen = set()
-        for result in results:
-            assert result[number]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-            for name, gradient in result[number]["gradients"].items():
-                wanted = expected["gradients"][name]
-                assert np.abs(gradient - wanted).max() <= 1e-5 * np.abs(wanted).max(), name
-            seen |= set(result[number]["gradients"])
-        assert seen == set(expected["gradients"])
+    sizes = [sizes for *_, sizes in results[0]]
+    assert any(len(set(row)) > 1 for step in sizes for row in step.tolist()), "several group sizes at the same time"
+    assert len({len(step) for step in sizes}) > 1, "another number of micro-batches in the next step"
+    for of_step, expected in zip(zip(*results, strict=True), reference, strict=True):
+        check_learnt(of_step, expected)
 
 
 def micro_batches_of_one_document(rank: int, settings: example.Settings) -> int:
@@ -147,46 +142,11 @@ def test_a_plan_has_as_many_micro_batches_as_its_schedule_needs() -> None:
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding."""
-    (tmp_path / "corpus").mkdir()
-    for number, length in enumerate(np.random.default_rng(0).lognormal(3.5, 1.2, 80).astype(int)):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(
-            "to be or not to be, " * (length // 20) + "!" * (length % 20)
-        )
-    settings = replace(
-        DYNAMIC,
-        model=replace(CONFIG, num_layers=2),
-        corpus=tmp_path / "corpus",
-        pattern="*.txt",
-        context=250,
-        threshold=(150,),
-        cp=2,
-    )
-    processes.run(4, run, replace(settings, metrics_file=tmp_path / "whole.jsonl"))
-    whole = rows(tmp_path / "whole.jsonl")
-    assert [row["step"] for row in whole] == [1, 2, 3, 4, 5, 6]
-    assert len({row["digest"] for row in whole}) == 6
-    assert whole[-1]["loss"] < whole[0]["loss"], "it learns"
-    assert whole[-1]["delay_mean"] > 0, "documents wait"
-
-    killed = replace(settings, metrics_file=tmp_path / "killed.jsonl", checkpoint_dir=tmp_path / "checkpoints")
-    with pytest.raises(processes.RankFailed):
-        processes.run(4, run, killed, ("clip_gradients", 4))
-    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
-    before = len(rows(tmp_path / "killed.jsonl"))
-    processes.run(4, run, killed)
-    resumed = rows(tmp_path / "killed.jsonl")[before:]
-    same = ("step", "loss", "gradient_norm", "digest", "micro_batches", "imbalance", "delay_mean")
-    assert [[row[key] for key in same] for row in resumed] == [[row[key] for key in same] for row in whole[2:]]
-    assert audit(tmp_path / "checkpoints" / "ledger").findings == ()
-
-    other = replace(settings, pp=2, metrics_file=tmp_path / "other.jsonl", checkpoint_dir=tmp_path / "copy")
-    processes.run(4, run, other)  # four ranks become two stages of two
-    moved = rows(tmp_path / "other.jsonl")
+    settings, whole = trained_whole(DYNAMIC, tmp_path)
+    died = ("clip_gradients", 4)
+    moved = check_going_on(settings, whole, died, 2, tmp_path, "micro_batches", pp=2)  # four ranks, two stages of two
     assert [row["tokens"] for row in moved] == [row["tokens"] for row in whole[2:]]
-    assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole[2:]], rel=1e-4)
-    assert audit(tmp_path / "copy" / "ledger").findings == ()
-    static = replace(other, plan="static", pp=1, metrics_file=tmp_path / "static.jsonl", checkpoint_dir=None)
-    processes.run(4, run, static)
+    processes.run(4, run, replace(settings, plan="static", metrics_file=tmp_path / "static.jsonl"))
     assert [row["loss"] for row in rows(tmp_path / "static.jsonl")] == pytest.approx(
         [row["loss"] for row in whole], rel=1e-4
     ), "a static plan trains the same documents"
