@@ -130,6 +130,7 @@ class Settings:
         queues: outlier queues, their thresholds tuned on the corpus.
         threshold: or the threshold of a queue; one option for each.
         max_delay: most iterations a document waits.
+        max_step_cost: with adaptive: most work of a step, in mean global batches.
         strategy: how context-parallel ranks share documents.
         hybrid_threshold: shorter documents stay on one rank, with hybrid.
         workers: data-loader workers.
@@ -174,6 +175,7 @@ class Settings:
     queues: int = 2
     threshold: tuple[int, ...] = ()
     max_delay: int | None = None
+    max_step_cost: float | None = None
     strategy: Strategy = "per_document"
     hybrid_threshold: int | None = None
     workers: int = 1
@@ -358,8 +360,9 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     dynamic = settings.plan == "dynamic_cp"
     if dynamic and (settings.method in BASELINES or settings.strategy != "per_document"):
         raise SystemExit("--plan dynamic_cp goes with --method wlb or refined, and --strategy per_document")
-    if settings.release == "fifo" and (settings.delay_price, settings.max_mean_delay) != (None, None):
-        raise SystemExit("--delay-price and --max-mean-delay go with --release adaptive")
+    of_adaptive = (settings.delay_price, settings.max_mean_delay, settings.max_step_cost)
+    if settings.release == "fifo" and of_adaptive != (None, None, None):
+        raise SystemExit("--delay-price, --max-mean-delay and --max-step-cost go with --release adaptive")
     if settings.method in BASELINES and (settings.release, settings.finer) != ("fifo", 1):
         raise SystemExit("--release adaptive and --finer go with --method wlb or refined")
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
@@ -443,8 +446,9 @@ def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any], tokens_
         if settings.max_mean_delay is not None:
             if price is not None:
                 raise SystemExit("--delay-price or --max-mean-delay: give one of them")
-            price = wlb.tune_delay_price(pieces, max_mean_delay=settings.max_mean_delay, **tuned).delay_price
-        return {"release": "adaptive", "delay_price": price}
+            tuned |= {"max_mean_delay": settings.max_mean_delay, "max_step_cost": settings.max_step_cost}
+            price = wlb.tune_delay_price(pieces, **tuned).delay_price
+        return {"release": "adaptive", "delay_price": price, "max_step_cost": settings.max_step_cost}
     thresholds = settings.threshold
     if settings.queues and not thresholds:
         thresholds = wlb.tune_outlier_thresholds(pieces, num_queues=settings.queues, **tuned).thresholds

@@ -58,4 +58,5 @@ def packer_settings(draw: st.DrawFn, *, max_tokens: int = 60) -> dict[str, Any]:
         "max_document_tokens": limit,
         "oversize": draw(st.sampled_from(["error", "split", "truncate"])),
         "method": draw(st.sampled_from(["var_length", "refined"])),
+        "max_step_cost": None if delay_price is None else draw(st.none() | st.floats(0.1, 4.0)),
     }

@@ -104,8 +104,13 @@ def dynamic_cp(study: Study) -> Result:
         dynamic = {point.label: one[1] for point, one in zip(points, of_corpus, strict=True)}
         sizes[name], ratios[name] = of_corpus[0][2], {at: dynamic[at] / packed[at] for at in packed}
         rows.append(row(_SPEEDUP, f"beside {name}", "emulated", paper.speedup, ratios[name]))
-        rows.append(row(_THROUGHPUT, f"packing only, beside {name}", "emulated", paper.packing_only, packed))
-        rows.append(row(_THROUGHPUT, f"Dynamic-CP, beside {name}", "emulated", paper.dynamic_cp, dynamic))
+        rows += [
+            row(_THROUGHPUT, f"{method}, beside {name}", "emulated", of_paper, series, ratio=False)
+            for method, of_paper, series in (
+                ("packing only", paper.packing_only, packed),
+                ("Dynamic-CP", paper.dynamic_cp, dynamic),
+            )
+        ]
     rows.sort(key=lambda one: one.quantity != _SPEEDUP)
     lengths = (
         "Ours are the same numbers beside both datasets: those of --lengths."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -9,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from studies.paper.inputs import Inputs, documents, scenario
+from studies.paper.needed import needed
 from studies.paper.published import CONFIGURATIONS, MEAN_DELAY, TABLE_2
-from studies.paper.results import Kind, Result, Row, row
+from studies.paper.results import Facts, Kind, Result, Row, row
 from studies.paper.solver import solved
 from studies.paper.study import CHOICE, Source, Study, run
 from wlb._core import batch_offsets
@@ -62,7 +64,7 @@ def table_2(study: Study) -> Result:
         if one.seconds.size
     ]
     rows += [
-        row(DELAY, name, "measured", MEAN_DELAY if name == "WLB-LLM, 2 queues" else None, series)
+        row(DELAY, name, "measured", MEAN_DELAY if name == "WLB-LLM, 2 queues" else None, series, ratio=False)
         for name, series in delay.items()
     ]
     notes = [
@@ -97,7 +99,18 @@ def table_2(study: Study) -> Result:
         title="Table 2: packing imbalance and packing time, 7B-128K",
         rows=tuple(rows),
         notes=tuple(notes),
+        facts=_needed(study, list(latency)),
     )
+
+
+def _needed(study: Study, names: list[str]) -> tuple[Facts, ...]:
+    """For the published imbalances of these methods."""
+
+    def evaluate(every: Sequence[Inputs]) -> list[dict[str, float]]:
+        made = study.map("Table 2: what would have to be true", _methods, [(inputs,) for inputs in every])
+        return [{name: one.latency for name, one in found.items()} for found in made]
+
+    return needed(study, {name: TABLE_2[name].imbalance for name in names}, evaluate, without=("num_queues",))
 
 
 def _share_note(original: _Method) -> str:
@@ -163,4 +176,5 @@ def _sampled(quantity: str, name: str, kind: Kind, paper: float | None, samples:
     """A row of samples: times by their median, the rest by its mean as everywhere; 5 % and 95 % of them."""
     low, median, high = np.quantile(samples, (0.05, 0.5, 0.95))
     ours = median if quantity == MILLISECONDS else samples.mean()
-    return Row(quantity, name, kind, paper, float(ours), float(low), float(high))
+    ratio = quantity != MILLISECONDS
+    return Row(quantity, name, kind, paper, float(ours), float(low), float(high), ratio=ratio)

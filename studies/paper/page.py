@@ -15,7 +15,8 @@ HOW = (
     "measured: taken with a clock, or counted, on this machine. simulated: a predicted time of the paper's cluster; no"
     " GPU ran. emulated: predicted under a protocol as near the paper's as what was published allows.",
     "least and greatest: over a sweep of every input that is not published, each alone and all together; where a clock"
-    " ran, 5 % and 95 % of its samples.",
+    " ran, 5 % and 95 % of its samples. width: between them; inside: whether the paper's number is. recovered: how far ours"
+    " is above 1, as a share of how far the paper's is.",
 )
 
 
@@ -28,8 +29,8 @@ def tables(result: Result) -> list[Table]:
         made.append(
             Table(
                 title=f"{result.title}: {quantity}" if not made else quantity,
-                groups=(("", 1), ("paper", 1), ("ours", 3), ("", 1)),
-                columns=("", "", "central", "least", "greatest", "how"),
+                groups=(("", 1), ("paper", 1), ("ours", 4), ("paper's", 2), ("", 1)),
+                columns=("", "", "central", "least", "greatest", "width", "inside", "recovered", "how"),
                 rows=tuple(_cells(row, digits) for row in rows),
             )
         )
@@ -87,8 +88,10 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def _cells(row: Row, digits: int) -> tuple[str, ...]:
-    ours = (number(value, digits) for value in (row.ours, row.low, row.high))
-    return (row.name, published(row.paper), *ours, row.kind)
+    ours = (number(value, digits) for value in (row.ours, row.low, row.high, row.width))
+    inside = {None: "", True: "yes", False: "no"}[row.inside]
+    recovered = "" if row.recovered is None else f"{row.recovered:.0%}"
+    return (row.name, published(row.paper), *ours, inside, recovered, row.kind)
 
 
 def report(made: Sequence[Result], figures: Mapping[str, Figure], settings: Mapping[str, Any]) -> Report:

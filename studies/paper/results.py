@@ -29,6 +29,19 @@ class Row:
     high: float | None = None
     low_at: str = ""  # the point of the sweep that gave `low`
     high_at: str = ""
+    ratio: bool = True  # over 1: a speed-up, an imbalance; not seconds or TFLOP/s
+
+    @property
+    def recovered(self) -> float | None:
+        """The share of what the paper's number is above 1 that ours is above 1; None where that says nothing."""
+        if self.paper is None or self.paper == 1 or not self.ratio:
+            return None
+        return (self.ours - 1) / (self.paper - 1)
+
+    @property
+    def width(self) -> float | None:
+        """Of the band."""
+        return None if self.low is None or self.high is None else self.high - self.low
 
     @property
     def inside(self) -> bool | None:
@@ -64,7 +77,9 @@ class Result:
         return {
             "name": self.name,
             "title": self.title,
-            "rows": [vars(row) | {"inside": row.inside} for row in self.rows],
+            "rows": [
+                vars(row) | {name: getattr(row, name) for name in ("inside", "recovered", "width")} for row in self.rows
+            ],
             "notes": list(self.notes),
             "facts": [vars(facts) for facts in self.facts],
             "influenced": self.influenced,
@@ -76,11 +91,11 @@ Series = Mapping[str, float]
 """A number by the label of a point of the sweep; the first is the central one."""
 
 
-def row(quantity: str, name: str, kind: Kind, paper: float | None, series: Series) -> Row:
+def row(quantity: str, name: str, kind: Kind, paper: float | None, series: Series, *, ratio: bool = True) -> Row:
     """A row from a number at every point of a sweep."""
     low, high = min(series, key=lambda at: series[at]), max(series, key=lambda at: series[at])
     central = next(iter(series.values()))
-    return Row(quantity, name, kind, paper, central, series[low], series[high], low, high)
+    return Row(quantity, name, kind, paper, central, series[low], series[high], low, high, ratio)
 
 
 def influence(points: Iterable[Point], series: Series) -> dict[str, tuple[float, float]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from studies.paper.inputs import Inputs, documents, scenario
+from studies.paper.needed import needed
 from studies.paper.published import CONFIGURATIONS, FIGURE_15
 from studies.paper.results import Facts, Result, holds_at, influence, row
 from studies.paper.study import CHOICE, Source, Study
@@ -49,22 +51,15 @@ def figure_15(study: Study) -> Result:
     series: dict[str, dict[str, float]] = {name: {} for name in names}
     distance: dict[str, float] = {}
     for point, seconds in zip(points, made, strict=True):
-        ratios = {
-            window: {name: seconds[window]["per-sequence"] / one for name, one in strategies.items()}
-            for window, strategies in seconds.items()
-        }
-        both = {name: float(np.mean([one[name] for one in ratios.values()])) for name in next(iter(ratios.values()))}
-        values = (
-            ratios["64K"]["per-document"],
-            ratios["128K"]["per-document"],
-            both["adaptive"],
-            both["adaptive"] / both["per-document"],
-            both["hybrid"],
-            both["hybrid"] / both["per-document"],
-        )
-        for name, value in zip(names, values, strict=True):
+        ratios, both = _ratios(seconds)
+        for name, value in zip(names, _values(ratios, both), strict=True):
             series[name][point.label] = value
         distance[point.label] = both["optimal"] / both["adaptive"] - 1
+
+    def evaluate(every: Sequence[Inputs]) -> list[dict[str, float]]:
+        found = study.map("Figure 15: what would have to be true", _layers, [(inputs,) for inputs in every])
+        return [dict(zip(names, _values(*_ratios(seconds)), strict=True)) for seconds in found]
+
     rows = [row(_SPEEDUP, name, "simulated", FIGURE_15.get(name), one) for name, one in series.items()]
     longer = [series[names[0]][p.label] < series[names[1]][p.label] for p in points]
     adaptive = [min(series[name][p.label] for name in names[2:4]) >= 1 for p in points]
@@ -101,9 +96,35 @@ def figure_15(study: Study) -> Result:
                     for window, parts in central.items()
                 ),
             ),
+            *needed(study, FIGURE_15, evaluate, without=_WITHOUT),
         ),
         influence=influence(points, series["adaptive over per-sequence"]),
         influenced="adaptive over per-sequence",
+    )
+
+
+_Ratios = dict[str, dict[str, float]]
+
+
+def _ratios(seconds: Mapping[str, Mapping[str, float]]) -> tuple[_Ratios, dict[str, float]]:
+    """Of every strategy over per-sequence: by window, and the mean of the windows."""
+    ratios = {
+        window: {name: strategies["per-sequence"] / one for name, one in strategies.items()}
+        for window, strategies in seconds.items()
+    }
+    both = {name: float(np.mean([one[name] for one in ratios.values()])) for name in next(iter(ratios.values()))}
+    return ratios, both
+
+
+def _values(ratios: _Ratios, both: Mapping[str, float]) -> tuple[float, ...]:
+    """The rows of the figure, in order."""
+    return (
+        ratios["64K"]["per-document"],
+        ratios["128K"]["per-document"],
+        both["adaptive"],
+        both["adaptive"] / both["per-document"],
+        both["hybrid"],
+        both["hybrid"] / both["per-document"],
     )
 
 

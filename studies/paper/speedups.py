@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from studies.paper.inputs import Point, documents, scenario
+from studies.paper.inputs import Inputs, Point, documents, scenario
+from studies.paper.needed import needed
 from studies.paper.published import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE_14, Configuration
 from studies.paper.results import Facts, Result, Row, holds_at, influence, row
 from studies.paper.study import METHODS, OURS, Study, ceiling, even, run
@@ -24,27 +25,13 @@ Table = dict[str, dict[str, float]]  # by configuration, by point
 def figure_12(study: Study) -> Result:
     """All configurations of table 1: Fixed-4D, with the better of its two static shardings, and WLB-LLM."""
     points = study.points()
-    names = ("fixed, per-sequence", "fixed, per-document", "wlb")
-    every = _tables(study, "Figure 12", CONFIGURATIONS, points, names)
-    static, wlb = every[:2], every[2]
-    fixed = {c: {p.label: max(one[c][p.label] for one in static) for p in points} for c in CONFIGURATIONS}
-    ratio = {c: {p.label: wlb[c][p.label] / fixed[c][p.label] for p in points} for c in CONFIGURATIONS}
-
-    def mean(table: Table, ending: str = "") -> dict[str, float]:
-        chosen = [series for name, series in table.items() if name.endswith(ending)]
-        return {p.label: float(np.mean([series[p.label] for series in chosen])) for p in points}
-
+    tables = _all_configurations(study, "Figure 12", points)
     rows: list[Row] = []
-    for method, table in (("Fixed-4D", fixed), ("WLB-LLM", wlb), ("WLB-LLM over Fixed-4D", ratio)):
+    for method, table in tables.items():
         published = FIGURE_12[method]
-        all_of_it = table | {
-            "mean of 64K": mean(table, "-64K"),
-            "mean of 128K": mean(table, "-128K"),
-            f"mean of {method}": mean(table),
-        }
-        rows += [row(method, name, "simulated", published.get(name), series) for name, series in all_of_it.items()]
-
-    short, long = mean(wlb, "-64K"), mean(wlb, "-128K")
+        rows += [row(method, name, "simulated", published.get(name), series) for name, series in table.items()]
+    wlb = tables["WLB-LLM"]
+    short, long = wlb["mean of 64K"], wlb["mean of 128K"]
     grows = [short[p.label] < long[p.label] for p in points]
     shrinks = [all(wlb[f"70B-{c}"][p.label] < wlb[f"7B-{c}"][p.label] for c in ("64K", "128K")) for p in points]
     return Result(
@@ -57,10 +44,50 @@ def figure_12(study: Study) -> Result:
             f" {holds_at(points, shrinks)}.",
             _REASONS_NOTE,
         ),
-        facts=(_reasons(study, "Figure 12", CONFIGURATIONS, wlb), _ours(study, "Figure 12", CONFIGURATIONS)),
-        influence=influence(points, mean(wlb)),
+        facts=(
+            _reasons(study, "Figure 12", CONFIGURATIONS, wlb),
+            *_needed_of_all(study),
+            _ours(study, "Figure 12", CONFIGURATIONS),
+        ),
+        influence=influence(points, wlb["mean of WLB-LLM"]),
         influenced="mean of WLB-LLM",
     )
+
+
+def _all_configurations(study: Study, title: str, points: Sequence[Point]) -> dict[str, Table]:
+    """By method, then by configuration and of their means, at every point."""
+    names = ("fixed, per-sequence", "fixed, per-document", "wlb")
+    every = _tables(study, title, CONFIGURATIONS, points, names)
+    static, wlb = every[:2], every[2]
+    fixed = {c: {p.label: max(one[c][p.label] for one in static) for p in points} for c in CONFIGURATIONS}
+    ratio = {c: {p.label: wlb[c][p.label] / fixed[c][p.label] for p in points} for c in CONFIGURATIONS}
+
+    def mean(table: Table, ending: str = "") -> dict[str, float]:
+        chosen = [series for name, series in table.items() if name.endswith(ending)]
+        return {p.label: float(np.mean([series[p.label] for series in chosen])) for p in points}
+
+    return {
+        method: table
+        | {
+            "mean of 64K": mean(table, "-64K"),
+            "mean of 128K": mean(table, "-128K"),
+            f"mean of {method}": mean(table),
+        }
+        for method, table in (("Fixed-4D", fixed), ("WLB-LLM", wlb), ("WLB-LLM over Fixed-4D", ratio))
+    }
+
+
+def _needed_of_all(study: Study) -> tuple[Facts, ...]:
+    """For the published means over all configurations."""
+    wanted = {name: value for of_method in FIGURE_12.values() for name, value in of_method.items()}
+
+    def evaluate(every: Sequence[Inputs]) -> list[dict[str, float]]:
+        points = [Point(str(index), inputs) for index, inputs in enumerate(every)]
+        tables = _all_configurations(study, "Figure 12: what would have to be true", points)
+        series = {name: tables[method][name] for method, of_method in FIGURE_12.items() for name in of_method}
+        return [{name: one[point.label] for name, one in series.items()} for point in points]
+
+    return needed(study, wanted, evaluate)
 
 
 def figure_13(study: Study) -> Result:
@@ -75,6 +102,12 @@ def figure_13(study: Study) -> Result:
         row(OVER_PLAIN, title, "simulated", FIGURE_13.get(title), series[name])
         for title, name in zip(titles, methods, strict=True)
     ]
+
+    def evaluate(every: Sequence[Inputs]) -> list[dict[str, float]]:
+        tasks = [(configuration, inputs, methods[:4]) for inputs in every]
+        found = study.speedups("Figure 13: what would have to be true", tasks)
+        return [{title: one[name] for title, name in zip(FIGURE_13, methods, strict=False)} for one in found]
+
     order = [_grows([series[name][p.label] for name in methods[:4]]) for p in points]
     ends = [max(series[name][p.label] for name in methods[:3]) < series["wlb"][p.label] for p in points]
 
@@ -102,7 +135,10 @@ def figure_13(study: Study) -> Result:
             f"Plain-4D cuts documents where a window ends, WLB-LLM trains them whole: {more:.1%} more attention for the"
             " same tokens, which its speed-up pays for.",
         ),
-        facts=(Facts("Where Plain-4D's time goes, central inputs", ("", "share"), shares),),
+        facts=(
+            Facts("Where Plain-4D's time goes, central inputs", ("", "share"), shares),
+            *needed(study, FIGURE_13, evaluate),
+        ),
         influence=influence(points, series["wlb"]),
         influenced="all",
     )

@@ -45,14 +45,14 @@ class Options(Bench):
     """What is run.
 
     Args:
-        layouts: layouts that are trained, a process for each rank; such as pp2.
-        sliced: layouts whose ranks' work is run and timed one after the other; such as dp2pp2cp2.
+        layouts: layouts that are trained, a process for each rank; such as pp2. On a GPU each rank takes one.
+        sliced: layouts whose ranks' work is run and timed one after the other; such as dp2pp2cp2. One GPU is enough.
         methods: what is compared, by a part of its name; default: everything.
         lengths: .npy of document lengths in tokens; default: the Python files of this machine.
         window: tokens of these documents that stand for a context.
         repeats: how often every step is trained, methods in turn.
         sliced_repeats: how often every part of a sliced layout is run.
-        clock: of slices and profile on the CPU: processor time of the thread, or the wall's.
+        clock: of slices and profile on the CPU: processor time of the thread, or the wall's. On a GPU it is the wall's.
         device: cpu or cuda; default: cuda where there is one for every rank.
         profile: a profile of this machine for this model, from an earlier run; default: it is measured.
         profile_seconds: that measuring it may take.
@@ -113,8 +113,8 @@ class Proof:
         torch.set_num_threads(1)
         wanted = [("processes", name) for name in options.layouts] + [("slices", name) for name in options.sliced]
         self.layouts = [(kind, name) for kind, name in wanted if Layout(name).sizes]
-        ranks = max([Layout(name).world_size for name in options.layouts], default=1)
-        self._device = options.device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+        self._device = device_of(options)
+        self._clock = options.clock if self._device == "cpu" else "wall"
         self._methods = matching(options.methods)
         self._bench = plain(options, Bench, bytes_per_number=4 if self._device == "cpu" else 2)
         self.documents, lengths = self._lengths()
@@ -134,7 +134,7 @@ class Proof:
             "methods": self._methods,
             "device": self._device,
             "repeats": self._options.repeats if kind == "processes" else self._options.sliced_repeats,
-            "clock": self._options.clock,
+            "clock": self._clock,
             "profile": hashlib.sha256(self._profile.read_bytes()).hexdigest(),
             "documents": hashlib.sha256(self._scaled.tobytes()).hexdigest(),
         }
@@ -177,7 +177,7 @@ class Proof:
         sizes = sorted(
             {layout.sizes["cp"], *(1 << power for power in range(without.layout.size("dp_cp").bit_length()))}
         )
-        device, thread = torch.device(self._device), self._options.clock == "thread"
+        device, thread = torch.device(self._device), self._clock == "thread"
         found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread)
         path = self._options.output_dir / f"profile-{layout.name}-{self._device}.json"
         profile = probe.corrected(self._profile, found.attention, path)
@@ -233,7 +233,7 @@ class Proof:
             [ranks[0] for ranks in pace.parts(self._bench.context, layout.sizes["cp"])],
             repeats=self._options.sliced_repeats,
             device=torch.device(self._device),
-            thread_clock=self._options.clock == "thread",
+            thread_clock=self._clock == "thread",
             tick=lambda: self._bars.advance(task),
         )
         self._bars.remove_task(task)
@@ -324,6 +324,26 @@ def matching(parts: tuple[str, ...]) -> list[str]:
             raise SystemExit(f"--methods {part}: is in the name of none of {', '.join(METHODS)}")
     first = next(iter(METHODS))
     return [name for name in METHODS if not parts or name == first or any(part in name for part in parts)]
+
+
+def device_of(options: Options) -> str:
+    """Where everything runs: what was asked for, or the GPUs where there is one for every rank that is trained.
+
+    Raises:
+        SystemExit: a GPU is asked for, and there are too few.
+    """
+    sizes = {str(layout): layout.world_size for layout in map(Layout, options.layouts)}
+    widest, gpus = max(sizes, key=sizes.__getitem__, default=""), torch.cuda.device_count()
+    ranks = sizes.get(widest, 1)
+    if gpus >= ranks and options.device is None:
+        return "cuda"
+    if gpus < ranks and (gpus or options.device == "cuda"):
+        few = f"{widest or 'a sliced layout'} takes {ranks} GPUs, one for each rank, and there are {gpus}"
+        if options.device == "cuda":
+            raise SystemExit(f"--device cuda: {few}; name layouts for them, or --empty-layouts: slices take one")
+        if options.device is None:
+            print(f"{few}: measured on the CPU. On the GPU: --empty-layouts, and slices alone", file=sys.stderr)
+    return options.device or "cpu"
 
 
 def gpu_name(device: str) -> str | None:

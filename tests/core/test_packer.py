@@ -41,6 +41,7 @@ def test_metrics_have_the_names_of_what_they_are() -> None:
         packer.push(lengths)
     metrics = packer.metrics()
     totals = np.array([6, 18, *[8] * 96, 6, 8])
+    work = np.array([13, 74, *[20] * 96, 13, 24])
     assert metrics.as_dict() == pytest.approx(
         {
             "steps": 100,
@@ -57,6 +58,9 @@ def test_metrics_have_the_names_of_what_they_are() -> None:
             "backlog_mean": 8 / 100,
             "backlog_max": 8,
             "tokens_per_step_cv": totals.std() / totals.mean(),
+            "step_work_cv": work.std() / work.mean(),
+            "step_work_heaviest": 74 / work.mean(),
+            "steps_over_max_cost": 0,
             "memory_skew_mean": (97 + 2 * 4 / 3 + 1.5) / 100,
             "memory_skew_worst": 1.5,
             "length_fallbacks": 0,
@@ -71,6 +75,7 @@ def test_metrics_have_the_names_of_what_they_are() -> None:
 RULES: list[dict[str, Any]] = [
     {"outlier_thresholds": (16_384, 32_768)},
     {"release": "adaptive", "delay_price": 0.002},
+    {"release": "adaptive", "max_step_cost": 1.2},
 ]
 
 
@@ -104,6 +109,33 @@ def test_a_long_stream(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: di
         assert metrics.carried_over > 0
     else:
         assert (metrics.carried_over, metrics.delay_max) == (0, 6), "max_delay holds exactly"
+
+
+def test_the_work_of_a_step_is_bounded(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
+    """No step has more than so many times the mean work but for what is due; a lower bound evens steps out further."""
+    found = []
+    for bound in (None, 2.0, 1.25):
+        packer = wlb.Packer(
+            num_micro_batches=8,
+            max_tokens=98_304,
+            cost_model=llama_cost,
+            release="adaptive",
+            max_step_cost=bound,
+            max_document_tokens=65_536,
+            oversize="split",
+        )
+        assert packer.max_step_cost == bound
+        offsets = wlb.batch_offsets(corpus, tokens_per_batch=8 * 65_536)
+        for start, end in itertools.pairwise(offsets[:-1]):
+            packer.push(corpus[start:end])
+        metrics = packer.metrics()
+        assert metrics.steps_over_max_cost == 0
+        assert metrics.delay_max <= 16
+        found.append((metrics.step_work_heaviest, metrics.step_work_cv))
+        if bound is not None:
+            assert metrics.step_work_heaviest < bound * 1.1  # over the mean step; the bound is over the last batches
+    assert found == sorted(found, reverse=True), found
+    assert found[0][0] > 2.2, "nothing to bound"
 
 
 def test_the_price_is_the_knob(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:

@@ -424,6 +424,8 @@ def test_fitted_efficiency_is_what_the_cluster_does() -> None:
         ({"num_micro_batches": True}, "num_micro_batches"),
         ({"num_queues": -1}, "num_queues"),
         ({"max_delay": 1.5}, "max_delay"),
+        ({"max_step_cost": 0}, "max_step_cost"),
+        ({"max_step_cost": "1"}, "max_step_cost"),
         ({"reserved_bytes": -1}, "reserved_bytes"),
         ({"noise_seed": -1}, "noise_seed"),
         ({"schedule": "2f2b"}, "schedule"),
@@ -498,6 +500,17 @@ def test_streams_and_variants_that_make_no_sense(
     with pytest.raises(wlb.WlbError) as raised:
         simulate(lengths, scenario(), variants=variants)
     assert (raised.value.argument, raised.value.index) == (argument, index)
+
+
+@pytest.mark.parametrize("name", ["adaptive_release", "wlb_dynamic_cp"])
+def test_the_work_of_steps_is_bounded(name: str) -> None:
+    lengths = documents(3000)
+    free, bounded = (
+        simulate(lengths, scenario(max_step_cost=bound), variants=("plain", "wlb", name)) for bound in (None, 1.3)
+    )
+    heaviest = [one.outcomes[name].summary()["step_work_heaviest"] for one in (free, bounded)]
+    assert heaviest[1] < min(heaviest[0], 1.5)
+    assert [one.outcomes["wlb"].run.digests for one in (free, bounded)] == [free.outcomes["wlb"].run.digests] * 2
 
 
 @pytest.mark.parametrize("name", ["plain", "wlb", "wlb_dynamic_cp"])

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from profiles import profile
 from studies.paper import RESULTS, SWEEP, Inputs, Result, Study
 from studies.paper.corpora import CORPORA
 from studies.paper.dynamic_cp import Protocol, throughputs
-from studies.paper.inputs import documents, kernel, points, scenario
+from studies.paper.inputs import PUBLISHED, documents, kernel, points, scenario
+from studies.paper.needed import REACH, needed, where
 from studies.paper.published import (
     CONFIGURATIONS,
     DYNAMIC_CP,
@@ -59,7 +61,11 @@ def test_the_papers_numbers() -> None:
 
 def test_every_input_is_swept_around_its_central_value() -> None:
     fields = {field.name for field in dataclasses.fields(Inputs)} - {"profile"}
-    assert {one.field for one in SWEEP} == fields
+    assert {one.field for one in SWEEP} | set(PUBLISHED) == fields
+    assert not {one.field for one in SWEEP} & set(PUBLISHED)
+    # What the paper says: interleaved stages, communication of tensor-parallel ranks that is overlapped.
+    assert min(point.inputs.virtual_stages for point in points()) > 1
+    assert min(point.inputs.tp_overlap for point in points()) > 0
     assert all(one.central not in one.values and one.reason for one in SWEEP)
     every = list(points())
     assert every[0].inputs == Inputs()
@@ -160,7 +166,9 @@ def test_rows_and_influence() -> None:
     assert (made.ours, made.low, made.high) == (1.2, 1.1, 1.3)
     assert (made.low_at, made.high_at) == (every[1].label, every[2].label)
     assert made.inside
-    assert influence(every, series)["virtual stages v"] == (1.1, 1.3)
+    assert (made.recovered, made.width) == (pytest.approx(0.2 / 0.28), pytest.approx(0.2))
+    assert row("ms", "all", "measured", 4.0, series, ratio=False).recovered is None
+    assert influence(every, series)["S_max in contexts"] == (1.2, 1.3)
     assert list(influence(every, series).values()) == sorted(
         influence(every, series).values(), key=lambda x: x[0] - x[1]
     )
@@ -223,6 +231,27 @@ def test_what_lies_outside_the_bands_is_named(made: dict[str, Result]) -> None:
     assert " 1 have it" in said
     assert said.endswith("Outside: fig13 packing 1.28 (ours 0.942 to 1.232).")
     assert misses(list(made.values())) == ()  # no sweep, no band
+
+
+def test_what_would_have_to_be_true() -> None:
+    assert where([(0.1, 2.0), (0.5, 1.2), (1.0, 1.1)], 1.6) == "0.3"
+    assert where([(0.1, 2.0), (0.5, 1.2), (1.0, 1.1)], 1.2) == "0.5"
+    assert where([(0.1, 1.3), (1.0, 1.1)], 1.5) == "no: 1.100 to 1.300"
+
+    def evaluate(every: Sequence[Inputs]) -> list[dict[str, float]]:
+        return [{"rate": inputs.attention_rate, "mean delay": inputs.max_mean_delay} for inputs in every]
+
+    (facts,) = needed(Study(), {"rate": 0.8, "mean delay": 3.0}, evaluate, without=("noise",))
+    rows = {name: cells for name, _, *cells in facts.rows}
+    assert rows["attention's rate, of the default"] == ["0.8", "no: 0.500 to 0.500"]
+    assert rows["limit of the mean delay"] == ["no: 1.000 to 1.000", "3"]
+    assert "noise of a pass" not in rows
+    assert len(rows) == len(REACH) - 1
+    assert needed(dataclasses.replace(Study(), sweep=False), {}, evaluate) == ()
+    central = Inputs()
+    for field, values in REACH.items():
+        assert list(values) == sorted(values)
+        assert getattr(central, field) in (None, *values)
 
 
 def test_a_solver_without_time_says_so(made: dict[str, Result]) -> None:

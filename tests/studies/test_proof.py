@@ -161,6 +161,9 @@ def test_levels_by_hand() -> None:
     assert found == pytest.approx({"micro-batch": 2.0, "dp": 4 / 3, "pp": 1.0, "cp": 1.0, "gpu": 4 / 3})
 
 
+SLICED = {"even": [1.0] * 8, "attribution": {"compute": 0.5}}
+
+
 def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     def row(factor: float) -> dict[str, Any]:
         seconds = [factor] * 8
@@ -170,7 +173,7 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
         return made | {"streamed": 8, "tokens": 100, "flops": 1e9, "delay": 0.0}
 
     methods = {"original": row(1.0), "original, uncut": row(1.1), "adaptive": row(0.8), "finer": row(1.2)}
-    layout = {"kind": "processes", "title": "pp 2", "sizes": {"pp": 2}, "methods": methods}
+    layout = {"kind": "processes", "title": "pp 2", "sizes": {"pp": 2}, "methods": methods, "link": {}}
     layout["settings"] = {"batches": 8, "hidden": 64, "layers": 2, "context": 64, "clock": "thread"}
     share = dict.fromkeys(("flops", "seconds", "flops_7b", "seconds_7b_h100"), 0.7)
     about = {"time": "2025-01-01T", "gpu": None, "cpu": "x", "cores": 2, "busy": None, "packages": {"torch": "2"}}
@@ -183,6 +186,11 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     assert "**Other programs were running" in " ".join(text.split())
     assert "took 1.25 times" in " ".join(text.split())
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
+    assert "No link was probed" not in text
+    sliced = layout | {"kind": "slices", "methods": {name: made | SLICED for name, made in methods.items()}}
+    text = page.text(record | {"layouts": [sliced]}, picture="proof.png")
+    assert "No link was probed, for want of a second device" in text
+    assert "(thread time)" in text
     page.draw(record, tmp_path / "proof.png")
     assert (tmp_path / "proof.png").stat().st_size > 0
 
@@ -258,6 +266,24 @@ def test_a_probe_finds_what_is_beside() -> None:
     assert np.array(found.overhead.forward) == pytest.approx(truth[:, 0])
     assert np.array(found.overhead.backward) == pytest.approx(truth[:, 1])
     assert found.error == pytest.approx(0, abs=1e-9)
+
+
+def test_where_everything_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def chosen(gpus: int, *words: str) -> str:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        _, bound, _ = command.app.parse_args(list(words))
+        return str(command.device_of(bound.arguments.get("options", command.Options())))
+
+    assert (chosen(0), chosen(2), chosen(2, "--device", "cpu")) == ("cpu", "cuda", "cpu")
+    assert capsys.readouterr().err == ""
+    assert chosen(1) == "cpu"
+    assert "pp 2 takes 2 GPUs, one for each rank, and there are 1: measured on the CPU" in capsys.readouterr().err
+    assert chosen(1, "--empty-layouts") == "cuda"
+    assert chosen(0, "--empty-layouts") == "cpu"
+    assert capsys.readouterr().err == ""
+    for gpus, *words in ((1, "--device", "cuda"), (0, "--empty-layouts", "--device", "cuda")):
+        with pytest.raises(SystemExit, match="GPUs, one for each rank"):
+            chosen(gpus, *words)
 
 
 def test_the_command_line_is_read() -> None:

@@ -57,6 +57,9 @@ class PackerMetrics:
         backlog_mean: Mean over pushes of the tokens that waited after them.
         backlog_max: Most tokens that waited after a push.
         tokens_per_step_cv: Standard deviation over mean of the tokens in a step.
+        step_work_cv: Standard deviation over mean of what the documents of a step cost, since costs are what they are.
+        step_work_heaviest: What the documents of the heaviest step cost, over the mean step; ``max_step_cost`` bounds it.
+        steps_over_max_cost: Steps whose documents cost more than that, because they were due, or for lack of tokens.
         memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
         memory_skew_worst: Most over mean tokens of a step's micro-batches, worst step.
         length_fallbacks: Documents placed by token count instead of by cost, because they did not fit where the
@@ -80,6 +83,9 @@ class PackerMetrics:
     backlog_mean: float
     backlog_max: int
     tokens_per_step_cv: float
+    step_work_cv: float
+    step_work_heaviest: float
+    steps_over_max_cost: int
     memory_skew_mean: float
     memory_skew_worst: float
     length_fallbacks: int

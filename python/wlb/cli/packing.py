@@ -56,6 +56,7 @@ def tune(
         max_mean_delay=delay.max_mean_delay,
         costs=costs,
         limits=limits,
+        max_step_cost=delay.max_step_cost,
     )
     bars.update(task, total=result.evaluated, completed=result.evaluated)
     return result
@@ -84,7 +85,7 @@ def wlb_plan(
         tuned = tune(stream, setup, held, bars, queues=most, batches=tuned_batches, method=method)
         levels, price = tuned.thresholds, tuned.delay_price
     levels = levels or ()
-    waiting = {"release": held.release, "delay_price": price, "method": method}
+    waiting = methods.bounded({"release": held.release, "delay_price": price, "method": method}, held.max_step_cost)
     steps = methods.var_length(stream, setup, levels, held.max_delay, waiting)
     name = f"WLB{' refined' if method == 'refined' else ''}, "
     name += "adaptive" if adaptive else counted(len(levels) if queues is None else queues, "queue")

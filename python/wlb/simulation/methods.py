@@ -42,6 +42,7 @@ class Setup:
     dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
     sync: Sync = "step"  # where these ranks wait for each other
     split: int = 1  # so many times the micro-batches, where whole documents are packed
+    max_step_cost: float | None = None  # of packers with release="adaptive"
 
     @property
     def tokens_per_batch(self) -> int:
@@ -179,7 +180,7 @@ def var_length(
         **given,
         **meeting_ranks(setup.sync, setup.dp_size),
         "outlier_thresholds": thresholds,
-        **(options or {}),
+        **bounded(options or {}, setup.max_step_cost),
     }
     packer = Packer(**options)
     reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs)
@@ -207,6 +208,12 @@ def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
     }
 
 
+def bounded(packer: Mapping[str, Any], max_step_cost: float | None) -> dict[str, Any]:
+    """Arguments of a packer with the bound on the work of a step, where its release rule knows one."""
+    adaptive = packer.get("release") == "adaptive" and max_step_cost is not None
+    return {**packer, "max_step_cost": max_step_cost} if adaptive else {**packer}
+
+
 def tune_waiting(
     lengths: ArrayLike,
     packer: Mapping[str, Any],
@@ -216,15 +223,16 @@ def tune_waiting(
     max_mean_delay: float,
     costs: NDArray[np.float64] | None = None,
     limits: tuple[float, ...] = (),
+    max_step_cost: float | None = None,
 ) -> TuneResult:
     """The best of what may wait, for these documents and a packer with these arguments.
 
     With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
-    release, by :func:`wlb.tune_delay_price`. `costs` and `limits` are those of documents that bring them.
+    release within a bound on the work of steps, by :func:`wlb.tune_delay_price`. `costs` and `limits` are those of documents that bring them.
     """
     options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:
-        return tune_delay_price(lengths, **options)
+        return tune_delay_price(lengths, max_step_cost=max_step_cost, **options)
     if costs is not None:
         options["limits"] = limits
     return tune_outlier_thresholds(lengths, num_queues=queues, **options)

@@ -14,7 +14,7 @@ from wlb._errors import error
 from wlb._results import TuneResult
 from wlb.simulation.balance import ATTENTION_RATES, band
 from wlb.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
-from wlb.simulation.methods import Setup, packer_options, tune_waiting
+from wlb.simulation.methods import Setup, bounded, packer_options, tune_waiting
 from wlb.simulation.outcome import Outcome
 from wlb.simulation.planner import planner_options
 from wlb.simulation.reading import Reading
@@ -161,7 +161,8 @@ def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Out
     options = planner_options(scenario, stream.lengths)
     reading = None
     if variant.packer:
-        packer = Packer(**packer_before(scenario, options, split=variant.split), **variant.packer)
+        own = bounded(variant.packer, scenario.max_step_cost)
+        packer = Packer(**packer_before(scenario, options, split=variant.split), **own)
         reading = Reading(stream.lengths, packer, scenario.tokens_per_batch)
     steps = dynamic_steps(stream, options, reading)
     run = collect_dynamic(variant.title, steps, stream)

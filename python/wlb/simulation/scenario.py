@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Generation, Passes, Schedule, Sync
 from wlb._core import MAX_MEAN_DELAY, CostModel, KernelModel, Shard, WlbError, simulate_pipeline
-from wlb._errors import check_integer, check_share, error
+from wlb._errors import check_integer, check_positive, check_share, error
 from wlb._results import PipelineTimeline
 from wlb.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
 from wlb.cluster.capacity import max_tokens
@@ -75,6 +75,8 @@ class Scenario:
         num_queues: how many thresholds are tuned.
         max_mean_delay: iterations that a token may wait on average, for tuning.
         max_delay: iterations after which a document leaves its queue; default: no limit.
+        max_step_cost: most work of a step under adaptive release, in mean global batches (:class:`wlb.Packer`); default:
+            no bound.
         cp_overlap: share of context-parallel communication that computation hides.
         tp_overlap: share of tensor-parallel communication that computation hides.
         ep_overlap: share of expert-parallel communication that computation hides.
@@ -107,6 +109,7 @@ class Scenario:
     num_queues: int = 2
     max_mean_delay: float = MAX_MEAN_DELAY
     max_delay: int | None = None
+    max_step_cost: float | None = None
     cp_overlap: float = 0.0
     tp_overlap: float = 0.0
     ep_overlap: float = 0.0
@@ -124,6 +127,8 @@ class Scenario:
         for name in ("cp_overlap", "tp_overlap", "ep_overlap", "dp_overlap", "noise"):
             check_share(name, getattr(self, name))
         check_imbalance(self.expert_imbalance)
+        if self.max_step_cost is not None:
+            check_positive("max_step_cost", self.max_step_cost)
         if self.noise == 1:
             raise error("noise", "= 1: must be from 0 to below 1", value=self.noise)
         for name, minimum in _INTEGERS.items():
@@ -409,6 +414,7 @@ class Scenario:
             dp_size=self.layout.dp,
             sync=self.waiting,
             split=split,
+            max_step_cost=self.max_step_cost,
         )
 
     def memory(self, tokens: int, held: NDArray[np.float64]) -> RankMemory:

@@ -340,6 +340,7 @@ class _Search:
             tokens_per_batch=self._scenario.tokens_per_batch,
             queues=None,
             max_mean_delay=self._given.max_mean_delay,
+            max_step_cost=self._given.max_step_cost,
         )
         assert tuned.delay_price is not None
         return (*PRICES, tuned.delay_price)

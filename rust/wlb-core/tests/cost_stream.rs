@@ -221,7 +221,7 @@ proptest! {
     fn without_queues_a_push_is_a_pack(config in cost_config(), rows in vec(vec(1e-3..100.0, 3), 40), lengths in lengths(40, 500)) {
         let config = PackerConfig {
             release: Release::Fifo, delay_price: None, outlier_thresholds: vec![], oversize: Oversize::Error, max_delay: None,
-            ..config
+            shape: StepShape::default(), ..config
         };
         let limits = config.limits.clone().unwrap();
         let documents: Vec<Document> = lengths

@@ -98,6 +98,7 @@ proptest! {
             oversize: Oversize::Truncate,
             max_delay: None,
             cost_model: Some(cost_model),
+            shape: StepShape::default(),
             ..config
         };
         let lengths: Vec<i32> = lengths.into_iter().map(|length| length.min(config.max_document_tokens)).collect();

@@ -88,6 +88,7 @@ arguments! {
     max_mean_delay: f64 = real();
     max_imbalance: f64 = real();
     max_micro_batches: usize = count(MAX_MICRO_BATCHES);
+    max_step_cost: f64 = real();
     max_tokens: i32 = positive();
     max_tokens_per_rank: i32 = positive();
     micro_batch: f64 = real();

@@ -72,6 +72,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
 ///         ``wlb.torch.collate(multiple_of_tokens=)`` pads.
 ///     token_buckets: int[b], ascending: the only sizes that micro-batches run with; padded up to the next.
+///     max_step_cost: with "adaptive": most work of a step, in global batches of ``num_micro_batches * max_document_tokens`` tokens
+///         of the documents that came lately (the last 128 to 256 such batches). What makes micro-batches even, long documents that
+///         leave together, makes steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are
+///         due by ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long documents are
+///         then spread over steps, and micro-batches are less even. ``None``: no bound.
 ///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the packer
 ///         :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
 ///
@@ -248,6 +253,8 @@ properties! {
         let packer = packer.lock();
         Tuple(packer.config().shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec()))
     };
+    /// Most work of a step, in mean global batches; ``None``: no bound.
+    max_step_cost: Option<f64> = |packer| packer.lock().config().shape.max_cost;
     /// What documents cost; ``None`` where they bring their costs.
     cost_model: Option<CostModel> = |packer| packer.lock().config().cost_model.clone().map(CostModel);
     /// Columns of costs that documents bring; ``None`` where a cost model prices them.
@@ -269,12 +276,12 @@ impl Packer {
         signature = (*, num_micro_batches, max_tokens, cost_model = None, cost_columns = None, limits = None,
                      outlier_thresholds = None, release = "fifo", delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length",
                      dp_size = None, sync = None, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
-                     on_backlog = "warn", groups = None, equal_documents = None),
+                     max_step_cost = None, on_backlog = "warn", groups = None, equal_documents = None),
         text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
                           outlier_thresholds=(), release='fifo', \
                           delay_price=None, max_delay=None, max_document_tokens=None, oversize='error', \
                           method='var_length', dp_size=None, sync=None, max_documents=None, multiple_of_tokens=1, \
-                          token_buckets=(), on_backlog='warn')"
+                          token_buckets=(), max_step_cost=None, on_backlog='warn')"
     )]
     #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
     fn new(
@@ -295,6 +302,7 @@ impl Packer {
         #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
         #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
         #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+        #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
         on_backlog: &str,
         groups: Option<&Bound<'_, PyAny>>,
         equal_documents: Option<&Bound<'_, PyAny>>,
@@ -315,7 +323,7 @@ impl Packer {
             delay_price: delay_price.or(release.default_price()),
             oversize: choice(oversize)?,
             limits: column_limits(cost_columns, limits)?,
-            shape: StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding },
+            shape: StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding, max_cost: max_step_cost },
             ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
         });
         Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
@@ -521,6 +529,9 @@ impl Packer {
             backlog_mean: metrics.backlog_mean(),
             backlog_max: metrics.backlog_max,
             tokens_per_step_cv: metrics.tokens_per_step_cv(),
+            step_work_cv: metrics.step_work_cv(),
+            step_work_heaviest: metrics.step_work_heaviest(),
+            steps_over_max_cost: metrics.steps_over_max_cost,
             memory_skew_mean: metrics.memory_skew_mean(),
             memory_skew_worst: metrics.memory_skew_worst(),
             length_fallbacks: metrics.length_fallbacks,

@@ -79,7 +79,7 @@ fn tune_outlier_thresholds<'py>(
 ///
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost: as for :class:`Packer`.
 ///     costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with ``cost_columns=1``.
 ///     max_mean_delay: most mean token delay, in iterations.
 ///     tokens_per_batch: tokens of a global batch; as for :func:`tune_outlier_thresholds`.
@@ -98,7 +98,7 @@ fn tune_outlier_thresholds<'py>(
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, max_mean_delay = 0.6, max_delay = None,
-    max_document_tokens = None, tokens_per_batch = None, method = "var_length",
+    max_document_tokens = None, tokens_per_batch = None, method = "var_length", max_step_cost = None,
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn tune_delay_price<'py>(
@@ -113,9 +113,11 @@ fn tune_delay_price<'py>(
     #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
     #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
     method: &str,
+    #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let packer =
+    let mut packer =
         config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    packer.shape.max_cost = max_step_cost;
     let options = options(packer, &costs, None, max_mean_delay, tokens_per_batch)?;
     let sample = Sample { lengths: &lengths, costs: table(&costs) };
     let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(sample, &options))?;

@@ -65,7 +65,7 @@ def demo(
         for window in WINDOWS:
             packed = fixed_length(stream, setup, window)
             plans.append(collect(f"fixed-length, g={window}", packed, stream, bars))
-        waiting = Held(max_mean_delay=delay.max_mean_delay, max_delay=delay.max_delay)
+        waiting = Held(**dataclasses.asdict(delay))
         for queues in QUEUES:
             held = dataclasses.replace(waiting, num_queues=queues)
             plans.append(wlb_plan(stream, setup, held, bars, tuned_batches=tuned, queues=queues)[0])

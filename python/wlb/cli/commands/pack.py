@@ -124,6 +124,7 @@ def _useless(method: Method, batches: PackedBatches, held: Held, cost: DocumentC
         (fills, tuple(Held.__dataclass_fields__), f"--method {method} holds nothing back"),
         (adaptive, ("outlier_thresholds", "num_queues"), "--release adaptive finds what has to wait without queues"),
         (not adaptive, ("delay_price",), "only --release adaptive has a price of delay"),
+        (not adaptive, ("max_step_cost",), "only --release adaptive bounds the work of a step"),
         (fixed, ("num_queues",), "--thresholds says how many there are"),
         (fixed, ("max_mean_delay",), "is for tuning, which --thresholds and --delay-price leave out"),
         (method == "fixed_length", ("costs",), "--method fixed_length goes by lengths alone"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter, Token
 from cyclopts.types import PositiveInt
@@ -37,6 +37,7 @@ _WITHOUT_A_CLUSTER = {
     "cost_files",
     "max_delay",
     "max_mean_delay",
+    "max_step_cost",
     "max_tokens",
     "memory_factor",
     "model_name",
@@ -118,12 +119,13 @@ def tune(
         stream = reading.stream(source, setup, bars, steps=steps)
         output.folder("tune")
         if scenario is None:
-            waiting = Delay(max_mean_delay=cluster.max_mean_delay, max_delay=cluster.max_delay)
+            delays: dict[str, Any] = {"max_delay": cluster.max_delay, "max_step_cost": cluster.max_step_cost}
+            waiting = Delay(max_mean_delay=cluster.max_mean_delay, **delays)
             queued = tune_waiting(stream, setup, waiting, bars, queues=cluster.num_queues)
             adaptive = tune_waiting(stream, setup, waiting, bars, queues=None)
             choices = (
-                Held(outlier_thresholds=queued.thresholds, max_delay=cluster.max_delay),
-                Held(release="adaptive", delay_price=adaptive.delay_price, max_delay=cluster.max_delay),
+                Held(outlier_thresholds=queued.thresholds, **delays),
+                Held(release="adaptive", delay_price=adaptive.delay_price, **delays),
             )
             report = waiting_report(
                 stream,

@@ -54,7 +54,7 @@ def _in_gib(size: int) -> str:
 @options(
     "Cluster",
     batches=("context", "num_micro_batches", "max_tokens", "memory_factor"),
-    waiting=("num_queues", "outlier_thresholds", "max_mean_delay", "max_delay"),
+    waiting=("num_queues", "outlier_thresholds", "max_mean_delay", "max_delay", "max_step_cost"),
     methods=("noise", "noise_seed"),
 )
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,8 @@ class Cluster(Cost, Limits, wlb.Scenario):
             CliError: a name that there is not.
         """
         self._check_profile()
-        searched = ("context", "max_mean_delay", "max_delay", "profile", "schedule", "sync", "reserved_bytes")
+        waiting = ("max_mean_delay", "max_delay", "max_step_cost")
+        searched = ("context", *waiting, "profile", "schedule", "sync", "reserved_bytes")
         hidden = ("cp_overlap", "tp_overlap", "ep_overlap", "expert_imbalance", "dp_overlap")
         return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named(self.spread())
 

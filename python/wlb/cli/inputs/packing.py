@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter, validators
-from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from wlb._choices import Release
 from wlb._core import MAX_MEAN_DELAY
@@ -75,10 +75,13 @@ class Delay(Options):
     Args:
         max_mean_delay: tuning keeps the mean delay of a token below this, in iterations.
         max_delay: no document waits for more iterations than this; by default there is no limit.
+        max_step_cost: with adaptive release: most work of a step, in mean global batches, such as 1.5; long documents are
+            then spread over steps. By default there is no bound.
     """
 
     max_mean_delay: NonNegativeFloat = MAX_MEAN_DELAY
     max_delay: NonNegativeInt | None = None
+    max_step_cost: PositiveFloat | None = None
 
 
 @options(PANELS["waiting"])

@@ -12,6 +12,7 @@ from wlb._core import MAX_TOKENS
 from wlb.cli.output import loaders
 from wlb.cluster.models import presets
 from wlb.simulation import VARIANTS, Choice, Scenario, Tuning
+from wlb.simulation.methods import bounded
 
 
 class _Code(str):
@@ -103,7 +104,7 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
     if best.delay_price is None:
         waiting: dict[str, object] = {"outlier_thresholds": best.outlier_thresholds}
     else:
-        waiting = {"release": "adaptive", "delay_price": best.delay_price}
+        waiting = bounded({"release": "adaptive", "delay_price": best.delay_price}, scenario.max_step_cost)
     if not best.dynamic:
         waiting |= scenario.meeting_ranks
     return _call(

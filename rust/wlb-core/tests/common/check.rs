@@ -248,6 +248,24 @@ pub(crate) fn same_packer(packer: &Packer, expected: &naive::Packer) {
     assert_eq!(packer.pending(), expected.pending().len(), "pending");
     assert_eq!(packer.config(), &expected.config, "config");
     same_metrics(packer.metrics(), &expected.steps);
+    same_work(packer.metrics(), &expected.steps, expected.costed_from);
+}
+
+/// What is said of the work of steps, since costs are what they are.
+fn same_work(metrics: &Metrics, steps: &[naive::Step], costed_from: usize) {
+    let pushed = |step: &&naive::Step| !step.flushed && step.plan.tokens.iter().sum::<i64>() > 0;
+    let over = steps.iter().filter(pushed).filter(|step| step.work > step.budget).count();
+    assert_eq!(metrics.steps_over_max_cost, over as u64);
+    let work: Vec<f64> = steps[costed_from..].iter().filter(pushed).map(|step| step.work).collect();
+    let mean = work.iter().sum::<f64>() / work.len() as f64;
+    if work.is_empty() || mean == 0.0 {
+        assert_eq!((metrics.step_work_cv(), metrics.step_work_heaviest()), (0.0, 1.0));
+        return;
+    }
+    let variance = work.iter().map(|work| (work / mean - 1.0).powi(2)).sum::<f64>() / work.len() as f64;
+    let cv = metrics.step_work_cv();
+    assert!((cv - variance.sqrt()).abs() < 1e-6 * (1.0 + cv), "{cv} {}", variance.sqrt());
+    assert!(close(metrics.step_work_heaviest(), work.iter().copied().fold(0.0, f64::max) / mean));
 }
 
 /// The running sums are those of the steps.

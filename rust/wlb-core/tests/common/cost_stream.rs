@@ -34,12 +34,14 @@ pub(crate) struct Stream {
     pub(crate) next_id: i64,
     pub(crate) queues: Vec<Vec<Waiting>>,
     pub(crate) carried: Vec<Waiting>,
+    arrived: naive::Arrived,
 }
 
 impl Stream {
     pub(crate) fn new(config: PackerConfig) -> Self {
         let levels = if config.release == Release::Adaptive { 1 } else { config.outlier_thresholds.len() };
-        Self { config, iteration: 0, next_id: 0, queues: vec![Vec::new(); levels], carried: Vec::new() }
+        let (queues, carried, arrived) = (vec![Vec::new(); levels], Vec::new(), naive::Arrived::default());
+        Self { config, iteration: 0, next_id: 0, queues, carried, arrived }
     }
 
     pub(crate) fn pending(&self) -> Vec<Waiting> {
@@ -129,7 +131,12 @@ impl Stream {
         };
         let tried = batch.tried(&urgent);
         let mut plan = match (config.release, min_step_tokens) {
-            (Release::Adaptive, Some(tokens)) => self.adaptive(&batch, &listing, &urgent, &tried, tokens),
+            (Release::Adaptive, Some(tokens)) => {
+                let new = listing.iter().filter(|waiting| waiting.arrived == self.iteration);
+                let new: Vec<(i32, f64)> = new.map(|waiting| (waiting.piece.length, waiting.costs[0])).collect();
+                let budget = self.arrived.budget(&new, config);
+                self.adaptive(&batch, &listing, &urgent, &tried, tokens, budget)
+            }
             (_, tokens) => {
                 let plan = batch.var_length_after(&urgent);
                 if limits.len() > 1 {
@@ -173,11 +180,19 @@ impl Stream {
     }
 
     /// One column: the release rule of the packer that prices by length, told these costs.
-    fn adaptive(&self, batch: &Batch, listing: &[Waiting], urgent: &[usize], tried: &[usize], min_tokens: i64) -> Plan {
+    fn adaptive(
+        &self,
+        batch: &Batch,
+        listing: &[Waiting],
+        urgent: &[usize],
+        tried: &[usize],
+        min_tokens: i64,
+        budget: f64,
+    ) -> Plan {
         let waiting: Vec<naive::Waiting> =
             listing.iter().map(|w| naive::Waiting { piece: w.piece, arrived: w.arrived, turn: w.arrived }).collect();
         let (costs, others) = (one_column(batch), &tried[urgent.len()..]);
-        let plan = naive::adaptive(&waiting, urgent, others, self.iteration, &self.config, &costs);
+        let plan = naive::adaptive(&waiting, urgent, others, self.iteration, budget, &self.config, &costs);
         let plan = naive::fuller(plan, &pieces(listing), tried, min_tokens, &self.config, &costs);
         let mut plan = of_naive(batch, plan, listing);
         plan.leftover.retain(|i| urgent.contains(i));

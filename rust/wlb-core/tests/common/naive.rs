@@ -441,12 +441,32 @@ fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {
     }
 }
 
+/// What documents cost that came lately: costs and tokens, halved whenever they are of more than 256 global batches.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Arrived(f64, f64);
+
+impl Arrived {
+    /// With new documents: the most that those of a step may cost, infinite if there is no bound.
+    pub(crate) fn budget(&mut self, new: &[(i32, f64)], config: &PackerConfig) -> f64 {
+        let Some(times) = config.shape.max_cost else { return f64::INFINITY };
+        let global_batch = config.num_micro_batches as f64 * f64::from(config.max_document_tokens);
+        for (length, cost) in new {
+            *self = Self(self.0 + cost, self.1 + f64::from(*length));
+        }
+        while self.1 > 256.0 * global_batch {
+            *self = Self(self.0 / 2.0, self.1 / 2.0);
+        }
+        if self.1 == 0.0 { f64::INFINITY } else { times * (self.0 / self.1) * global_batch }
+    }
+}
+
 /// The best of the eight cuts with the lowest bounds. Each is made, whole, from nothing. `others` are costliest first.
 pub(crate) fn adaptive(
     listing: &[Waiting],
     urgent: &[usize],
     others: &[usize],
     iteration: u64,
+    budget: f64,
     config: &PackerConfig,
     costs: &Costs,
 ) -> Plan {
@@ -468,23 +488,58 @@ pub(crate) fn adaptive(
     let heaviest = |costs: &[f64]| costs.iter().copied().fold(0.0, f64::max);
     let alone = urgent_only(listing, urgent, &holds, costs);
     let empty = costs.empty * holds.rounds as f64;
+    let nothing = alone.tokens.iter().sum::<i64>() == 0;
+    let placed = urgent.iter().filter(|&&i| alone.assignment[i] >= 0);
+    let left = budget - placed.map(|&i| cost(i)).sum::<f64>();
+    // What of a cut is within the budget: its first, then by the debt of a unit of work.
+    let urgency = |i: usize| debt(i) as f64 / cost(i);
+    let within = |held: usize| -> Vec<usize> {
+        let leaves = &others[held..];
+        if budget == f64::INFINITY || leaves.is_empty() {
+            return leaves.to_vec();
+        }
+        let mut by_urgency = leaves[1..].to_vec();
+        by_urgency.sort_by(|&a, &b| urgency(b).total_cmp(&urgency(a))); // stable: of equals, the costlier
+        let mut kept = vec![leaves[0]];
+        let mut spent = cost(leaves[0]);
+        for i in by_urgency {
+            if spent + cost(i) <= left.max(cost(leaves[0])) {
+                spent += cost(i);
+                kept.push(i);
+            }
+        }
+        leaves.iter().copied().filter(|i| kept.contains(i)).collect()
+    };
 
     let mut cuts: Vec<(f64, usize)> = Vec::new();
     for held in 0..=others.len() {
         let leaves = &others[held..];
-        if leaves.is_empty() && alone.tokens.iter().sum::<i64>() == 0 {
+        if leaves.is_empty() && nothing {
             continue;
+        }
+        if let [first, rest @ ..] = leaves {
+            let else_nothing = nothing && rest.is_empty();
+            if cost(*first) > left && !else_nothing {
+                continue;
+            }
         }
         let longest = leaves.first().map_or(0.0, |&i| empty + cost(i)).max(heaviest(&alone.costs));
         let of_others: f64 = leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
-        let total = alone.costs.iter().sum::<f64>() + of_others;
+        let most = leaves.first().map_or(0.0, |&first| left.max(cost(first)));
+        let total = alone.costs.iter().sum::<f64>() + of_others.min(most);
         let tokens: i64 =
             alone.tokens.iter().sum::<i64>() + leaves.iter().map(|&i| i64::from(listing[i].piece.length)).sum::<i64>();
         // What came early may be among what finds no room: its waiting costs less than nothing.
         let came_early = leaves.iter().filter(|&&i| listing[i].turn > iteration);
         let came_early: i64 = came_early.map(|&i| i64::from(listing[i].piece.length)).sum();
         let beyond = tokens - n as i64 * holds.tokens;
-        let beyond = i128::from((beyond - came_early).max(0) - came_early);
+        let mut beyond = i128::from((beyond - came_early).max(0) - came_early);
+        // What is over the budget waits, and each of it costs what the least urgent does at least.
+        let over = of_others * (1.0 - 1e-9) - most;
+        if came_early == 0 && over > 0.0 {
+            let least = leaves[1..].iter().map(|&i| urgency(i)).fold(f64::INFINITY, f64::min);
+            beyond = beyond.max((over * least) as i128);
+        }
         let waiting: i128 = others[..held].iter().map(|&i| debt(i)).sum();
         cuts.push((loss(longest, total, waiting + if leaves.is_empty() { 0 } else { beyond }), held));
     }
@@ -493,10 +548,10 @@ pub(crate) fn adaptive(
     let mut best: Option<(f64, usize, Plan)> = None;
     for &(_, held) in cuts.iter().take(8) {
         let mut plan = alone.clone();
-        let mut waiting: i128 = others[..held].iter().map(|&i| debt(i)).sum();
-        let everything =
-            plan.costs.iter().sum::<f64>() + others[held..].iter().rev().fold(0.0, |sum, &i| sum + cost(i));
-        for &i in &others[held..] {
+        let leaves = within(held);
+        let mut waiting: i128 = others.iter().filter(|i| !leaves.contains(i)).map(|&i| debt(i)).sum();
+        let everything = plan.costs.iter().sum::<f64>() + leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
+        for &i in &leaves {
             let least_of_all = first_least(plan.costs.iter().copied().enumerate());
             let with_room = (0..n).filter(|&j| holds.fits(&plan, j, &listing[i].piece));
             let least = first_least(with_room.map(|j| (j, plan.costs[j])));
@@ -635,6 +690,9 @@ pub(crate) struct Step {
     pub(crate) moved: Vec<(i64, i64)>,
     /// For whom it was made.
     pub(crate) shape: StepShape,
+    /// What its documents cost, and at most should.
+    pub(crate) work: f64,
+    pub(crate) budget: f64,
 }
 
 /// The packer of a stream, which remembers every step instead of sums of them.
@@ -645,13 +703,17 @@ pub(crate) struct Packer {
     pub(crate) next_id: i64,
     pub(crate) queues: Vec<Vec<Waiting>>,
     pub(crate) carried: Vec<Waiting>,
+    pub(crate) arrived: Arrived,
     pub(crate) steps: Vec<Step>,
+    /// From which of the steps on costs are what they are now.
+    pub(crate) costed_from: usize,
 }
 
 impl Packer {
     pub(crate) fn new(config: PackerConfig) -> Self {
         let queues = empty_queues(&config);
-        Self { config, iteration: 0, next_id: 0, queues, carried: Vec::new(), steps: Vec::new() }
+        let (carried, arrived, steps) = (Vec::new(), Arrived::default(), Vec::new());
+        Self { config, iteration: 0, next_id: 0, queues, carried, arrived, steps, costed_from: 0 }
     }
 
     pub(crate) fn pending(&self) -> Vec<Waiting> {
@@ -805,13 +867,17 @@ impl Packer {
         let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
         let config = &self.config;
         let costs = Costs::by(config.cost_model.as_ref().unwrap(), &pieces);
+        let mut budget = f64::INFINITY;
         let mut plan = if config.release == Release::Fifo || flushed {
             let plan = algorithm_1(&pieces, &order, &Holds::micro_batches(config), &costs);
             fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
             let others: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 == 2).collect();
-            let mut plan = adaptive(&listing, &urgent, &others, self.iteration, config, &costs);
+            let is_new = |i: &usize| listing[*i].arrived == self.iteration;
+            let new = (0..listing.len()).filter(is_new).map(|i| (pieces[i].length, costs.of[i]));
+            budget = self.arrived.budget(&new.collect::<Vec<_>>(), config);
+            let mut plan = adaptive(&listing, &urgent, &others, self.iteration, budget, config, &costs);
             plan = fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs);
             plan.leftover.retain(|piece| urgent.iter().any(|&i| pieces[i] == *piece));
             let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);
@@ -832,9 +898,15 @@ impl Packer {
             .filter(|&i| plan.assignment[i] >= 0)
             .map(|i| (i64::from(pieces[i].length), self.iteration as i64 - listing[i].turn as i64))
             .collect();
-        self.steps.push(Step { plan: plan.clone(), flushed, moved, shape: self.config.shape.clone() });
+        let work = (0..listing.len()).filter(|&i| plan.assignment[i] >= 0).map(|i| costs.of[i]).sum();
+        self.steps.push(Step { plan: plan.clone(), flushed, moved, shape: self.config.shape.clone(), work, budget });
         self.iteration += 1;
         plan
+    }
+
+    /// Costs are others from here on.
+    pub(crate) fn forget_costs(&mut self) {
+        (self.arrived, self.costed_from) = (Arrived::default(), self.steps.len());
     }
 
     /// Goes on under another configuration: what is queued is filed anew, oldest first.

@@ -255,7 +255,8 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
     let buckets = prop_oneof![2 => Just(vec![]), 1 => vec(1..200_i32, 1..4)];
     let padding = prop::option::weighted(0.2, (1..40_i32, buckets));
     (plain_config(), ranks, max_documents, padding).prop_map(|(config, ranks, max_documents, padding)| {
-        let mut config = PackerConfig { shape: StepShape { max_documents, ..StepShape::default() }, ..config };
+        let shape = StepShape { max_documents, ..config.shape.clone() };
+        let mut config = PackerConfig { shape, ..config };
         if let Some((dp_size, sync)) = ranks {
             config.num_micro_batches = config.num_micro_batches.div_ceil(dp_size) * dp_size;
             config.shape.ranks = Some(Ranks { dp_size, sync });
@@ -284,8 +285,20 @@ pub(crate) fn plain_config() -> impl Strategy<Value = PackerConfig> {
     let oversize = prop_oneof![Just(Oversize::Error), Just(Oversize::Split), Just(Oversize::Truncate)];
     let delay_price = prop_oneof![Just(0.0), 1e-4..1e-2, 1e-2..1.0, Just(1e9)];
     let delay_price = prop_oneof![Just(None), delay_price.prop_map(Some)];
+    let max_cost = prop::option::weighted(0.4, prop_oneof![0.01..4.0, 0.6..1.6, Just(1.0)]);
+    let delay_price = (delay_price, max_cost);
     (n, longest, room, vec(0.0..=1.0, 0..4), delay_price, max_delay, oversize, method(), cost_model()).prop_map(
-        |(num_micro_batches, longest, room, shares, delay_price, max_delay, oversize, method, cost_model)| {
+        |(
+            num_micro_batches,
+            longest,
+            room,
+            shares,
+            (delay_price, max_cost),
+            max_delay,
+            oversize,
+            method,
+            cost_model,
+        )| {
             let mut outlier_thresholds: Vec<i32> =
                 shares.iter().map(|share: &f64| ((f64::from(longest) * share) as i32).clamp(1, longest)).collect();
             outlier_thresholds.sort_unstable();
@@ -305,7 +318,7 @@ pub(crate) fn plain_config() -> impl Strategy<Value = PackerConfig> {
                 method,
                 cost_model: Some(cost_model),
                 limits: None,
-                shape: StepShape::default(),
+                shape: StepShape { max_cost: max_cost.filter(|_| delay_price.is_some()), ..StepShape::default() },
             }
         },
     )
@@ -358,6 +371,7 @@ fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 6]) -> Packe
     }
     if change[2] {
         (mixed.release, mixed.delay_price) = (other.release, other.delay_price);
+        mixed.shape.max_cost = other.shape.max_cost;
         mixed.outlier_thresholds = other.outlier_thresholds;
         mixed.outlier_thresholds.retain(|&threshold| threshold <= mixed.max_document_tokens);
     }

@@ -119,6 +119,9 @@ impl Both {
                 let changed = before.config().cost_model.as_ref() != Some(cost_model);
                 assert_eq!(changes(&self.packer), changes(&before) + u64::from(changed));
                 assert_eq!(self.packer.fingerprint() != before.fingerprint(), changed);
+                if changed {
+                    self.oracle.forget_costs();
+                }
                 self.oracle.config.cost_model = Some(cost_model.clone());
             }
             Event::Flush => {
@@ -294,6 +297,7 @@ impl Both {
             ("cost_model", saved.cost_model != config.cost_model),
             ("sync", sync(&saved) != sync(config)),
             ("max_documents", saved.shape.max_documents != config.shape.max_documents),
+            ("max_step_cost", saved.shape.max_cost != config.shape.max_cost),
             // The multiple aside, which follows from the layout.
             ("token_buckets", buckets(&saved) != buckets(config)),
         ];
@@ -317,6 +321,11 @@ impl Both {
                 let mut config = config.clone();
                 if config.cost_model == saved.cost_model {
                     config.cost_model = self.oracle.config.cost_model.clone();
+                } else {
+                    self.oracle.forget_costs();
+                }
+                if config.shape.max_cost.is_none() {
+                    self.oracle.arrived = naive::Arrived::default();
                 }
                 self.packer = resumed;
                 self.oracle.reconfigure(config);

@@ -178,6 +178,17 @@ impl PackerConfig {
 
     fn check_release(&self) -> Result<()> {
         let wrong = |argument, requirement| Err(Error::Combination { argument, requirement });
+        if let Some(value) = self.shape.max_cost {
+            let argument = "max_step_cost";
+            if self.release != Release::Adaptive {
+                let requirement = "needs release=\"adaptive\": queues let documents of a kind go together, all at once";
+                return wrong(argument, requirement);
+            }
+            if !(value.is_finite() && value > 0.0) {
+                let requirement = "must be a finite number above 0";
+                return Err(Error::Number { argument, value, requirement });
+            }
+        }
         match (self.release, self.delay_price) {
             (Release::Fifo, None) => Ok(()),
             (Release::Fifo, Some(_)) => wrong("delay_price", "has a meaning only with release=\"adaptive\""),

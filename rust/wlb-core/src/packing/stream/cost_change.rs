@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use super::config::PackerConfig;
 use super::cost_history::{CostHistory, fingerprint, hash};
 use super::packer::Packer;
+use super::step_cost::Arrived;
 
 impl Packer {
     /// Packs by other costs from the next push on.
@@ -54,7 +55,9 @@ impl Packer {
         let digest = hash(&(before, self.iteration, &config.cost_model));
         self.cost_history = Some(CostHistory { first, changes: changes + 1, since: self.iteration, digest });
         self.config = config;
-        self.metrics.forget_models();
+        self.metrics.forget_costs();
+        // Of other costs: the mean begins anew.
+        self.arrived = Arrived::default();
         Ok(())
     }
 

@@ -45,7 +45,13 @@ impl Packer {
         let Batch { pieces, carried, released } = batch;
         let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
         let costs = self.costs_of(&pieces, &lengths);
+        if self.config.shape.max_cost.is_some() {
+            let priced = pieces.iter().zip(costs.values());
+            let new = priced.filter(|(waiting, _)| waiting.arrived == self.iteration);
+            self.arrived.count(new.map(|(waiting, &cost)| (waiting.piece.length, cost)), &self.config);
+        }
         let config = &self.config;
+        let budget = self.arrived.budget(config);
         let priced = Priced {
             lengths: &lengths,
             costs: &costs,
@@ -73,7 +79,7 @@ impl Packer {
         };
         let adaptive = config.release == Release::Adaptive && occasion != Occasion::Drain;
         let mut placed = if adaptive {
-            release_adaptive::place(&priced, &pieces, &order(), urgent.len(), self.iteration, config).into()
+            release_adaptive::place(&priced, &pieces, &order(), urgent.len(), self.iteration, budget, config).into()
         } else if config.cost_model.is_some() {
             priced.place_in_order(by_length(), &[])
         } else {
@@ -98,7 +104,7 @@ impl Packer {
             StreamMethod::Refined => Method::Refined,
         };
         let range = config.cost_model.as_ref().filter(|model| model.is_range());
-        let StepShape { ranks, max_documents, ref padding } = config.shape;
+        let StepShape { ranks, max_documents, ref padding, .. } = config.shape;
         if config.shape.is_arranged() {
             // Documents are exchanged here, by either method.
             placed =
@@ -137,7 +143,9 @@ impl Packer {
         let backlog = self.pending_tokens();
         let emitted = pieces.iter().zip(&packing.assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
         let moved = emitted.map(|(waiting, _)| (waiting.piece.length, now - waiting.turn as i64));
-        self.metrics.record(&packing, occasion == Occasion::Drain, moved, backlog);
+        let placed = costs.values().iter().zip(&packing.assignment).filter(|&(_, &micro_batch)| micro_batch >= 0);
+        let work = if costs.columns() == 1 { placed.map(|(cost, _)| cost).sum() } else { packing.total_cost() };
+        self.metrics.record(&packing, occasion == Occasion::Drain, moved, backlog, (work, budget));
         packing
     }
 }

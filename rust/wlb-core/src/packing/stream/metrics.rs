@@ -49,6 +49,46 @@ pub struct Metrics {
     imbalance_sums_by_model: Vec<f64>,
     #[serde(default, skip_serializing_if = "is_none")]
     steps_by_model: u64,
+    /// What the documents of steps cost, since costs are what they are.
+    #[serde(default)]
+    work: Work,
+    /// Push steps whose documents cost more than the bound on the work of a step.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub steps_over_max_cost: u64,
+}
+
+/// Running sums of the work of steps, in units of the heaviest: no square overflows.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Work {
+    steps: u64,
+    most: f64,
+    sum: f64,
+    square_sum: f64,
+}
+
+impl Work {
+    fn count(&mut self, work: f64) {
+        self.steps += 1;
+        if work > self.most {
+            let before = self.most / work;
+            (self.most, self.sum, self.square_sum) = (work, self.sum * before, self.square_sum * before * before);
+        }
+        if self.most > 0.0 {
+            let share = work / self.most;
+            self.sum += share;
+            self.square_sum += share * share;
+        }
+    }
+
+    fn is_sound(&self, steps: u64) -> bool {
+        let at_most_one_each = |sum: f64| (0.0..=1.001 * self.steps as f64).contains(&sum);
+        self.steps <= steps
+            && self.most.is_finite()
+            && self.most >= 0.0
+            && at_most_one_each(self.sum)
+            && at_most_one_each(self.square_sum)
+    }
 }
 
 fn is_none(count: &u64) -> bool {
@@ -57,13 +97,14 @@ fn is_none(count: &u64) -> bool {
 
 impl Metrics {
     /// Counts one global batch; `moved` gives the tokens of each emitted piece and the iterations from its turn to now,
-    /// below 0 before it; `backlog` the tokens that wait now.
+    /// below 0 before it; `backlog` the tokens that wait now; `work` what its documents cost, and at most should.
     pub(super) fn record(
         &mut self,
         packing: &Packing,
         flushed: bool,
         moved: impl Iterator<Item = (i32, i64)>,
         backlog: i64,
+        (work, most_work): (f64, f64),
     ) {
         // Almost all wait as long as the one before, most often not at all: one look-up for all of them.
         let (mut run, mut run_tokens) = (0, 0);
@@ -103,6 +144,8 @@ impl Metrics {
             self.imbalance_sums_by_model.iter_mut().zip(imbalances).for_each(|(sum, imbalance)| *sum += imbalance);
             self.steps_by_model += 1;
         }
+        self.work.count(work);
+        self.steps_over_max_cost += u64::from(work > most_work);
         self.step_tokens_sum += tokens as f64;
         self.step_tokens_square_sum += tokens as f64 * tokens as f64;
         let skew = packing.memory_skew();
@@ -127,10 +170,11 @@ impl Metrics {
         self.imbalance_sums_by_model.iter().map(|sum| sum / self.steps_by_model as f64).collect()
     }
 
-    /// What was counted under each model is of models that are no more.
-    pub(super) fn forget_models(&mut self) {
+    /// What was counted of costs, and under each model, is of costs that are no more.
+    pub(super) fn forget_costs(&mut self) {
         self.imbalance_sums_by_model.clear();
         self.steps_by_model = 0;
+        self.work = Work::default();
     }
 
     /// Worst imbalance of any step; 1 before the first.
@@ -181,6 +225,23 @@ impl Metrics {
         variance.max(0.0).sqrt() / mean
     }
 
+    /// Coefficient of variation (standard deviation over mean) of what the documents of a step cost, since costs are what
+    /// they are; 0 before the first step.
+    pub fn step_work_cv(&self) -> f64 {
+        let Work { steps, sum, square_sum, .. } = self.work;
+        if sum == 0.0 {
+            return 0.0;
+        }
+        let mean = sum / steps as f64;
+        (square_sum / steps as f64 - mean * mean).max(0.0).sqrt() / mean
+    }
+
+    /// What the documents of the heaviest step cost over those of the mean one, since costs are what they are; 1 before
+    /// the first step.
+    pub fn step_work_heaviest(&self) -> f64 {
+        if self.work.sum == 0.0 { 1.0 } else { self.work.steps as f64 / self.work.sum }
+    }
+
     /// Mean over pushes of the tokens that waited after them.
     pub fn backlog_mean(&self) -> f64 {
         if self.pushes == 0 { 0.0 } else { self.backlog_sum / self.pushes as f64 }
@@ -213,6 +274,8 @@ impl Metrics {
             || self.imbalance_sums_by_model.is_empty() != (self.steps_by_model == 0)
         {
             Some("steps_by_model does not count steps")
+        } else if !self.work.is_sound(self.steps) || self.steps_over_max_cost > self.steps {
+            Some("the work of steps is none that steps have")
         } else if total(&self.imbalance_histogram) != Some(self.steps) {
             Some("imbalance_histogram does not count the steps")
         } else if total(&self.delay_tokens) != Some(self.tokens) {

@@ -12,6 +12,7 @@
 //! | `drain` | the end of the stream |
 //! | `lead` | how early a document should come, where it is known before its turn |
 //! | `admission` | how much may enter, so that what waits stays bounded |
+//! | `step_cost` | how much work a step may have |
 //! | `cost_history` | the packer goes on under another cost model |
 //! | `shape` | for which ranks and in which shapes steps are made |
 //! | `metrics` | what waiting did to balance, delay and memory |
@@ -37,6 +38,7 @@ mod release_adaptive;
 mod release_fifo;
 mod shape;
 mod state;
+mod step_cost;
 
 pub use admission::{Bounds, OnBacklog};
 pub use arrivals::Push;

@@ -7,6 +7,7 @@ use super::cost_history::CostHistory;
 use super::cost_rows::CostRows;
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
+use super::step_cost::Arrived;
 
 /// Packs a stream of global batches (WLB-LLM, Algorithm 1 with multi-level outlier queues).
 ///
@@ -50,6 +51,8 @@ pub struct Packer {
     pub(super) carried: Vec<Waiting>,
     /// What pieces that wait cost, where documents bring their costs.
     pub(super) rows: CostRows,
+    /// What documents cost in the mean, where that bounds the work of a step.
+    pub(super) arrived: Arrived,
     pub(super) metrics: Metrics,
 }
 
@@ -70,6 +73,7 @@ impl Packer {
             queue,
             carried: Vec::new(),
             rows,
+            arrived: Arrived::default(),
             metrics: Metrics::default(),
         })
     }

@@ -17,6 +17,9 @@
 //! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
 //! by less than the wait costs. So short documents make room in a step that trains many long ones.
 //!
+//! Where the work of a step is bounded, what of a cut leaves is chosen by what its waiting would cost, for its work: light
+//! documents first, and heavy ones the longer they wait.
+//!
 //! Where ranks wait for each other once a step, their sums are what has to be level. Then all this is done with ranks that
 //! have the room of all their micro-batches, and what leaves is placed into these, as Algorithm 1 does, afterwards.
 
@@ -43,9 +46,10 @@ const MOST_CUTS: usize = 8;
 /// * `order` - all of them, in the order in which they are placed. The first `urgent` must leave, whatever it costs; they
 ///   are placed as Algorithm 1 does, and if one of them finds no room, all of them again by tokens alone. Those that find
 ///   none then either are in `leftover`. The others come from the costliest to the cheapest.
+/// * `budget` - the most that the documents of the step may cost; infinite for no bound. What is urgent may cost more.
 ///
 /// # Complexity
-/// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
+/// A sort, or two with a bound, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
 /// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up.
 pub(super) fn place(
     priced: &Priced<'_>,
@@ -53,10 +57,11 @@ pub(super) fn place(
     order: &[usize],
     urgent: usize,
     iteration: u64,
+    budget: f64,
     config: &PackerConfig,
 ) -> Placement {
     let (urgent, others) = order.split_at(urgent);
-    let search = Search::new(priced, pieces, (urgent, others), iteration, config);
+    let search = Search::new(priced, pieces, (urgent, others), iteration, budget, config);
     check();
     let mut cuts = search.cuts();
     check();
@@ -161,6 +166,7 @@ impl Cut {
 }
 
 /// A document that may leave.
+#[derive(Clone, Copy)]
 struct Document {
     index: usize,
     length: i32,
@@ -174,6 +180,83 @@ struct Document {
     early_from_here: i64,
 }
 
+impl Document {
+    /// What its waiting costs, for its work.
+    fn urgency(&self) -> f64 {
+        self.debt as f64 / self.cost
+    }
+
+    /// Sums over each and all after it.
+    fn sum_from_the_end(documents: &mut [Self]) {
+        let (mut cost, mut tokens, mut early) = (0.0, 0, 0);
+        for document in documents.iter_mut().rev() {
+            cost += document.cost;
+            tokens += i64::from(document.length);
+            early += if document.debt < 0 { i64::from(document.length) } else { 0 };
+            (document.cost_from_here, document.tokens_from_here) = (cost, tokens);
+            document.early_from_here = early;
+        }
+    }
+}
+
+/// The bound on the work of a step, and who is within it.
+struct Budget {
+    /// What the others may cost, beside what is urgent.
+    left: f64,
+    /// Places of documents, the most urgent for their work first.
+    order: Vec<usize>,
+    /// The least urgency of each document after this place, 0 or above; 0 after the last.
+    least_after: Vec<f64>,
+}
+
+impl Budget {
+    fn new(left: f64, documents: &[Document]) -> Self {
+        let mut order: Vec<usize> = (0..documents.len()).collect();
+        order.sort_by(|&a, &b| documents[b].urgency().total_cmp(&documents[a].urgency()).then(a.cmp(&b)));
+        let mut least_after = vec![0.0; documents.len()];
+        let mut least = f64::INFINITY;
+        for place in (1..documents.len()).rev() {
+            least = documents[place].urgency().max(0.0).min(least);
+            least_after[place - 1] = least;
+        }
+        Self { left, order, least_after }
+    }
+
+    /// What all that leaves may cost together, if this document is the first.
+    fn most(&self, first: &Document) -> f64 {
+        self.left.max(first.cost)
+    }
+
+    /// A lower bound on the debt of what waits if the document at `place` is the first to leave.
+    fn debt(&self, documents: &[Document], place: usize) -> i128 {
+        let first = &documents[place];
+        // Sums in another order may differ by less.
+        let beyond = first.cost_from_here * (1.0 - 1e-9) - self.most(first);
+        if beyond > 0.0 { (beyond * self.least_after[place]) as i128 } else { 0 }
+    }
+
+    /// Those from `held` on that leave, and the debt of the others: the first, then whoever is most urgent for its work as
+    /// long as it is within the bound.
+    fn within(&self, documents: &[Document], held: usize) -> (Vec<Document>, i128) {
+        let (mut spent, mut debt) = (documents[held].cost, 0);
+        let left = self.most(&documents[held]);
+        let mut leaves = vec![false; documents.len()];
+        leaves[held] = true;
+        for &place in self.order.iter().filter(|&&place| place > held) {
+            if spent + documents[place].cost <= left {
+                spent += documents[place].cost;
+                leaves[place] = true;
+            } else {
+                debt += documents[place].debt;
+            }
+        }
+        let mut leaving: Vec<Document> =
+            documents.iter().zip(leaves).filter(|&(_, leaves)| leaves).map(|(&document, _)| document).collect();
+        Document::sum_from_the_end(&mut leaving);
+        (leaving, debt)
+    }
+}
+
 struct Search<'a> {
     config: &'a PackerConfig,
     level: Levelled,
@@ -181,6 +264,8 @@ struct Search<'a> {
     urgent: Bins,
     /// The others, costliest first.
     documents: Vec<Document>,
+    /// Where the work of the step is bounded.
+    budget: Option<Budget>,
     /// By how much two ways to sum the costs may differ in the loss.
     rounding: f64,
 }
@@ -191,6 +276,7 @@ impl<'a> Search<'a> {
         pieces: &[Waiting],
         (urgent, others): (&[usize], &[usize]),
         iteration: u64,
+        budget: f64,
         config: &'a PackerConfig,
     ) -> Self {
         let costs = priced.costs.values();
@@ -202,18 +288,17 @@ impl<'a> Search<'a> {
             Document { index, length, cost, debt, cost_from_here: 0.0, tokens_from_here: 0, early_from_here: 0 }
         };
         let mut documents: Vec<Document> = others.iter().map(document).collect();
-        let (mut cost, mut tokens, mut early) = (0.0, 0, 0);
-        for document in documents.iter_mut().rev() {
-            cost += document.cost;
-            tokens += i64::from(document.length);
-            early += if document.debt < 0 { i64::from(document.length) } else { 0 };
-            (document.cost_from_here, document.tokens_from_here) = (cost, tokens);
-            document.early_from_here = early;
-        }
+        Document::sum_from_the_end(&mut documents);
+        let urgent_alone = level.place(priced, urgent);
+        let budget = (budget < f64::INFINITY).then(|| {
+            let leaves = |&&index: &&usize| urgent_alone.placement.assignment[index] >= 0;
+            let spent: f64 = urgent.iter().filter(leaves).map(|&index| costs[index]).sum();
+            Budget::new(budget - spent, &documents)
+        });
         // So many additions, each off by half an epsilon; an imbalance is at most `N`.
         let additions = 4.0 * (pieces.len() + config.num_micro_batches) as f64;
         let rounding = additions * config.num_micro_batches as f64 * f64::EPSILON;
-        Self { config, level, urgent: level.place(priced, urgent), documents, rounding }
+        Self { config, level, urgent: urgent_alone, documents, budget, rounding }
     }
 
     /// Every cut, with a lower bound on its loss. Something leaves in every iteration, if there is anything.
@@ -226,11 +311,22 @@ impl<'a> Search<'a> {
         let mut debt = 0_i128;
         let mut cuts = Vec::with_capacity(self.documents.len() + 1);
         for (held, document) in self.documents.iter().enumerate() {
+            if !self.may_begin(held) {
+                debt += document.debt;
+                continue;
+            }
             // What is more than all micro-batches hold waits too, an iteration at least; and what came early may.
             let early = document.early_from_here;
-            let displaced = i128::from((document.tokens_from_here - room - early).max(0) - early);
+            let mut displaced = i128::from((document.tokens_from_here - room - early).max(0) - early);
+            let mut cost_from_here = document.cost_from_here;
+            if let Some(budget) = &self.budget {
+                cost_from_here = cost_from_here.min(budget.most(document));
+                if early == 0 {
+                    displaced = displaced.max(budget.debt(&self.documents, held));
+                }
+            }
             let heaviest = (urgent.empty_cost() + document.cost).max(heaviest_urgent);
-            let loss = self.loss(heaviest, urgent_cost + document.cost_from_here, debt + displaced);
+            let loss = self.loss(heaviest, urgent_cost + cost_from_here, debt + displaced);
             cuts.push(Cut { held, loss });
             debt += document.debt;
         }
@@ -241,15 +337,30 @@ impl<'a> Search<'a> {
         cuts
     }
 
+    /// Whether this document may be the first to leave: within the bound on the work, or, where else nothing would leave, the
+    /// cheapest.
+    fn may_begin(&self, place: usize) -> bool {
+        let Some(budget) = &self.budget else { return true };
+        let cheapest =
+            place + 1 == self.documents.len() && self.urgent.placement.tokens.iter().all(|&tokens| tokens == 0);
+        self.documents[place].cost <= budget.left || cheapest
+    }
+
     /// The loss and the placement of a cut; none if the loss turns out to be above `limit`.
     fn attempt(&self, held: usize, limit: f64) -> Option<(Cut, Placement)> {
+        let chosen = self.budget.as_ref().filter(|_| held < self.documents.len());
+        let chosen = chosen.map(|budget| budget.within(&self.documents, held));
+        let (documents, beyond) = match &chosen {
+            Some((leaving, debt)) => (leaving.as_slice(), *debt),
+            None => (&self.documents[held..], 0),
+        };
         let Bins { placement, counts, .. } = &self.urgent;
         let mut level = Level::new(placement.clone(), self.level.max_tokens, counts.clone());
         let mut debt: i128 = self.documents[..held].iter().map(|document| document.debt).sum();
+        debt += beyond;
         let mut placed: f64 = placement.costs.iter().sum();
-        let mean =
-            (placed + self.documents.get(held).map_or(0.0, |first| first.cost_from_here)) / self.level.count as f64;
-        for (at, document) in self.documents.iter().enumerate().skip(held) {
+        let mean = (placed + documents.first().map_or(0.0, |first| first.cost_from_here)) / self.level.count as f64;
+        for (at, document) in documents.iter().enumerate() {
             // No longer a step than what waiting would cost.
             let tolerated = || self.price(document.debt) * mean;
             if level.place(document.index, document.length, document.cost, tolerated) {
@@ -258,7 +369,7 @@ impl<'a> Search<'a> {
             }
             debt += document.debt;
             let (to_come, early) =
-                self.documents.get(at + 1).map_or((0.0, 0), |next| (next.cost_from_here, next.early_from_here));
+                documents.get(at + 1).map_or((0.0, 0), |next| (next.cost_from_here, next.early_from_here));
             if self.loss(level.heaviest(), placed + to_come, debt - i128::from(early)) > limit {
                 return None;
             }

@@ -1,4 +1,4 @@
-//! For whom the steps of a stream are made, and which shapes their micro-batches may have.
+//! For whom the steps of a stream are made, how much work they may have, and which shapes their micro-batches.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,7 +8,7 @@ use crate::packing::options::Ranks;
 use crate::packing::padding::Padding;
 
 /// What steps have to keep for the ranks and kernels that run them; by default nothing.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepShape {
     /// The data-parallel ranks that every step is planned for. How many may change on resume, as `num_micro_batches`,
@@ -21,6 +21,11 @@ pub struct StepShape {
     /// What micro-batches are padded to when they run; `max_tokens` is then one of these sizes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
+    /// Most work of a step, in mean global batches of `num_micro_batches * max_document_tokens` tokens; only under
+    /// [`Release::Adaptive`](super::Release::Adaptive). Documents that are due leave all the same, and it does not hold in
+    /// a flush.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_cost: Option<f64>,
 }
 
 impl StepShape {

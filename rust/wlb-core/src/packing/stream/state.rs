@@ -14,6 +14,7 @@ use super::cost_rows::{CostRows, MOST_COST};
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
 use super::packer::Packer;
+use super::step_cost::Arrived;
 
 const FORMAT: &str = "wlb.packer";
 const VERSION: u32 = 1;
@@ -34,6 +35,9 @@ struct State {
     /// Left out where there is none: a packer that never changed its costs has the state that it always had.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     cost_history: Option<CostHistory>,
+    /// The same where nothing bounds the work of a step.
+    #[serde(default, skip_serializing_if = "Arrived::is_none")]
+    arrived: Arrived,
     /// A hash of all the rest: a flipped digit in a length is still a valid length.
     digest: String,
 }
@@ -71,6 +75,7 @@ impl Packer {
             queues: self.queue.levels().iter().map(|level| Columns::of(self, level)).collect(),
             metrics: self.metrics.clone(),
             cost_history: self.cost_history.clone(),
+            arrived: self.arrived.clone(),
             digest: String::new(),
         };
         state.digest = state.content_digest();
@@ -112,7 +117,11 @@ impl Packer {
             config.check()?;
         } else {
             saved.cost_history = None;
-            saved.metrics.forget_models();
+            saved.metrics.forget_costs();
+            saved.arrived = Arrived::default();
+        }
+        if config.shape.max_cost.is_none() {
+            saved.arrived = Arrived::default();
         }
         saved.config = config;
         *self = saved;
@@ -207,6 +216,9 @@ impl State {
         if let Some(problem) = self.metrics.problem() {
             return wrong("metrics", problem);
         }
+        if let Some(problem) = self.arrived.problem(&self.config) {
+            return wrong("arrived", problem);
+        }
         let mut rows = CostRows::new(self.config.limits.as_ref().map_or(0, Vec::len));
         let mut queue = OutlierQueue::of(&self.config);
         if self.queues.len() != queue.levels().len() {
@@ -244,6 +256,7 @@ impl State {
             queue,
             carried,
             rows,
+            arrived: self.arrived,
             metrics: self.metrics,
         })
     }
@@ -338,6 +351,7 @@ fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
             ("limits", serde_json::to_string(&config.limits).unwrap_or_default()),
             ("sync", shape.ranks.map_or("None", |ranks| ranks.sync.as_str()).to_owned()),
             ("max_documents", shape.max_documents.map_or("None".to_owned(), |most| most.to_string())),
+            ("max_step_cost", shape.max_cost.map_or("None".to_owned(), |most| most.to_string())),
             ("token_buckets", format!("{:?}", shape.padding.as_ref().map_or(&[][..], Padding::buckets))),
         ]
     };

@@ -27,7 +27,11 @@ impl Search {
             let requirement = "must be a number, 0 or above";
             return Err(Error::Number { argument: "max_mean_delay", value: max_mean_delay, requirement });
         }
-        let (release, outlier_thresholds, delay_price) = (Release::Fifo, Vec::new(), None);
+        // A bound on the work of steps is known to one release rule only.
+        let adaptive = options.packer.shape.max_cost.is_some();
+        let delay_price = Release::Adaptive.default_price().filter(|_| adaptive);
+        let release = if adaptive { Release::Adaptive } else { Release::Fifo };
+        let outlier_thresholds = Vec::new();
         let config = PackerConfig { release, outlier_thresholds, delay_price, ..options.packer.clone() };
         sample.check(&config)?;
         let reading = Reading::new(sample, options.tokens_per_batch, &config)?;
