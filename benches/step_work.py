@@ -50,6 +50,9 @@ def ways() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "adaptive" if bound is None else f"bound {bound:g}", {"release": "adaptive", "max_step_cost": bound}
     for price in PRICES:
         yield f"price {price:g}", {"release": "adaptive", "delay_price": price}
+    for bound in (2.0, 1.5):
+        dear = {"release": "adaptive", "max_step_cost": bound, "delay_price": PRICES[0]}
+        yield f"bound {bound:g}, price {PRICES[0]:g}", dear
     yield "nothing waits", {}
 
 

@@ -43,7 +43,7 @@ def needed(
     *,
     without: Sequence[str] = (),
 ) -> tuple[Facts, ...]:
-    """A row for every input and a column for every published number; nothing where the study does not sweep.
+    """A row for every published number; nothing where the study does not sweep.
 
     Args:
         study: says from which inputs, and which of them make no difference.
@@ -62,27 +62,21 @@ def needed(
     by_field: dict[str, list[tuple[float, Values]]] = {}
     for (field, value), ours in zip(tried, found, strict=True):
         by_field.setdefault(field, []).append((value, ours))
-    rows = tuple(
-        (
-            labels[field],
-            _ends(field),
-            *(where([(x, ours[name]) for x, ours in curve], paper) for name, paper in wanted.items()),
-        )
-        for field, curve in by_field.items()
-    )
-    columns = ("", "tried", *(f"{name} {paper:g}" for name, paper in wanted.items()))
-    return (Facts("What would have to be true: one input that makes ours the paper's", columns, rows),)
+    rows = []
+    for name, paper in wanted.items():
+        curves = {field: [(x, ours[name]) for x, ours in curve] for field, curve in by_field.items()}
+        values = {field: where(curve, paper) for field, curve in curves.items()}
+        would = [f"{labels[field]}: {value:.2g}" for field, value in values.items() if value is not None]
+        reached = [ours for curve in curves.values() for _, ours in curve]
+        rows.append((name, f"{paper:g}", "; ".join(would) or "none", f"{min(reached):.3f} to {max(reached):.3f}"))
+    columns = ("", "paper", "one input that would make ours the paper's", "ours over all of them")
+    return (Facts("What would have to be true, one input at a time", columns, tuple(rows)),)
 
 
-def where(curve: Sequence[tuple[float, float]], paper: float) -> str:
-    """Where the first of the straight lines between points crosses a number; else how far ours goes."""
+def where(curve: Sequence[tuple[float, float]], paper: float) -> float | None:
+    """Where the first of the straight lines between points crosses a number, if one does."""
     for (x, ours), (next_x, next_ours) in itertools.pairwise(curve):
         if min(ours, next_ours) <= paper <= max(ours, next_ours):
             share = 0.0 if ours == next_ours else (paper - ours) / (next_ours - ours)
-            return f"{x + share * (next_x - x):.2g}"
-    values = [ours for _, ours in curve]
-    return f"no: {min(values):.3f} to {max(values):.3f}"
-
-
-def _ends(field: str) -> str:
-    return f"{REACH[field][0]:g} to {REACH[field][-1]:g}"
+            return x + share * (next_x - x)
+    return None

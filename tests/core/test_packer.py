@@ -108,7 +108,9 @@ def test_a_long_stream(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: di
     if packer.release == "fifo":
         assert metrics.carried_over > 0
     else:
-        assert (metrics.carried_over, metrics.delay_max) == (0, 6), "max_delay holds exactly"
+        assert metrics.delay_max == 6, "max_delay holds exactly"
+        # Held to a bound, more is due at once than fits, since nobody asks what the packer admits.
+        assert (metrics.carried_over == 0) == (packer.max_step_cost is None)
 
 
 def test_the_work_of_a_step_is_bounded(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:

@@ -234,19 +234,24 @@ def test_what_lies_outside_the_bands_is_named(made: dict[str, Result]) -> None:
 
 
 def test_what_would_have_to_be_true() -> None:
-    assert where([(0.1, 2.0), (0.5, 1.2), (1.0, 1.1)], 1.6) == "0.3"
-    assert where([(0.1, 2.0), (0.5, 1.2), (1.0, 1.1)], 1.2) == "0.5"
-    assert where([(0.1, 1.3), (1.0, 1.1)], 1.5) == "no: 1.100 to 1.300"
+    assert where([(0.1, 2.0), (0.5, 1.2), (1.0, 1.1)], 1.6) == pytest.approx(0.3)
+    assert where([(0.1, 2.0), (0.5, 1.2), (1.0, 1.1)], 1.2) == 0.5
+    assert where([(0.1, 1.3), (1.0, 1.1)], 1.5) is None
+
+    asked: list[Inputs] = []
 
     def evaluate(every: Sequence[Inputs]) -> list[dict[str, float]]:
-        return [{"rate": inputs.attention_rate, "mean delay": inputs.max_mean_delay} for inputs in every]
+        asked.extend(every)
+        found = [{"rate": one.attention_rate, "mean delay": one.max_mean_delay} for one in every]
+        return [one | {"both": sum(one.values())} for one in found]
 
-    (facts,) = needed(Study(), {"rate": 0.8, "mean delay": 3.0}, evaluate, without=("noise",))
-    rows = {name: cells for name, _, *cells in facts.rows}
-    assert rows["attention's rate, of the default"] == ["0.8", "no: 0.500 to 0.500"]
-    assert rows["limit of the mean delay"] == ["no: 1.000 to 1.000", "3"]
-    assert "noise of a pass" not in rows
-    assert len(rows) == len(REACH) - 1
+    (facts,) = needed(Study(), {"rate": 0.8, "mean delay": 3.0, "both": 9.0}, evaluate, without=("noise",))
+    assert facts.rows == (
+        ("rate", "0.8", "attention's rate, of the default: 0.8", "0.100 to 1.500"),
+        ("mean delay", "3", "limit of the mean delay: 3", "0.100 to 4.000"),
+        ("both", "9", "none", "0.600 to 5.000"),
+    )
+    assert len(asked) == sum(len(values) for field, values in REACH.items() if field != "noise")
     assert needed(dataclasses.replace(Study(), sweep=False), {}, evaluate) == ()
     central = Inputs()
     for field, values in REACH.items():
