@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from studies.paper.inputs import PUBLISHED, SWEEP, Inputs
 from studies.paper.results import Facts
 from studies.paper.study import Study
 
 REACH: Mapping[str, tuple[float, ...]] = {
-    "virtual_stages": (1, 2, 4, 8),
+    "virtual_stages": (1, 2, 4),
     "max_contexts": (1.0, 1.25, 1.5, 2.0, 4.0),
     "num_queues": (1, 2, 3),
     "max_mean_delay": (0.1, 0.5, 1.0, 2.0, 4.0),
@@ -58,7 +59,8 @@ def needed(
     inputs = [one for one in SWEEP if one.label in swept and one.field in REACH]
     labels = {one.field: one.label for one in inputs} | {field: PUBLISHED[field] for field in fixed}
     tried = [(field, value) for field in REACH if field in labels for value in REACH[field]]
-    found = evaluate([replace(study.central, **{field: value}) for field, value in tried])
+    changes: list[dict[str, Any]] = [{field: value} for field, value in tried]
+    found = evaluate([replace(study.central, **change) for change in changes])
     by_field: dict[str, list[tuple[float, Values]]] = {}
     for (field, value), ours in zip(tried, found, strict=True):
         by_field.setdefault(field, []).append((value, ours))

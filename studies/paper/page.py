@@ -15,8 +15,8 @@ HOW = (
     "measured: taken with a clock, or counted, on this machine. simulated: a predicted time of the paper's cluster; no"
     " GPU ran. emulated: predicted under a protocol as near the paper's as what was published allows.",
     "least and greatest: over a sweep of every input that is not published, each alone and all together; where a clock"
-    " ran, 5 % and 95 % of its samples. width: between them; inside: whether the paper's number is. recovered: how far ours"
-    " is above 1, as a share of how far the paper's is.",
+    " ran, 5 % and 95 % of its samples. width: between them; inside: whether the paper's number is. recovered: how far"
+    " ours is above 1, as a share of how far the paper's is.",
 )
 
 

@@ -152,7 +152,10 @@ def _layout(layout: Row) -> Iterator[str]:
     yield _measured(layout["machine"], sliced=sliced)
     if sliced and not layout["link"]:
         yield ""
-        yield "No link was probed, for want of a second device: what ranks send each other takes no time in these figures."
+        yield (
+            "No link was probed, for want of a second device: what ranks send each other takes no time in these"
+            " figures."
+        )
     yield ""
     head = ["method", "tokens/s", "GFLOP/s", "x tokens/s", "predicted", "x FLOP/s", "over uncut", "step error", "idle"]
     head += ["even"] if sliced else []

@@ -58,7 +58,7 @@ class PackerMetrics:
         backlog_max: Most tokens that waited after a push.
         tokens_per_step_cv: Standard deviation over mean of the tokens in a step.
         step_work_cv: Standard deviation over mean of what the documents of a step cost, since costs are what they are.
-        step_work_heaviest: What the documents of the heaviest step cost, over the mean step; ``max_step_cost`` bounds it.
+        step_work_heaviest: What the documents of the heaviest step cost, over the mean step (see ``max_step_cost``).
         steps_over_max_cost: Steps whose documents cost more than that, because they were due, or for lack of tokens.
         memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
         memory_skew_worst: Most over mean tokens of a step's micro-batches, worst step.

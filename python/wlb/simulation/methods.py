@@ -228,7 +228,8 @@ def tune_waiting(
     """The best of what may wait, for these documents and a packer with these arguments.
 
     With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
-    release within a bound on the work of steps, by :func:`wlb.tune_delay_price`. `costs` and `limits` are those of documents that bring them.
+    release within a bound on the work of steps, by :func:`wlb.tune_delay_price`. `costs` and `limits` are those of
+    documents that bring them.
     """
     options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:

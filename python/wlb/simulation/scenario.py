@@ -75,8 +75,8 @@ class Scenario:
         num_queues: how many thresholds are tuned.
         max_mean_delay: iterations that a token may wait on average, for tuning.
         max_delay: iterations after which a document leaves its queue; default: no limit.
-        max_step_cost: most work of a step under adaptive release, in mean global batches (:class:`wlb.Packer`); default:
-            no bound.
+        max_step_cost: most work of a step under adaptive release, in mean global batches (:class:`wlb.Packer`);
+            default: no bound.
         cp_overlap: share of context-parallel communication that computation hides.
         tp_overlap: share of tensor-parallel communication that computation hides.
         ep_overlap: share of expert-parallel communication that computation hides.

@@ -75,8 +75,8 @@ class Delay(Options):
     Args:
         max_mean_delay: tuning keeps the mean delay of a token below this, in iterations.
         max_delay: no document waits for more iterations than this; by default there is no limit.
-        max_step_cost: with adaptive release: most work of a step, in mean global batches, such as 1.5; long documents are
-            then spread over steps. By default there is no bound.
+        max_step_cost: with adaptive release: most work of a step, in mean global batches, such as 1.5; long documents
+            are then spread over steps. By default there is no bound.
     """
 
     max_mean_delay: NonNegativeFloat = MAX_MEAN_DELAY
