@@ -240,6 +240,7 @@ def covered(pieces: list[tuple[int, int, int]]) -> Counter[int]:
         ("--queues", "1", "--max-delay", "5", "--seed", "3"),
         ("--release", "adaptive", "--delay-price", "0.01", "--max-delay", "5"),
         ("--release", "adaptive", "--method", "refined"),
+        ("--release", "adaptive", "--max-step-cost", "1.5"),
     ],
 )
 def test_pack_places_every_document_once(run: Any, jsonl: Path, tmp_path: Path, method: tuple[str, ...]) -> None:
@@ -883,6 +884,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("pack", npy, *SMALL, "--release", "adaptive", "--thresholds", "512"): "--thresholds: --release adaptive",
         ("pack", npy, *SMALL, "--release", "adaptive", "--queues", 3): "--queues: --release adaptive",
         ("pack", npy, *SMALL, "--queues", 0, "--delay-price", 0.1): "--delay-price: only --release adaptive",
+        ("pack", npy, *SMALL, "--max-step-cost", 1.5): "--max-step-cost: only --release adaptive",
         ("pack", npy, *SMALL, "--window", 4): "--window: only --method fixed_length",
         ("pack", npy, *SMALL, "--method", "original", "--delay-price", 0.1): "--delay-price: --method original",
         ("pack", npy, *SMALL, "--method", "original", "--max-tokens", 9000): "--max-tokens: --method original",
