@@ -151,6 +151,13 @@ def figure_14(study: Study) -> Result:
     points = study.points()
     (wlb,) = _tables(study, "Figure 14", windows, points, ("wlb",))
     published = dict(zip(windows, FIGURE_14.values(), strict=True))
+    wanted = {name: speedup for name, speedup in published.items() if speedup is not None}
+
+    def evaluate(every: Sequence[Inputs]) -> list[dict[str, float]]:
+        tasks = [(windows[name], inputs, ("wlb",)) for inputs in every for name in wanted]
+        found = iter(study.speedups("Figure 14: what would have to be true", tasks))
+        return [{name: next(found)["wlb"] for name in wanted} for _ in every]
+
     grows = [_grows([wlb[name][p.label] for name in windows]) for p in points]
     ends = [wlb["32K"][p.label] < wlb["160K"][p.label] for p in points]
     return Result(
@@ -162,7 +169,7 @@ def figure_14(study: Study) -> Result:
             f" {holds_at(points, ends)}.",
             _REASONS_NOTE,
         ),
-        facts=(_reasons(study, "Figure 14", windows, wlb),),
+        facts=(_reasons(study, "Figure 14", windows, wlb), *needed(study, wanted, evaluate)),
         influence=influence(points, wlb["160K"]),
         influenced="160K",
     )
