@@ -8,7 +8,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -392,6 +394,29 @@ def test_who_is_interrupted_while_waiting_goes_on_with_the_same_step() -> None:
     for step in of:
         micro |= contents(step)
     assert micro == alone()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_who_is_interrupted_while_a_step_is_asked_for_loses_none_in_silence(steps: int) -> None:
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        """As a signal does that comes before what `submit` returns is kept."""
+        if event == "return" and frame.f_code is ThreadPoolExecutor.submit.__code__:
+            raise KeyboardInterrupt
+
+    of = stream()
+    for _ in range(steps):
+        next(of)
+    state = of.state_dict()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(of)
+    finally:
+        sys.setprofile(None)
+    with pytest.raises(wlb.WlbError, match="failed in an earlier step; load a state saved before"):
+        next(of)
+    assert of.state_dict() == state
+    of.close()
 
 
 def disagree(rank: int) -> str:

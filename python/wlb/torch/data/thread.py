@@ -74,7 +74,12 @@ class StepsAhead(Generic[S, P]):
             message = "failed in an earlier step; load a state saved before into a new loader"
             raise error(self._argument, message)
         self.begun = True
-        self._ahead = self._ahead or self._thread.submit(self._make)
+        if self._ahead is None:
+            self._broken = (
+                True  # who is interrupted here cannot know whether the thread has begun: that step would be lost
+            )
+            self._ahead = self._thread.submit(self._make)
+            self._broken = False
         wait([self._ahead])  # who is interrupted here may ask again
         self._broken = True
         made = self._ahead.result()
