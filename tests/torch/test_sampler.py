@@ -259,6 +259,37 @@ def test_a_loop_that_is_left_goes_on() -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("how", ["load", "epoch", "iteration"])
+def test_a_loop_does_not_go_on_where_the_next_was_told_to_begin_elsewhere(how: str, num_workers: int) -> None:
+    """Or what was loaded in the middle of a loop would be forgotten, and steps be trained twice, in silence."""
+    of = sampler(0, 1)
+    loader = step_loader(of, num_workers=num_workers)
+    steps = iter(loader)
+    first = next(steps)
+    next(steps)
+    if how == "load":
+        loader.load_state_dict(first.state)
+    elif how == "epoch":
+        of.set_epoch(3)
+    else:
+        assert next(iter(loader)).number == 2
+    with pytest.raises(wlb.WlbError, match="loader was given a state, another epoch or a second iteration"):
+        next(steps)
+    step = next(iter(loader))
+    assert (step.number, step.epoch) == {"load": (1, 0), "epoch": (2, 3), "iteration": (3, 0)}[how]
+
+
+def test_micro_batches_do_not_go_on_where_the_next_were_told_to_begin_elsewhere() -> None:
+    of = sampler(0, 1)
+    state, batches = of.state_dict(), iter(of)
+    first = next(batches)
+    of.load_state_dict(state)
+    with pytest.raises(wlb.WlbError, match="sampler was given a state, another epoch or a second iteration"):
+        next(batches)
+    assert next(iter(of)) == first
+
+
 def test_a_failed_read_does_not_count() -> None:
     """The state saved after a worker's error still has the documents of the step that failed."""
     of = sampler(0, 1)

@@ -132,6 +132,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._start = self._origin = StepReader(order, packer, self.cost_switches)
         self._skip = 0
         self._followed = False  # whether a StepLoader tells where the next one begins
+        self._moves = 0  # how often it was said where one begins
         self._yielded = (self._start.snapshot(), 0)
 
     @property
@@ -170,7 +171,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """The micro-batches of this rank in the rest of the epoch."""
         self._begin(self._start, self._skip)
         self._origin, self._followed = self._start, False
-        return self._micro_batches(self._start.copy(), self._skip)
+        return self._micro_batches(self._start.copy(), self._skip, self._moves)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the order, the position in it, and the documents that wait."""
@@ -221,6 +222,15 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """For `StepLoader`: the next iteration begins where `reader` stands, which moves no more."""
         self._start = reader
 
+    def check_stands(self, reader: StepReader) -> None:
+        """For `StepLoader`: whether the next iteration still begins where it was last told.
+
+        Raises:
+            wlb.WlbError: A state was loaded since, or another epoch or iteration begun.
+        """
+        if self._start is not reader:
+            raise _moved("loader")
+
     def describe(self) -> dict[str, Any]:
         """What a ledger has to know of the documents. Plain JSON values."""
         return self._start.describe()
@@ -233,8 +243,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
     def _begin(self, reader: StepReader, skip: int) -> None:
         self._start, self._skip = reader, skip
         self._yielded = (reader.snapshot(), skip)
+        self._moves += 1
 
-    def _micro_batches(self, reader: StepReader, skip: int) -> Iterator[list[int | Piece]]:
+    def _micro_batches(self, reader: StepReader, skip: int, moves: int) -> Iterator[list[int | Piece]]:
         before = reader.snapshot()
         while not reader.ended:
             packing = reader.next_step()
@@ -244,6 +255,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
                     last = done == self.num_micro_batches_per_rank
                     self._yielded = (after, 0) if last else (before, done)
                     yield self._elements(packing[index], reader)
+                    if self._moves != moves:
+                        raise _moved("sampler")
             before, skip = after, 0
         reader.next_epoch()
         if not self._followed:
@@ -256,3 +269,11 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             documents.tolist(), micro_batch.starts.tolist(), micro_batch.lengths.tolist(), whole.tolist(), strict=True
         )
         return [number if is_whole else Piece(number, start, length) for number, start, length, is_whole in rows]
+
+
+def _moved(argument: str) -> wlb.WlbError:
+    """What an iteration says that would go on where it is not wanted, and then say that the next one begins there."""
+    message = (
+        "was given a state, another epoch or a second iteration while this one went on: leave the loop and begin again"
+    )
+    return error(argument, message)

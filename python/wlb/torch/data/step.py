@@ -137,7 +137,8 @@ class StepLoader(Generic[T]):
         """The remaining steps of this epoch.
 
         Raises:
-            wlb.WlbError: The loader was restored inside a step, or gives a batch of other lengths than planned.
+            wlb.WlbError: The loader was restored inside a step, or gives a batch of other lengths than planned; or a
+                state was loaded, or another epoch or iteration begun, while this one goes on.
         """
         batches = iter(self._loader)
         reader = self._sampler.consumer()
@@ -168,6 +169,7 @@ class StepLoader(Generic[T]):
                 ahead = thread and (None if reader.ended else thread.submit(next_step, reader))
                 self._sampler.consumed(reader)
                 yield step
+                self._sampler.check_stands(reader)
         next(batches, None)  # only so does a loader know that its epoch is over
         reader = reader.copy()
         reader.next_epoch()
