@@ -1,11 +1,12 @@
 //! Documents exchanged between two micro-batches, so that the heaviest becomes lighter.
 
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::ops::Range;
 
 use crate::packing::placement::Placement;
 
-use super::documents::{Document, Documents};
+use super::documents::Documents;
 use super::steepest::ordered;
 
 /// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of tiny batches.
@@ -25,7 +26,7 @@ const STEPS_MOST: usize = 256;
 /// left, where the maximum is `low_enough`, or where the steps are used up.
 ///
 /// # Complexity
-/// O(n + N log N), O(log N) an exchange, and O(n) steps, of which every exchange takes some.
+/// O(n + N), O(log N) a partner, and O(n) steps, of which every partner takes some.
 pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64) -> Placement {
     if start.max_cost() <= low_enough {
         return start;
@@ -63,15 +64,19 @@ const NONE: Item = Item { length: 0, cost: 0.0, rank: u32::MAX };
 /// What is in each micro-batch, in the order that searches need.
 struct Contents<'a> {
     documents: &'a Documents,
-    /// Ranks of the documents of each micro-batch, longest first, one micro-batch after the other, and where each begins.
-    ranks: Vec<u32>,
-    offsets: Vec<u32>,
-    /// The same of those that were looked at, as they are by now; the last is [`NONE`]. Most never are: theirs are empty.
+    /// Rank of the longest document that each micro-batch had at the start, and of each document's next there.
+    first: Vec<u32>,
+    next: Vec<u32>,
+    /// Those of micro-batches that were looked at, as they are by now; the last is [`NONE`]. Most never are: theirs are empty.
     items: Vec<Vec<Item>>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
-    /// Micro-batches by cost, ties by index. No `Ladder`: what was the heaviest goes anywhere, not next to where it was.
-    by_cost: BTreeSet<(u64, u32)>,
+    /// Micro-batches by cost, ties by index, from either end; with costs that they had once, too. Few of either end are ever
+    /// looked at: sorting all would take as long as all the rest.
+    lightest: BinaryHeap<Reverse<(u64, u32)>>,
+    heaviest: BinaryHeap<(u64, Reverse<u32>)>,
+    /// Of the search under way, taken off the lightest.
+    partners: Vec<(u64, u32)>,
     /// How many more steps searches may take.
     steps: usize,
     /// And after them those that try the lightest partner alone.
@@ -198,33 +203,28 @@ fn boundary(items: &[Item], is_before: impl Fn(&Item) -> bool) -> usize {
 
 impl<'a> Contents<'a> {
     fn new(documents: &'a Documents, start: &Placement) -> Self {
-        let micro_batch = |document: &Document| usize::try_from(start.assignment[document.index as usize]).ok();
-        let mut offsets = vec![0_u32; start.tokens.len() + 1];
-        documents.longest_first.iter().filter_map(micro_batch).for_each(|j| offsets[j] += 1);
-        let mut total = 0;
-        for offset in &mut offsets {
-            total += *offset;
-            *offset = total;
-        }
-        // From the last on, each is put before those that are there: the ends become the beginnings.
-        let mut ranks = vec![0; total as usize];
+        let mut first = vec![NONE.rank; start.tokens.len()];
+        let mut next = vec![NONE.rank; documents.longest_first.len()];
+        let mut placed = 0;
         for (rank, document) in documents.longest_first.iter().enumerate().rev() {
-            if let Some(j) = micro_batch(document) {
-                offsets[j] -= 1;
-                ranks[offsets[j] as usize] = rank as u32;
+            if let Ok(micro_batch) = usize::try_from(start.assignment[document.index as usize]) {
+                next[rank] = std::mem::replace(&mut first[micro_batch], rank as u32);
+                placed += 1;
             }
         }
-        let by_cost = start.costs.iter().zip(0..).map(|(&cost, j)| (ordered(cost), j)).collect();
+        let by_cost = || start.costs.iter().zip(0..).map(|(&cost, j)| (ordered(cost), j));
         Self {
             documents,
-            ranks,
-            offsets,
+            first,
+            next,
             items: vec![Vec::new(); start.tokens.len()],
             tokens: start.tokens.clone(),
             costs: start.costs.clone(),
-            by_cost,
+            lightest: by_cost().map(Reverse).collect(),
+            heaviest: by_cost().map(|(cost, j)| (cost, Reverse(j))).collect(),
+            partners: Vec::new(),
             steps: STEPS_MOST.min(STEPS + STEPS_EACH * start.tokens.len()),
-            last_steps: STEPS_MOST + total as usize,
+            last_steps: STEPS_MOST + placed,
         }
     }
 
@@ -236,10 +236,16 @@ impl<'a> Contents<'a> {
         }
         let mut found = None;
         self.look_at(heaviest);
-        let by_cost = std::mem::take(&mut self.by_cost);
+        let mut partners = std::mem::take(&mut self.partners);
         'search: for at_most_two in [false, true] {
-            for &(_, partner) in &by_cost {
-                let partner = partner as usize;
+            for turn in 0.. {
+                if turn == partners.len() {
+                    match self.next_lightest(partners.last().copied()) {
+                        Some(next) => partners.push(next),
+                        None => break,
+                    }
+                }
+                let partner = partners[turn].1 as usize;
                 if self.costs[partner] >= self.costs[heaviest] {
                     break;
                 }
@@ -268,19 +274,33 @@ impl<'a> Contents<'a> {
                 }
             }
         }
-        self.by_cost = by_cost;
+        self.lightest.extend(partners.drain(..).map(Reverse));
+        self.partners = partners;
         self.steps = left;
         found
     }
 
+    /// Takes the next one off, from the lightest on.
+    fn next_lightest(&mut self, last: Option<(u64, u32)>) -> Option<(u64, u32)> {
+        loop {
+            let Reverse(next) = self.lightest.pop()?;
+            if ordered(self.costs[next.1 as usize]) == next.0 && last != Some(next) {
+                return Some(next);
+            }
+        }
+    }
+
     fn look_at(&mut self, j: usize) {
         if self.items[j].is_empty() {
-            let ranks = &self.ranks[self.offsets[j] as usize..self.offsets[j + 1] as usize];
-            let item = |&rank: &u32| {
+            let items = &mut self.items[j];
+            items.reserve(8); // few have more, when there are many micro-batches
+            let mut rank = self.first[j];
+            while rank != NONE.rank {
                 let document = &self.documents.longest_first[rank as usize];
-                Item { length: i64::from(document.length), cost: document.cost, rank }
-            };
-            self.items[j] = ranks.iter().map(item).chain([NONE]).collect();
+                items.push(Item { length: i64::from(document.length), cost: document.cost, rank });
+                rank = self.next[rank as usize];
+            }
+            items.push(NONE);
         }
     }
 
@@ -290,16 +310,21 @@ impl<'a> Contents<'a> {
         self.put_in(light, given);
         self.put_in(heavy, taken);
         for (j, cost) in [heavy, light].into_iter().zip(exchange.costs) {
-            self.by_cost.remove(&(ordered(self.costs[j]), j as u32));
             self.costs[j] = cost;
-            self.by_cost.insert((ordered(cost), j as u32));
+            self.lightest.push(Reverse((ordered(cost), j as u32)));
+            self.heaviest.push((ordered(cost), Reverse(j as u32)));
         }
     }
 
     /// The first of those that cost the most.
-    fn heaviest(&self) -> usize {
-        let most = self.by_cost.last().map_or(0, |&(cost, _)| cost);
-        self.by_cost.range((most, 0)..).next().map_or(0, |&(_, j)| j as usize)
+    fn heaviest(&mut self) -> usize {
+        while let Some(&(cost, Reverse(j))) = self.heaviest.peek() {
+            if ordered(self.costs[j as usize]) == cost {
+                return j as usize;
+            }
+            self.heaviest.pop();
+        }
+        0
     }
 
     fn take_out(&mut self, j: usize, places: [usize; 2]) -> [Item; 2] {

@@ -241,47 +241,54 @@ struct FirstFit<'a> {
     documents: &'a Documents,
     /// First rank of a length of so much, shifted, or less.
     by_length: Vec<u32>,
-    shift: u32,
-    /// First rank of a cost of so much, scaled, or less.
+    length_shift: u32,
+    /// First rank of a cost of so much or less: of what its bits, shifted, are above those of a cheap one, so that rows get
+    /// wider with the cost.
     by_cost: Vec<u32>,
-    scale: f64,
+    cheap: u64,
+    cost_shift: u32,
 }
+
+/// Binary orders of magnitude below the dearest document that rows by cost tell apart.
+const ORDERS: u64 = 24;
 
 impl<'a> FirstFit<'a> {
     fn new(documents: &'a Documents) -> Self {
         let all = &documents.longest_first;
-        if all.len() < SMALL {
-            return Self { documents, by_length: Vec::new(), shift: 0, by_cost: Vec::new(), scale: 0.0 };
-        }
-        let rows = all.len() / 4 + 1;
         let (longest, dearest) = all.first().map_or((0, 0.0), |document| (document.length, document.cost));
-        let mut shift = 0;
-        while longest as usize >> shift >= rows {
-            shift += 1;
+        let cheapest = all.last().map_or(0.0, |document| document.cost);
+        let cheap = cheapest.to_bits().max(dearest.to_bits().saturating_sub(ORDERS << 52));
+        let mut first_fit =
+            Self { documents, by_length: Vec::new(), length_shift: 0, by_cost: Vec::new(), cheap, cost_shift: 0 };
+        if all.len() < SMALL {
+            return first_fit;
         }
-        let scale = if dearest > 0.0 { (rows - 1) as f64 / dearest } else { 0.0 };
-        let mut first_fit = Self { documents, by_length: vec![0; rows + 2], shift, by_cost: vec![0; rows + 2], scale };
-        // Counted by row, then summed from the longest on: how many are in higher rows.
-        for document in all {
-            let (length, cost) = (first_fit.length_row(i64::from(document.length)), first_fit.cost_row(document.cost));
-            first_fit.by_length[length] += 1;
-            first_fit.by_cost[cost] += 1;
-        }
-        for table in [&mut first_fit.by_length, &mut first_fit.by_cost] {
-            let mut above = 0;
-            for row in table.iter_mut().rev() {
-                (*row, above) = (above, above + *row);
+        let shift = |most: u64| (0..).find(|&shift| most >> shift <= all.len() as u64).unwrap_or(0);
+        first_fit.length_shift = shift(longest as u64);
+        first_fit.cost_shift = shift(dearest.to_bits().saturating_sub(cheap));
+        let tables = |row: &dyn Fn(&Document) -> usize| {
+            let mut table = vec![all.len() as u32; all.first().map_or(0, row) + 1];
+            let mut above = table.len();
+            for (rank, document) in all.iter().enumerate() {
+                let row = row(document);
+                if row < above {
+                    table[row..above].fill(rank as u32);
+                    above = row;
+                }
             }
-        }
+            table
+        };
+        first_fit.by_length = tables(&|document| first_fit.length_row(i64::from(document.length)));
+        first_fit.by_cost = tables(&|document| first_fit.cost_row(document.cost));
         first_fit
     }
 
     fn length_row(&self, length: i64) -> usize {
-        ((length >> self.shift) as usize).min(self.by_length.len() - 1)
+        (length >> self.length_shift) as usize
     }
 
     fn cost_row(&self, cost: f64) -> usize {
-        ((cost * self.scale) as usize).min(self.by_cost.len() - 1)
+        (cost.max(0.0).to_bits().saturating_sub(self.cheap) >> self.cost_shift) as usize
     }
 
     /// The rank, `from` or more, of the first that a micro-batch may take which has so many tokens and costs so much.
@@ -293,18 +300,20 @@ impl<'a> FirstFit<'a> {
             return from
                 + rest.partition_point(|document| i64::from(document.length) > room || cost + document.cost > target);
         }
+        let first = |table: &[u32], row: usize| table.get(row).map_or(0, |&rank| rank as usize);
+        let end = |table: &[u32], row: usize| if row == 0 { all.len() } else { first(table, row - 1) };
         let row = self.length_row(room);
-        let end = if row == 0 { all.len() } else { self.by_length[row - 1] as usize };
-        let start = self.by_length[row] as usize;
-        let short = start + all[start..end].partition_point(|document| i64::from(document.length) > room);
+        let start = first(&self.by_length, row);
+        let rest = &all[start..end(&self.by_length, row)];
+        let short = start + rest.partition_point(|document| i64::from(document.length) > room);
         if all.get(short).is_none_or(|document| cost + document.cost <= target) {
             return short.max(from);
         }
-        // A row to either side, for rounding.
-        let row = self.cost_row(target - cost);
-        let start = self.by_cost[(row + 1).min(self.by_cost.len() - 1)] as usize;
-        let end = if row < 2 { all.len() } else { self.by_cost[row - 2] as usize };
-        from.max(short).max(start + all[start..end].partition_point(|document| cost + document.cost > target))
+        // As much more and less as sums may be rounded: nearly always one row.
+        let (slack, rounding) = (target - cost, target * (2.0 * f64::EPSILON));
+        let start = first(&self.by_cost, self.cost_row(slack + rounding));
+        let rest = &all[start..end(&self.by_cost, self.cost_row(slack - rounding))];
+        from.max(short).max(start + rest.partition_point(|document| cost + document.cost > target))
     }
 }
 
