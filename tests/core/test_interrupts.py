@@ -93,6 +93,16 @@ def test_an_interrupted_push_or_flush_changes_nothing(
     assert packer.push([500, 700]).num_tokens > 0
 
 
+def test_what_a_handler_raises_while_a_state_is_read_is_no_fault_of_the_state() -> None:
+    class Interrupted(dict[str, Any]):
+        def items(self) -> Any:
+            raise Stop
+
+    packer = wlb.Packer(**PACKER)
+    with pytest.raises(Stop):
+        packer.load_state_dict(Interrupted(packer.state_dict()))
+
+
 def test_an_interrupted_flush_changes_nothing(stop_after: Callable[[float], None]) -> None:
     packer = wlb.Packer(**PACKER)
     packer.push(np.full(300_000, 150_000))

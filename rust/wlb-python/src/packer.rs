@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use numpy::PyArray1;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRecursionError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use wlb_core::packing::Padding;
@@ -673,11 +673,12 @@ fn to_json(state: &Bound<'_, PyAny>) -> PyResult<String> {
     }
     let options = PyDict::new(py);
     options.set_item("allow_nan", false)?;
-    match py.import("json")?.call_method("dumps", (state,), Some(&options)) {
-        Ok(text) => text.extract(),
-        Err(error) if error.is_instance_of::<pyo3::exceptions::PyException>(py) => {
-            Err(refuse(format!("is not plain JSON values ({error})"))?)
-        }
-        Err(error) => Err(error),
-    }
+    let text = py.import("json")?.call_method("dumps", (state,), Some(&options)).or_else(|error| {
+        // And no other: what a signal's handler raises is no fault of the state.
+        let refused = error.is_instance_of::<PyTypeError>(py)
+            || error.is_instance_of::<PyValueError>(py)
+            || error.is_instance_of::<PyRecursionError>(py);
+        Err(if refused { refuse(format!("is not plain JSON values ({error})"))? } else { error })
+    })?;
+    text.extract()
 }

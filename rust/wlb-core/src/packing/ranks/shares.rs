@@ -157,9 +157,11 @@ impl<'a> Shares<'a> {
         let key = |shares: &Self, j: usize| Reverse((shares.documents[j], ordered(shares.loads[j]), j));
         let mut open: BinaryHeap<_> = (0..self.loads.len()).map(|j| key(self, j)).collect();
         let mut full = Vec::new();
+        let mut meter = Meter::default();
         for place in most_first {
             let item = self.items[place as usize];
             let share = loop {
+                meter.spend(1);
                 let Reverse((_, _, share)) = *open.peek()?;
                 open.pop();
                 if self.takes(share, &item) {
@@ -254,4 +256,21 @@ impl Shortest {
 fn ordered(weight: f64) -> u64 {
     let bits = weight.to_bits();
     if bits >> 63 == 1 { !bits } else { bits | 1 << 63 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Item, Limits, Rule, Shares};
+    use crate::error::Error;
+    use crate::interrupt::{STEPS, interruptible};
+
+    #[test]
+    fn many_items_are_left_when_their_caller_wants_that() {
+        let items = vec![Item { cost: 1.0, tokens: 1, documents: 1, index: 0 }; STEPS + 1];
+        let limits = Limits { tokens: i64::MAX, documents: i64::MAX };
+        for rule in [Rule::LeastLoad, Rule::Steepest, Rule::BestFit, Rule::FewestDocuments] {
+            let filled = || Shares::filled(&items, limits, &[0.0], rule).is_some();
+            assert_eq!(interruptible(|| true, filled), Err(Error::Interrupted), "{rule:?}");
+        }
+    }
 }
