@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
+from wlb.simulation.reading import Reading
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")
@@ -203,3 +204,30 @@ def test_costs_whose_sums_overflow_change_nothing() -> None:
     with pytest.raises(wlb.WlbError, match="cost_model"):
         packer.set_cost_model(wlb.CostModel(attention=1e308, linear=0.0))
     assert packer.state_dict() == before
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_long_document_that_is_due_leaves_with_its_company(seed: int) -> None:
+    """A document of a whole context in each global batch, and memory for just a context, read to the end of the stream.
+
+    Short documents are due with it, and take no micro-batch that another long one needs: alone, it would be six times
+    the mean.
+    """
+    rng, context, n = np.random.default_rng(seed), 1024, 16
+    short = iter(np.clip(rng.lognormal(3.0, 1.0, 40_000), 1, context // 4).astype(np.int64).tolist())
+    lengths: list[int] = []
+    for _ in range(40):
+        lengths.append(context)
+        left = (n - 1) * context
+        while left > 0:
+            lengths.append(min(next(short), left))
+            left -= lengths[-1]
+    packer = wlb.Packer(
+        num_micro_batches=n,
+        max_tokens=context,
+        cost_model=wlb.CostModel(attention=1.0, linear=256.0),
+        release="adaptive",
+        max_delay=n - 2,
+    )
+    reading = Reading(np.array(lengths), packer, n * context)
+    assert max(read.packing.imbalance for read in reading.steps() if read.seconds is not None) < 1.3

@@ -116,7 +116,9 @@ impl Stream {
         let listing: Vec<Waiting> = [carried, released, new].concat();
         let lengths: Vec<i32> = listing.iter().map(|waiting| waiting.piece.length).collect();
 
-        let due = |i: &usize| config.max_delay.is_some_and(|delay| self.iteration - listing[*i].arrived >= delay);
+        let flushed = min_step_tokens.is_none();
+        let waited = |i: &usize| self.iteration - listing[*i].arrived;
+        let due = |i: &usize| !flushed && config.max_delay.is_some_and(|delay| waited(i) >= delay);
         let mut overdue: Vec<usize> = (first_released..first_new).filter(due).collect();
         overdue.sort_by_key(|&i| (-lengths[i], i));
         let urgent: Vec<usize> = (0..first_released).chain(overdue).collect();
@@ -135,7 +137,7 @@ impl Stream {
                 let new = listing.iter().filter(|waiting| waiting.arrived == self.iteration);
                 let new: Vec<(i32, f64)> = new.map(|waiting| (waiting.piece.length, waiting.costs[0])).collect();
                 let budget = self.arrived.budget(&new, config);
-                self.adaptive(&batch, &listing, &urgent, &tried, tokens, budget)
+                self.adaptive(&batch, &listing, urgent.split_at(first_released), &tried, tokens, budget)
             }
             (_, tokens) => {
                 let plan = batch.var_length_after(&urgent);
@@ -184,18 +186,18 @@ impl Stream {
         &self,
         batch: &Batch,
         listing: &[Waiting],
-        urgent: &[usize],
+        (carried, due): (&[usize], &[usize]),
         tried: &[usize],
         min_tokens: i64,
         budget: f64,
     ) -> Plan {
         let waiting: Vec<naive::Waiting> =
             listing.iter().map(|w| naive::Waiting { piece: w.piece, arrived: w.arrived, turn: w.arrived }).collect();
-        let (costs, others) = (one_column(batch), &tried[urgent.len()..]);
-        let plan = naive::adaptive(&waiting, urgent, others, self.iteration, budget, &self.config, &costs);
+        let (costs, by_cost) = (one_column(batch), &batch.tried(carried)[carried.len()..]);
+        let plan = naive::adaptive(&waiting, carried, due, by_cost, self.iteration, budget, &self.config, &costs);
         let plan = naive::fuller(plan, &pieces(listing), tried, min_tokens, &self.config, &costs);
         let mut plan = of_naive(batch, plan, listing);
-        plan.leftover.retain(|i| urgent.contains(i));
+        plan.leftover.retain(|i| carried.contains(i) || due.contains(i));
         plan
     }
 }

@@ -460,11 +460,37 @@ impl Arrived {
     }
 }
 
-/// The best of the eight cuts with the lowest bounds. Each is made, whole, from nothing. `others` are costliest first.
+/// The adaptive rule: what is `due` leaves in its place, or, if it finds no room so or the step's work is bounded, first.
+/// `by_cost` is all but what is carried, costliest first.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn adaptive(
     listing: &[Waiting],
-    urgent: &[usize],
-    others: &[usize],
+    carried: &[usize],
+    due: &[usize],
+    by_cost: &[usize],
+    iteration: u64,
+    budget: f64,
+    config: &PackerConfig,
+    costs: &Costs,
+) -> Plan {
+    if budget == f64::INFINITY {
+        let plan = least_loss(listing, carried, due, by_cost, iteration, budget, config, costs);
+        if carried.iter().chain(due).all(|&i| plan.assignment[i] >= 0) {
+            return plan;
+        }
+    }
+    let others: Vec<usize> = by_cost.iter().copied().filter(|i| !due.contains(i)).collect();
+    least_loss(listing, &[carried, due].concat(), &[], &others, iteration, budget, config, costs)
+}
+
+/// The best of the eight cuts with the lowest bounds, in which all that is `due` leaves; nothing but `first` where it finds
+/// no room in any. Each is made, whole, from nothing.
+#[allow(clippy::too_many_arguments)]
+fn least_loss(
+    listing: &[Waiting],
+    first: &[usize],
+    due: &[usize],
+    by_cost: &[usize],
     iteration: u64,
     budget: f64,
     config: &PackerConfig,
@@ -486,15 +512,20 @@ pub(crate) fn adaptive(
         (imbalance - 1.0).max(0.0) + price(debt)
     };
     let heaviest = |costs: &[f64]| costs.iter().copied().fold(0.0, f64::max);
-    let alone = urgent_only(listing, urgent, &holds, costs);
+    let alone = urgent_only(listing, first, &holds, costs);
     let empty = costs.empty * holds.rounds as f64;
+    let length = |i: usize| i64::from(listing[i].piece.length);
+    // Under a cut, all before a place waits, unless it is due.
+    let due_before = |from: usize| by_cost[..from].iter().copied().filter(|i| due.contains(i)).collect::<Vec<_>>();
+    let cost_of = |some: &[usize]| some.iter().fold(0.0, |sum, &i| sum + cost(i));
+    let cost_from_the_end = |some: &[usize]| some.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
     let nothing = alone.tokens.iter().sum::<i64>() == 0;
-    let placed = urgent.iter().filter(|&&i| alone.assignment[i] >= 0);
-    let left = budget - placed.map(|&i| cost(i)).sum::<f64>();
+    let placed: Vec<usize> = first.iter().copied().filter(|&i| alone.assignment[i] >= 0).collect();
+    let left = if budget == f64::INFINITY { budget } else { budget - placed.iter().map(|&i| cost(i)).sum::<f64>() };
     // What of a cut is within the budget: its first, then by the debt of a unit of work.
     let urgency = |i: usize| debt(i) as f64 / cost(i);
-    let within = |held: usize| -> Vec<usize> {
-        let leaves = &others[held..];
+    let within = |from: usize| -> Vec<usize> {
+        let leaves = &by_cost[from..];
         if budget == f64::INFINITY || leaves.is_empty() {
             return leaves.to_vec();
         }
@@ -512,72 +543,78 @@ pub(crate) fn adaptive(
     };
 
     let mut cuts: Vec<(f64, usize)> = Vec::new();
-    for held in 0..=others.len() {
-        let leaves = &others[held..];
+    for from in (0..=by_cost.len()).filter(|&from| by_cost.get(from).is_none_or(|i| !due.contains(i))) {
+        let leaves = [due_before(from), by_cost[from..].to_vec()].concat();
         if leaves.is_empty() && nothing {
             continue;
         }
-        if let [first, rest @ ..] = leaves {
+        if let [first, rest @ ..] = &by_cost[from..] {
             let else_nothing = nothing && rest.is_empty();
             if cost(*first) > left && !else_nothing {
                 continue;
             }
         }
         let longest = leaves.first().map_or(0.0, |&i| empty + cost(i)).max(heaviest(&alone.costs));
-        let of_others: f64 = leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
-        let most = leaves.first().map_or(0.0, |&first| left.max(cost(first)));
-        let total = alone.costs.iter().sum::<f64>() + of_others.min(most);
-        let tokens: i64 =
-            alone.tokens.iter().sum::<i64>() + leaves.iter().map(|&i| i64::from(listing[i].piece.length)).sum::<i64>();
+        let most = by_cost.get(from).map_or(0.0, |&first| left.max(cost(first)));
+        let of_others = cost_from_the_end(&by_cost[from..]);
+        let total = alone.costs.iter().sum::<f64>() + (of_others.min(most) + cost_of(&due_before(from)));
+        let tokens = alone.tokens.iter().sum::<i64>() + leaves.iter().map(|&i| length(i)).sum::<i64>();
         // What came early may be among what finds no room: its waiting costs less than nothing.
-        let came_early = leaves.iter().filter(|&&i| listing[i].turn > iteration);
-        let came_early: i64 = came_early.map(|&i| i64::from(listing[i].piece.length)).sum();
+        let came_early = leaves.iter().filter(|&&i| listing[i].turn > iteration && !due.contains(&i));
+        let came_early: i64 = came_early.map(|&i| length(i)).sum();
         let beyond = tokens - n as i64 * holds.tokens;
         let mut beyond = i128::from((beyond - came_early).max(0) - came_early);
         // What is over the budget waits, and each of it costs what the least urgent does at least.
         let over = of_others * (1.0 - 1e-9) - most;
         if came_early == 0 && over > 0.0 {
-            let least = leaves[1..].iter().map(|&i| urgency(i)).fold(f64::INFINITY, f64::min);
+            let least = by_cost[from + 1..].iter().map(|&i| urgency(i)).fold(f64::INFINITY, f64::min);
             beyond = beyond.max((over * least) as i128);
         }
-        let waiting: i128 = others[..held].iter().map(|&i| debt(i)).sum();
-        cuts.push((loss(longest, total, waiting + if leaves.is_empty() { 0 } else { beyond }), held));
+        let waiting: i128 = by_cost[..from].iter().filter(|i| !due.contains(i)).map(|&i| debt(i)).sum();
+        cuts.push((loss(longest, total, waiting + if leaves.is_empty() { 0 } else { beyond }), from));
     }
     cuts.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
 
     let mut best: Option<(f64, usize, Plan)> = None;
-    for &(_, held) in cuts.iter().take(8) {
+    'cuts: for &(_, from) in cuts.iter().take(8) {
         let mut plan = alone.clone();
-        let leaves = within(held);
-        let mut waiting: i128 = others.iter().filter(|i| !leaves.contains(i)).map(|&i| debt(i)).sum();
-        let everything = plan.costs.iter().sum::<f64>() + leaves.iter().rev().fold(0.0, |sum, &i| sum + cost(i));
-        for &i in &leaves {
+        let leaves = within(from);
+        let waits = |i: &&usize| !leaves.contains(i) && !due.contains(i);
+        let mut waiting: i128 = by_cost.iter().filter(waits).map(|&i| debt(i)).sum();
+        let everything =
+            plan.costs.iter().sum::<f64>() + (cost_from_the_end(&leaves) + cost_of(&due_before(from)));
+        let due_tokens: i64 = due.iter().map(|&i| length(i)).sum();
+        // What may wait leaves room for what is due.
+        let mut spare = n as i64 * holds.tokens - plan.tokens.iter().sum::<i64>() - due_tokens;
+        for i in [due_before(from), leaves].concat() {
             let least_of_all = first_least(plan.costs.iter().copied().enumerate());
             let with_room = (0..n).filter(|&j| holds.fits(&plan, j, &listing[i].piece));
             let least = first_least(with_room.map(|j| (j, plan.costs[j])));
             let tolerated = heaviest(&plan.costs) + price(debt(i)) * (everything / n as f64);
             let too_heavy = |j: usize| Some(j) != least_of_all && plan.costs[j] + cost(i) > tolerated;
-            match least.filter(|&j| !too_heavy(j)) {
+            match least.filter(|&j| due.contains(&i) || (length(i) <= spare && !too_heavy(j))) {
                 Some(j) => {
+                    spare -= if due.contains(&i) { 0 } else { length(i) };
                     plan.length_fallbacks += usize::from(Some(j) != least_of_all);
                     plan.put(j, listing[i].piece, cost(i));
                     plan.assignment[i] = j as i32;
                 }
+                None if due.contains(&i) => continue 'cuts,
                 None => waiting += debt(i),
             }
         }
         let loss = loss(heaviest(&plan.costs), plan.costs.iter().sum(), waiting);
-        if best.as_ref().is_none_or(|(least, of, _)| loss < *least || (loss == *least && held < *of)) {
-            best = Some((loss, held, plan));
+        if best.as_ref().is_none_or(|(least, of, _)| loss < *least || (loss == *least && from < *of)) {
+            best = Some((loss, from, plan));
         }
     }
     let mut plan = best.map_or(alone, |(_, _, plan)| plan);
     let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
     if n < config.num_micro_batches {
         // These were ranks: what leaves goes into their micro-batches, as Algorithm 1 places it.
-        let leave: Vec<usize> = others.iter().copied().filter(|&i| plan.assignment[i] >= 0).collect();
+        let leave: Vec<usize> = by_cost.iter().copied().filter(|&i| plan.assignment[i] >= 0).collect();
         let holds = Holds::micro_batches(config);
-        plan = urgent_only(listing, urgent, &holds, costs);
+        plan = urgent_only(listing, first, &holds, costs);
         let carried = plan.leftover.len();
         place(&mut plan, &pieces, &leave, &holds, costs);
         plan.leftover.truncate(carried);
@@ -625,7 +662,7 @@ pub(crate) fn fuller(
     fullest
 }
 
-/// Only what is carried over or due: Algorithm 1, and by tokens where that finds no room for all.
+/// Only what goes first: Algorithm 1, and by tokens where that finds no room for all.
 fn urgent_only(listing: &[Waiting], urgent: &[usize], holds: &Holds, costs: &Costs) -> Plan {
     let pieces: Vec<Piece> = listing.iter().map(|waiting| waiting.piece).collect();
     let plan = algorithm_1(&pieces, urgent, holds, costs);
@@ -854,7 +891,7 @@ impl Packer {
 
         let overdue = |i: usize| {
             let waited = self.iteration - listing[i].arrived;
-            is_released.contains(&i) && self.config.max_delay.is_some_and(|delay| waited >= delay)
+            !flushed && is_released.contains(&i) && self.config.max_delay.is_some_and(|delay| waited >= delay)
         };
         let rank = |i: usize| match i {
             _ if is_carried.contains(&i) => (0, 0),
@@ -873,11 +910,13 @@ impl Packer {
             fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
-            let others: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 == 2).collect();
+            let (carried, due) = urgent.split_at(is_carried.len());
+            let mut by_cost: Vec<usize> = (is_carried.end..listing.len()).collect();
+            by_cost.sort_by_key(|&i| (-listing[i].piece.length, i));
             let is_new = |i: &usize| listing[*i].arrived == self.iteration;
             let new = (0..listing.len()).filter(is_new).map(|i| (pieces[i].length, costs.of[i]));
             budget = self.arrived.budget(&new.collect::<Vec<_>>(), config);
-            let mut plan = adaptive(&listing, &urgent, &others, self.iteration, budget, config, &costs);
+            let mut plan = adaptive(&listing, carried, due, &by_cost, self.iteration, budget, config, &costs);
             plan = fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs);
             plan.leftover.retain(|piece| urgent.iter().any(|&i| pieces[i] == *piece));
             let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);

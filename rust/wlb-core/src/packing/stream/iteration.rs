@@ -13,7 +13,7 @@ use super::config::{Release, StreamMethod};
 use super::fuller::fuller;
 use super::outlier_queue::Waiting;
 use super::packer::Packer;
-use super::release_adaptive;
+use super::release_adaptive::{self, Tried};
 use super::shape::StepShape;
 
 /// Why an iteration is made.
@@ -40,7 +40,8 @@ impl Batch {
 
 impl Packer {
     /// What is carried over goes first, so that nothing is carried for ever: the first of it meets empty micro-batches.
-    /// Then what is due by `max_delay`, so that it is not crowded out.
+    /// Then what is due by `max_delay`, so that it is not crowded out; the adaptive rule tries first whether that finds
+    /// room in its place. At the end of a stream nothing is due: all of it leaves.
     pub(super) fn pack(&mut self, batch: Batch, occasion: Occasion) -> Packing {
         let Batch { pieces, carried, released } = batch;
         let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
@@ -62,26 +63,28 @@ impl Packer {
         };
         let due = |index: usize| {
             let waited = self.iteration - pieces[index].arrived;
-            config.max_delay.is_some_and(|delay| waited >= delay)
+            occasion != Occasion::Drain && config.max_delay.is_some_and(|delay| waited >= delay)
         };
         let first_new = carried + released;
         let of_length = |index: usize| (index, lengths[index]);
         let overdue = longest_first_of((carried..first_new).filter(|&index| due(index)).map(of_length));
         let urgent: Vec<usize> = (0..carried).chain(overdue.map(|(_, index)| index)).collect();
         // Under a cost model the longest are the costliest, and lengths sort faster.
-        let by_length = || {
-            let others = (carried..pieces.len()).filter(|&index| index >= first_new || !due(index));
-            urgent.iter().copied().chain(longest_first_of(others.map(of_length)).map(|(_, index)| index))
+        let by_length = |first: usize| {
+            let others =
+                (carried..pieces.len()).filter(move |&index| first == carried || index >= first_new || !due(index));
+            urgent[..first].iter().copied().chain(longest_first_of(others.map(of_length)).map(|(_, index)| index))
         };
-        let order = || match config.cost_model {
-            Some(_) => by_length().collect(),
-            None => priced.order_after(&urgent),
+        let after = |first: usize| match config.cost_model {
+            Some(_) => by_length(first).collect(),
+            None => priced.order_after(&urgent[..first]),
         };
         let adaptive = config.release == Release::Adaptive && occasion != Occasion::Drain;
         let mut placed = if adaptive {
-            release_adaptive::place(&priced, &pieces, &order(), urgent.len(), self.iteration, budget, config).into()
+            let tried = Tried { urgent: &urgent, carried, after: &after };
+            release_adaptive::place(&priced, &pieces, &tried, self.iteration, budget, config).into()
         } else if config.cost_model.is_some() {
-            priced.place_in_order(by_length(), &[])
+            priced.place_in_order(by_length(urgent.len()), &[])
         } else {
             priced.place_after(&urgent)
         };
@@ -89,7 +92,7 @@ impl Packer {
             && placed.placement.tokens.iter().sum::<i64>() < min_step_tokens
             && placed.placement.assignment.contains(&-1)
         {
-            placed = fuller(placed, &priced, &order(), min_step_tokens);
+            placed = fuller(placed, &priced, &after(urgent.len()), min_step_tokens);
             if adaptive {
                 // Only what had to leave is carried over; all others wait in the queue.
                 let mut is_urgent = vec![false; pieces.len()];

@@ -17,8 +17,13 @@
 //! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
 //! by less than the wait costs. So short documents make room in a step that trains many long ones.
 //!
-//! Where the work of a step is bounded, what of a cut leaves is chosen by what its waiting would cost, for its work: light
-//! documents first, and heavy ones the longer they wait.
+//! What is due by `max_delay` leaves under every cut, in its place among the others. If it went first, short documents that
+//! are due would lie in all micro-batches before a long one that needs a whole one is tried: where `max_tokens` is one
+//! context, a long document that is due would leave alone, and its company would wait on. What may wait leaves as many
+//! tokens free as what is due needs. Only where a due document finds no room so, what is due goes first.
+//!
+//! Where the work of a step is bounded, what is due goes first, and what of a cut leaves is chosen by what its waiting would
+//! cost, for its work: light documents first, and heavy ones the longer they wait.
 //!
 //! Where ranks wait for each other once a step, their sums are what has to be level. Then all this is done with ranks that
 //! have the room of all their micro-batches, and what leaves is placed into these, as Algorithm 1 does, afterwards.
@@ -38,37 +43,73 @@ use super::outlier_queue::Waiting;
 /// Values of `k` that are tried. More of them change almost nothing, and this bounds the time.
 const MOST_CUTS: usize = 8;
 
+/// What leaves without being asked, and in which order documents are placed.
+pub(super) struct Tried<'a> {
+    /// What is carried over and what is due, in the order in which it is placed where it goes first.
+    pub(super) urgent: &'a [usize],
+    /// How many of these are carried over; they go first in any case.
+    pub(super) carried: usize,
+    /// All documents: so many of the urgent ones, as they are listed, then the others from the costliest to the cheapest.
+    pub(super) after: &'a dyn Fn(usize) -> Vec<usize>,
+}
+
 /// Places the documents that leave in this iteration. Those without a place wait.
 ///
 /// # Arguments
 /// * `priced` - everything that waits and everything new, with costs in one column.
 /// * `pieces` - the same.
-/// * `order` - all of them, in the order in which they are placed. The first `urgent` must leave, whatever it costs; they
-///   are placed as Algorithm 1 does, and if one of them finds no room, all of them again by tokens alone. Those that find
-///   none then either are in `leftover`. The others come from the costliest to the cheapest.
-/// * `budget` - the most that the documents of the step may cost; infinite for no bound. What is urgent may cost more.
+/// * `tried` - the urgent must leave, whatever it costs. If one of them finds no room in its place, they are placed first,
+///   as Algorithm 1 does, and if one finds none then, all of them again by tokens alone. Those that find none then either
+///   are in `leftover`.
+/// * `budget` - the most that the documents of the step may cost; infinite for no bound. What is urgent may cost more, and
+///   goes first where there is a bound.
 ///
 /// # Complexity
 /// A sort, or two with a bound, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
-/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up.
+/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up. Twice that where
+/// a due document finds no room in its place.
 pub(super) fn place(
     priced: &Priced<'_>,
     pieces: &[Waiting],
-    order: &[usize],
-    urgent: usize,
+    tried: &Tried<'_>,
     iteration: u64,
     budget: f64,
     config: &PackerConfig,
 ) -> Placement {
-    let (urgent, others) = order.split_at(urgent);
-    let search = Search::new(priced, pieces, (urgent, others), iteration, budget, config);
+    let Tried { urgent, carried, after } = *tried;
+    let placed = |first: usize| {
+        let order = after(first);
+        let (first, others) = order.split_at(first);
+        place_after(priced, pieces, (first, others), &urgent[first.len()..], iteration, budget, config)
+    };
+    if carried < urgent.len() && budget == f64::INFINITY {
+        let placement = placed(carried);
+        if urgent.iter().all(|&index| placement.assignment[index] >= 0) {
+            return placement;
+        }
+    }
+    placed(urgent.len())
+}
+
+/// The step that loses least of those in which `first` is placed first and all that is `due` leaves with the `others`;
+/// where due documents find no room in any of them, not all are placed.
+fn place_after(
+    priced: &Priced<'_>,
+    pieces: &[Waiting],
+    (first, others): (&[usize], &[usize]),
+    due: &[usize],
+    iteration: u64,
+    budget: f64,
+    config: &PackerConfig,
+) -> Placement {
+    let search = Search::new(priced, pieces, (first, others), due, iteration, budget, config);
     check();
     let mut cuts = search.cuts();
     check();
     let mut best: Option<(Cut, Placement)> = None;
     let mut limit = f64::INFINITY;
     let mut attempt = |cut: Cut, limit: &mut f64| {
-        let found = search.attempt(cut.held, *limit);
+        let found = search.attempt(cut.from, *limit);
         if let Some((cut, _)) = &found
             && best.as_ref().is_none_or(|(best, _)| cut.compare(best).is_lt())
         {
@@ -79,7 +120,7 @@ pub(super) fn place(
     // The most promising first: what it leaves of the others is short, and can be sorted.
     if let Some(first) = cuts.iter().copied().min_by(Cut::compare) {
         attempt(first, &mut limit);
-        cuts.retain(|cut| cut.held != first.held && cut.loss <= limit);
+        cuts.retain(|cut| cut.from != first.from && cut.loss <= limit);
     }
     if cuts.len() >= MOST_CUTS {
         cuts.select_nth_unstable_by(MOST_CUTS - 1, Cut::compare);
@@ -93,12 +134,12 @@ pub(super) fn place(
         attempt(cut, &mut limit);
     }
     let by_rank = search.level.count < priced.num_micro_batches;
-    let placement = best.map_or(search.urgent.placement, |(_, placement)| placement);
+    let placement = best.map_or(search.first.placement, |(_, placement)| placement);
     if !by_rank {
         return placement;
     }
     let leave = others.iter().copied().filter(|&index| placement.assignment[index] >= 0);
-    let mut bins = Levelled::micro_batches(priced).place(priced, urgent);
+    let mut bins = Levelled::micro_batches(priced).place(priced, first);
     let carried = bins.placement.leftover.len();
     leave.for_each(|index| bins.place(index, priced.lengths[index], priced.costs.values()[index]));
     // What finds no room waits on.
@@ -137,31 +178,31 @@ impl Levelled {
         }
     }
 
-    /// Nothing but what is urgent, in this order: as Algorithm 1 does, and if one finds no room, by tokens alone.
-    fn place(self, priced: &Priced<'_>, urgent: &[usize]) -> Bins {
-        let place_urgent = |place: fn(&mut Bins, usize, i32, f64)| {
+    /// Nothing but what goes first, in this order: as Algorithm 1 does, and if one finds no room, by tokens alone.
+    fn place(self, priced: &Priced<'_>, first: &[usize]) -> Bins {
+        let place_first = |place: fn(&mut Bins, usize, i32, f64)| {
             let nothing = Placement::new(priced.lengths.len(), self.count, self.empty_cost);
             let mut bins = Bins::limited(nothing, self.max_tokens, self.max_documents);
-            for &index in urgent {
+            for &index in first {
                 place(&mut bins, index, priced.lengths[index], priced.costs.values()[index]);
             }
             bins
         };
-        let bins = place_urgent(Bins::place);
-        if bins.placement.leftover.is_empty() { bins } else { place_urgent(Bins::place_by_tokens) }
+        let bins = place_first(Bins::place);
+        if bins.placement.leftover.is_empty() { bins } else { place_first(Bins::place_by_tokens) }
     }
 }
 
-/// The costliest `held` documents wait, and the loss is this or more.
+/// All documents before a place wait, but those that are due; and the loss is this or more.
 #[derive(Clone, Copy)]
 struct Cut {
-    held: usize,
+    from: usize,
     loss: f64,
 }
 
 impl Cut {
     fn compare(&self, other: &Self) -> Ordering {
-        self.loss.total_cmp(&other.loss).then(self.held.cmp(&other.held))
+        self.loss.total_cmp(&other.loss).then(self.from.cmp(&other.from))
     }
 }
 
@@ -171,13 +212,12 @@ struct Document {
     index: usize,
     length: i32,
     cost: f64,
+    /// Whether it must leave.
+    due: bool,
     /// Tokens times the iterations that it would have waited; minus its tokens before its turn.
     debt: i128,
     /// Of this one and all after it.
-    cost_from_here: f64,
-    tokens_from_here: i64,
-    /// Those of them whose turn has not come.
-    early_from_here: i64,
+    from_here: Sums,
 }
 
 impl Document {
@@ -188,18 +228,54 @@ impl Document {
 
     /// Sums over each and all after it.
     fn sum_from_the_end(documents: &mut [Self]) {
-        let (mut cost, mut tokens, mut early) = (0.0, 0, 0);
+        let mut sums = Sums::default();
         for document in documents.iter_mut().rev() {
-            cost += document.cost;
-            tokens += i64::from(document.length);
-            early += if document.debt < 0 { i64::from(document.length) } else { 0 };
-            (document.cost_from_here, document.tokens_from_here) = (cost, tokens);
-            document.early_from_here = early;
+            let tokens = i64::from(document.length);
+            sums.cost += document.cost;
+            sums.tokens += tokens;
+            sums.early += if document.debt < 0 && !document.due { tokens } else { 0 };
+            document.from_here = sums;
         }
     }
 }
 
-/// The bound on the work of a step, and who is within it.
+/// Of some documents.
+#[derive(Clone, Copy, Default)]
+struct Sums {
+    cost: f64,
+    tokens: i64,
+    /// Tokens of those whose turn has not come, and that may wait for it.
+    early: i64,
+}
+
+/// Of the document at a place and all after it.
+fn sums_from(documents: &[Document], place: usize) -> Sums {
+    documents.get(place).map_or_else(Sums::default, |document| document.from_here)
+}
+
+/// The documents that are due before a place, and what the others there owe.
+#[derive(Clone, Copy, Default)]
+struct Before {
+    due_cost: f64,
+    due_tokens: i64,
+    /// What the costliest of them costs.
+    heaviest_due: f64,
+    debt: i128,
+}
+
+impl Before {
+    fn pass(&mut self, document: &Document) {
+        if document.due {
+            self.heaviest_due = self.heaviest_due.max(document.cost);
+            self.due_cost += document.cost;
+            self.due_tokens += i64::from(document.length);
+        } else {
+            self.debt += document.debt;
+        }
+    }
+}
+
+/// The bound on the work of a step, and who is within it. What is due is placed already where there is one.
 struct Budget {
     /// What the others may cost, beside what is urgent.
     left: f64,
@@ -231,18 +307,18 @@ impl Budget {
     fn debt(&self, documents: &[Document], place: usize) -> i128 {
         let first = &documents[place];
         // Sums in another order may differ by less.
-        let beyond = first.cost_from_here * (1.0 - 1e-9) - self.most(first);
+        let beyond = first.from_here.cost * (1.0 - 1e-9) - self.most(first);
         if beyond > 0.0 { (beyond * self.least_after[place]) as i128 } else { 0 }
     }
 
-    /// Those from `held` on that leave, and the debt of the others: the first, then whoever is most urgent for its work as
+    /// Those from a place on that leave, and the debt of the others: the first, then whoever is most urgent for its work as
     /// long as it is within the bound.
-    fn within(&self, documents: &[Document], held: usize) -> (Vec<Document>, i128) {
-        let (mut spent, mut debt) = (documents[held].cost, 0);
-        let left = self.most(&documents[held]);
+    fn within(&self, documents: &[Document], from: usize) -> (Vec<Document>, i128) {
+        let (mut spent, mut debt) = (documents[from].cost, 0);
+        let left = self.most(&documents[from]);
         let mut leaves = vec![false; documents.len()];
-        leaves[held] = true;
-        for &place in self.order.iter().filter(|&&place| place > held) {
+        leaves[from] = true;
+        for &place in self.order.iter().filter(|&&place| place > from) {
             if spent + documents[place].cost <= left {
                 spent += documents[place].cost;
                 leaves[place] = true;
@@ -260,10 +336,12 @@ impl Budget {
 struct Search<'a> {
     config: &'a PackerConfig,
     level: Levelled,
-    /// Nothing but what is urgent, placed.
-    urgent: Bins,
+    /// Nothing but what goes first, placed.
+    first: Bins,
     /// The others, costliest first.
     documents: Vec<Document>,
+    /// Tokens that all micro-batches hold beside what goes first and what is due.
+    spare: i64,
     /// Where the work of the step is bounded.
     budget: Option<Budget>,
     /// By how much two ways to sum the costs may differ in the loss.
@@ -274,65 +352,73 @@ impl<'a> Search<'a> {
     fn new(
         priced: &Priced<'_>,
         pieces: &[Waiting],
-        (urgent, others): (&[usize], &[usize]),
+        (first, others): (&[usize], &[usize]),
+        due: &[usize],
         iteration: u64,
         budget: f64,
         config: &'a PackerConfig,
     ) -> Self {
         let costs = priced.costs.values();
         let level = Levelled::of(priced, config);
+        let mut is_due = vec![false; if due.is_empty() { 0 } else { pieces.len() }];
+        due.iter().for_each(|&index| is_due[index] = true);
         let document = |&index: &usize| {
             let (length, cost) = (priced.lengths[index], costs[index]);
             let late = iteration as i128 - i128::from(pieces[index].turn);
             let debt = i128::from(length) * if late < 0 { -1 } else { late + 1 };
-            Document { index, length, cost, debt, cost_from_here: 0.0, tokens_from_here: 0, early_from_here: 0 }
+            let due = is_due.get(index).is_some_and(|&due| due);
+            Document { index, length, cost, due, debt, from_here: Sums::default() }
         };
         let mut documents: Vec<Document> = others.iter().map(document).collect();
         Document::sum_from_the_end(&mut documents);
-        let urgent_alone = level.place(priced, urgent);
-        let budget = (budget < f64::INFINITY).then(|| {
-            let leaves = |&&index: &&usize| urgent_alone.placement.assignment[index] >= 0;
-            let spent: f64 = urgent.iter().filter(leaves).map(|&index| costs[index]).sum();
-            Budget::new(budget - spent, &documents)
-        });
         // So many additions, each off by half an epsilon; an imbalance is at most `N`.
         let additions = 4.0 * (pieces.len() + config.num_micro_batches) as f64;
         let rounding = additions * config.num_micro_batches as f64 * f64::EPSILON;
-        Self { config, level, urgent: urgent_alone, documents, budget, rounding }
+        let placed = level.place(priced, first);
+        let budget = (budget < f64::INFINITY).then(|| {
+            let leaves = |&&index: &&usize| placed.placement.assignment[index] >= 0;
+            let spent: f64 = first.iter().filter(leaves).map(|&index| costs[index]).sum();
+            Budget::new(budget - spent, &documents)
+        });
+        let first = placed;
+        let due: i64 = due.iter().map(|&index| i64::from(priced.lengths[index])).sum();
+        let spare = level.count as i64 * level.max_tokens - first.placement.tokens.iter().sum::<i64>() - due;
+        Self { config, level, first, documents, spare, budget, rounding }
     }
 
     /// Every cut, with a lower bound on its loss. Something leaves in every iteration, if there is anything.
     fn cuts(&self) -> Vec<Cut> {
-        let urgent = &self.urgent.placement;
-        let heaviest_urgent = urgent.costs.iter().copied().fold(0.0, f64::max);
-        let urgent_cost: f64 = urgent.costs.iter().sum();
-        let urgent_tokens: i64 = urgent.tokens.iter().sum();
-        let room = self.level.count as i64 * self.level.max_tokens - urgent_tokens;
-        let mut debt = 0_i128;
+        let first = &self.first.placement;
+        let heaviest_first = first.costs.iter().copied().fold(0.0, f64::max);
+        let first_cost: f64 = first.costs.iter().sum();
+        let first_tokens: i64 = first.tokens.iter().sum();
+        let room = self.level.count as i64 * self.level.max_tokens - first_tokens;
+        let mut before = Before::default();
         let mut cuts = Vec::with_capacity(self.documents.len() + 1);
-        for (held, document) in self.documents.iter().enumerate() {
-            if !self.may_begin(held) {
-                debt += document.debt;
-                continue;
-            }
+        let bound = |from: usize, longest: f64, before: &Before| {
+            let Sums { mut cost, tokens, early } = sums_from(&self.documents, from);
             // What is more than all micro-batches hold waits too, an iteration at least; and what came early may.
-            let early = document.early_from_here;
-            let mut displaced = i128::from((document.tokens_from_here - room - early).max(0) - early);
-            let mut cost_from_here = document.cost_from_here;
-            if let Some(budget) = &self.budget {
-                cost_from_here = cost_from_here.min(budget.most(document));
+            let mut beyond = i128::from((tokens + before.due_tokens - room - early).max(0) - early);
+            if let (Some(budget), Some(document)) = (&self.budget, self.documents.get(from)) {
+                cost = cost.min(budget.most(document));
                 if early == 0 {
-                    displaced = displaced.max(budget.debt(&self.documents, held));
+                    beyond = beyond.max(budget.debt(&self.documents, from));
                 }
             }
-            let heaviest = (urgent.empty_cost() + document.cost).max(heaviest_urgent);
-            let loss = self.loss(heaviest, urgent_cost + cost_from_here, debt + displaced);
-            cuts.push(Cut { held, loss });
-            debt += document.debt;
+            let heaviest = (first.empty_cost() + longest.max(before.heaviest_due)).max(heaviest_first);
+            Cut {
+                from,
+                loss: self.loss(heaviest, first_cost + (cost + before.due_cost), before.debt + beyond),
+            }
+        };
+        for (from, document) in self.documents.iter().enumerate() {
+            if !document.due && self.may_begin(from) {
+                cuts.push(bound(from, document.cost, &before));
+            }
+            before.pass(document);
         }
-        if urgent_tokens > 0 {
-            let loss = self.loss(heaviest_urgent, urgent_cost, debt);
-            cuts.push(Cut { held: self.documents.len(), loss });
+        if first_tokens + before.due_tokens > 0 {
+            cuts.push(bound(self.documents.len(), 0.0, &before));
         }
         cuts
     }
@@ -341,42 +427,52 @@ impl<'a> Search<'a> {
     /// cheapest.
     fn may_begin(&self, place: usize) -> bool {
         let Some(budget) = &self.budget else { return true };
-        let cheapest =
-            place + 1 == self.documents.len() && self.urgent.placement.tokens.iter().all(|&tokens| tokens == 0);
+        let cheapest = place + 1 == self.documents.len() && self.first.placement.tokens.iter().all(|&tokens| tokens == 0);
         self.documents[place].cost <= budget.left || cheapest
     }
 
-    /// The loss and the placement of a cut; none if the loss turns out to be above `limit`.
-    fn attempt(&self, held: usize, limit: f64) -> Option<(Cut, Placement)> {
-        let chosen = self.budget.as_ref().filter(|_| held < self.documents.len());
-        let chosen = chosen.map(|budget| budget.within(&self.documents, held));
-        let (documents, beyond) = match &chosen {
-            Some((leaving, debt)) => (leaving.as_slice(), *debt),
-            None => (&self.documents[held..], 0),
-        };
-        let Bins { placement, counts, .. } = &self.urgent;
+    /// The loss and the placement of a cut; none if the loss turns out to be above `limit`, or a due document finds no
+    /// room.
+    fn attempt(&self, from: usize, limit: f64) -> Option<(Cut, Placement)> {
+        let Bins { placement, counts, .. } = &self.first;
         let mut level = Level::new(placement.clone(), self.level.max_tokens, counts.clone());
-        let mut debt: i128 = self.documents[..held].iter().map(|document| document.debt).sum();
-        debt += beyond;
+        let mut before = Before::default();
+        self.documents[..from].iter().for_each(|document| before.pass(document));
+        let chosen = self.budget.as_ref().filter(|_| from < self.documents.len());
+        let chosen = chosen.map(|budget| budget.within(&self.documents, from));
+        let (documents, from_place, beyond) = match &chosen {
+            Some((leaving, debt)) => (leaving.as_slice(), 0, *debt),
+            None => (self.documents.as_slice(), from, 0),
+        };
+        let mut debt = before.debt + beyond;
         let mut placed: f64 = placement.costs.iter().sum();
-        let mean = (placed + documents.first().map_or(0.0, |first| first.cost_from_here)) / self.level.count as f64;
+        let leaving = sums_from(documents, from_place);
+        let mean = (placed + (leaving.cost + before.due_cost)) / self.level.count as f64;
+        let mut spare = self.spare;
         for (at, document) in documents.iter().enumerate() {
-            // No longer a step than what waiting would cost.
-            let tolerated = || self.price(document.debt) * mean;
-            if level.place(document.index, document.length, document.cost, tolerated) {
-                placed += document.cost;
+            if at < from_place && !document.due {
                 continue;
             }
+            // No longer a step than what waiting would cost.
+            let tolerated = || if document.due { f64::INFINITY } else { self.price(document.debt) * mean };
+            let tokens = if document.due { 0 } else { i64::from(document.length) };
+            if tokens <= spare && level.place(document.index, document.length, document.cost, tolerated) {
+                placed += document.cost;
+                spare -= tokens;
+                continue;
+            }
+            if document.due {
+                return None;
+            }
             debt += document.debt;
-            let (to_come, early) =
-                documents.get(at + 1).map_or((0.0, 0), |next| (next.cost_from_here, next.early_from_here));
+            let Sums { cost: to_come, early, .. } = sums_from(documents, at + 1);
             if self.loss(level.heaviest(), placed + to_come, debt - i128::from(early)) > limit {
                 return None;
             }
         }
         let costs = &level.placement.costs;
         let loss = self.loss(level.heaviest(), costs.iter().sum(), debt);
-        Some((Cut { held, loss }, level.placement))
+        Some((Cut { from, loss }, level.placement))
     }
 
     fn loss(&self, heaviest: f64, total: f64, debt: i128) -> f64 {
