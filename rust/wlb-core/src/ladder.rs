@@ -6,11 +6,15 @@ use crate::interrupt::Meter;
 /// be counted with what is placed, and counting is a tenth of all work.
 const COUNTED_FROM: usize = 1024;
 
+/// Steps after which a search among so many goes on from a sample.
+const FAR: usize = 64;
+
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
 /// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
 /// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024, where a tournament tree or
-/// a heap always pays log N. In any other order it takes up to N steps.
+/// a heap always pays log N. In any other order it takes up to N steps with few micro-batches; with many, a
+/// long search goes on from the nearest of a sample, the square root of N of them: usually about as many steps away.
 pub(crate) struct Ladder {
     /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a ring.
     rungs: Vec<Rung>,
@@ -119,6 +123,9 @@ impl Ladder {
         while self.is_below(above, index) {
             above = self.rungs[above as usize].heavier;
             steps += usize::from(COUNTED);
+            if COUNTED && steps == FAR {
+                above = self.sampled_above(index);
+            }
         }
         loop {
             let below = self.rungs[above as usize].lighter;
@@ -127,12 +134,29 @@ impl Ladder {
             }
             above = below;
             steps += usize::from(COUNTED);
+            if COUNTED && steps == FAR {
+                let sampled = self.sampled_above(index);
+                above = if self.is_below(sampled, above) { sampled } else { above };
+            }
         }
         if COUNTED {
             self.meter.spend(steps);
         }
         self.insert_below(index, above);
         self.finger = index;
+    }
+
+    /// The lowest above one that is being placed, of a sample and the end.
+    #[cold]
+    fn sampled_above(&mut self, index: u32) -> u32 {
+        let stride = self.rungs.len().isqrt();
+        self.meter.spend(stride);
+        let is_above = |&other: &u32| {
+            let is_in = self.rungs[other as usize].heavier != other;
+            is_in && other != index && !self.is_below(other, index)
+        };
+        let sample = (0..self.end()).step_by(stride).filter(is_above);
+        sample.fold(self.end(), |lowest, other| if self.is_below(other, lowest) { other } else { lowest })
     }
 
     /// Closes the list over a rung. Gives the next one.
@@ -171,6 +195,29 @@ mod tests {
     use proptest::prelude::*;
 
     use super::Ladder;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn keeps_its_order_where_changes_are_far_apart(
+            start in proptest::collection::vec(0_u16..900, super::COUNTED_FROM..1200),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), proptest::option::weighted(0.8, 0_u16..900)), 40),
+        ) {
+            let mut weights: Vec<Option<f64>> = start.iter().map(|&weight| Some(f64::from(weight))).collect();
+            let mut ladder = Ladder::new(start.into_iter().map(f64::from));
+            for (index, change) in changes {
+                let index = index.index(weights.len());
+                weights[index] = change.map(f64::from);
+                match weights[index] {
+                    Some(weight) => ladder.set(index, weight),
+                    None => ladder.remove(index),
+                }
+            }
+            let mut ascending: Vec<usize> = (0..weights.len()).filter(|&index| weights[index].is_some()).collect();
+            ascending.sort_by(|&a, &b| weights[a].partial_cmp(&weights[b]).unwrap_or(Ordering::Equal));
+            prop_assert_eq!(ladder.ascending().collect::<Vec<_>>(), ascending);
+        }
+    }
 
     proptest! {
         #[test]
