@@ -413,6 +413,9 @@ def tune_outlier_thresholds(
     max_document_tokens: int | None = None,
     tokens_per_batch: int | None = None,
     method: StreamMethod = "var_length",
+    dp_size: int | None = None,
+    sync: Sync | None = None,
+    max_documents: int | None = None,
 ) -> TuneResult: ...
 def tune_delay_price(
     lengths: ArrayLike,
@@ -427,6 +430,9 @@ def tune_delay_price(
     tokens_per_batch: int | None = None,
     method: StreamMethod = "var_length",
     max_step_cost: float | None = None,
+    dp_size: int | None = None,
+    sync: Sync | None = None,
+    max_documents: int | None = None,
 ) -> TuneResult: ...
 def padded_tokens(tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
 def most_tokens(max_tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...

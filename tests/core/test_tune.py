@@ -36,14 +36,48 @@ def test_the_default_limit_of_the_delay_is_the_cores(tune: Any) -> None:
 
 
 def measure(
-    lengths: Any, tokens_per_batch: int, packing: dict[str, Any], delay_price: float | None
+    lengths: Any,
+    tokens_per_batch: int,
+    packing: dict[str, Any],
+    delay_price: float | None,
+    thresholds: tuple[int, ...] = (),
 ) -> tuple[list[float], float]:
-    """What a packer does to the sample at this price, read as in training; and the time it loses."""
-    packer = wlb.Packer(release="adaptive", delay_price=delay_price, **packing)
+    """What a packer does to the sample at this price, or under these thresholds, read as in training; the time it loses."""
+    release = "fifo" if delay_price is None else "adaptive"
+    packer = wlb.Packer(outlier_thresholds=thresholds, release=release, delay_price=delay_price, **packing)
     reading = Reading(np.asarray(lengths), packer, tokens_per_batch)
     steps = [step.packing.costs for step in reading.steps() if step.seconds is not None and step.packing.num_tokens]
     figures = [getattr(reading.packer.metrics(), name) for name in POINT_FIELDS]
-    return figures, float(sum(costs.max() for costs in steps) / sum(costs.mean() for costs in steps))
+    dp_size = packing.get("dp_size", packer.num_micro_batches)
+    total = sum(costs.sum() / dp_size for costs in steps)
+    return figures, sum(step_cost(costs, dp_size, packing.get("sync")) for costs in steps) / total if total else 1.0
+
+
+def step_cost(costs: NDArray[np.float64], dp_size: int, sync: str | None) -> float:
+    """The heaviest rank, whose micro-batches stand together; or the heaviest of each round, one after the other."""
+    ranks = costs.reshape(dp_size, -1)
+    return float(ranks.max(axis=0).sum() if sync == "micro_batch" else ranks.sum(axis=1).max())
+
+
+@given(
+    testing.document_lengths(max_length=200, min_size=1, max_size=120),
+    testing.cost_models(),
+    st.none() | st.integers(0, 2),
+    st.sampled_from([{"dp_size": 2, "sync": "step"}, {"dp_size": 2, "sync": "micro_batch"}, {"max_documents": 5}]),
+)
+def test_points_of_ranks_are_what_the_packer_does(
+    lengths: list[int], cost: wlb.CostModel, num_queues: int | None, shape: dict[str, Any]
+) -> None:
+    packing: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 220, "cost_model": cost, **shape}
+    arguments: dict[str, Any] = {"max_mean_delay": 0.2, "tokens_per_batch": 400}
+    tune: Any = wlb.tune_delay_price
+    if num_queues is not None:
+        tune, arguments["num_queues"] = wlb.tune_outlier_thresholds, num_queues
+    result = tune(lengths, **packing, **arguments)
+    for point in [result.best, *result.pareto]:
+        figures, lost_time = measure(lengths, 400, packing, point.delay_price, point.thresholds)
+        assert [getattr(point, name) for name in POINT_FIELDS] == figures
+        assert point.lost_time == pytest.approx(lost_time)
 
 
 def reordered(lengths: NDArray[Any], order: int) -> NDArray[np.int64]:

@@ -62,7 +62,7 @@ class Step:
     micro_batches: Sequence[MicroBatch]
     order: NDArray[np.int64]  # [dp, micro-batches of a rank] which rank trains which, in which order
     first_document: int  # what to add to their document ids to get indices into the stream
-    delays: NDArray[np.int64]  # [pieces] iterations from entering to training, micro-batch after micro-batch
+    delays: NDArray[np.int64]  # [pieces] iterations from the turn to training, micro-batch after micro-batch
     digest: str
     seconds: float | None  # of planning; None for what a flush yields
     column_costs: NDArray[np.float64] | None = None  # [micro-batches, columns] where documents bring their costs
@@ -165,12 +165,14 @@ def var_length(
     thresholds: tuple[int, ...],
     max_delay: int | None,
     options: Mapping[str, Any] | None = None,
+    *,
+    max_early: int = 0,
 ) -> Iterator[Step]:
     """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
 
     Documents enter as the loaders of `wlb.torch` read them, see :class:`Reading`; only their order matters here, not
     the stream's global batches. Where ranks wait for each other in every micro-batch, steps are planned for them.
-    `options` are further arguments of the packer.
+    `options` are further arguments of the packer. Long documents come up to `max_early` iterations before their turn.
     """
     given: dict[str, Any] = (
         {} if stream.costs is None else {"cost_columns": len(stream.limits), "limits": stream.limits}
@@ -178,15 +180,14 @@ def var_length(
     options = {
         **packer_options(setup, max_delay),
         **given,
-        **meeting_ranks(setup.sync, setup.dp_size),
         "outlier_thresholds": thresholds,
         **bounded(options or {}, setup.max_step_cost),
     }
     packer = Packer(**options)
-    reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs)
+    reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs, max_early=max_early)
     for read in reading.steps():
         micro_batches = read.packing.micro_batches
-        delays = read.iteration - reading.arrival[document_ids(micro_batches)]
+        delays = read.iteration - reading.turns[document_ids(micro_batches)]
         order, digest = read.packing.deal(setup.dp_size), read.packing.digest()
         column_costs = None if stream.costs is None else read.packing.column_costs
         yield Step(micro_batches, order, 0, delays, digest, read.seconds, column_costs)
@@ -198,13 +199,15 @@ def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:
 
 
 def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
-    """Arguments of :class:`wlb.Packer` for a setup; all but what waits, how it is placed, and for which ranks."""
+    """Arguments of :class:`wlb.Packer` for a setup, and of what tunes it; all but what waits and how it is placed."""
+    in_every_micro_batch = setup.sync == "micro_batch" and setup.dp_size > 1
     return {
         "num_micro_batches": setup.packed,
         "max_tokens": setup.max_tokens,
         "cost_model": setup.cost_model,
         "max_delay": max_delay,
         "max_document_tokens": setup.context,
+        **({"dp_size": setup.dp_size, "sync": setup.sync} if in_every_micro_batch else {}),
     }
 
 

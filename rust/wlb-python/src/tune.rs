@@ -1,7 +1,7 @@
 //! `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
 
 use pyo3::prelude::*;
-use wlb_core::packing::stream::{PackerConfig, Release};
+use wlb_core::packing::stream::{PackerConfig, Release, StepShape};
 use wlb_core::packing::tune::{self, Sample, TuneOptions, Tuned, TunedPoint};
 use wlb_core::{CostModel, Error, Lengths};
 
@@ -9,6 +9,7 @@ use crate::arguments;
 use crate::cost::read_costs_if_any;
 use crate::error::raise;
 use crate::packer::{column_limits, config, table};
+use crate::packing::ranks;
 use crate::plain::Tuple;
 use crate::results::answer;
 use crate::run::{DETACH_FROM, run};
@@ -25,7 +26,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method: as for :class:`Packer`.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for :class:`Packer`.
 ///     costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with ``cost_columns=r``;
 ///         imbalance is then that of a step over all columns that take time.
 ///     limits: float64[r], with ``costs``, as for :class:`Packer`.
@@ -33,6 +34,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     max_mean_delay: most mean token delay, in iterations.
 ///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of the two:
 ///         global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
+///     dp_size, sync: as for :class:`Packer`; imbalance and lost time are then those of the ranks, where they wait for each other.
 ///
 /// Returns:
 ///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
@@ -46,6 +48,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None, num_queues = 2, max_mean_delay = 0.6, max_delay = None,
     max_document_tokens = None, tokens_per_batch = None, method = "var_length",
+    dp_size = None, sync = None, max_documents = None,
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn tune_outlier_thresholds<'py>(
@@ -62,10 +65,14 @@ fn tune_outlier_thresholds<'py>(
     #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
     #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
     method: &str,
+    #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+    sync: Option<&str>,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None };
     let packer =
         config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-    let options = options(packer, &costs, limits, max_mean_delay, tokens_per_batch)?;
+    let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay, tokens_per_batch)?;
     let sample = Sample { lengths: &lengths, costs: table(&costs) };
     let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(sample, num_queues, &options))?;
     result(py, &tuned.map_err(raise)?)
@@ -79,10 +86,11 @@ fn tune_outlier_thresholds<'py>(
 ///
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost: as for :class:`Packer`.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost, max_documents: as for
+///         :class:`Packer`.
 ///     costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with ``cost_columns=1``.
 ///     max_mean_delay: most mean token delay, in iterations.
-///     tokens_per_batch: tokens of a global batch; as for :func:`tune_outlier_thresholds`.
+///     tokens_per_batch, dp_size, sync: as for :func:`tune_outlier_thresholds`.
 ///
 /// Returns:
 ///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the sample:
@@ -99,6 +107,7 @@ fn tune_outlier_thresholds<'py>(
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, max_mean_delay = 0.6, max_delay = None,
     max_document_tokens = None, tokens_per_batch = None, method = "var_length", max_step_cost = None,
+    dp_size = None, sync = None, max_documents = None,
 ))]
 #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
 fn tune_delay_price<'py>(
@@ -114,11 +123,14 @@ fn tune_delay_price<'py>(
     #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
     method: &str,
     #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
+    #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+    sync: Option<&str>,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let mut packer =
+    let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None, max_cost: max_step_cost };
+    let packer =
         config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-    packer.shape.max_cost = max_step_cost;
-    let options = options(packer, &costs, None, max_mean_delay, tokens_per_batch)?;
+    let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay, tokens_per_batch)?;
     let sample = Sample { lengths: &lengths, costs: table(&costs) };
     let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(sample, &options))?;
     result(py, &tuned.map_err(raise)?)
