@@ -124,6 +124,72 @@ def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Pa
     )
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Which of the pieces that come next, in order, are offered.
+
+    Attributes:
+        end: So many have their turn now, those included that have entered before it.
+        last: Whether there are none behind.
+        offered: int64, places in that order: of those that have their turn now, then of those that come before it.
+        due: How many of them have their turn.
+        early: int64 [offered], by how many iterations each comes before it; None: none does.
+    """
+
+    end: int
+    last: bool
+    offered: NDArray[np.int64]
+    due: int
+    early: NDArray[np.int64] | None
+
+
+def next_turns(
+    packer: Packer,
+    lengths: NDArray[np.int64],
+    *,
+    new: NDArray[np.bool_],
+    whole: NDArray[np.bool_],
+    wanted: int,
+    tokens_per_batch: int,
+    min_step_tokens: int,
+    max_early: int,
+    to_the_end: bool,
+) -> Turns:
+    """What a reader that knows what comes offers for a step, and what of later steps with it (`Packer.leads`).
+
+    The last of all offers leaves no rest of less than a step.
+
+    Args:
+        packer: Says how early a piece should come.
+        lengths: int64 [pieces], tokens of those that come next: enough to know that a step is left behind.
+        new: bool [pieces], whether it has not entered before its turn; some have not.
+        whole: bool [pieces], whether it is all of a document: only those come early.
+        wanted: Tokens that have their turn, one piece at least.
+        tokens_per_batch: Those of a global batch.
+        min_step_tokens: Those that a step trains at least.
+        max_early: Iterations that a piece comes before its turn, at most.
+        to_the_end: Whether none are behind these.
+    """
+    least = max(min_step_tokens, 1)
+    passed = lengths.cumsum()  # in the order of turns, what has entered before its turn included
+    outside = np.where(new, lengths, 0).cumsum()
+    turn = max(int(np.searchsorted(passed, wanted, side="right")), int(new.argmax()) + 1)
+    if to_the_end and outside[-1] - outside[turn - 1] < least:
+        turn = lengths.size
+    last = to_the_end and turn == lengths.size
+    offered = np.flatnonzero(new[:turn])
+    due, early = offered.size, None
+    if max_early and not last:
+        iterations = 1 + (passed - lengths - passed[turn - 1]) // tokens_per_batch
+        leads = packer.leads(lengths, tokens_per_batch=tokens_per_batch, most=max_early)
+        comes = turn + np.flatnonzero((new & whole & (leads >= iterations))[turn:])
+        rest = outside[-1] - outside[turn - 1] - lengths[comes].sum()
+        if comes.size and (not to_the_end or rest >= least):
+            offered = np.concatenate([offered, comes])
+            early = np.where(offered < turn, 0, iterations[offered])
+    return Turns(turn, last, offered, due, early)
+
+
 def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
     """Checks `tokens_per_batch`, or gives what it is by default: full context windows.
 
@@ -182,3 +248,15 @@ def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
     if packer.dp_size not in (None, dp_size):
         message = f"= {dp_size}: the packer plans for dp_size = {packer.dp_size}; make it for the ranks that train"
         raise error(argument, message, value=dp_size)
+
+
+def check_max_early(max_early: int, packer: Packer) -> None:
+    """Whether documents may enter a packer so many iterations before their turn.
+
+    Raises:
+        wlb.WlbError: It is no integer from 0 to 1024, or above 0 for a packer that does not ask when a document comes.
+    """
+    check_integer("max_early", max_early, minimum=0, maximum=1024)
+    if max_early and (packer.release != "adaptive" or packer.cost_model is None):
+        message = f'= {max_early}: needs a packer with release="adaptive" and a cost model'
+        raise error("max_early", message, value=max_early)

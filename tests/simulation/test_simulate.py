@@ -78,8 +78,8 @@ def test_all_documents_and_all_time_are_accounted_for(layout: wlb.ParallelLayout
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 1000), st.integers(60, 600), st.sampled_from(["fifo", "adaptive"]))
-def test_a_stream_has_the_same_numbers_as_its_packer(seed: int, count: int, release: Any) -> None:
+@given(st.integers(0, 1000), st.integers(60, 600), st.sampled_from(["fifo", "adaptive"]), st.sampled_from([0, 3]))
+def test_a_stream_has_the_same_numbers_as_its_packer(seed: int, count: int, release: Any, max_early: int) -> None:
     """Nothing about balance and delay is defined twice."""
     case = scenario()
     lengths = documents(count, seed)
@@ -87,12 +87,13 @@ def test_a_stream_has_the_same_numbers_as_its_packer(seed: int, count: int, rele
     setup = case.setup()
     waiting: dict[str, Any] = {"release": release}
     if release == "fifo":
-        waiting["outlier_thresholds"] = (1500, 3000)
-    reading = Reading(lengths, wlb.Packer(**packer_options(setup, None), **waiting), case.tokens_per_batch)
+        waiting["outlier_thresholds"], max_early = (1500, 3000), 0
+    made = wlb.Packer(**packer_options(setup, None), **waiting)
+    reading = Reading(lengths, made, case.tokens_per_batch, max_early=max_early)
     digests = [read.packing.digest() for read in reading.steps()]
     packer = reading.packer
     thresholds = waiting.get("outlier_thresholds", ())
-    steps = var_length(stream, setup, thresholds, None, waiting)
+    steps = var_length(stream, setup, thresholds, None, waiting, max_early=max_early)
     plan = collect("packer", steps, stream, thresholds, release)
     assert plan.digests == tuple(digests)
     found, metrics = plan.summary(), packer.metrics()
@@ -101,7 +102,7 @@ def test_a_stream_has_the_same_numbers_as_its_packer(seed: int, count: int, rele
     if found["steps"] == found["steps_of_flush"] or metrics.steps == 0:
         return  # the stream is over before anything is let go
     assert found["imbalance_p95"] == pytest.approx(metrics.imbalance_p95, rel=1e-12)
-    for name in ("imbalance_mean", "imbalance_worst", "delay_mean"):
+    for name in ("imbalance_mean", "imbalance_worst", "delay_mean", "early_mean"):
         assert found[name] == pytest.approx(getattr(metrics, name), rel=1e-12)
     assert found["memory_skew"] == pytest.approx(metrics.memory_skew_mean, rel=1e-12)
 

@@ -20,8 +20,9 @@ from wlb.simulation.reading import Reading
     st.sampled_from([None, 50, 100, 150]),
     st.sampled_from([{"outlier_thresholds": (50, 80)}, {}, {"release": "adaptive"}]),
     st.none() | st.integers(0, 4),
+    st.sampled_from([0, 0, 1, 3]),
 )
-@example([1, 1, 95, 4], 100, 1, 50, {}, None)  # a document that is more than a global batch, and little behind it
+@example([1, 1, 95, 4], 100, 1, 50, {}, None, 0)  # a document that is more than a global batch, and little behind it
 def test_a_simulation_has_the_plans_of_a_run(
     lengths: list[int],
     max_tokens: int,
@@ -29,7 +30,9 @@ def test_a_simulation_has_the_plans_of_a_run(
     tokens_per_batch: int | None,
     waiting: dict[str, Any],
     max_delay: int | None,
+    max_early: int,
 ) -> None:
+    max_early = max_early if waiting.get("release") == "adaptive" else 0
     if tokens_per_batch is not None:
         tokens_per_batch = min(tokens_per_batch, num_micro_batches * max_tokens)
     packer = wlb.Packer(
@@ -41,23 +44,31 @@ def test_a_simulation_has_the_plans_of_a_run(
         **waiting,
     )
     sampler = wt.BalancedBatchSampler(
-        lengths, packer=packer, dp_rank=0, dp_size=1, shuffle=False, tokens_per_batch=tokens_per_batch
+        lengths,
+        packer=packer,
+        dp_rank=0,
+        dp_size=1,
+        shuffle=False,
+        tokens_per_batch=tokens_per_batch,
+        max_early=max_early,
     )
     reader, trained = sampler.reader.copy(), []
     while not reader.ended:
         trained.append(reader.next_step().digest())
     per_batch = 100 * num_micro_batches if tokens_per_batch is None else tokens_per_batch
-    reading = Reading(np.array(lengths), packer, per_batch)
+    reading = Reading(np.array(lengths), packer, per_batch, max_early=max_early)
     simulated = list(reading.steps())
     assert [read.packing.digest() for read in simulated] == trained
     assert packer.pending == 0
     assert reading.packer.pending == 0
-    # A document's delay is what the packer itself counts.
+    # A document's delay is what the packer itself counts, from its turn on or before it.
     metrics = reading.packer.metrics()
     tokens = np.array(lengths)
     delays = np.zeros(tokens.size)
     for read in simulated:
         for micro_batch in read.packing.micro_batches:
-            delays[micro_batch.document_ids] = read.iteration - reading.arrival[micro_batch.document_ids]
-    assert metrics.delay_max == delays.max()
-    np.testing.assert_allclose(metrics.delay_mean, (delays * tokens).sum() / tokens.sum(), rtol=1e-12)
+            delays[micro_batch.document_ids] = read.iteration - reading.turns[micro_batch.document_ids]
+    assert metrics.delay_max == max(delays.max(), 0)
+    assert -delays.min() <= max_early
+    for counted, moved in ((metrics.delay_mean, delays), (metrics.early_mean, -delays)):
+        np.testing.assert_allclose(counted, (np.maximum(moved, 0) * tokens).sum() / tokens.sum(), rtol=1e-12)

@@ -207,8 +207,17 @@ def test_truncated_documents_are_done_with() -> None:
 # --- states ----------------------------------------------------------------------------------------------------------
 
 
-def states(_rank: int, texts: Any, every: int) -> list[tuple[int, str]]:
-    of = stream(texts)
+WAITING: dict[str, Any] = {
+    "max_document_tokens": 96,
+    "outlier_thresholds": (),
+    "release": "adaptive",
+    "delay_price": 0.02,
+}
+EARLY: dict[str, Any] = {"packer_": packer(8, **WAITING), "tokens_per_batch": 200, "max_early": 3}
+
+
+def states(_rank: int, texts: Any, every: int, options: dict[str, Any]) -> list[tuple[int, str]]:
+    of = stream(texts, **options)
     result = [(0, json.dumps(of.state_dict()))]
     for step in of:
         state = json.dumps(of.state_dict())
@@ -218,29 +227,65 @@ def states(_rank: int, texts: Any, every: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("kind", [Text, StatefulText])
-def test_resume_on_other_ranks(kind: type[Text]) -> None:
+@pytest.mark.parametrize("options", [{}, EARLY])
+def test_resume_on_other_ranks(kind: type[Text], options: dict[str, Any]) -> None:
     """Saved on 2 ranks, all states the same; continued on 1 after any step, on 4 after some."""
 
     def texts() -> list[Text]:
         return [kind(number, count) for number, count in enumerate(COUNTS)]
 
-    expected = alone()
-    saved, same = processes.run(2, states, texts(), 2)
+    expected = alone(**options)
+    assert tokens_of(expected) == all_tokens()
+    saved, same = processes.run(2, states, texts(), 2, options)
     assert saved == same
+    assert any("taken" in json.loads(state) for _, state in saved) == bool(options)
     for at, state in saved:
         rest = {key: value for key, value in expected.items() if key[0] >= at}
-        assert read(0, texts(), {}, json.loads(state))[0] == rest
+        assert read(0, texts(), options, json.loads(state))[0] == rest
     at, state = saved[len(saved) // 2]
-    assert together(4, texts(), json.loads(state)) == {key: value for key, value in expected.items() if key[0] >= at}
+    assert together(4, texts(), json.loads(state), **options) == {
+        key: value for key, value in expected.items() if key[0] >= at
+    }
 
 
-def test_resume_with_another_number_of_micro_batches() -> None:
-    of = stream()
+@pytest.mark.parametrize("options", [{}, EARLY])
+def test_resume_with_other_settings(options: dict[str, Any]) -> None:
+    """Other numbers of micro-batches and of tokens, and nothing read ahead any more: every document once."""
+    of = stream(**options)
     before: Micro = {}
+    waiting = WAITING if options else {}
     for step in of:
         before |= contents(step)
-        rest = read(0, TEXTS, {"packer_": packer(2)}, of.state_dict())[0]
+        rest = read(0, TEXTS, {"packer_": packer(2, **waiting), "tokens_per_batch": 100}, of.state_dict())[0]
         assert tokens_of(before) + tokens_of(rest) == all_tokens()
+
+
+def test_what_is_read_ahead_is_trained_nearer_to_its_turn() -> None:
+    """At equal balance, where long documents are rare."""
+    rng = np.random.default_rng(3)
+    lengths = np.clip(rng.lognormal(2.4, 1.4, 15_000), 1, 1024).astype(np.int64)
+    found = []
+    for most in (0, 4):
+        points = []
+        for price in (0.06, 0.03, 0.016):
+            made = packer(
+                16,
+                max_tokens=1536,
+                max_document_tokens=1024,
+                outlier_thresholds=(),
+                release="adaptive",
+                delay_price=price,
+            )
+            of = stream([[np.zeros(length, np.uint8) for length in lengths]], packer_=made, max_early=most)
+            for _ in of:
+                pass
+            metrics = of.metrics()
+            assert (metrics.early_mean > 0) == (most > 0)
+            points.append((metrics.imbalance_mean, metrics.delay_mean + metrics.early_mean))
+        found.append(sorted(points))
+    level = max(points[0][0] for points in found) * 1.001
+    moved = [np.interp(level, *zip(*points, strict=True)) for points in found]
+    assert moved[1] < 0.9 * moved[0]
 
 
 def train(rank: int, folder: Path, kill: tuple[int, int, bool]) -> Micro:
@@ -428,8 +473,8 @@ def disagree(rank: int) -> str:
 def test_ranks_with_other_settings_are_named() -> None:
     answers = processes.run(4, disagree)
     assert set(answers) == {
-        "group has ranks [2, 3] with another packer, tokens_per_batch, min_step_tokens, number of streams or step "
-        "than rank 0"
+        "group has ranks [2, 3] with another packer, tokens_per_batch, min_step_tokens, max_early, number of streams "
+        "or step than rank 0"
     }
 
 
@@ -452,9 +497,14 @@ def test_bad_arguments_and_states_are_named() -> None:
         stream([])
     with pytest.raises(wlb.WlbError, match="tokens_per_batch"):
         stream(tokens_per_batch=0)
+    with pytest.raises(wlb.WlbError, match="max_early = 2: needs a packer with release"):
+        stream(max_early=2)
     of = stream()
     next(of)
     state = of.state_dict()
+    for taken in ([3], [[0, -1]], [[5, 60]], [[0, 1.5]], {}, [[0, 0]]):  # the last: its turn has been
+        with pytest.raises(wlb.WlbError, match="'taken'"):
+            stream().load_state_dict(seal({**state, "taken": taken}))
     with pytest.raises(wlb.WlbError, match="after 1 steps"):
         of.load_state_dict(state)
     with pytest.raises(wlb.WlbError, match="num_streams = 5"):

@@ -46,7 +46,7 @@ class DynamicStep:
 
     plan: DynamicCpPlan
     ids: Integers  # [documents] ascending: indices into the stream
-    delays: Integers  # [documents] iterations from entering to training
+    delays: Integers  # [documents] iterations from the turn to training
     seconds: float | None  # of planning; None for what a flush yields
 
 
@@ -109,7 +109,7 @@ def dynamic_steps(
         began = time.perf_counter()
         plan = plan_dynamic_cp(stream.lengths[ids], ids=ids, **options)
         seconds = None if read.seconds is None else read.seconds + time.perf_counter() - began
-        yield DynamicStep(plan, ids, read.iteration - reading.arrival[ids], seconds)
+        yield DynamicStep(plan, ids, read.iteration - reading.turns[ids], seconds)
 
 
 def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import Packer, Packing
-from wlb.filling import Offer, batch_tokens, least_tokens, next_packing
+from wlb.filling import Offer, Turns, batch_tokens, check_max_early, least_tokens, next_packing, next_turns
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Reading:
         packer: new; it stays as it is.
         tokens_per_batch: most tokens that enter in a step, one document at least.
         costs: float64[n, columns] for a packer that takes them.
+        max_early: iterations that a document may come before its turn, as for `BalancedBatchSampler`.
     """
 
     def __init__(
@@ -41,34 +42,66 @@ class Reading:
         packer: Packer,
         tokens_per_batch: int,
         costs: NDArray[np.float64] | None = None,
+        *,
+        max_early: int = 0,
     ) -> None:
+        check_max_early(max_early, packer)
         self._lengths = lengths
         self._costs = costs
         self._ends = lengths.cumsum()
         self.packer = packer
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
         self._least = least_tokens(packer, self._tokens_per_batch, None)
+        self._max_early = max_early
+        self._turns: Turns
+        self._offered = np.empty(0, np.int64)
         self._read = 0
+        self._taken = np.empty(0, np.int64)  # those behind that have entered before their turn, ascending
         self._iteration = 0
-        self.arrival = np.zeros(lengths.size, dtype=np.int64)
-        """int64[n]: the iteration in which each document entered, of those read so far."""
+        self.turns = np.zeros(lengths.size, dtype=np.int64)
+        """int64[n]: the iteration in which each document came in order, of those read so far."""
 
     def offer(self, extra: int) -> Offer:
         """See :class:`wlb.filling.Source`; the last offer leaves no rest of less than a step."""
         wanted = (1 + extra) * self._tokens_per_batch
-        before = self._ends[self._read] - self._lengths[self._read]
-        end = max(int(np.searchsorted(self._ends, before + wanted, side="right")), self._read + 1)
-        if self._ends[-1] - self._ends[end - 1] < self._least:
-            end = self._ends.size
-        last = end == self._ends.size
-        ids = np.arange(self._read, end)
+        first, ends = self._read, self._ends
+        before = int(ends[first] - self._lengths[first])
+        entered = int((self._taken == first + np.arange(self._taken.size)).sum())
+        known = int(ends[first + entered - 1]) - before if entered else 0
+        looked_at = max(wanted, known + self.packer.max_document_tokens)
+        looked_at += self._max_early * self._tokens_per_batch + self._least
+        seen = int(np.searchsorted(ends, before + looked_at, side="right")) + 1
+        end = min(max(seen, int(self._taken[-1:].sum()) + 2), ends.size)
+        ids = np.arange(first, end)
+        turns = next_turns(
+            self.packer,
+            self._lengths[first:end],
+            new=~np.isin(ids, self._taken),
+            whole=np.ones(ids.size, np.bool_),
+            wanted=wanted,
+            tokens_per_batch=self._tokens_per_batch,
+            min_step_tokens=self._least,
+            max_early=self._max_early,
+            to_the_end=end == ends.size,
+        )
+        ids = ids[turns.offered]
         costs = None if self._costs is None else self._costs[ids]
-        return Offer(ids, starts=None, lengths=self._lengths[ids], more=not last, rest_waits=last, costs=costs)
+        self._offered, self._turns = ids, turns
+        more = not turns.last
+        return Offer(ids, None, self._lengths[ids], more=more, rest_waits=not more, costs=costs, early=turns.early)
 
     def advance(self, pieces: int) -> None:
         """See :class:`wlb.filling.Source`."""
-        self.arrival[self._read : self._read + pieces] = self._iteration
-        self._read += pieces
+        entered, turns = self._offered[:pieces], self._turns
+        self.turns[entered] = self._iteration
+        if turns.early is not None:
+            self.turns[entered] += turns.early[:pieces]
+        if pieces >= turns.due:
+            self._read += turns.end
+        elif pieces:
+            self._read = int(entered[-1]) + 1
+        self._taken = np.union1d(self._taken, entered[turns.due :])
+        self._taken = self._taken[self._taken >= self._read]
         self._iteration += 1
 
     def steps(self) -> Iterator[Read]:

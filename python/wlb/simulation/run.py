@@ -163,7 +163,7 @@ def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Out
     if variant.packer:
         own = bounded(variant.packer, scenario.max_step_cost)
         packer = Packer(**packer_before(scenario, options, split=variant.split), **own)
-        reading = Reading(stream.lengths, packer, scenario.tokens_per_batch)
+        reading = Reading(stream.lengths, packer, scenario.tokens_per_batch, max_early=variant.max_early)
     steps = dynamic_steps(stream, options, reading)
     run = collect_dynamic(variant.title, steps, stream)
     return score_dynamic(variant.title, run, scenario)

@@ -28,7 +28,7 @@ class Trained:
     document: NDArray[np.int64]  # [pieces] index into the stream
     start: NDArray[np.int64]  # [pieces] first token inside that document
     length: NDArray[np.int64]  # [pieces] tokens
-    delay: NDArray[np.int64]  # [pieces] iterations from arrival to training
+    delay: NDArray[np.int64]  # [pieces] iterations from its turn to training; below 0 before it
     digests: tuple[str, ...]  # [steps]
     seconds: NDArray[np.float64]  # [steps before the flush or remainder] planning time
 
@@ -42,14 +42,19 @@ class Trained:
 
     @property
     def tokens_by_delay(self) -> NDArray[np.int64]:
-        """int64[delays]: tokens trained k iterations after they arrived."""
-        return np.bincount(self.delay, weights=self.length).astype(np.int64)
+        """int64[delays]: tokens trained k iterations after they arrived; those before their turn do not wait."""
+        return np.bincount(np.maximum(self.delay, 0), weights=self.length).astype(np.int64)
 
     @property
     def delay_mean(self) -> float:
         """Iterations that a token waits, on average."""
         by_delay = self.tokens_by_delay
         return float(by_delay @ np.arange(by_delay.size) / by_delay.sum())
+
+    @property
+    def early_mean(self) -> float:
+        """Iterations by which a token is trained before its turn, on average."""
+        return float((np.maximum(-self.delay, 0) * self.length).sum() / self.length.sum())
 
     def summary(self) -> dict[str, Any]:
         """Delay and planning in a few numbers, as plain JSON values."""
@@ -59,6 +64,7 @@ class Trained:
             "delay_mean": self.delay_mean,
             "delay_p99": int(np.searchsorted(by_delay.cumsum(), 0.99 * by_delay.sum())),
             "delay_max": by_delay.size - 1,
+            "early_mean": self.early_mean,
             "planning_microseconds": float(np.median(self.seconds) * 1e6) if self.seconds.size else 0.0,
             "steps": len(self.digests),
             "steps_of_flush": len(self.digests) - self.streamed,

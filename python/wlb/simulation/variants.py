@@ -42,6 +42,8 @@ class Variant:
         packer: further arguments of :class:`wlb.Packer` (`release`, `delay_price`, `method`), for "var_length". With a
             release rule of its own no thresholds are given. For "dynamic_cp": of a packer whose releases are planned;
             with none, nothing waits.
+        max_early: iterations that long documents may come before their turn, for `packer` with release="adaptive", as
+            :class:`wlb.torch.BalancedBatchSampler` reads them.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
             `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
         split: so many times the micro-batches of a global batch, of the same documents, where they stay whole, with a
@@ -56,6 +58,7 @@ class Variant:
     window: int = 1
     dealt: bool = True
     packer: Mapping[str, Any] = field(default_factory=dict)
+    max_early: int = 0
     fitted: bool = False
     split: int = 1
     ordered: bool = False
@@ -74,6 +77,9 @@ class Variant:
         for name in ("window", "split"):
             if getattr(self, name) < 1:
                 raise error(name, f"= {getattr(self, name)}: must be at least 1", value=getattr(self, name))
+        if self.max_early and self.packer.get("release") != "adaptive":
+            message = f"= {self.max_early}: needs packer={{'release': 'adaptive'}}"
+            raise error("max_early", message, value=self.max_early)
         for name in self.packer:
             if name not in _OF_PACKER:
                 raise error("packer", f"has {name}: must be among {', '.join(_OF_PACKER)}", value=self.packer[name])
@@ -109,7 +115,9 @@ class Variant:
             return whole(stream, setup)
         if self.packing == "fixed_length":
             return fixed_length(stream, setup, self.window)
-        return var_length(stream, setup, thresholds if self.queued else (), max_delay, self.packer)
+        return var_length(
+            stream, setup, thresholds if self.queued else (), max_delay, self.packer, max_early=self.max_early
+        )
 
     @property
     def cuts(self) -> bool:
@@ -129,7 +137,15 @@ class Variant:
     @property
     def packing_key(self) -> tuple[Any, ...]:
         """Equal for variants that pack alike."""
-        return (self.packing, self.window, tuple(sorted(self.packer.items())), self.fitted, self.split, self.dealt)
+        return (
+            self.packing,
+            self.window,
+            tuple(sorted(self.packer.items())),
+            self.max_early,
+            self.fitted,
+            self.split,
+            self.dealt,
+        )
 
 
 _WLB: dict[str, Any] = {"packing": "var_length", "strategies": ("adaptive",)}
@@ -154,14 +170,16 @@ VARIANTS: dict[str, Variant] = {
     "whole": Variant(title="Plain-4D, uncut", packing="whole"),
     "placement": Variant(title="placement", ordered=True),
     "wlb_placement": Variant(title="WLB, placed", **_WLB, ordered=True),
+    "early": Variant(title="WLB, adaptive release, early", **_WLB, fitted=True, packer=_ADAPTIVE, max_early=4),
 }
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
 all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
 as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
-data-parallel ranks by cost. The last four show what refining full micro-batches gives, what dealing alone gives, and
-ordering micro-batches for the schedule."""
+data-parallel ranks by cost. The last six show what refining full micro-batches gives, what dealing alone gives,
+documents uncut, ordering micro-batches for the schedule, and long documents read up to four iterations before their
+turn."""
 
-_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "placement", "wlb_placement")
+_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "placement", "wlb_placement", "early")
 DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
 """What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
 

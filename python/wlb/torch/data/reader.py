@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
-from wlb.filling import Offer, next_packing
+from wlb.filling import Offer, next_packing, next_turns
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.costs import CostSwitches, with_costs
@@ -145,24 +145,20 @@ class Ahead:
         else:
             at, starts, lengths = np.arange(documents.size), np.zeros(documents.size, np.int64), shown
         ends = starts + lengths
-        passed = lengths.cumsum()  # in the order of turns, what has entered before its turn included
-        new: NDArray[np.bool_] = ~np.isin(self.place + at, self.taken)
-        outside = np.where(new, lengths, 0).cumsum()
-        turn = max(int(np.searchsorted(passed, wanted, side="right")), int(new.argmax()) + 1)
-        whole_rest = end == total and bool((shown == left).all())
-        if whole_rest and outside[-1] - outside[turn - 1] < max(order.min_step_tokens, 1):
-            turn = lengths.size
-        last = whole_rest and turn == lengths.size
-        iterations = np.zeros(lengths.size, np.int64)
-        offered = np.flatnonzero(new[:turn])
-        if ahead and not last:
-            iterations = 1 + (passed - lengths - passed[turn - 1]) // order.tokens_per_batch
-            early = turn + self._early(lengths, left[at], new, iterations, turn)
-            rest = outside[-1] - outside[turn - 1] - lengths[early].sum()
-            if not whole_rest or rest >= max(order.min_step_tokens, 1):
-                offered = np.concatenate([offered, early])
-        self._due = int(new[:turn].sum())
-        self._turns_end = int(self.place + at[turn - 1]) + 1
+        turns = next_turns(
+            self._packer,
+            lengths,
+            new=~np.isin(self.place + at, self.taken),
+            whole=lengths == left[at],
+            wanted=wanted,
+            tokens_per_batch=order.tokens_per_batch,
+            min_step_tokens=order.min_step_tokens,
+            max_early=order.max_early,
+            to_the_end=end == total and bool((shown == left).all()),
+        )
+        offered = turns.offered
+        self._due = turns.due
+        self._turns_end = int(self.place + at[turns.end - 1]) + 1
         offset = np.where(at == 0, self.offset, 0)
         self._places, self._ends = (self.place + at)[offered], (ends + offset)[offered]
         self._finished = (ends == left[at])[offered]
@@ -171,10 +167,10 @@ class Ahead:
             ids=self._epoch * total + documents[at],
             starts=(starts + offset)[offered] if order.oversize == "split" else None,
             lengths=lengths,
-            more=not last,
-            rest_waits=last,
+            more=not turns.last,
+            rest_waits=turns.last,
             costs=order.costs_of(documents, at, lengths),
-            early=np.maximum(iterations[offered], 0) if offered.size > self._due else None,
+            early=turns.early,
             numbers=documents[at],
         )
 
@@ -182,20 +178,6 @@ class Ahead:
     def _taken_until(self) -> int:
         """The place behind the document that follows the last one that came early."""
         return int(self.taken[-1:].sum()) + 2
-
-    def _early(
-        self,
-        lengths: NDArray[np.int64],
-        left: NDArray[np.int64],
-        new: NDArray[np.bool_],
-        iterations: NDArray[np.int64],
-        turn: int,
-    ) -> NDArray[np.int64]:
-        """Which pieces behind `turn` come now, counted from there: whole documents that have as much lead."""
-        order = self._order
-        leads = self._packer.leads(lengths, tokens_per_batch=order.tokens_per_batch, most=order.max_early)
-        comes = new & (lengths == left) & (leads >= iterations)
-        return np.flatnonzero(comes[turn:])
 
     def advance(self, pieces: int) -> None:
         """See `Source`."""

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import seal
-from wlb.filling import batch_tokens, check_ranks, least_tokens, warn_of_long
+from wlb.filling import batch_tokens, check_max_early, check_ranks, least_tokens, warn_of_long
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Piece
@@ -93,10 +93,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         check_integer("dp_size", dp_size, minimum=1)
         check_integer("dp_rank", dp_rank, minimum=0)
         check_integer("num_epochs", num_epochs, minimum=1)
-        check_integer("max_early", max_early, minimum=0, maximum=1024)
-        if max_early and (packer.release != "adaptive" or packer.cost_model is None):
-            message = f'= {max_early}: needs a packer with release="adaptive" and a cost model'
-            raise error("max_early", message, value=max_early)
+        check_max_early(max_early, packer)
         check_integer("seed", seed, minimum=-(2**63))
         if micro_batches % dp_size:
             raise error("dp_size", f"= {dp_size} does not divide {micro_batches} micro-batches", value=dp_size)

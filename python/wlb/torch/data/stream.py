@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import inspect
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import Hashed, check_seal
-from wlb.filling import Offer, batch_tokens, check_ranks, least_tokens, next_packing, warn_of_long
+from wlb.filling import (
+    Offer,
+    batch_tokens,
+    check_max_early,
+    check_ranks,
+    least_tokens,
+    next_packing,
+    warn_of_long,
+)
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.costs import CostSwitches, read_changes, with_costs
 from wlb.torch.data.documents import Document, as_arrays, cut
@@ -49,8 +57,8 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
     micro-batches. For that take more streams than ranks (files, say).
 
     What is held is bounded, whatever the documents are: no more enters the packer than it admits, so that at most
-    `packer.bounds().tokens` wait in it; nothing is read while a global batch has not entered; and a stream reads at
-    most one document beyond its share.
+    `packer.bounds().tokens` wait in it; nothing is read while a global batch has not entered, but for `max_early` more
+    that are looked at; and a stream reads at most one document beyond its share.
 
     **State.** Every step brings the state to save once it is trained (`Step.state`), whatever was read since. It is the
     same on every rank, and any rank may read it alone, without communication. It holds where every stream stands, and
@@ -75,6 +83,10 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
             steps after the end of all streams may hold fewer, and those of a single micro-batch where a short
             document and one of `max_tokens` cannot share it.
+        max_early: Iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
+            cost model, as for `BalancedBatchSampler`. So many global batches more are read ahead: their tokens are kept
+            by the ranks that read them, and are in no state, which stands before them; who goes on from it reads them
+            again, but for those that were trained or wait.
         costs: What a document of a stream costs, where the packer was made with `cost_columns`: a function of what the
             stream gives, `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]` say, to a float or
             floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
@@ -101,10 +113,12 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         group: dist.ProcessGroup | None = None,
         tokens_per_batch: int | None = None,
         min_step_tokens: int | None = None,
+        max_early: int = 0,
         costs: Callable[[Any], Any] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         check_given(costs, packer)
+        check_max_early(max_early, packer)
         if costs is not None and not callable(costs):
             raise error("costs", 'is not a function of a document: lambda row: row["costs"], say', value=costs)
         self._peers = Peers(group, timeout=timeout, description="balanced_stream")
@@ -123,6 +137,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._config = packer
         self.cost_switches = CostSwitches.of_packer(packer)
         self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
+        self._max_early = max_early
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
         columns = packer.cost_columns or 0
@@ -130,6 +145,9 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._streams = [_Stream(stream, self._longest, of_document) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, _Waiting] = {}
+        self._stand = [stream.state_dict() for stream in self._streams]  # behind what has had its turn
+        self._ahead: deque[_Batch] = deque()  # what was read beyond that
+        self._taken: set[tuple[int, int]] = set()  # of that, what has entered: streams, and documents in them
         self._warned = False  # of a document longer than a global batch
         self._link = Link()
         self._next_id = 0
@@ -196,6 +214,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         for saved in saved_documents:
             id = field(saved, "id", int)
             waiting[id] = _Waiting.of(saved, len(streams), rest.get(id), self._config.cost_columns or 0)
+        taken = _taken(state)
         changes = read_changes(state)
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
         if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
@@ -208,6 +227,8 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             raise error("state", "has other documents in 'waiting' than in 'packer' and 'outside'")
         self._number, self._next_id, self._link = number, next_id, link
         self._packer, self._streams, self._waiting = packer, streams, waiting
+        self._stand, self._taken = [stream.state_dict() for stream in streams], taken
+        self._ahead.clear()
         self.cost_switches.restart(number, packer.cost_model, changes)
         self._steps.position = self._latest = self._position()
 
@@ -222,7 +243,8 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             "num_streams": len(self._streams),
             "step": self._number,
             "next_id": self._next_id,
-            "streams": [stream.state_dict() for stream in self._streams],
+            "streams": self._stand,
+            **({"taken": [list(taken) for taken in sorted(self._taken)]} if self._taken else {}),
             "waiting": [
                 {
                     "id": id,
@@ -276,7 +298,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
 
     def _plan(self) -> wlb.Packing | None:
         """The plan of the next step; None after the last."""
-        unentered = _Outside(self._waiting, self._packer, self._read)
+        unentered = _Outside(self._waiting, self._packer, self._read, self._early, self._take)
         if unentered.tokens < self._tokens_per_batch:
             unentered.read()
         self._packer = with_costs(self._packer, self.cost_switches.begin(self._number))
@@ -286,14 +308,74 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         return packing
 
     def _read(self) -> dict[int, _Waiting] | None:
-        """New documents of all streams, with the tokens of those read here; None if all have ended.
+        """The documents of all streams that have their turn now; None if all have ended.
 
-        They wait from now on, and all ranks know where all streams stand.
+        They wait from now on. Those that have entered before their turn have gone.
+        """
+        batch = self._ahead.popleft() if self._ahead else self._fetch()
+        if batch is None:
+            return None
+        self._stand = batch.stand
+        documents = [each for place, each in batch.documents.items() if place not in self._taken]
+        self._taken.difference_update(batch.documents)
+        new = dict(enumerate(documents, self._next_id))
+        self._next_id += len(new)
+        for id, document in new.items():
+            if self._config.oversize == "split" and not self._warned:
+                self._warned = document.length > self._tokens_per_batch
+                name = f"document {id} (of streams[{document.stream}])"
+                warn_of_long(name, document.length, self._tokens_per_batch, stacklevel=1)
+        self._waiting.update(new)
+        return new
+
+    def _early(self, due: list[int]) -> list[_Early]:
+        """What could enter before its turn, beside documents of these lengths: as early as the packer says.
+
+        Not so much that less than a step is left behind the last of all streams.
+        """
+        while len(self._ahead) < self._max_early:
+            batch = self._fetch()
+            if batch is None:
+                break
+            self._ahead.append(batch)
+        ahead = [
+            (place, document, iterations)
+            for iterations, batch in enumerate(self._ahead, start=1)
+            for place, document in batch.documents.items()
+        ]
+        if not ahead:
+            return []
+        lengths = np.array([*due, *(document.left for _, document, _ in ahead)], np.int64)
+        leads = self._packer.leads(lengths, tokens_per_batch=self._tokens_per_batch, most=self._max_early)
+        outside = sum(document.left for place, document, _ in ahead if place not in self._taken)
+        comes = [
+            (place, document, iterations)
+            for (place, document, iterations), lead in zip(ahead, leads[len(due) :].tolist(), strict=True)
+            if lead >= iterations and place not in self._taken and document.left <= self._packer.max_document_tokens
+        ]
+        rest = outside - sum(document.left for _, document, _ in comes)
+        if rest < max(self._min_step_tokens, 1) and all(stream.ended for stream in self._streams):
+            return []
+        return [_Early(id, *each) for id, each in enumerate(comes, self._next_id)]
+
+    def _take(self, early: list[_Early]) -> None:
+        """These have entered before their turn."""
+        for each in early:
+            length = each.document.left
+            self._waiting[each.id] = replace(each.document, entered=length, rest=0)
+            self._taken.add(each.place)
+        self._next_id += len(early)
+
+    def _fetch(self) -> _Batch | None:
+        """A global batch of documents of all streams, with the tokens of those read here; None if all have ended.
+
+        All ranks know its lengths, and where all streams stand behind it.
         """
         live = sum(not stream.ended for stream in self._streams)
         if not live:
             return None
         share = max(1, self._tokens_per_batch // live)
+        first = [stream.state_dict()["read"] for stream in self._streams]
         read: dict[int, list[_Read]] = {}
         states: dict[int, dict[str, Any]] = {}
         failure: BaseException | None = None
@@ -311,6 +393,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
                     self._config.num_micro_batches,
                     self._tokens_per_batch,
                     self._min_step_tokens,
+                    self._max_early,
                     len(self._streams),
                     self._number,
                 ),
@@ -321,24 +404,19 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
                 "streams": states,
             }
         )
-        what = "packer, tokens_per_batch, min_step_tokens, number of streams or step"
+        what = "packer, tokens_per_batch, min_step_tokens, max_early, number of streams or step"
         self._peers.agree(parts, failure, argument="streams", what=what)
 
-        new = {}
+        documents = {}
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
             stream.stands(part["streams"][number])
             for at, (length, labelled, costs) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
                 document = read[number][at].document if number in read else None
-                new[self._next_id] = _Waiting(number, length, labelled, left, left, 0, document, None, costs)
-                self._next_id += 1
-                if self._config.oversize == "split" and not self._warned:
-                    self._warned = length > self._tokens_per_batch
-                    name = f"document {self._next_id - 1} (of streams[{number}])"
-                    warn_of_long(name, length, self._tokens_per_batch, stacklevel=1)
-        self._waiting.update(new)
-        return new
+                waiting = _Waiting(number, length, labelled, left, left, 0, document, None, costs)
+                documents[number, first[number] + at] = waiting
+        return _Batch(documents, [stream.state_dict() for stream in self._streams])
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
         """The documents of this rank's micro-batches. Those read for this step that still wait go to all ranks."""
@@ -461,15 +539,51 @@ class _Waiting:
         return waiting.kept(Document(tokens, 0, labels=labels))
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What all streams gave in one round.
+
+    Attributes:
+        documents: By stream and number in it, in the order read.
+        stand: Where the streams stand behind it.
+    """
+
+    documents: dict[tuple[int, int], _Waiting]
+    stand: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Early:
+    """A document that could enter before its turn.
+
+    Attributes:
+        id: Its name, if it does.
+        place: Its stream and number in it.
+        iterations: From now to its turn.
+    """
+
+    id: int
+    place: tuple[int, int]
+    document: _Waiting
+    iterations: int
+
+
 class _Outside:
-    """What was read and has not entered the packer: what it is offered (`next_packing`)."""
+    """What was read and has not entered the packer: what it is offered (`next_packing`).
+
+    Attributes:
+        ids: Of documents that have had their turn.
+    """
 
     def __init__(
         self,
         waiting: dict[int, _Waiting],
         packer: wlb.Packer,
         read: Callable[[], dict[int, _Waiting] | None],
+        early: Callable[[list[int]], list[_Early]],
+        take: Callable[[list[_Early]], None],
     ) -> None:
+        self._early_beside, self._take = early, take
         self._waiting = waiting
         self._limit = packer.max_document_tokens
         self._split = packer.oversize == "split"
@@ -506,7 +620,18 @@ class _Outside:
             ids, starts = ids[at], starts + entered[at]
         self._offered = ids.tolist(), lengths.tolist()
         costs = self._costs(*self._offered) if self._columns else None
-        return Offer(ids, starts, lengths, more=not self._ended, rest_waits=False, costs=costs)
+        self._early = self._early_beside(lengths.tolist())
+        offer = Offer(ids, starts, lengths, more=not self._ended, rest_waits=False, costs=costs)
+        if not self._early:
+            return offer
+        iterations = np.array([0] * lengths.size + [each.iterations for each in self._early], np.int64)
+        return replace(
+            offer,
+            ids=np.append(ids, [each.id for each in self._early]),
+            starts=None if starts is None else np.append(starts, [0] * len(self._early)),
+            lengths=np.append(lengths, [each.document.left for each in self._early]),
+            early=iterations,
+        )
 
     def _costs(self, ids: list[int], lengths: list[int]) -> NDArray[np.float64]:
         """Of pieces: the share of their tokens, where documents are cut."""
@@ -520,7 +645,27 @@ class _Outside:
             waiting = self._waiting[id]
             self._waiting[id] = replace(waiting, entered=waiting.entered + length, rest=waiting.rest - length)
         self.ids = [id for id in self.ids if self._waiting[id].rest]
+        self._take(self._early[: max(pieces - len(self._offered[0]), 0)])
         self._extra = 0
+
+
+def _taken(state: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Streams, and numbers of documents in them, of those that entered before their turn.
+
+    Raises:
+        wlb.WlbError: They are none.
+    """
+    found, streams = state.get("taken", []), state["streams"]
+
+    def is_ahead(place: Any) -> bool:
+        if not isinstance(place, list) or [type(number) for number in place] != [int, int]:
+            return False
+        stream, number = place
+        return 0 <= stream < len(streams) and bool(number >= streams[stream]["read"])
+
+    if not isinstance(found, list) or not all(map(is_ahead, found)):
+        raise error("state", "has 'taken' that is no list of streams and documents ahead of them", value=found)
+    return {(stream, number) for stream, number in found}
 
 
 def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:
