@@ -200,14 +200,13 @@ def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:
 
 def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
     """Arguments of :class:`wlb.Packer` for a setup, and of what tunes it; all but what waits and how it is placed."""
-    in_every_micro_batch = setup.sync == "micro_batch" and setup.dp_size > 1
     return {
         "num_micro_batches": setup.packed,
         "max_tokens": setup.max_tokens,
         "cost_model": setup.cost_model,
         "max_delay": max_delay,
         "max_document_tokens": setup.context,
-        **({"dp_size": setup.dp_size, "sync": setup.sync} if in_every_micro_batch else {}),
+        **meeting_ranks(setup.sync, setup.dp_size),
     }
 
 
