@@ -329,6 +329,18 @@ mod tests {
 
     use super::{Documents, FirstFit, SMALL};
 
+    #[test]
+    fn what_fits_since_sums_are_rounded_is_found() {
+        let lengths: Vec<i32> = (1..=SMALL as i32 + 100).collect();
+        let costs: Vec<f64> = lengths.iter().map(|&length| f64::from(length) / 100.0).collect();
+        let documents = Documents::new(&lengths, &costs, 1 << 20);
+        // Numbers that large are two apart: what costs a little less than 3 fits beside 2 that are left.
+        let (held, target) = (1e16, 1e16 + 2.0);
+        let looked = documents.longest_first.iter().position(|document| held + document.cost <= target).unwrap_or(0);
+        assert!(documents.longest_first[looked].cost > target - held);
+        assert_eq!(FirstFit::new(&documents).of(0, 0, held, target), looked);
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
