@@ -44,6 +44,8 @@ struct Settings {
     oversize: Option<Oversize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     method: Option<StreamMethod>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_step_cost: Option<f64>,
 }
 
 fn given<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<u64>>, D::Error> {
@@ -108,7 +110,7 @@ impl PackerCase {
             method: settings.method.unwrap_or_default(),
             cost_model: Some(self.cost.model()),
             limits: None,
-            shape: StepShape::default(),
+            shape: StepShape { max_cost: settings.max_step_cost, ..StepShape::default() },
         }
     }
 }
