@@ -69,7 +69,7 @@ fn tune_outlier_thresholds<'py>(
     sync: Option<&str>,
     #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None };
+    let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None, max_cost: None };
     let packer =
         config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
     let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay, tokens_per_batch)?;
