@@ -4,7 +4,10 @@
 
 Level: two resources, 512 documents, 16 micro-batches, no document above 5 % of a mean micro-batch, in several mixtures.
 Time: 8,700 documents, 64 micro-batches, beside the same batch packed by length, burst by burst in turn. Optimum: small
-batches solved by HiGHS (extra `exact`); without it these rows are left out.
+batches solved by HiGHS (extra `exact`); without it these rows are left out. Dynamic: 512 documents of the same mixtures on
+64 ranks by `plan_dynamic_cp`, two columns, over the bound, beside a plan by the sum of the columns, whose groups are
+priced column by column as well; exchange free, or a tenth of the second column where no ranks share (all of it exposed).
+*One column* is how far a plan of the second column alone is above its own bound.
 """
 
 from __future__ import annotations
@@ -86,6 +89,74 @@ def speed() -> list[Row]:
     return [{"what": name, "us": min(times), "ratio": min(times) / least} for name, times in measured.items()]
 
 
+RANKS = 64
+DYNAMIC: dict[str, Any] = {"world_size": RANKS, "max_tokens_per_rank": 8192, "cp_overlap": 0.0}
+
+
+def by_columns(plan: wlb.DynamicCpPlan, costs: Costs) -> float:
+    """Seconds of a step that was planned by the sum of the columns, where these are passes of their own."""
+    groups = [group for batch in plan for group in batch]
+    seconds = np.array([costs[group.document_ids].sum(axis=0) / group.cp_size for group in groups])
+    seconds[:, -1] += [group.seconds for group in groups] - seconds.sum(axis=1)  # what they exchange
+    return sum(plan.step_seconds(column.clip(0)) for column in seconds.T)
+
+
+def dynamic_batch(draw: Callable[[np.random.Generator, int], Costs], seed: int) -> tuple[NDArray[np.int64], Costs]:
+    """512 documents, none of more than 5 % of a micro-batch."""
+    rng = np.random.default_rng(seed)
+    costs = capped(draw(rng, 512), 16)
+    return rng.integers(100, 8000, 512), costs / costs.sum(axis=0)
+
+
+def dynamic() -> list[Row]:
+    """Dynamic-CP's step over its lower bound, mean and worst over seeds; and that of a plan by the sum."""
+    rows: list[Row] = []
+    for mixture, draw in MIXTURES.items():
+        for stages, price in ((1, 0.0), (1, 0.1), (4, 0.0), (4, 0.1)):
+            over, by_sum, one = [], [], []
+            for seed in range(SEEDS // 2):
+                lengths, costs = dynamic_batch(draw, seed)
+                shape = {**DYNAMIC, "num_stages": stages, "cp_seconds_per_token": price / float(lengths.sum())}
+                plan = wlb.plan_dynamic_cp(lengths, costs=costs, **shape)
+                over.append(plan.seconds / plan.lower_bound)
+                other = wlb.plan_dynamic_cp(lengths, costs=costs.sum(axis=1), **shape)
+                by_sum.append(by_columns(other, costs) / plan.lower_bound)
+                alone = wlb.plan_dynamic_cp(lengths, costs=costs[:, 1], **shape)
+                one.append(alone.seconds / alone.lower_bound)
+            rows.append(
+                {
+                    "mixture": mixture,
+                    "stages": stages,
+                    "exchange": price,
+                    "mean": statistics.mean(over),
+                    "worst": max(over),
+                    "by the sum": statistics.mean(by_sum),
+                    "its worst": max(by_sum),
+                    "one column": statistics.mean(one),
+                }
+            )
+    return rows
+
+
+def dynamic_speed() -> list[Row]:
+    """Milliseconds of a dynamic plan by one column and by two."""
+    rows: list[Row] = []
+    lengths, costs = dynamic_batch(MIXTURES["images in 70 %"], 0)
+    for stages, price in ((1, 0.0), (1, 0.1), (8, 0.0), (8, 0.1)):
+        shape = {**DYNAMIC, "num_stages": stages, "cp_seconds_per_token": price / float(lengths.sum())}
+        works: list[Callable[[], object]] = [
+            lambda shape=shape: wlb.plan_dynamic_cp(lengths, costs=costs.sum(axis=1), **shape),
+            lambda shape=shape: wlb.plan_dynamic_cp(lengths, costs=costs, **shape),
+        ]
+        measured: list[list[float]] = [[], []]
+        for _ in range(10):
+            for times, work in zip(measured, works, strict=True):
+                times += samples(work, 0.03)
+        one, two = (min(times) / 1e3 for times in measured)
+        rows.append({"stages": stages, "exchange": price, "one column, ms": one, "two, ms": two, "ratio": two / one})
+    return rows
+
+
 def optimal_step(costs: Costs, micro_batches: int) -> float:
     """The shortest step, by HiGHS: the sum over columns of a bound on every micro-batch, as small as can be."""
     import highspy
@@ -143,9 +214,10 @@ def main() -> None:
     """Prints what was measured and writes the record."""
     arguments = parse(options(__doc__, record="costs.json"))
     record: Row = {"machine": machine(), "level": level(), "speed": speed()}
+    record |= {"dynamic": dynamic(), "dynamic speed": dynamic_speed()}
     if find_spec("highspy"):
         record["optimum"] = optimum()
-    for title in ("level", "speed", "optimum"):
+    for title in ("level", "speed", "dynamic", "dynamic speed", "optimum"):
         if title in record:
             show(title, record[title])
     write_record(arguments.record, rounded(record), indent=1)

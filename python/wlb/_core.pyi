@@ -582,6 +582,7 @@ def order_micro_batches(
 def dynamic_cp_seconds(
     group_seconds: ArrayLike,
     *,
+    columns: int,
     cp_sizes: ArrayLike,
     group_offsets: ArrayLike,
     world_size: int,

@@ -180,9 +180,10 @@ def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float
         mean = float(costs.mean())
         heaviest = plan.step_cost if plan.dp_size is None else plan.rank_imbalance * mean
         return heaviest, mean, float(costs.sum()), int(plan.tokens.sum())
-    seconds = plan.rank_seconds.sum(axis=0)
+    seconds = plan.rank_column_seconds.sum(axis=0)
     tokens = sum(micro_batch.tokens for micro_batch in plan)
-    return float(seconds.max()), float(seconds.mean()), float(seconds.sum()), tokens
+    work = seconds.sum(axis=1)
+    return float(seconds.max(axis=0).sum()), float(work.mean()), float(work.sum()), tokens
 
 
 def _gathered(

@@ -26,7 +26,8 @@ mod ranks;
 mod stream;
 
 use arbitrary::{Result, Unstructured};
-use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, GroupSizes, Node};
+use wlb_core::cost::DocumentCosts;
+use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, GroupSizes, Node};
 use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Padding, RankOptions, Ranks, Sync};
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
@@ -288,7 +289,22 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
     };
     let lengths = lengths(u, 120, longest)?;
     let small = lengths.len() < 12 && world_size <= 8 && options.num_stages * options.num_virtual_stages <= 4;
-    plan::planned(&lengths, &options, &cost, small);
+    if u.arbitrary()? {
+        plan::planned(&lengths, &options, &cost, small);
+        return Ok(());
+    }
+    // Documents that bring their own costs, in some columns.
+    let columns = u.int_in_range(1..=3)?;
+    let (mut values, mut attention) = (Vec::new(), Vec::new());
+    for _ in &lengths {
+        for _ in 0..columns {
+            values.push(if u.ratio(1, 4)? { 0.0 } else { f64::from(u.int_in_range(1..=1_000_000)?) });
+        }
+        attention.push(values[values.len() - 1] * f64::from(u.int_in_range(0..=4)?) / 4.0);
+    }
+    if let Ok(costs) = DocumentCosts::new(values, lengths.len(), columns, &[]) {
+        plan::planned(&lengths, &options, Costs::Given { costs: &costs, attention: Some(&attention) }, small);
+    }
     Ok(())
 }
 

@@ -73,7 +73,7 @@ arguments! {
     hidden_size: i32 = positive();
     hybrid_threshold: i64 = integer();
     group_offsets: Vec<i64> = integers();
-    group_seconds: Vec<f64> = floats();
+    group_seconds: Table = floats_by_row();
     groups: Vec<i64> = integers();
     ids: Vec<i64> = integers();
     key_lengths: Lengths = read_lengths();

@@ -9,7 +9,7 @@ use crate::arguments;
 use crate::convert::choice;
 use crate::cost::{CostModel, document_costs, pricing};
 use crate::error::{raise, refuse};
-use crate::plain::{Array, Tuple, column};
+use crate::plain::{Array, Table, Tuple, column};
 use crate::results::answer;
 use crate::run::run;
 
@@ -38,8 +38,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     cost_model: what documents cost on one rank, in seconds for the whole model. Or ``costs``.
 ///     costs: float64[n], what each document costs on one rank, in seconds for the whole model, in the place of ``cost_model``: for
 ///         documents whose work their length does not tell. The ranks of a group share all of it; memory goes by tokens as ever.
-///     attention_costs: float64[n], the part of each of ``costs`` that is attention, behind which the exchange hides: wanted beside
-///         ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
+///         Or float64[n, r], a column for each resource with a barrier of its own (vision encoder, language model), in the order in
+///         which they run: a step takes the sum over columns of the pipeline's time by that column, on the same groups. Exchange,
+///         ``micro_batch_seconds`` and ``p2p_seconds`` are paid once, in the last column.
+///     attention_costs: float64[n], the part of each of ``costs``, in its last column, that is attention, behind which the exchange
+///         hides: wanted beside ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
 ///     num_virtual_stages: parts of the model on each stage.
 ///     schedule: "1f1b" or "interleaved_1f1b"; "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: 1F1B, interleaved with several
 ///         virtual stages. "dualpipev" has at least two micro-batches for each stage.
@@ -72,13 +75,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     DynamicCpPlan. The same input gives the same plan, byte for byte, on every rank and machine.
 ///
 /// Raises:
-///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents;
-///         several columns of costs, whose barriers a group's ranks would have to share alike.
+///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches for the documents.
 ///
 /// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where exchange costs), and
 /// O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that is no power of two, up to
-/// O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) where memory binds. Releases the GIL from
-/// 1,024 documents on.
+/// O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) where memory binds. With several columns, a bounded number of
+/// steps more. Releases the GIL from 1,024 documents on.
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs = None,
@@ -157,6 +159,7 @@ fn plan_dynamic_cp<'py>(
     };
     let tokens_per_rank = of_groups(core::DynamicCpPlan::tokens_per_rank);
     let padded_tokens_per_rank = of_groups(core::DynamicCpPlan::padded_tokens_per_rank);
+    let columns = plan.columns();
     answer!(py, "DynamicCpPlan", {
         _digest: plan.digest(),
         _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
@@ -164,6 +167,7 @@ fn plan_dynamic_cp<'py>(
         _tokens_per_rank: tokens_per_rank,
         _padded_tokens_per_rank: padded_tokens_per_rank,
         _group_seconds: column(&plan.groups, |group| group.seconds),
+        _group_column_seconds: Table(plan.column_seconds, [plan.groups.len(), columns]),
         _group_offsets: column(&plan.group_offsets, |&offset| offset as i64),
         _document_offsets: column(&plan.document_offsets, |&offset| offset as i64),
         _document_ids: Array(plan.documents),
@@ -177,6 +181,7 @@ fn plan_dynamic_cp<'py>(
         multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
         token_buckets: Tuple(plan.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())),
         seconds: plan.seconds,
+        column_seconds: Array(plan.seconds_by_column),
         p2p_seconds: plan.p2p_seconds,
         lower_bound: plan.lower_bound,
         balanced_seconds: plan.balanced_seconds,
@@ -187,12 +192,14 @@ fn plan_dynamic_cp<'py>(
 /// `DynamicCpPlan.step_seconds`: what a plan's groups, as sizes in the order of their ranks, make of other times.
 #[pyfunction]
 #[pyo3(signature = (
-    group_seconds, *, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule, p2p_seconds,
+    group_seconds, *, columns, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule,
+    p2p_seconds,
 ))]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 fn dynamic_cp_seconds(
     py: Python<'_>,
-    #[pyo3(from_py_with = arguments::group_seconds)] group_seconds: Vec<f64>,
+    #[pyo3(from_py_with = arguments::group_seconds)] group_seconds: arguments::Table,
+    columns: usize,
     #[pyo3(from_py_with = arguments::cp_sizes)] cp_sizes: Vec<i64>,
     #[pyo3(from_py_with = arguments::group_offsets)] group_offsets: Vec<i64>,
     #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
@@ -201,18 +208,22 @@ fn dynamic_cp_seconds(
     schedule: &str,
     #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
 ) -> PyResult<f64> {
-    if group_seconds.len() != cp_sizes.len() {
-        let problem = format!("has {} entries, but the plan has {} groups", group_seconds.len(), cp_sizes.len());
+    let (seconds, entries, found) = group_seconds;
+    if entries != cp_sizes.len() {
+        let problem = format!("has {entries} entries, but the plan has {} groups", cp_sizes.len());
+        return Err(refuse("group_seconds", None, None, &problem));
+    }
+    if found != columns {
+        let problem = format!("has {found} columns, but the plan was made by {columns} columns of costs: one for each");
         return Err(refuse("group_seconds", None, None, &problem));
     }
     let mut first_rank = 0;
     let groups: Vec<core::Group> = cp_sizes
         .into_iter()
-        .zip(group_seconds)
-        .map(|(cp_size, seconds)| {
+        .map(|cp_size| {
             // 0 is refused below.
             let cp_size = u32::try_from(cp_size).ok().filter(|&size| size as usize <= world_size).unwrap_or(0);
-            let group = core::Group { first_rank, cp_size, seconds };
+            let group = core::Group { first_rank, cp_size, seconds: 0.0 };
             first_rank = (first_rank + cp_size) % world_size as u32;
             group
         })
@@ -225,7 +236,8 @@ fn dynamic_cp_seconds(
         p2p_seconds,
         ..DynamicCpOptions::new(world_size, num_stages, tokens)
     };
-    run(py, groups.len().max(world_size), || core::step_seconds(&groups, &offsets, &options))?.map_err(raise)
+    let step = || core::step_seconds_by_column(&groups, &seconds, columns, &offsets, &options);
+    Ok(run(py, groups.len().max(world_size), step)?.map_err(raise)?.into_iter().sum())
 }
 
 /// What exchange costs inside a node, where the caller says which ranks are in one.

@@ -49,18 +49,23 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
         raise error(name, f"is no array of numbers: {reason}") from None
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    if array.dtype.kind not in "fiu" or array.ndim != 1 or not array.size:
-        message = f"is {array.dtype} of shape {array.shape}: must be numbers [documents], or a function of a document"
+    most = 2 if name == "costs" else 1  # attention is of the last column
+    if array.dtype.kind not in "fiu" or not 1 <= array.ndim <= most or not array.size:
+        shapes = "[documents] or [documents, columns]" if most == 2 else "[documents]"
+        message = f"is {array.dtype} of shape {array.shape}: must be numbers {shapes}, or a function of a document"
         raise error(name, message, value=array.shape)
     if not (legal := (array >= 0) & (array < math.inf)).all():
-        index = int(legal.argmin())
-        raise error(name, f"has {array[index]}: must be a finite number, 0 or above", index=index, value=array[index])
-    if name == "costs" and not array.any():  # of attention_costs it says that nothing can be hidden
-        raise error(name, "has nothing but 0: documents that cost nothing are planned in any way")
+        index = tuple(np.argwhere(~legal)[0].tolist())
+        wrong, place = array[index], index if array.ndim == 2 else index[0]
+        raise error(name, f"has {wrong}: must be a finite number, 0 or above", index=place, value=wrong)
+    if name == "costs" and not array.any(axis=0).all():  # of attention_costs it says that nothing can be hidden
+        what = "has nothing but 0" if array.ndim == 1 else "has a column of nothing but 0"
+        raise error(name, f"{what}: documents that cost nothing are planned in any way")
 
     def of_document(document: Document) -> Any:
-        if not 0 <= document.id < array.size:
-            message = f"has {array.size} numbers, and none of document {document.id}: number documents from 0"
+        if not 0 <= document.id < len(array):
+            what = "numbers" if array.ndim == 1 else "rows"
+            message = f"has {len(array)} {what}, and none of document {document.id}: number documents from 0"
             raise error(name, message, value=document.id)
         if document.start or document.next_token is not None:
             message = f"is of whole documents, and this is a piece of document {document.id}: give a function"
@@ -71,19 +76,39 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
 
 
 def costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArray[np.float64]:
-    """float64 [documents].
+    """float64 [documents]; [documents, columns] where each has several.
 
     Raises:
-        wlb.WlbError: One is no number, negative, or not finite.
+        wlb.WlbError: One is no number, negative, or not finite; or documents have other numbers of columns.
     """
-    costs = np.empty(len(documents))
+    rows = []
     for index, document in enumerate(documents):
         cost = of_document(document)
-        if isinstance(cost, bool) or not isinstance(cost, int | float | np.number) or not 0 <= cost < math.inf:
-            message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
+        is_row = name == "costs" and (isinstance(cost, list | tuple) or (isinstance(cost, np.ndarray) and cost.ndim == 1))
+        row = list(cost) if is_row else [cost]
+        for number in row:
+            if isinstance(number, bool) or not isinstance(number, int | float | np.number) or not 0 <= number < math.inf:
+                message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
+                raise error(name, message, index=index, value=cost)
+        if not row or len(row) != len(rows[0] if rows else row):
+            message = f"has {len(row)} columns for document {document.id}: must have one or more, the same for all"
             raise error(name, message, index=index, value=cost)
-        costs[index] = cost
-    return costs
+        rows.append(row)
+    costs = np.array(rows, np.float64)
+    return costs if costs.ndim == 2 and costs.shape[1] > 1 else costs.reshape(-1)
+
+
+def costs_of_all(name: str, parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """The costs that all ranks have looked up, of which some may have read nothing.
+
+    Raises:
+        wlb.WlbError: They have other numbers of columns; on every rank.
+    """
+    shapes = sorted({part.shape[1:] for part in parts if len(part)})
+    if len(shapes) > 1:
+        numbers = [shape[0] if shape else 1 for shape in shapes]
+        raise error(name, f"has other numbers of columns on other ranks: {numbers}", value=numbers)
+    return np.concatenate([part.reshape(len(part), *(shapes[0] if shapes else ())) for part in parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +123,7 @@ class Table:
         labels: int64 [documents]: how many of its tokens predict what counts.
         ranks: int64 [documents]: who read it.
         positions: int64 [documents]: its place among what that rank read.
-        costs: By the planner's name for them, float64 [documents] each.
+        costs: By the planner's name for them, float64 [documents] or [documents, columns] each.
         ended: Whether all ranks have come to their end.
     """
 

@@ -115,11 +115,6 @@ fn check_given(
 ) -> Result<()> {
     let expected = lengths.len();
     let mismatch = |argument, found| Err(Error::Mismatch { argument, found, other: "lengths", expected });
-    if costs.columns() > 1 {
-        let requirement = "has several columns: the ranks of a group share a document's work, and only one resource is \
-                           shared so; pass one column, the work of the model whose ranks are planned";
-        return Err(Error::Combination { argument: "costs", requirement });
-    }
     if costs.is_limited() {
         let requirement = "are of columns that take no time: Dynamic-CP has max_tokens_per_rank";
         return Err(Error::Combination { argument: "limits", requirement });
@@ -127,7 +122,7 @@ fn check_given(
     if costs.documents() != expected {
         return mismatch("costs", costs.documents());
     }
-    if costs.sums()[0] > MAX_SECONDS {
+    if costs.sums().iter().sum::<f64>() > MAX_SECONDS {
         let requirement = "is one of costs whose sum is beyond 1e200";
         let (argument, value) = ("costs", costs.values()[0]);
         return Err(Error::Cell { argument, row: 0, column: None, value, requirement });
@@ -136,9 +131,11 @@ fn check_given(
         if attention.len() != expected {
             return mismatch("attention_costs", attention.len());
         }
+        // What exchanges is the model of the last column.
+        let wholes = costs.values().iter().skip(costs.columns() - 1).step_by(costs.columns());
         let within = |(part, whole): (&f64, &f64)| (0.0..=*whole).contains(part);
-        if let Some(index) = attention.iter().zip(costs.values()).position(|pair| !within(pair)) {
-            let requirement = "is a part of costs: must be from 0 to the document's entry there";
+        if let Some(index) = attention.iter().zip(wholes).position(|pair| !within(pair)) {
+            let requirement = "is a part of costs: must be from 0 to the document's entry there, in the last column";
             let value = attention[index];
             return Err(Error::Entry { argument: "attention_costs", index, value, requirement });
         }

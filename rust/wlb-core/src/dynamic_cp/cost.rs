@@ -81,9 +81,9 @@ pub enum Costs<'a> {
     Model(&'a CostModel),
     /// Each as the user says. The ranks of a group share all of it.
     Given {
-        /// A single column.
+        /// A column for each resource with a barrier of its own.
         costs: &'a DocumentCosts,
-        /// How much of each cost is attention, which hides exchange. Only needed where there is something to hide.
+        /// How much of each cost in the last column is attention, which hides exchange. Only needed where there is something to hide.
         attention: Option<&'a [f64]>,
     },
 }
@@ -154,6 +154,21 @@ impl Load {
     #[inline]
     pub(super) fn on(&self, ranks: f64) -> f64 {
         (self.attention + self.linear) / ranks + self.constant
+    }
+}
+
+impl std::ops::Sub for Load {
+    type Output = Self;
+
+    #[inline]
+    fn sub(self, other: Self) -> Self {
+        Self {
+            attention: self.attention - other.attention,
+            linear: self.linear - other.linear,
+            constant: self.constant - other.constant,
+            tokens: self.tokens - other.tokens,
+            documents: self.documents - other.documents,
+        }
     }
 }
 

@@ -22,15 +22,24 @@
 //! | `simulate` | seconds of the step |
 //! | `bound` | what no plan can beat |
 //! | `sweep` | tries numbers of micro-batches and block sizes, and keeps what the simulation finds fastest |
+//! | `by_column` | documents that cost several resources, and how long a step then takes |
+//! | `division` | groups of such documents: made level in all columns at once, and halved |
+//! | `exchange` | made faster by documents that change places |
+//! | `columns` | the plan of such documents |
+//! | `step` | the plan of any |
 //! | `plan` | what comes of it |
 
 mod block;
 mod bound;
+mod by_column;
 mod check;
+mod columns;
 mod cost;
 mod counts;
 mod demand;
+mod division;
 mod draft;
+mod exchange;
 mod halving;
 mod options;
 mod plan;
@@ -41,11 +50,12 @@ mod relaxed;
 mod shape;
 mod simulate;
 mod solver;
+mod step;
 mod sweep;
 mod tighten;
 
 pub use cost::{Communication, Costs, Node};
 pub use options::{DynamicCpOptions, GroupSizes};
 pub use plan::{DynamicCpPlan, Group};
-pub use simulate::step_seconds;
-pub use sweep::plan_dynamic_cp;
+pub use simulate::{step_seconds, step_seconds_by_column};
+pub use step::plan_dynamic_cp;

@@ -117,4 +117,13 @@ impl DynamicCpOptions {
         let schedule = self.schedule();
         PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches }
     }
+
+    /// What is paid beside documents' costs in that column of so many: in the last one all of it, and nothing in others.
+    pub(super) fn of_column(&self, column: usize, columns: usize) -> Self {
+        if column + 1 == columns {
+            return self.clone();
+        }
+        let (communication, node) = (Communication::default(), None);
+        Self { communication, node, p2p_seconds: 0.0, micro_batch_seconds: 0.0, ..self.clone() }
+    }
 }

@@ -40,56 +40,16 @@ const TRIES: usize = 512;
 /// Most ops that they simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
 
-/// Divides the documents of one step among micro-batches and groups of ranks.
-///
-/// # Arguments
-/// * `ids` - names of the documents in the plan; their indices if not given.
-/// * `costs` - what documents cost on one rank: a cost model, or one cost for each. Memory goes by tokens in both.
-///
-/// # Returns
-/// The groups of every micro-batch, their documents, the predicted time of the step, and a time that no plan beats.
-///
-/// # Errors
-/// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
-/// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
-/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Schedule`] when an interleaved
-/// pipeline does not take that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`],
-/// [`Error::Column`] and [`Error::Entry`] for costs of documents.
-///
-/// # Complexity
-/// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
-/// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
-/// the simulation of the best. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
-/// world_size) where memory binds. Twice that where groups may have any size.
-///
-/// # Example
-/// ```
-/// use wlb_core::dynamic_cp::{DynamicCpOptions, plan_dynamic_cp};
-/// use wlb_core::{CostModel, Lengths, Mask};
-///
-/// let options = DynamicCpOptions { num_micro_batches: Some(1), ..DynamicCpOptions::new(4, 1, 1000) };
-/// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
-/// let plan = plan_dynamic_cp(&Lengths::new("lengths", &[2000, 1000, 1000])?, None, &options, &cost)?;
-/// // The long document gets two of the four ranks, the short ones one each.
-/// let sizes: Vec<u32> = plan.groups.iter().map(|group| group.cp_size).collect();
-/// assert_eq!((sizes.as_slice(), plan.seconds), (&[2, 1, 1][..], 1000.0));
-/// # Ok::<(), wlb_core::Error>(())
-/// ```
-pub fn plan_dynamic_cp<'a>(
-    lengths: &Lengths,
-    ids: Option<&[i64]>,
-    options: &DynamicCpOptions,
-    costs: impl Into<Costs<'a>>,
-) -> Result<DynamicCpPlan> {
-    let costs = costs.into();
-    let plan = planned(lengths, ids, options, costs)?;
+/// Divides the documents of one step, whose names are their indices.
+pub(super) fn plan(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
+    let plan = planned(lengths, options, costs)?;
     if options.group_sizes == GroupSizes::PowersOfTwo {
         return Ok(plan);
     }
     // Among more groups the search sometimes ends at a slower plan: so that of fewer is one of them.
     let of_powers = DynamicCpOptions { group_sizes: GroupSizes::PowersOfTwo, ..options.clone() };
     let paid = |plan: &DynamicCpPlan| price(options, plan.num_micro_batches(), plan.seconds);
-    Ok(match planned(lengths, ids, &of_powers, costs) {
+    Ok(match planned(lengths, &of_powers, costs) {
         Ok(other) if paid(&other) < paid(&plan) => {
             DynamicCpPlan { lower_bound: plan.lower_bound.min(other.lower_bound), ..other }
         }
@@ -98,15 +58,7 @@ pub fn plan_dynamic_cp<'a>(
 }
 
 /// The same with groups of just those sizes.
-fn planned(
-    lengths: &Lengths,
-    ids: Option<&[i64]>,
-    options: &DynamicCpOptions,
-    costs: Costs<'_>,
-) -> Result<DynamicCpPlan> {
-    if let Some(found) = ids.map(<[i64]>::len).filter(|&found| found != lengths.len()) {
-        return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
-    }
+fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
     let largest_group = check(lengths, options, costs)?;
     // A constant of the cost model is one more that every micro-batch takes.
     let micro_batch_seconds = options.micro_batch_seconds + costs.micro_batch();
@@ -175,8 +127,8 @@ fn planned(
     let seconds = simulate::simulated(&pipeline, &draft, options);
     let last = sweep.last().map_or(most, |&(num_micro_batches, _)| num_micro_batches);
     let lower_bound = bound::lower_bound(&problem, options, least, last.max(most));
-    let documents: Vec<usize> =
-        draft.documents.iter().map(|&document| problem.documents[document as usize].index as usize).collect();
+    let documents: Vec<i64> =
+        draft.documents.iter().map(|&document| i64::from(problem.documents[document as usize].index)).collect();
     Ok(DynamicCpPlan {
         world_size,
         num_stages: options.num_stages,
@@ -185,12 +137,14 @@ fn planned(
         max_tokens_per_rank,
         padding: options.padding.clone(),
         max_documents: options.max_documents,
-        lengths: documents.iter().map(|&index| lengths[index]).collect(),
-        documents: documents.into_iter().map(|index| ids.map_or(index as i64, |ids| ids[index])).collect(),
+        lengths: documents.iter().map(|&index| lengths[index as usize]).collect(),
+        documents,
+        column_seconds: draft.groups.iter().map(|group| group.seconds).collect(),
         groups: draft.groups.iter().map(draft::Group::planned).collect(),
         document_offsets: std::iter::once(0).chain(draft.groups.iter().map(|group| group.end as usize)).collect(),
         group_offsets: draft.offsets,
         seconds,
+        seconds_by_column: vec![seconds],
         p2p_seconds: options.p2p_seconds,
         lower_bound,
         balanced_seconds: problem.total_work / (world_size * options.num_stages) as f64,
@@ -572,22 +526,13 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory
-    /// was planned for.
-    ///
-    /// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So
-    /// larger rounds hold more micro-batches, unless these are small enough. What somebody asks for is taken as it is.
+    /// [`fits_memory`] of a draft in that order.
     fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
-        let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = self.options;
-        let whole = order.len() <= num_stages || order.len().is_multiple_of(num_stages);
-        if !self.options.is_interleaved() || whole || self.options.num_micro_batches.is_some() {
+        if !limits_rounds(self.options, order.len()) {
             return Ok(true);
         }
         let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
-        let tokens: Vec<f64> = order.iter().map(|&micro_batch| fullest[micro_batch] as f64).collect();
-        let held = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
-        let passes = (num_virtual_stages + 1) * num_stages - 1;
-        Ok(held <= passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64)
+        fits_memory(self.options, pipeline, order.iter().map(|&micro_batch| fullest[micro_batch]))
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
@@ -612,4 +557,32 @@ impl<'a> Search<'a> {
         }
         Ok(())
     }
+}
+
+/// Whether so many micro-batches may have more under way than memory was planned for: where an interleaved pipeline has
+/// them in larger rounds than of one for each stage. What somebody asks for is taken as it is.
+pub(super) fn limits_rounds(options: &DynamicCpOptions, num_micro_batches: usize) -> bool {
+    let num_stages = options.num_stages;
+    let whole = num_micro_batches <= num_stages || num_micro_batches.is_multiple_of(num_stages);
+    options.is_interleaved() && !whole && options.num_micro_batches.is_none()
+}
+
+/// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory was
+/// planned for.
+///
+/// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So larger
+/// rounds hold more micro-batches, unless these are small enough.
+///
+/// # Arguments
+/// * `fullest` - tokens of each micro-batch on its fullest rank, as they run.
+pub(super) fn fits_memory(
+    options: &DynamicCpOptions,
+    pipeline: &Pipeline,
+    fullest: impl Iterator<Item = i64>,
+) -> Result<bool> {
+    let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
+    let tokens: Vec<f64> = fullest.map(|tokens| tokens as f64).collect();
+    let held = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
+    let passes = (num_virtual_stages + 1) * num_stages - 1;
+    Ok(held <= passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64)
 }

@@ -23,18 +23,24 @@ pub(crate) struct Works {
 }
 
 impl Works {
-    pub(crate) fn of(lengths: &[i32], costs: Costs<'_>) -> Self {
+    /// One for each column.
+    pub(crate) fn of(lengths: &[i32], costs: Costs<'_>) -> Vec<Self> {
         match costs {
-            Costs::Model(model) => Self {
+            Costs::Model(model) => vec![Self {
                 attention: lengths.iter().map(|&length| model.attention_cost(length)).collect(),
                 linear: lengths.iter().map(|&length| model.linear_cost(length)).collect(),
                 document: model.document(),
                 micro_batch: model.micro_batch(),
-            },
+            }],
             Costs::Given { costs, attention } => {
-                let attention = attention.map_or_else(|| vec![0.0; lengths.len()], <[f64]>::to_vec);
-                let linear = costs.values().iter().zip(&attention).map(|(cost, attention)| cost - attention).collect();
-                Self { attention, linear, document: 0.0, micro_batch: 0.0 }
+                let of_column = |column: usize| {
+                    let attention = attention.filter(|_| column + 1 == costs.columns());
+                    let attention = attention.map_or_else(|| vec![0.0; lengths.len()], <[f64]>::to_vec);
+                    let cost = |document: usize| costs.row(document)[column];
+                    let linear = attention.iter().enumerate().map(|(document, part)| cost(document) - part).collect();
+                    Self { attention, linear, document: 0.0, micro_batch: 0.0 }
+                };
+                (0..costs.columns()).map(of_column).collect()
             }
         }
     }
@@ -43,6 +49,24 @@ impl Works {
         let linear: f64 = self.linear.iter().map(|linear| linear + self.document).sum();
         linear + self.attention.iter().sum::<f64>()
     }
+}
+
+/// What is paid beside documents' costs in a column of so many: all of it in the last, nothing in the others.
+fn of_column(options: &DynamicCpOptions, column: usize, columns: usize) -> DynamicCpOptions {
+    let mut options = options.clone();
+    if column + 1 < columns {
+        (options.communication, options.node) = (Communication::default(), None);
+        (options.p2p_seconds, options.micro_batch_seconds) = (0.0, 0.0);
+    }
+    options
+}
+
+/// Of each column in turn its work and its options.
+fn by_column<'a>(
+    works: &'a [Works],
+    options: &'a DynamicCpOptions,
+) -> impl Iterator<Item = (&'a Works, DynamicCpOptions)> {
+    works.iter().enumerate().map(|(column, of)| (of, of_column(options, column, works.len())))
 }
 
 /// Plans, asserts all that can be asserted, and returns the plan if there is one.
@@ -269,14 +293,19 @@ fn most_tokens_of_a_rank(lengths: &[i32], cp_size: usize) -> i64 {
 }
 
 /// The seconds of groups, of the step, and the bounds on them.
-fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOptions, works: &Works, small: bool) {
+fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOptions, works: &[Works], small: bool) {
     let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
+    let columns = works.len();
+    assert_eq!((plan.columns(), plan.column_seconds.len()), (columns, plan.groups.len() * columns));
+    let expected = column_seconds(plan, lengths, options, works);
     for (g, group) in plan.groups.iter().enumerate() {
-        let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&id| id as usize).collect();
-        let expected = group_seconds(&documents, lengths, group.ranks(), options, works);
-        assert!(close(group.seconds, expected), "group {g}: {} is not {expected}", group.seconds);
+        let [expected, found] = [&expected, &plan.column_seconds].map(|seconds| &seconds[g * columns..][..columns]);
+        assert!(found.iter().zip(expected).all(|(&a, &b)| close(a, b)), "group {g}: {found:?} is not {expected:?}");
+        let together: f64 = expected.iter().sum();
+        assert!(close(group.seconds, together), "group {g}: {} is not {together}", group.seconds);
     }
-    assert!(close(plan.balanced_seconds, works.total() / (options.world_size * options.num_stages) as f64));
+    let total: f64 = works.iter().map(Works::total).sum();
+    assert!(close(plan.balanced_seconds, total / (options.world_size * options.num_stages) as f64));
     assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9), "{} is above {}", plan.lower_bound, plan.seconds);
     assert!(plan.lower_bound >= plan.balanced_seconds * (1.0 - 1e-9));
     assert!(plan.sweep.is_sorted_by(|a, b| a.0 < b.0));
@@ -287,20 +316,41 @@ fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOpt
         "not the best of the sweep"
     );
     assert!(plan.seconds <= estimate * (1.0 + 1e-9), "the estimate is one from above");
+    assert!(close(plan.seconds, plan.seconds_by_column.iter().sum()));
     if small {
-        let micro_batches: Vec<Vec<Group>> =
-            (0..plan.num_micro_batches()).map(|j| plan.groups[plan.groups_of(j)].to_vec()).collect();
-        let expected = step_seconds(&micro_batches, options);
-        assert!(close(plan.seconds, expected), "the step: {} is not {expected}", plan.seconds);
-        // The same of groups that take other times.
-        let mut groups = plan.groups.clone();
-        (0..).zip(&mut groups).for_each(|(at, group)| group.seconds *= 0.5 + f64::from(at * 7 % 5));
-        let micro_batches: Vec<Vec<Group>> =
-            (0..plan.num_micro_batches()).map(|j| groups[plan.groups_of(j)].to_vec()).collect();
-        let expected = step_seconds(&micro_batches, options);
-        let found = core::step_seconds(&groups, &plan.group_offsets, options).unwrap();
-        assert!(close(found, expected), "other times: {found} is not {expected}");
+        // As planned, and of groups that take other times.
+        let others: Vec<f64> =
+            (0..).zip(&plan.column_seconds).map(|(at, seconds)| seconds * (0.5 + f64::from(at * 7 % 5))).collect();
+        for (seconds, found) in [(&plan.column_seconds, Some(&plan.seconds_by_column)), (&others, None)] {
+            let again =
+                core::step_seconds_by_column(&plan.groups, seconds, columns, &plan.group_offsets, options).unwrap();
+            assert!(found.is_none_or(|found| *found == again), "{found:?} is not {again:?}");
+            for (column, (_, options)) in by_column(works, options).enumerate() {
+                let group =
+                    |g: usize| Group { seconds: seconds[g * columns + column], ..plan.groups[g] };
+                let micro_batches: Vec<Vec<Group>> =
+                    (0..plan.num_micro_batches()).map(|j| plan.groups_of(j).map(group).collect()).collect();
+                let expected = step_seconds(&micro_batches, &options);
+                assert!(close(again[column], expected), "column {column}: {} is not {expected}", again[column]);
+            }
+        }
     }
+}
+
+/// Row by row, of a plan's groups: their seconds by each column.
+pub(crate) fn column_seconds(
+    plan: &DynamicCpPlan,
+    lengths: &[i32],
+    options: &DynamicCpOptions,
+    works: &[Works],
+) -> Vec<f64> {
+    let of_group = |g: usize| {
+        let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&id| id as usize).collect();
+        let ranks = plan.groups[g].ranks();
+        by_column(works, options)
+            .map(move |(works, options)| group_seconds(&documents, lengths, ranks.clone(), &options, works))
+    };
+    (0..plan.groups.len()).flat_map(of_group).collect()
 }
 
 /// Seconds of some documents on a group, as documented.
@@ -435,14 +485,19 @@ pub(crate) fn optimum<'a>(
                     if many || tokens > i64::from(cp_size) * most_tokens(options) {
                         continue 'placement;
                     }
-                    let seconds = 0.0;
-                    let group = Group { first_rank, cp_size, seconds };
-                    let seconds = group_seconds(documents, lengths, group.ranks(), options, &works);
-                    groups.push(Group { seconds, ..group });
+                    groups.push((Group { first_rank, cp_size, seconds: 0.0 }, documents));
                 }
                 plan.push(groups);
             }
-            let seconds = step_seconds(&plan, options);
+            let of_column = |(works, options): (&Works, DynamicCpOptions)| {
+                let timed = |(group, documents): &(Group, &Vec<usize>)| {
+                    let seconds = group_seconds(documents, lengths, group.ranks(), &options, works);
+                    Group { seconds, ..*group }
+                };
+                let plan: Vec<Vec<Group>> = plan.iter().map(|groups| groups.iter().map(timed).collect()).collect();
+                step_seconds(&plan, &options)
+            };
+            let seconds = by_column(&works, options).map(of_column).sum();
             best = Some(best.map_or(seconds, |best| best.min(seconds)));
         }
     }

@@ -13,7 +13,7 @@
 //! | Sharding | `per_sequence`, `per_document`, `per_document_token`, `hybrid` in `naive`; `auto` |
 //! | Kernel models | `kernel` |
 //! | Pipelines | `pipeline` |
-//! | Dynamic-CP | `dynamic_cp`: what must hold of every plan, and how long it takes |
+//! | Dynamic-CP | `dynamic_cp`: what must hold of every plan, by one column of costs or several, and how long it takes |
 //!
 //! Of `var_length_fast` there is none: `check` holds it to what it promises beside `var_length`.
 
@@ -25,6 +25,7 @@ pub(crate) mod cost_stream;
 pub(crate) mod dynamic_cp;
 pub(crate) mod forge;
 pub(crate) mod kernel;
+pub(crate) mod machines;
 pub(crate) mod naive;
 pub(crate) mod pipeline;
 pub(crate) mod ranks;
