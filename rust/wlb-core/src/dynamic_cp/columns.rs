@@ -1,25 +1,31 @@
 //! The plan of a step whose documents cost several resources, each with a barrier of its own.
 //!
-//! The number of micro-batches, and what part of the work each should get, are those of a plan by the sum of the
-//! columns. Its documents are then made level in all columns at once: in blocks of several sizes ([`Division::level`]),
-//! by exchanges ([`exchange`]), and halved where that makes no micro-batch slower ([`Division::halved`]). Of these plans,
-//! and the one by the sum, the one whose simulated step is shortest is taken.
+//! The number of micro-batches, and what part of the work each should get, are at first those of a plan by the sum of
+//! the columns. Its documents are then made level in all columns at once: in blocks of several sizes
+//! ([`Division::level`]), by exchanges ([`exchange`]), and halved where that makes no micro-batch slower
+//! ([`Division::halved`]). Where groups exchange, other numbers of micro-batches are tried, too: groups that are level in
+//! all columns have more documents, so that fewer micro-batches may be better. Of these plans, and the one by the sum,
+//! the one whose simulated step is shortest is taken.
+
+use std::rc::Rc;
 
 use crate::cost::DocumentCosts;
 use crate::error::Result;
 use crate::lengths::Lengths;
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Buffers, Pipeline};
 
 use super::bound;
 use super::by_column::{ByColumn, Clock};
 use super::check::check;
-use super::cost::{Costs, Load};
-use super::counts::Counts;
+use super::cost::{Communication, Costs, GroupCost, Load};
+use super::counts::{Counts, price};
 use super::division::{Division, Place};
 use super::exchange::exchange;
 use super::options::DynamicCpOptions;
 use super::plan::{DynamicCpPlan, Group};
 use super::problem::Problem;
+use super::relaxed::Relaxed;
+use super::shape;
 use super::simulate::of_groups;
 use super::sweep;
 
@@ -27,12 +33,23 @@ use super::sweep;
 const SPREAD: usize = 1 << 18;
 /// Documents of a group on average, below which blocks are too small to be level.
 const FEW: usize = 2;
-/// Plans of which documents are exchanged, and how many exchanges are looked at in each, for every document.
-const FINALISTS: usize = 2;
-const LOOKS: usize = 128;
-/// Least and most looks, whatever the documents.
-const LEAST_LOOKS: usize = 1 << 15;
+/// Where groups exchange: most numbers of micro-batches that are tried beside that of the plan by the sum, and how many
+/// in vain before no better one is expected on that side.
+const COUNTS: usize = 8;
+const IN_VAIN: usize = 2;
+/// Steps towards the best targets of each of them.
+const STEPS: usize = 32;
+/// Where groups exchange: plans of which documents are exchanged. Elsewhere one of the largest blocks is hardly ever
+/// beaten by another.
+const FINALISTS: usize = 3;
+/// Exchanges that are looked at in each, for every document; and the least and most of them, whatever the documents.
+const LOOKS: usize = 32;
+const LEAST_LOOKS: usize = 1 << 14;
 const MOST_LOOKS: usize = 1 << 18;
+
+fn env(name: &str, default: usize) -> usize {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
+}
 
 /// Divides the documents of one step, whose names are their indices.
 pub(super) fn plan(
@@ -47,43 +64,24 @@ pub(super) fn plan(
     let by_sum = sweep::plan(lengths, options, Costs::Given { costs: &sums, attention })?;
     let options = &DynamicCpOptions { max_tokens_per_rank: options.most_tokens()?, ..options.clone() };
     let by_column = ByColumn::new(lengths, options, costs, attention, largest_group);
-    let count = by_sum.num_micro_batches();
-    let pipeline = Pipeline::new(&options.pipeline(count))?;
-    let mut clock = Clock::new(&by_column, &pipeline, count);
-    let shape: Vec<f64> = (0..count)
-        .map(|j| by_sum.groups[by_sum.groups_of(j)].iter().map(|group| group.seconds).fold(0.0, f64::max))
-        .map(|seconds| seconds - options.micro_batch_seconds)
-        .collect();
 
-    let given = Division::of(&by_column, &by_sum);
-    let mut found = vec![(clock.seconds(&given.slowest())?, given.clone(), by_column.last().largest_group)];
-    for base in bases(&by_column, count) {
-        let targets = targets(&by_column, &shape, base);
-        let Some(level) = Division::level(&by_column, &targets, base) else { continue };
-        if fits_memory(options, &level, &pipeline)? {
-            found.push((clock.seconds(&level.slowest())?, level, base));
-        }
+    let mut search = Search { by_column: &by_column, options, found: Vec::new(), sweep: Vec::new(), best: None };
+    let slowest = |j: usize| by_sum.groups[by_sum.groups_of(j)].iter().map(|group| group.seconds).fold(0.0, f64::max);
+    let num_micro_batches = by_sum.num_micro_batches();
+    let shape = (0..num_micro_batches).map(|j| slowest(j) - options.micro_batch_seconds).collect();
+    let count = Rc::new(Count::new(options, num_micro_batches, shape)?);
+    search.judge(&count, Division::of(&by_column, &by_sum))?;
+    search.attempt(&count)?;
+    if !by_column.last().cost.is_free() {
+        search.offer(&count, Division::of(&by_column, &by_sum), largest_group)?;
+        let problem = free(lengths, options, &sums, largest_group);
+        search.other_counts(&by_sum, &problem)?;
     }
-    found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    found.truncate(FINALISTS);
-    let looks = (LOOKS * lengths.len()).clamp(LEAST_LOOKS, MOST_LOOKS);
-    let mut best = (simulated(&given, &pipeline, &by_column), clock.seconds(&given.slowest())?, given);
-    for (_, mut division, base) in found {
-        let targets = targets(&by_column, &shape, base);
-        exchange(&mut division, &by_column, &targets, &mut clock, looks)?;
-        let mut halved = division.halved();
-        if !by_column.last().cost.is_free() {
-            exchange(&mut halved, &by_column, &targets, &mut clock, looks / 2)?;
-        }
-        for candidate in [halved, division] {
-            let seconds = simulated(&candidate, &pipeline, &by_column);
-            if seconds.iter().sum::<f64>() < best.0.iter().sum() && fits_memory(options, &candidate, &pipeline)? {
-                best = (seconds, clock.seconds(&candidate.slowest())?, candidate);
-            }
-        }
-    }
-    let (seconds_by_column, estimate, division) = best;
+    search.finish()?;
 
+    let Search { best, mut sweep, .. } = search;
+    sweep.sort_by_key(|&(count, _)| count);
+    let Some(Best { division, seconds_by_column, .. }) = best else { return Ok(by_sum) };
     let Counts { least, most, .. } = Counts::new(lengths, options)?;
     let most = by_sum.sweep.last().map_or(most, |&(count, _)| count).max(most);
     let bounds = by_column.problems.iter().zip(&by_column.options);
@@ -111,9 +109,169 @@ pub(super) fn plan(
         seconds_by_column,
         lower_bound,
         balanced_seconds: total / (options.world_size * options.num_stages) as f64,
-        sweep: vec![(count, estimate)],
+        sweep,
         ..by_sum
     })
+}
+
+/// Documents by the sum of the columns where nothing is paid beside.
+fn free(lengths: &Lengths, options: &DynamicCpOptions, sums: &DocumentCosts, largest_group: usize) -> Problem {
+    let (communication, node) = (Communication::default(), None);
+    let cost = GroupCost { communication, node, micro_batch_seconds: 0.0, document_seconds: 0.0 };
+    Problem::new(lengths, Costs::Given { costs: sums, attention: None }, cost, options, largest_group)
+}
+
+/// A number of micro-batches.
+struct Count {
+    pipeline: Pipeline,
+    /// What part of the work each should get.
+    shape: Vec<f64>,
+}
+
+impl Count {
+    fn new(options: &DynamicCpOptions, num_micro_batches: usize, shape: Vec<f64>) -> Result<Self> {
+        Ok(Self { pipeline: Pipeline::new(&options.pipeline(num_micro_batches))?, shape })
+    }
+
+    /// With parts that would be best for documents that can be divided at will and exchange nothing.
+    fn relaxed(options: &DynamicCpOptions, num_micro_batches: usize, problem: &Problem) -> Result<Self> {
+        let of_pipeline = options.pipeline(num_micro_batches);
+        let pipeline = Pipeline::new(&of_pipeline)?;
+        let shape = shape::shape(&of_pipeline, 1.0, problem.heaviest());
+        let mut relaxed = Relaxed::new(problem, &shape, problem.total_work / problem.world_size as f64);
+        relaxed.descend(STEPS, &pipeline, options.p2p_seconds, &mut Buffers::default());
+        Ok(Self { pipeline, shape: relaxed.targets })
+    }
+
+    fn number(&self) -> usize {
+        self.shape.len()
+    }
+}
+
+/// A plan before its documents are exchanged.
+struct Found<'a> {
+    price: f64,
+    count: Rc<Count>,
+    division: Division<'a>,
+    /// Ranks of its blocks.
+    base: usize,
+}
+
+/// The fastest plan.
+struct Best<'a> {
+    price: f64,
+    division: Division<'a>,
+    seconds_by_column: Vec<f64>,
+}
+
+struct Search<'a> {
+    by_column: &'a ByColumn,
+    options: &'a DynamicCpOptions,
+    found: Vec<Found<'a>>,
+    /// The least time of each number of micro-batches that was tried.
+    sweep: Vec<(usize, f64)>,
+    best: Option<Best<'a>>,
+}
+
+impl<'a> Search<'a> {
+    /// Plans in blocks of several sizes. What the fastest of them takes, infinite if there is none.
+    fn attempt(&mut self, count: &Rc<Count>) -> Result<f64> {
+        let mut least = f64::INFINITY;
+        for base in bases(self.by_column, count.number()) {
+            let targets = targets(self.by_column, &count.shape, base);
+            if let Some(division) = Division::level(self.by_column, &targets, base) {
+                least = least.min(self.offer(count, division, base)?);
+            }
+        }
+        Ok(least)
+    }
+
+    /// A plan of which documents may be exchanged, if there is memory for it: its price.
+    fn offer(&mut self, count: &Rc<Count>, division: Division<'a>, base: usize) -> Result<f64> {
+        if !self.fits_memory(count, &division)? {
+            return Ok(f64::INFINITY);
+        }
+        let seconds = Clock::new(self.by_column, &count.pipeline, count.number()).seconds(&division.slowest())?;
+        self.note(count.number(), seconds);
+        let price = price(self.options, count.number(), seconds);
+        self.found.push(Found { price, count: count.clone(), division, base });
+        Ok(price)
+    }
+
+    /// Tries numbers of micro-batches that the plan by the sum was tried with: from its own on, down and up.
+    fn other_counts(&mut self, by_sum: &DynamicCpPlan, problem: &Problem) -> Result<()> {
+        let counts: Vec<usize> = by_sum.sweep.iter().map(|&(count, _)| count).collect();
+        let at = counts.partition_point(|&count| count < by_sum.num_micro_batches());
+        let mut left = env("COUNTS", COUNTS);
+        let (below, above) = (counts[..at].iter().rev(), counts.get(at + 1..).unwrap_or_default().iter());
+        let sides: [Vec<usize>; 2] = [below.copied().collect(), above.copied().collect()];
+        for side in sides {
+            let mut in_vain = 0;
+            for number in side {
+                if left == 0 || in_vain == env("IN_VAIN", IN_VAIN) {
+                    break;
+                }
+                left -= 1;
+                let before = self.found.iter().map(|found| found.price).fold(f64::INFINITY, f64::min);
+                let count = Rc::new(Count::relaxed(self.options, number, problem)?);
+                in_vain = if self.attempt(&count)? < before { 0 } else { in_vain + 1 };
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets documents change places in the fastest plans.
+    fn finish(&mut self) -> Result<()> {
+        let is_free = self.by_column.last().cost.is_free();
+        let looks = (env("LOOKS", LOOKS) * self.by_column.order.len()).clamp(LEAST_LOOKS, MOST_LOOKS);
+        let mut found = std::mem::take(&mut self.found);
+        found.sort_by(|a, b| a.price.total_cmp(&b.price));
+        found.truncate(if is_free { 1 } else { env("FINALISTS", FINALISTS) });
+        for Found { count, mut division, base, .. } in found {
+            let targets = targets(self.by_column, &count.shape, base);
+            let mut clock = Clock::new(self.by_column, &count.pipeline, count.number());
+            exchange(&mut division, self.by_column, &targets, &mut clock, looks)?;
+            let mut halved = division.halved();
+            if !is_free {
+                exchange(&mut halved, self.by_column, &targets, &mut clock, looks)?;
+            }
+            self.judge(&count, halved)?;
+            self.judge(&count, division)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps a plan whose ranks wait only for those of their groups, if it is the fastest and there is memory for it.
+    fn judge(&mut self, count: &Count, division: Division<'a>) -> Result<()> {
+        let of = |(column, options): (usize, &DynamicCpOptions)| {
+            of_groups(&count.pipeline, &division.of_column(column), &division.offsets, options)
+        };
+        let seconds_by_column: Vec<f64> = self.by_column.options.iter().enumerate().map(of).collect();
+        let seconds = seconds_by_column.iter().sum();
+        let price = price(self.options, count.number(), seconds);
+        if self.best.as_ref().is_none_or(|best| price < best.price) && self.fits_memory(count, &division)? {
+            self.note(count.number(), seconds);
+            self.best = Some(Best { price, division, seconds_by_column });
+        }
+        Ok(())
+    }
+
+    /// What a number of micro-batches takes.
+    fn note(&mut self, number: usize, seconds: f64) {
+        match self.sweep.iter_mut().find(|(count, _)| *count == number) {
+            Some((_, least)) => *least = least.min(seconds),
+            None => self.sweep.push((number, seconds)),
+        }
+    }
+
+    /// Whether no rank has more under way than memory was planned for.
+    fn fits_memory(&self, count: &Count, division: &Division<'_>) -> Result<bool> {
+        if !sweep::limits_rounds(self.options, count.number()) {
+            return Ok(true);
+        }
+        let fullest = (0..count.number()).map(|j| division.fullest(j, self.options.padding.as_ref()));
+        sweep::fits_memory(self.options, &count.pipeline, fullest)
+    }
 }
 
 /// Sizes of blocks to try: the largest, since all others wait for more; and smaller ones where these exchange less, or
@@ -127,7 +285,7 @@ fn bases(by_column: &ByColumn, num_micro_batches: usize) -> Vec<usize> {
         return Some(largest).filter(|&base| documents * groups(base) <= SPREAD).into_iter().collect();
     }
     let mut sizes = problem.base_sizes();
-    sizes.retain(|&base| documents * groups(base) <= SPREAD && (base == largest || FEW * groups(base) <= documents));
+    sizes.retain(|&base| documents * groups(base) <= SPREAD && (base == largest || env("FEW", FEW) * groups(base) <= documents));
     sizes
 }
 
@@ -151,21 +309,4 @@ fn targets(by_column: &ByColumn, shape: &[f64], base: usize) -> Vec<Vec<f64>> {
         shape.iter().map(|part| constant + part * scale).collect()
     };
     by_column.problems.iter().enumerate().map(of).collect()
-}
-
-/// Seconds that each column takes, where ranks wait for those of their groups only.
-fn simulated(division: &Division<'_>, pipeline: &Pipeline, by_column: &ByColumn) -> Vec<f64> {
-    let of = |(column, options): (usize, &DynamicCpOptions)| {
-        of_groups(pipeline, &division.of_column(column), &division.offsets, options)
-    };
-    by_column.options.iter().enumerate().map(of).collect()
-}
-
-/// Whether no rank has more under way than memory was planned for.
-fn fits_memory(options: &DynamicCpOptions, division: &Division<'_>, pipeline: &Pipeline) -> Result<bool> {
-    if !sweep::limits_rounds(options, division.num_micro_batches()) {
-        return Ok(true);
-    }
-    let fullest = (0..division.num_micro_batches()).map(|j| division.fullest(j, options.padding.as_ref()));
-    sweep::fits_memory(options, pipeline, fullest)
 }
