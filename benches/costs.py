@@ -4,10 +4,10 @@
 
 Level: two resources, 512 documents, 16 micro-batches, no document above 5 % of a mean micro-batch, in several mixtures.
 Time: 8,700 documents, 64 micro-batches, beside the same batch packed by length, burst by burst in turn. Optimum: small
-batches solved by HiGHS (extra `exact`); without it these rows are left out. Dynamic: 512 documents of the same mixtures on
-64 ranks by `plan_dynamic_cp`, two columns, over the bound, beside a plan by the sum of the columns, whose groups are
-priced column by column as well; exchange free, or a tenth of the second column where no ranks share (all of it exposed).
-*One column* is how far a plan of the second column alone is above its own bound.
+batches solved by HiGHS (extra `exact`); without it these rows are left out. Dynamic: 512 documents of the same mixtures
+on 64 ranks by `plan_dynamic_cp`, two columns, over the bound, beside a plan by the sum of the columns, whose groups are
+priced column by column as well. Exchange is free, or takes a tenth of the second column's work if every token is
+received once, and nothing hides it. *One column* is how far a plan of the second column alone is above its own bound.
 """
 
 from __future__ import annotations

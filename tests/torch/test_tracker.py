@@ -427,3 +427,9 @@ def test_plans_for_ranks_and_in_shapes_are_judged_as_what_they_are(more: dict[st
     work = PlannedWork.of(packing, WRONG)
     assert work.imbalance(WRONG) == pytest.approx(packing.rank_imbalance)
     assert work.again(replan_as(packer), WRONG) == pytest.approx(packing.rank_imbalance)
+
+
+def test_a_dynamic_plan_by_columns_has_no_cost_model_to_correct() -> None:
+    plan = wlb.plan_dynamic_cp([5, 6], costs=np.ones((2, 2)), world_size=2, num_stages=1, max_tokens_per_rank=8)
+    with pytest.raises(wlb.WlbError, match="step has a plan by 2 columns of costs"):
+        PlannedWork.of(plan, WRONG)

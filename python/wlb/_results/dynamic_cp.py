@@ -241,7 +241,7 @@ class DynamicCpPlan(Copied):
 
     @property
     def rank_seconds(self) -> NDArray[np.float64]:
-        """float64[m, world_size]: seconds of each rank through the whole model, forward and backward, in all columns."""
+        """float64[m, world_size]: seconds of each rank through the whole model, forward and backward, all columns."""
         return self._of_ranks(self._group_seconds)
 
     @property

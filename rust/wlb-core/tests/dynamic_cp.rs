@@ -579,34 +579,32 @@ fn costs_are_even_whatever_the_lengths() {
 #[test]
 fn errors_name_the_wrong_cost() {
     let lengths = of(&[50, 60]);
-    let plan = |costs: &[f64], columns: usize, attention: Option<&[f64]>, communication: Communication| {
-        let costs = DocumentCosts::new(costs.to_vec(), costs.len() / columns, columns, &[]).unwrap();
+    let plan = |costs: &[f64], attention: Option<&[f64]>, communication: Communication| {
+        let costs = column(costs);
         let options = DynamicCpOptions { communication, ..DynamicCpOptions::new(12, 4, 100) };
         plan_dynamic_cp(&lengths, None, &options, Costs::Given { costs: &costs, attention })
     };
     let free = Communication::default();
     let hidden = Communication { seconds_per_token: 1.0, overlap: 0.5, ..free };
-    let error = plan(&[1.0; 4], 2, None, free).unwrap_err();
-    assert!(matches!(error, Error::Combination { argument: "costs", .. }), "{error}");
-    let error = plan(&[1.0; 3], 1, None, free).unwrap_err();
+    let error = plan(&[1.0; 3], None, free).unwrap_err();
     assert!(matches!(error, Error::Mismatch { argument: "costs", found: 3, expected: 2, .. }), "{error}");
     // One step of a stream may have nothing to do: as in a packer's push, that is no mistake.
     for (attention, communication) in [(None, free), (Some(&[0.0; 2][..]), hidden)] {
-        let idle = plan(&[0.0; 2], 1, attention, communication).unwrap();
+        let idle = plan(&[0.0; 2], attention, communication).unwrap();
         assert_eq!((idle.seconds, idle.lower_bound, idle.balanced_seconds), (0.0, 0.0, 0.0));
     }
-    let error = plan(&[1e300; 2], 1, None, free).unwrap_err();
+    let error = plan(&[1e300; 2], None, free).unwrap_err();
     assert!(matches!(error, Error::Cell { argument: "costs", row: 0, .. }), "{error}");
-    let error = plan(&[1.0; 2], 1, None, hidden).unwrap_err();
+    let error = plan(&[1.0; 2], None, hidden).unwrap_err();
     assert!(matches!(error, Error::Combination { argument: "attention_costs", .. }), "{error}");
-    let error = plan(&[1.0; 2], 1, Some(&[1.0]), hidden).unwrap_err();
+    let error = plan(&[1.0; 2], Some(&[1.0]), hidden).unwrap_err();
     assert!(matches!(error, Error::Mismatch { argument: "attention_costs", found: 1, .. }), "{error}");
     for wrong in [1.5, -0.5, f64::NAN] {
-        let error = plan(&[1.0; 2], 1, Some(&[1.0, wrong]), hidden).unwrap_err();
+        let error = plan(&[1.0; 2], Some(&[1.0, wrong]), hidden).unwrap_err();
         assert!(matches!(error, Error::Entry { argument: "attention_costs", index: 1, .. }), "{error}");
     }
-    assert!(plan(&[1.0; 2], 1, None, Communication { overlap: 0.0, ..hidden }).is_ok());
-    assert!(plan(&[1.0; 2], 1, Some(&[1.0, 0.0]), hidden).is_ok());
+    assert!(plan(&[1.0; 2], None, Communication { overlap: 0.0, ..hidden }).is_ok());
+    assert!(plan(&[1.0; 2], Some(&[1.0, 0.0]), hidden).is_ok());
 }
 
 /// Where every micro-batch costs something, fewer than there are stages can be faster.

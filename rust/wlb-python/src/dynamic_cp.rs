@@ -79,8 +79,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where exchange costs), and
 /// O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that is no power of two, up to
-/// O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) where memory binds. With several columns, a bounded number of
-/// steps more. Releases the GIL from 1,024 documents on.
+/// O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) where memory binds. With several
+/// columns, a bounded number of steps more. Releases the GIL from 1,024 documents on.
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs = None,

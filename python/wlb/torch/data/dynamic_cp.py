@@ -138,8 +138,8 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell: a
             float array by the ids of documents, of which none is cut; or a function of a document, called once for each
             of a step, in the thread of the rank that reads it. `plan` is then called with `costs=`, float64
-            [documents], and has no cost model. An array [documents, columns], or a function that gives a list, has a
-            column for each resource with a barrier of its own, and `costs` of the plan are float64 [documents, columns].
+            [documents], and has no cost model. An array [documents, columns], or a function that gives a list, has
+            a column for each resource with a barrier of its own, and so have the `costs=` of `plan`.
         attention_costs: The part of the last column that is attention; `plan` is called with `attention_costs=`, too.
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,

@@ -56,8 +56,9 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
         raise error(name, message, value=array.shape)
     if not (legal := (array >= 0) & (array < math.inf)).all():
         index = tuple(np.argwhere(~legal)[0].tolist())
-        wrong, place = array[index], index if array.ndim == 2 else index[0]
-        raise error(name, f"has {wrong}: must be a finite number, 0 or above", index=place, value=wrong)
+        column = f" in column {index[1]}" if array.ndim == 2 else ""
+        message = f"has {array[index]}{column}: must be a finite number, 0 or above"
+        raise error(name, message, index=index[0], value=array[index])
     if name == "costs" and not array.any(axis=0).all():  # of attention_costs it says that nothing can be hidden
         what = "has nothing but 0" if array.ndim == 1 else "has a column of nothing but 0"
         raise error(name, f"{what}: documents that cost nothing are planned in any way")
@@ -81,13 +82,19 @@ def costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArra
     Raises:
         wlb.WlbError: One is no number, negative, or not finite; or documents have other numbers of columns.
     """
-    rows = []
+    rows: list[list[Any]] = []
     for index, document in enumerate(documents):
         cost = of_document(document)
-        is_row = name == "costs" and (isinstance(cost, list | tuple) or (isinstance(cost, np.ndarray) and cost.ndim == 1))
+        is_row = name == "costs" and (
+            isinstance(cost, list | tuple) or (isinstance(cost, np.ndarray) and cost.ndim == 1)
+        )
         row = list(cost) if is_row else [cost]
         for number in row:
-            if isinstance(number, bool) or not isinstance(number, int | float | np.number) or not 0 <= number < math.inf:
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, int | float | np.number)
+                or not 0 <= number < math.inf
+            ):
                 message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
                 raise error(name, message, index=index, value=cost)
         if not row or len(row) != len(rows[0] if rows else row):

@@ -47,7 +47,8 @@ impl ByColumn {
                 micro_batch_seconds: options.micro_batch_seconds,
                 document_seconds: 0.0,
             };
-            let problem = Problem::new(lengths, Costs::Given { costs: &costs, attention }, cost, options, largest_group);
+            let problem =
+                Problem::new(lengths, Costs::Given { costs: &costs, attention }, cost, options, largest_group);
             for document in &problem.documents {
                 let index = document.index as usize;
                 loads[index * columns + column] = document.load;

@@ -35,21 +35,19 @@ const SPREAD: usize = 1 << 18;
 const FEW: usize = 2;
 /// Where groups exchange: most numbers of micro-batches that are tried beside that of the plan by the sum, and how many
 /// in vain before no better one is expected on that side.
-const COUNTS: usize = 8;
+const COUNTS: usize = 5;
 const IN_VAIN: usize = 2;
+/// Each of them differs from the one before it by at least that part.
+const APART: usize = 7;
 /// Steps towards the best targets of each of them.
 const STEPS: usize = 32;
 /// Where groups exchange: plans of which documents are exchanged. Elsewhere one of the largest blocks is hardly ever
 /// beaten by another.
 const FINALISTS: usize = 3;
 /// Exchanges that are looked at in each, for every document; and the least and most of them, whatever the documents.
-const LOOKS: usize = 32;
-const LEAST_LOOKS: usize = 1 << 14;
+const LOOKS: usize = 16;
+const LEAST_LOOKS: usize = 1 << 13;
 const MOST_LOOKS: usize = 1 << 18;
-
-fn env(name: &str, default: usize) -> usize {
-    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
-}
 
 /// Divides the documents of one step, whose names are their indices.
 pub(super) fn plan(
@@ -202,13 +200,18 @@ impl<'a> Search<'a> {
     fn other_counts(&mut self, by_sum: &DynamicCpPlan, problem: &Problem) -> Result<()> {
         let counts: Vec<usize> = by_sum.sweep.iter().map(|&(count, _)| count).collect();
         let at = counts.partition_point(|&count| count < by_sum.num_micro_batches());
-        let mut left = env("COUNTS", COUNTS);
+        let mut left = COUNTS;
         let (below, above) = (counts[..at].iter().rev(), counts.get(at + 1..).unwrap_or_default().iter());
         let sides: [Vec<usize>; 2] = [below.copied().collect(), above.copied().collect()];
         for side in sides {
-            let mut in_vain = 0;
+            let (mut in_vain, mut last) = (0, by_sum.num_micro_batches());
             for number in side {
-                if left == 0 || in_vain == env("IN_VAIN", IN_VAIN) {
+                // Close to one that was tried not much is other.
+                if number.abs_diff(last) * APART < last {
+                    continue;
+                }
+                last = number;
+                if left == 0 || in_vain == IN_VAIN {
                     break;
                 }
                 left -= 1;
@@ -223,10 +226,10 @@ impl<'a> Search<'a> {
     /// Lets documents change places in the fastest plans.
     fn finish(&mut self) -> Result<()> {
         let is_free = self.by_column.last().cost.is_free();
-        let looks = (env("LOOKS", LOOKS) * self.by_column.order.len()).clamp(LEAST_LOOKS, MOST_LOOKS);
+        let looks = (LOOKS * self.by_column.order.len()).clamp(LEAST_LOOKS, MOST_LOOKS);
         let mut found = std::mem::take(&mut self.found);
         found.sort_by(|a, b| a.price.total_cmp(&b.price));
-        found.truncate(if is_free { 1 } else { env("FINALISTS", FINALISTS) });
+        found.truncate(if is_free { 1 } else { FINALISTS });
         for Found { count, mut division, base, .. } in found {
             let targets = targets(self.by_column, &count.shape, base);
             let mut clock = Clock::new(self.by_column, &count.pipeline, count.number());
@@ -285,7 +288,7 @@ fn bases(by_column: &ByColumn, num_micro_batches: usize) -> Vec<usize> {
         return Some(largest).filter(|&base| documents * groups(base) <= SPREAD).into_iter().collect();
     }
     let mut sizes = problem.base_sizes();
-    sizes.retain(|&base| documents * groups(base) <= SPREAD && (base == largest || env("FEW", FEW) * groups(base) <= documents));
+    sizes.retain(|&base| documents * groups(base) <= SPREAD && (base == largest || FEW * groups(base) <= documents));
     sizes
 }
 

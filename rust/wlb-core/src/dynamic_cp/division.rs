@@ -114,7 +114,8 @@ impl<'a> Division<'a> {
     /// Seconds of each group by one column.
     pub(super) fn of_column(&self, column: usize) -> Vec<Group> {
         let seconds = self.seconds.iter().skip(column).step_by(self.by_column.columns());
-        let of = |(&Place { first_rank, cp_size, .. }, &seconds): (&Place, &f64)| Group { first_rank, cp_size, seconds };
+        let of =
+            |(&Place { first_rank, cp_size, .. }, &seconds): (&Place, &f64)| Group { first_rank, cp_size, seconds };
         self.groups.iter().zip(seconds).map(of).collect()
     }
 
@@ -181,7 +182,8 @@ impl<'a> Division<'a> {
                 let mut grown = 0.0;
                 for (column, more) in row.iter().enumerate() {
                     let at = group * columns + column;
-                    let seconds = by_column.seconds(column, first_rank, &(division.loads[at] + *more), cp_size as usize);
+                    let seconds =
+                        by_column.seconds(column, first_rank, &(division.loads[at] + *more), cp_size as usize);
                     let (part, weight) = weighed[at];
                     grown += weight * (power(seconds * part) - powers[at]);
                 }
@@ -312,12 +314,7 @@ fn halve(
 
 /// Two groups in the place of one, if both are done within the limits: each document to the half that then is the least
 /// full in the column where it is fullest.
-fn halves(
-    by_column: &ByColumn,
-    group: Place,
-    documents: &[u32],
-    limits: &[f64],
-) -> Option<[(Place, Vec<u32>); 2]> {
+fn halves(by_column: &ByColumn, group: Place, documents: &[u32], limits: &[f64]) -> Option<[(Place, Vec<u32>); 2]> {
     let (problem, columns) = (by_column.last(), by_column.columns());
     let size = group.cp_size as usize;
     if size == 1 || documents.len() < 2 {

@@ -52,8 +52,9 @@ pub(super) fn exchange(
         meter.spend(2 * ops);
         clock.slopes(&slowest, &mut slopes);
         for (column, micro_batch) in lacking(&slowest, targets, &slopes).into_iter().take(ATTEMPTS) {
-            let mut tries = Look { division: &*division, by_column, slowest: &slowest, slopes: &slopes, looks: &mut looks }
-                .best_of(column, micro_batch, targets);
+            let mut tries =
+                Look { division: &*division, by_column, slowest: &slowest, slopes: &slopes, looks: &mut looks }
+                    .best_of(column, micro_batch, targets);
             tries.sort_by(|a, b| a.0.total_cmp(&b.0));
             for (gain, tried) in tries {
                 if gain > -GAIN * best || looks < ops {

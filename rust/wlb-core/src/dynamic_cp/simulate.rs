@@ -85,7 +85,9 @@ pub fn step_seconds_by_column(
         return Err(Error::Combination { argument: "group_seconds", requirement });
     }
     let wrong = |seconds: &f64| !(*seconds >= 0.0 && seconds.is_finite());
-    if columns > 1 && let Some(at) = column_seconds.iter().position(wrong) {
+    if columns > 1
+        && let Some(at) = column_seconds.iter().position(wrong)
+    {
         let (row, column, value) = (at / columns, Some(at % columns), column_seconds[at]);
         let requirement = "must be finite and not negative";
         return Err(Error::Cell { argument: "group_seconds", row, column, value, requirement });

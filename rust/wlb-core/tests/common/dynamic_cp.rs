@@ -326,8 +326,7 @@ fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOpt
                 core::step_seconds_by_column(&plan.groups, seconds, columns, &plan.group_offsets, options).unwrap();
             assert!(found.is_none_or(|found| *found == again), "{found:?} is not {again:?}");
             for (column, (_, options)) in by_column(works, options).enumerate() {
-                let group =
-                    |g: usize| Group { seconds: seconds[g * columns + column], ..plan.groups[g] };
+                let group = |g: usize| Group { seconds: seconds[g * columns + column], ..plan.groups[g] };
                 let micro_batches: Vec<Vec<Group>> =
                     (0..plan.num_micro_batches()).map(|j| plan.groups_of(j).map(group).collect()).collect();
                 let expected = step_seconds(&micro_batches, &options);
