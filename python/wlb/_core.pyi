@@ -589,6 +589,7 @@ def dynamic_cp_seconds(
     num_stages: int,
     num_virtual_stages: int,
     schedule: str,
+    sync: str,
     p2p_seconds: float,
 ) -> float: ...
 def plan_dynamic_cp(
@@ -602,6 +603,7 @@ def plan_dynamic_cp(
     attention_costs: ArrayLike | None = None,
     num_virtual_stages: int = 1,
     schedule: Schedule | None = None,
+    sync: Sync = "step",
     max_cp_size: int | None = None,
     group_sizes: GroupSizes = "powers_of_two",
     ranks_per_node: int | None = None,

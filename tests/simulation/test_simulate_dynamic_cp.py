@@ -43,9 +43,10 @@ ODD = wlb.ParallelLayout(dp=3, pp=1, cp=2, tp=4)
     st.integers(1, 9),
     st.sampled_from([(1, 1, "1f1b"), (3, 1, "1f1b"), (2, 2, "interleaved_1f1b"), (2, 2, "zbv"), (3, 2, "dualpipev")]),
     st.floats(0.0, 1.0),
+    st.sampled_from(["step", "micro_batch"]),
 )
 def test_ranks_wait_for_their_groups_as_the_planner_says(
-    lengths: list[int], cost: wlb.CostModel, world_size: int, stages: tuple[int, int, Any], share: float
+    lengths: list[int], cost: wlb.CostModel, world_size: int, stages: tuple[int, int, Any], share: float, sync: Any
 ) -> None:
     """With the planner's own costs, a step takes what it says."""
     pp, virtual, schedule = stages
@@ -55,6 +56,7 @@ def test_ranks_wait_for_their_groups_as_the_planner_says(
         "num_stages": pp,
         "num_virtual_stages": virtual,
         "schedule": schedule,
+        "sync": sync,
         "max_tokens_per_rank": 200,
         "cost_model": cost,
         "p2p_seconds": p2p,
@@ -63,9 +65,14 @@ def test_ranks_wait_for_their_groups_as_the_planner_says(
     plan = collect_dynamic("", dynamic_steps(stream, options), stream)
     planned = wlb.plan_dynamic_cp(lengths, **options)
     groups = plan.groups(np.array([0]))
-    whole = np.array([group.seconds for batch in planned.micro_batches for group in batch.groups])
+    alone = sync == "step"
+    whole = np.array(
+        [group.seconds if alone else batch.seconds for batch in planned.micro_batches for group in batch.groups]
+    )
     seconds = np.broadcast_to((whole / (3 * pp * virtual))[:, None, None], (*whole.shape, pp * virtual, 3))
     seconds = seconds[groups.swapaxes(1, 2)]
+    if not alone:
+        groups = np.broadcast_to(groups.min(axis=2, keepdims=True), groups.shape)
     transfers = np.full(seconds.shape[:3], p2p)
     pipeline: dict[str, Any] = {"schedule": schedule, "num_stages": pp, "num_virtual_stages": virtual}
     waits = group_waits(groups, seconds, transfers, **pipeline)

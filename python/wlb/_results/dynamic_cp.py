@@ -167,13 +167,15 @@ class DynamicCpPlan(Copied):
         num_stages: Pipeline stages.
         num_virtual_stages: Parts of the model on each stage.
         schedule: In which order a stage runs its micro-batches.
+        sync: Where the ranks of a stage wait for each other, once a "step" or in every "micro_batch".
         max_tokens_per_rank: Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest
             size within that.
         max_documents: Most documents that a group was allowed; None: any number.
         multiple_of_tokens: Each rank's tokens of a micro-batch run padded up to a multiple of this, and
         token_buckets: to one of these sizes, ascending, if there are any.
         seconds: Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a
-            group wait for one another. With columns of costs the sum over them: each is a pass of its own.
+            group wait for one another, and all ranks of a stage where `sync` says so. With columns of costs the sum over
+            them: each is a pass of its own.
         column_seconds: float64[columns]: what each column takes of it; one where documents brought no columns.
         p2p_seconds: Latency between pipeline stages, which `seconds` counts.
         lower_bound: But for rounding, no plan takes less that has at most as many micro-batches as were tried and at
@@ -190,6 +192,7 @@ class DynamicCpPlan(Copied):
     num_stages: int
     num_virtual_stages: int
     schedule: str
+    sync: str
     max_tokens_per_rank: int
     max_documents: int | None
     multiple_of_tokens: int
@@ -271,6 +274,7 @@ class DynamicCpPlan(Copied):
             num_stages=self.num_stages,
             num_virtual_stages=self.num_virtual_stages,
             schedule=self.schedule,
+            sync=self.sync,
             p2p_seconds=self.p2p_seconds,
         )
 

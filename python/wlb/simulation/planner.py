@@ -54,6 +54,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "num_stages": layout.pp,
         "num_virtual_stages": layout.virtual_stages,
         **({"schedule": schedule} if schedule in _V_SHAPED else {}),
+        **({"sync": scenario.waiting} if scenario.waiting != "step" else {}),
         "min_micro_batches": layout.pp,  # schedules of torch take no fewer
         "max_tokens_per_rank": per_rank,
         "cost_model": _attention_rates(scenario, lengths, linear),

@@ -274,6 +274,7 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         num_stages: u.int_in_range(1..=8)?,
         num_virtual_stages,
         schedule,
+        sync: if u.ratio(1, 4)? { Sync::MicroBatch } else { Sync::Step },
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
         padding: dynamic_cp_padding(u, longest)?,
         max_documents: if u.ratio(1, 3)? { Some(u.int_in_range(1..=8)?) } else { None },

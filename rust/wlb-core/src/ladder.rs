@@ -51,6 +51,13 @@ impl Ladder {
         self.rungs[self.end() as usize].heavier as usize
     }
 
+    /// The least weight and its index, the lowest of several. `None` if all are taken out.
+    #[inline]
+    pub(crate) fn first(&self) -> Option<(f64, usize)> {
+        let first = self.lightest();
+        (first + 1 < self.rungs.len()).then(|| (self.rungs[first].weight, first))
+    }
+
     /// [`Ladder::lightest`], where weights may have grown since they were set: those met on the way are set first. None
     /// if all are taken out.
     #[inline]
@@ -237,6 +244,8 @@ mod tests {
                 let mut ascending: Vec<usize> = (0..weights.len()).filter(|&index| weights[index].is_some()).collect();
                 ascending.sort_by(|&a, &b| weights[a].partial_cmp(&weights[b]).unwrap_or(Ordering::Equal));
                 prop_assert_eq!(ladder.ascending().collect::<Vec<_>>(), ascending.clone());
+                let first = ascending.first().map(|&first| (weights[first].unwrap_or(f64::NAN), first));
+                prop_assert_eq!(ladder.first(), first);
                 let Some((&lightest, &last)) = ascending.first().zip(ascending.last()) else { continue };
                 prop_assert_eq!(ladder.lightest(), lightest);
                 let heaviest = ascending.iter().find(|&&index| weights[index] == weights[last]);

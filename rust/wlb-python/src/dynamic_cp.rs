@@ -46,6 +46,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     num_virtual_stages: parts of the model on each stage.
 ///     schedule: "1f1b" or "interleaved_1f1b"; "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: 1F1B, interleaved with several
 ///         virtual stages. "dualpipev" has at least two micro-batches for each stage.
+///     sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each (FSDP, ZeRO-3, experts over all of
+///         them), so that a micro-batch takes all of them as long as its slowest group.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
 ///     group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which worlds of 24 or 48 ranks
 ///         want, and memory that the longest documents fill.
@@ -84,7 +86,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs = None,
-    num_virtual_stages = 1, schedule = None, max_cp_size = None, group_sizes = "powers_of_two", ranks_per_node = None,
+    num_virtual_stages = 1, schedule = None, sync = "step", max_cp_size = None, group_sizes = "powers_of_two", ranks_per_node = None,
     max_documents = None, multiple_of_tokens = 1, token_buckets = None, num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
     cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node = None, cp_seconds_per_exchange_in_node = None,
     cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None,
@@ -101,6 +103,7 @@ fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::optional::attention_costs)] attention_costs: Option<Vec<f64>>,
     #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
     schedule: Option<&str>,
+    sync: &str,
     #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
     group_sizes: &str,
     #[pyo3(from_py_with = arguments::optional::ranks_per_node)] ranks_per_node: Option<usize>,
@@ -126,6 +129,7 @@ fn plan_dynamic_cp<'py>(
         num_stages,
         num_virtual_stages,
         schedule: schedule.map(choice).transpose()?,
+        sync: choice(sync)?,
         max_tokens_per_rank,
         padding: Some(padding).filter(|padding| !padding.is_none()),
         max_documents,
@@ -176,6 +180,7 @@ fn plan_dynamic_cp<'py>(
         num_stages: plan.num_stages,
         num_virtual_stages: plan.num_virtual_stages,
         schedule: plan.schedule.as_str(),
+        sync: plan.sync.as_str(),
         max_tokens_per_rank: plan.max_tokens_per_rank,
         max_documents: plan.max_documents,
         multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
@@ -192,7 +197,7 @@ fn plan_dynamic_cp<'py>(
 /// `DynamicCpPlan.step_seconds`: what a plan's groups, as sizes in the order of their ranks, make of other times.
 #[pyfunction]
 #[pyo3(signature = (
-    group_seconds, *, columns, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule,
+    group_seconds, *, columns, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule, sync,
     p2p_seconds,
 ))]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments of Python")]
@@ -206,6 +211,7 @@ fn dynamic_cp_seconds(
     #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
     #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
     schedule: &str,
+    sync: &str,
     #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
 ) -> PyResult<f64> {
     let (seconds, entries, found) = group_seconds;
@@ -233,6 +239,7 @@ fn dynamic_cp_seconds(
     let options = DynamicCpOptions {
         num_virtual_stages,
         schedule,
+        sync: choice(sync)?,
         p2p_seconds,
         ..DynamicCpOptions::new(world_size, num_stages, tokens)
     };

@@ -59,6 +59,14 @@ impl Sizes {
         })
     }
 
+    /// The lightest block of all sizes, the first of several.
+    #[inline]
+    pub(super) fn first(&self) -> Option<usize> {
+        let of_size = |Size { members, ladder, .. }: &Size| ladder.first().map(|(weight, at)| (weight, members[at]));
+        let lighter = |a: &(f64, u32), b: &(f64, u32)| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1));
+        self.sizes.iter().filter_map(of_size).min_by(lighter).map(|(_, block)| block as usize)
+    }
+
     /// Sets blocks aside until the lightest of each size has so much room. Those that were set aside before, and have so
     /// much, come back.
     ///
@@ -78,7 +86,7 @@ impl Sizes {
                 ladder.set(place as usize, weight(block(place as usize)));
             }
             loop {
-                let Some(place) = ladder.ascending().next() else { break };
+                let Some((_, place)) = ladder.first() else { break };
                 let room = room(block(place));
                 if room >= tokens {
                     break;
@@ -128,6 +136,8 @@ mod tests {
                 };
                 let expected: Vec<usize> = [1, 2, 4, 8].into_iter().flat_map(lightest).collect();
                 prop_assert_eq!(sizes.lightest(many, will_do).collect::<Vec<_>>(), expected);
+                let first = (0..blocks.len()).min_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds));
+                prop_assert_eq!(sizes.first(), first);
             }
         }
 

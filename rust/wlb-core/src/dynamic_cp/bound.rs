@@ -10,8 +10,10 @@
 //! after the other; on the first stage the forward of micro-batch `j` comes behind all forwards before it and the
 //! backwards up to `j - p`.
 
+use crate::packing::Sync;
+
 use super::cost::{Communication, Load};
-use super::options::DynamicCpOptions;
+use super::options::{DynamicCpOptions, GroupSizes};
 use super::problem::{Document, Problem};
 
 /// A step takes at least this long, whatever the plan, in seconds.
@@ -21,7 +23,8 @@ use super::problem::{Document, Problem};
 ///   constant part of `least` micro-batches;
 /// - the way of the longest document through the pipeline on its best group;
 /// - where the pipeline is not interleaved, what it takes to fill and drain it with `most` micro-batches
-///   ([`fill_and_drain`]), and around the `k` longest documents, for every `k` ([`around`]).
+///   ([`fill_and_drain`]), and around the `k` longest documents, for every `k` ([`around`]): on all ranks, and on those
+///   that have one of them, while the others do the rest ([`Hosts`]).
 ///
 /// All of them but the second with the hops to the last stage and back, which every path can be made to have.
 ///
@@ -56,8 +59,10 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
     if num_virtual_stages > 1 || num_stages == 1 {
         return bound;
     }
-    bound = bound.max(fill_and_drain(sum, stages, most) + to_the_last);
+    let filled = fill_and_drain(sum, stages, most);
+    bound = bound.max(filled + to_the_last);
     let balance = balance(stages, most);
+    let mut hosts = Hosts::new(problem, options, sum, filled, balance);
     let mut together = constant;
     let mut longer: Option<Least> = None;
     for document in problem.documents.iter().take(most) {
@@ -75,8 +80,131 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
         // Either all of them have all ranks, or one of them, no shorter than this one, goes all the way on fewer.
         let whole = around(longer.whole, shortest.whole).min(shortest.fewer + whole_way);
         bound = bound.max(around(longer.mean, shortest.mean)).max(whole);
+        hosts.join(problem, document);
+        bound = bound.max(hosts.seconds(bound - to_the_last) + to_the_last);
     }
     bound
+}
+
+/// Halvings between a time that is too short and one that is not.
+const HALVINGS: usize = 24;
+
+/// The ranks that have one of the `k` costliest documents, and the others, which have to do what these leave.
+///
+/// Say `h` ranks have one or several of them, and no group that has one is larger than `c`; so `h` is from `c` to `r`, all
+/// ranks. Each takes at least `t` of its micro-batch, on whatever group of at most `c`. The paths of [`around`] hold for
+/// each rank by itself. With `T` the time of the step, `S` all that a rank does, and `u` what it does in the micro-batches
+/// where it has some of them,
+///
+/// - `T >= u + 2/3 (S - u) + e` with `e = w/3 (a + 2) t`, and `T >= u + 1/3 (S - u) + w t`, on the `h` ranks;
+/// - `T >= g S` on all others, which fill and drain ([`fill_and_drain`]).
+///
+/// Sums over the ranks: the `S` are at least `W`, all work and the exchange that no plan hides; the `u` at least `Q`, the
+/// same of the `k` documents alone, since no group takes less for fewer documents; and `S >= u`. So, of the `h` ranks, the
+/// `S` are at most `3/2 h (T - e) - Q/2` and `3 h (T - w t) - 2 Q`, of the others `(r - h) T / g`, and these have to be `W`
+/// or more; the second of them has to be `Q` or more, so that `h (T - w t) >= Q`. For a `T` each of these is linear in `h`:
+/// whether there is an `h` for all of them is quickly told. If there is none for any `c`, no step takes so little; and none
+/// takes less, since all of them are easier to keep for a longer one. Where all ranks wait in each micro-batch, `h = r`.
+struct Hosts {
+    ranks: f64,
+    /// `W`, `1 / g`, `w`, `w (a + 2) / 3`.
+    total: f64,
+    even: f64,
+    way: f64,
+    ends: f64,
+    stages: f64,
+    /// The largest groups that there may be, `c`, the least of them that no smaller one is, and `t`; ascending.
+    sizes: Vec<(usize, usize, f64)>,
+    /// The documents' work, and their exchange beyond what attention hides; ranks that the widest needs.
+    work: f64,
+    exchange: f64,
+    widest: usize,
+    /// Ranks that take as long as those that have them, at least.
+    fewest: usize,
+}
+
+impl Hosts {
+    fn new(problem: &Problem, options: &DynamicCpOptions, sum: f64, filled: f64, balance: f64) -> Self {
+        let (ranks, stages) = (problem.world_size as f64, options.num_stages as f64);
+        let way = stages - 1.0;
+        let mut sizes = Vec::new();
+        let mut below = 0;
+        for size in problem.base_sizes() {
+            let least = if problem.group_sizes == GroupSizes::Any { below + 1 } else { size };
+            sizes.push((size, least, f64::INFINITY));
+            below = size;
+        }
+        let even = if filled > 0.0 { sum / filled } else { 1.0 };
+        let (total, ends) = (sum * ranks, way * (balance + 2.0) / 3.0);
+        let fewest = if options.sync == Sync::MicroBatch { problem.world_size } else { 1 };
+        Self { ranks, total, even, way, ends, stages, sizes, work: 0.0, exchange: 0.0, widest: 1, fewest }
+    }
+
+    /// Counts one more document among them.
+    fn join(&mut self, problem: &Problem, document: &Document) {
+        let load = &document.load;
+        let smallest = problem.smallest(load);
+        self.widest = self.widest.max(smallest);
+        self.work += load.work();
+        self.exchange += exposed(problem, load, smallest);
+        let mut shortest = f64::INFINITY;
+        for (size, fewest, least) in &mut self.sizes {
+            shortest = shortest.min(problem.least_seconds(load, *fewest, *size));
+            *least = least.min(shortest);
+        }
+    }
+
+    /// No step takes less, if it takes no less than `least`. (Without the hops.)
+    ///
+    /// # Complexity
+    /// O(log world_size) where that says it already.
+    fn seconds(&self, least: f64) -> f64 {
+        let held = (self.work + self.exchange.max(0.0)) / self.stages;
+        let takes = |seconds: f64| {
+            let of_size = |&(size, least, shortest): &(usize, usize, f64)| {
+                let fewest = least.max(self.widest).max(self.fewest) as f64;
+                size >= self.widest && self.takes(seconds, held, fewest, shortest / self.stages)
+            };
+            self.sizes.iter().any(of_size)
+        };
+        if least <= 0.0 || takes(least) {
+            return least;
+        }
+        let (mut short, mut long) = (least, 2.0 * least);
+        while !takes(long) && long.is_finite() {
+            (short, long) = (long, 2.0 * long);
+        }
+        for _ in 0..HALVINGS {
+            let middle = (short + long) / 2.0;
+            if takes(middle) { long = middle } else { short = middle }
+        }
+        short
+    }
+
+    /// Whether steps of so many seconds may be, with from `fewest` ranks on that have those documents, which take
+    /// `shortest` each and `held` together.
+    fn takes(&self, seconds: f64, held: f64, fewest: f64, shortest: f64) -> bool {
+        let spare = seconds - self.way * shortest;
+        if spare <= 0.0 {
+            return false;
+        }
+        let (mut fewest, mut most) = (fewest.max(held / spare), self.ranks);
+        let idle = seconds * self.even;
+        let kept = self.ranks * idle - self.total;
+        let first = (kept - held / 2.0, 1.5 * (seconds - self.ends * shortest) - idle);
+        let second = (kept - 2.0 * held, 3.0 * spare - idle);
+        for (without, each) in [first, second] {
+            // Whether `without + each * h` is not negative.
+            if each > 0.0 {
+                fewest = fewest.max(-without / each);
+            } else if each < 0.0 {
+                most = most.min(without / -each);
+            } else if without < 0.0 {
+                return false;
+            }
+        }
+        fewest <= most
+    }
 }
 
 /// Seconds of exchange that no plan hides, of all ranks together.
@@ -89,24 +217,23 @@ pub(super) fn lower_bound(problem: &Problem, options: &DynamicCpOptions, least: 
 /// than the sum of each document's least of these. That holds for every `C`: a large one does not let documents that
 /// hide much on few ranks hide what those that need many have to exchange.
 fn exchanged(problem: &Problem) -> f64 {
-    let Communication { overlap, .. } = problem.cost.communication;
-    let per_token = |communication: Communication| {
-        communication.seconds_per_token + communication.seconds_per_exchange / problem.max_tokens_per_rank as f64
-    };
-    let on = |load: &Load, cp_size: usize| {
-        let price = per_token(problem.cost.of_size(cp_size));
-        load.tokens as f64 * (cp_size - 1) as f64 * price - overlap * load.attention
-    };
     let from = |counted: usize| {
         let of = |document: &Document| {
             let smallest = problem.smallest(&document.load);
-            let least = on(&document.load, smallest.max(counted));
+            let least = exposed(problem, &document.load, smallest.max(counted));
             if smallest < counted { least.min(0.0) } else { least }
         };
         problem.documents.iter().map(of).sum::<f64>()
     };
     let counted = std::iter::successors(Some(2), |size| Some(2 * size));
     counted.take_while(|&size| size <= problem.largest_group).map(from).fold(0.0, f64::max)
+}
+
+/// The part of that sum that a document is on a group of so many ranks or more.
+fn exposed(problem: &Problem, load: &Load, cp_size: usize) -> f64 {
+    let Communication { seconds_per_exchange, seconds_per_token, overlap } = problem.cost.of_size(cp_size);
+    let price = seconds_per_token + seconds_per_exchange / problem.max_tokens_per_rank as f64;
+    load.tokens as f64 * (cp_size - 1) as f64 * price - overlap * load.attention
 }
 
 /// Least times, through the whole model, of a micro-batch with a document, on groups that it fits on. Not less for a

@@ -32,6 +32,13 @@ impl Demand {
         // What is added from a level on: nothing but differences, which are summed up at the end.
         let mut more = vec![0.0; levels.len() + 1];
         for document in &problem.documents {
+            // Most are so short that they are done in time on their smallest group, however short micro-batches are.
+            let smallest = problem.smallest(&document.load);
+            let seconds = problem.cost.seconds(&document.load, smallest) - constant;
+            if seconds <= levels[0].0 {
+                more[0] += seconds * smallest as f64 / world;
+                continue;
+            }
             let mut from = levels.len();
             let fastest = problem.fastest(&document.load);
             for cp_size in problem.sizes_for(&document.load) {

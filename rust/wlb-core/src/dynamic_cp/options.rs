@@ -2,7 +2,7 @@
 
 use crate::error::{Result, check_range, named_choices};
 use crate::limits::MAX_TOKENS;
-use crate::packing::Padding;
+use crate::packing::{Padding, Sync};
 use crate::pipeline::{PipelineOptions, Schedule};
 
 use super::cost::{Communication, Node};
@@ -30,6 +30,8 @@ pub struct DynamicCpOptions {
     pub num_virtual_stages: usize,
     /// In which order a stage runs them; 1F1B if not given, interleaved with several parts.
     pub schedule: Option<Schedule>,
+    /// Where the ranks of a stage wait for each other.
+    pub sync: Sync,
     /// Most tokens of a rank in one micro-batch, padding included: a memory bound.
     pub max_tokens_per_rank: i32,
     /// Sizes that each rank's tokens of a micro-batch are padded up to when they run.
@@ -64,6 +66,7 @@ impl DynamicCpOptions {
             num_stages,
             num_virtual_stages: 1,
             schedule: None,
+            sync: Sync::default(),
             max_tokens_per_rank,
             padding: None,
             max_documents: None,

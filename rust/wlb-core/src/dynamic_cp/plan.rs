@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::packing::Padding;
+use crate::packing::{Padding, Sync};
 use crate::pipeline::Schedule;
 
 /// Ranks that share the documents of one micro-batch.
@@ -34,6 +34,8 @@ pub struct DynamicCpPlan {
     pub num_virtual_stages: usize,
     /// In which order a stage runs them.
     pub schedule: Schedule,
+    /// Where the ranks of a stage wait for each other, which `seconds` counts.
+    pub sync: Sync,
     /// Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest size within that.
     pub max_tokens_per_rank: i32,
     /// What each rank's tokens of a micro-batch are padded to when they run, if they are.

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::interrupt::Meter;
+use crate::packing::Sync;
 use crate::pipeline::{Kind, Pipeline};
 
 use super::draft::Draft;
@@ -12,7 +13,8 @@ use super::plan::Group;
 ///
 /// Each stage has `world_size` ranks, and rank `r` of a stage hands its micro-batches to rank `r` of the next. All of
 /// them run the same order of ops. A group's op starts when all of its ranks are free and have their input. Groups
-/// change from micro-batch to micro-batch, and so do the ranks that wait for one another.
+/// change from micro-batch to micro-batch, and so do the ranks that wait for one another. Where they wait in every
+/// micro-batch, all ranks of a stage do so like those of one group, as slow as its slowest.
 ///
 /// # Complexity
 /// O(ops * world_size).
@@ -102,6 +104,13 @@ pub fn step_seconds_by_column(
 }
 
 pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize], options: &DynamicCpOptions) -> f64 {
+    if options.sync == Sync::MicroBatch && options.world_size > 1 {
+        let slowest = |ends: &[usize]| groups[ends[0]..ends[1]].iter().map(|group| group.seconds).fold(0.0, f64::max);
+        let one = |ends| Group { first_rank: 0, cp_size: 1, seconds: slowest(ends) };
+        let together: Vec<Group> = offsets.windows(2).map(one).collect();
+        let offsets: Vec<usize> = (0..offsets.len()).collect();
+        return of_groups(pipeline, &together, &offsets, &DynamicCpOptions { world_size: 1, ..options.clone() });
+    }
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, p2p_seconds, .. } = options;
     let third = 1.0 / (3 * num_stages * num_virtual_stages) as f64;
     let num_micro_batches = offsets.len() - 1;

@@ -19,6 +19,8 @@ use super::ranks::FreeRanks;
 
 /// Halves may take this much longer than what their micro-batch takes anyway.
 const SLACK: f64 = 1.0 + 1.0 / 256.0;
+/// Whether a solution becomes too late is asked so often. Costliest first, half of the documents are most of the work.
+const PARTS: usize = 4;
 
 struct Blocks<'a> {
     problem: &'a Problem,
@@ -29,6 +31,9 @@ struct Blocks<'a> {
 }
 
 const NOWHERE: u32 = u32::MAX;
+
+/// Whether micro-batches that take so many seconds are too late.
+pub(super) type Late<'a> = &'a mut dyn FnMut(&[f64]) -> bool;
 
 /// Where a document goes that does not fit where the least time beyond the target is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -101,6 +106,7 @@ impl<'a> Blocks<'a> {
             self.blocks.push(Block { micro_batch, first_rank, cp_size, load: document.load, seconds });
         }
         let seconds = problem.cost.micro_batch_seconds;
+        self.blocks.reserve(targets.len() * (problem.world_size / base + 1));
         for (j, free) in free.into_iter().enumerate() {
             for (first, size) in free.cut(problem.group_sizes, base, problem.largest_group) {
                 let (micro_batch, first_rank, cp_size) = (j as u32, first as u32, size as u32);
@@ -110,9 +116,19 @@ impl<'a> Blocks<'a> {
     }
 
     /// Places the other documents in that order: each to the block that is furthest below its target; if it does not fit
-    /// there, to another. A block of as many documents as a group may have takes none. `None` if it fits nowhere.
-    fn fill(&mut self, order: &mut dyn Iterator<Item = u32>, base: usize, overflow: Overflow) -> Option<()> {
+    /// there, to another. A block of as many documents as a group may have takes none. `None` if it fits nowhere, or if what
+    /// micro-batches take is too late.
+    fn fill(
+        &mut self,
+        order: &mut dyn Iterator<Item = u32>,
+        base: usize,
+        overflow: Overflow,
+        mut late: Option<Late<'_>>,
+    ) -> Option<()> {
         let Self { problem, targets, blocks, assignment } = self;
+        let part = problem.documents.len().div_ceil(PARTS);
+        let mut placed = 0;
+        let mut is_late = |blocks: &[Block]| late.as_mut().is_some_and(|late| late(&slowest(blocks, targets.len())));
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
         let weight = |block: &Block| if problem.is_full(&block.load) { f64::INFINITY } else { over(block) };
         let mut by_time = Sizes::new(blocks, weight);
@@ -122,6 +138,10 @@ impl<'a> Blocks<'a> {
         // the same. 12, 24 or 48 ranks have no more blocks of a size than this.
         let many = if problem.cost.is_free() { 1 } else { targets.len() };
         for place in order {
+            placed += 1;
+            if placed % part == 0 && is_late(blocks) {
+                return None;
+            }
             if assignment[place as usize] != NOWHERE {
                 continue;
             }
@@ -132,11 +152,10 @@ impl<'a> Blocks<'a> {
                 Block { load, seconds: problem.cost.at(block.first_rank, &load, cp_size), ..*block }
             };
             let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
-            let lightest = |a: &usize, b: &usize| weight(&blocks[*a]).total_cmp(&weight(&blocks[*b])).then(a.cmp(b));
             if overflow == Overflow::NextLightest {
                 by_time.make_room(document.load.tokens, blocks, |block| problem.room(block), weight);
             }
-            let mut chosen = by_time.lightest(1, |_| true).min_by(lightest)?;
+            let mut chosen = by_time.first()?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
                 meter.spend(targets.len());
@@ -160,7 +179,7 @@ impl<'a> Blocks<'a> {
             }
             assignment[place as usize] = chosen as u32;
         }
-        Some(())
+        (!is_late(blocks)).then_some(())
     }
 
     fn into_draft(self) -> Draft {
@@ -209,6 +228,16 @@ impl<'a> Blocks<'a> {
     }
 }
 
+/// Seconds of each micro-batch so far, on its slowest block.
+fn slowest(blocks: &[Block], num_micro_batches: usize) -> Vec<f64> {
+    let mut seconds = vec![0.0_f64; num_micro_batches];
+    for block in blocks {
+        let slowest = &mut seconds[block.micro_batch as usize];
+        *slowest = slowest.max(block.seconds);
+    }
+    seconds
+}
+
 impl Problem {
     /// Documents that want more than `base` ranks, and how many, in falling numbers.
     fn large(&self, base: usize, full: f64) -> Vec<(usize, usize)> {
@@ -243,17 +272,27 @@ impl Problem {
     }
 
     /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where
-    /// these will do: for memory, and to be done in `full` seconds. `None` if the documents do not fit.
+    /// these will do: for memory, and to be done in `full` seconds. `None` if the documents do not fit, or if micro-batches
+    /// become too late: of what each of them takes with a part of the documents, and with all, before blocks are halved.
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document
     /// that needs a larger block. Where `base` does not divide `r`, up to O(m log r) more for any, and O(m r / base)
     /// where memory binds. Twice that where exchange costs and documents do not fit at first.
-    pub(super) fn solve(&self, targets: &[f64], base: usize, full: f64) -> Option<Draft> {
-        let solved = |order: &mut dyn Iterator<Item = u32>, overflow| {
+    pub(super) fn solve(&self, targets: &[f64], base: usize, full: f64, mut late: Option<Late<'_>>) -> Option<Draft> {
+        let (asks, mut given_up) = (late.is_some(), false);
+        let mut solved = |order: &mut dyn Iterator<Item = u32>, overflow| {
+            if given_up {
+                return None;
+            }
             let mut blocks = Blocks::new(self, targets.to_vec());
             blocks.open(base, full);
-            blocks.fill(order, base, overflow)?;
+            let mut noted = |seconds: &[f64]| {
+                given_up = late.as_mut().is_some_and(|late| late(seconds));
+                given_up
+            };
+            let late: Option<Late<'_>> = if asks { Some(&mut noted) } else { None };
+            blocks.fill(order, base, overflow, late)?;
             Some(blocks.into_draft())
         };
         let places = || 0..self.documents.len() as u32;

@@ -20,6 +20,7 @@ use super::refine::Refined;
 use super::relaxed::Relaxed;
 use super::shape;
 use super::simulate;
+use super::solver::Late;
 
 /// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
 const FIRST_STEPS: usize = 6;
@@ -31,6 +32,14 @@ const PROMISE: f64 = 0.998;
 const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
 /// Where exchange costs, so few documents are also planned by the targets of one that costs nothing.
 const FEW: usize = 1024;
+/// Of more, another gain is tried for numbers of micro-batches that were so close to the best with those before.
+const NEAR: f64 = 1.05;
+/// Promises that differ less are of the same problem.
+const SAME: f64 = 1e-9;
+/// A solution is given up where what is placed so far takes so much longer than the best: halving blocks makes up for less.
+const LATE: f64 = 1.05;
+/// No larger blocks are tried where the step takes so much longer than with smaller ones.
+const LARGE: f64 = 1.2;
 /// Of those, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
 const CLOSE: f64 = 1.1;
 /// So few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in each.
@@ -134,6 +143,7 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
         num_stages: options.num_stages,
         num_virtual_stages: options.num_virtual_stages,
         schedule: options.schedule(),
+        sync: options.sync,
         max_tokens_per_rank,
         padding: options.padding.clone(),
         max_documents: options.max_documents,
@@ -184,13 +194,15 @@ struct Search<'a> {
     /// Where exchange costs.
     demand: Option<Demand>,
     /// What each number of micro-batches promised with the gain before.
-    promises: Vec<f64>,
+    promises: Vec<(usize, f64)>,
     /// The problem and the size of blocks that suited the best so far.
     suited: Option<(&'a Problem, usize)>,
     /// The least price with the problem at hand, and the size of blocks that gave it.
     fitting: Option<(f64, usize)>,
     /// The best of each number of micro-batches, of few documents.
     others: Vec<Best>,
+    /// A solution is given up if its price is above this.
+    limit: f64,
 }
 
 impl<'a> Search<'a> {
@@ -209,6 +221,7 @@ impl<'a> Search<'a> {
             suited,
             fitting,
             others,
+            limit: f64::INFINITY,
         }
     }
 
@@ -260,13 +273,22 @@ impl<'a> Search<'a> {
 
     /// The candidate whose targets promise most first.
     fn all(&mut self, counts: &[usize]) -> Result<()> {
-        let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
+        let near: Vec<usize> = counts.iter().copied().filter(|&count| self.is_near(count)).collect();
+        let mut candidates = near.into_iter().map(|count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
         // What promises the same as with the gain before is the same problem.
-        let before = std::mem::replace(&mut self.promises, candidates.iter().map(|c| c.relaxed.seconds).collect());
-        let mut before = before.into_iter();
-        candidates.retain(|candidate| before.next() != Some(candidate.relaxed.seconds));
+        let promise = |candidate: &Candidate| (candidate.num_micro_batches, candidate.relaxed.seconds);
+        let before = std::mem::replace(&mut self.promises, candidates.iter().map(promise).collect());
+        let same = |a: (usize, f64), b: (usize, f64)| a.0 == b.0 && (a.1 - b.1).abs() <= SAME * b.1;
+        candidates.retain(|candidate| !before.iter().any(|&before| same(before, promise(candidate))));
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
         candidates.into_iter().try_for_each(|candidate| self.attempt(candidate))
+    }
+
+    /// Whether a number of micro-batches may be the best with another gain; of few documents any may.
+    fn is_near(&self, count: usize) -> bool {
+        let Some(best) = self.best.as_ref().filter(|_| self.problem.documents.len() > FEW) else { return true };
+        let least = best.price(self.options) * NEAR;
+        self.sweep.iter().all(|&(tried, seconds)| tried != count || price(self.options, count, seconds) <= least)
     }
 
     /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise.
@@ -281,7 +303,12 @@ impl<'a> Search<'a> {
         let pipeline = self.pipeline(num_micro_batches)?;
         self.descend(relaxed, STEPS, &pipeline);
         if self.tries_sizes() {
-            self.sizes(&candidate, &pipeline)
+            // Of few documents the second best may become the best.
+            let late = self.best.as_ref().filter(|_| self.problem.documents.len() > SMALL);
+            self.limit = late.map_or(f64::INFINITY, |best| best.price(self.options) * LATE);
+            let tried = self.sizes(&candidate, &pipeline);
+            self.limit = f64::INFINITY;
+            tried
         } else {
             self.solve(&candidate, self.problem.largest_group, &pipeline).map(|_| ())
         }
@@ -359,13 +386,19 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. All of them
-    /// at first, with every gain; then from the one that was fastest with this gain, as long as it gets faster.
+    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. At first,
+    /// with every gain, from the smallest up to one that is far from the best; then from the one that was fastest with this
+    /// gain, as long as it gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
         let Some(middle) = self.fitting.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
+            let mut least = f64::INFINITY;
             for &size in &sizes {
-                self.solve(candidate, size, pipeline)?;
+                let seconds = self.solve(candidate, size, pipeline)?;
+                if self.problem.documents.len() > SMALL && least.is_finite() && seconds > least * LARGE {
+                    break;
+                }
+                least = least.min(seconds);
             }
             return Ok(());
         };
@@ -415,7 +448,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// The seconds of a solution, infinite if there is none.
+    /// The seconds of a solution, or of the part of it that made it too late; infinite if there is none.
     ///
     /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and
     /// close where micro-batches are balanced.
@@ -439,15 +472,23 @@ impl<'a> Search<'a> {
         pipeline: &Pipeline,
     ) -> Result<f64> {
         let num_micro_batches = candidate.num_micro_batches;
-        let Some(draft) = self.problem.solve(targets, base, full) else { return Ok(f64::INFINITY) };
-        let costs = draft.costs();
-        let order = shape::arrange(&costs, targets);
+        let (problem, options, limit) = (self.problem, self.options, self.limit);
+        let mut given_up = None;
+        let mut late = |costs: &[f64]| {
+            let seconds = self.timed(costs, targets, pipeline).map_or(f64::INFINITY, |timed| timed.0);
+            given_up = Some(seconds).filter(|&seconds| price(options, num_micro_batches, seconds) > limit);
+            given_up.is_some()
+        };
+        let late: Option<Late<'_>> = if limit.is_finite() { Some(&mut late) } else { None };
+        let draft = problem.solve(targets, base, full, late);
+        if let Some(seconds) = given_up {
+            self.note(num_micro_batches, seconds);
+        }
+        let Some(draft) = draft else { return Ok(given_up.unwrap_or(f64::INFINITY)) };
+        let (seconds, order) = self.timed(&draft.costs(), targets, pipeline)?;
         if !self.fits_memory(pipeline, &draft, &order)? {
             return Ok(f64::INFINITY);
         }
-        let p2p = [self.options.p2p_seconds];
-        let times = Times::per_micro_batch(&costs)?.with_p2p(&p2p)?;
-        let seconds = pipeline.makespan_in_order(&times, &order, &mut self.buffers);
         self.note(num_micro_batches, seconds);
         let price = price(self.options, num_micro_batches, seconds);
         let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
@@ -466,6 +507,14 @@ impl<'a> Search<'a> {
             }
         }
         Ok(seconds)
+    }
+
+    /// Seconds of a step whose micro-batches take so much, and their order in it.
+    fn timed(&mut self, costs: &[f64], targets: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
+        let order = shape::arrange(costs, targets);
+        let p2p = [self.options.p2p_seconds];
+        let times = Times::per_micro_batch(costs)?.with_p2p(&p2p)?;
+        Ok((pipeline.makespan_in_order(&times, &order, &mut self.buffers), order))
     }
 
     /// Makes the best faster; of few documents, the best of every number of micro-batches.

@@ -9,7 +9,7 @@ use wlb_core::cost::Unit;
 use wlb_core::dynamic_cp::{
     self as core, Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, GroupSizes, plan_dynamic_cp,
 };
-use wlb_core::packing::Padding;
+use wlb_core::packing::{Padding, Sync};
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
 use wlb_core::sharding::Remainder;
 use wlb_core::{Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
@@ -387,6 +387,13 @@ pub(crate) fn group_seconds(
 pub(crate) fn step_seconds(micro_batches: &[Vec<Group>], options: &DynamicCpOptions) -> f64 {
     let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
     let schedule = options.schedule();
+    let together = |groups: &Vec<Group>| {
+        let seconds = groups.iter().map(|group| group.seconds).fold(0.0, f64::max);
+        vec![Group { first_rank: 0, cp_size: options.world_size as u32, seconds }]
+    };
+    // All ranks wait for all in each micro-batch: they are as one group.
+    let met: Vec<Vec<Group>> = micro_batches.iter().map(together).collect();
+    let micro_batches = if options.sync == Sync::MicroBatch { &met } else { micro_batches };
     let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches: micro_batches.len() };
     let orders = layout.orders().unwrap();
     let mut step = Step { micro_batches, options, orders: &orders, ends: HashMap::new() };

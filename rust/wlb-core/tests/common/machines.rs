@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::Schedule;
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, GroupSizes, Node};
-use wlb_core::packing::Padding;
+use wlb_core::packing::{Padding, Sync};
 
 fn communication() -> impl Strategy<Value = Communication> {
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e3, 1 => 1e3..1e8];
@@ -37,7 +37,8 @@ pub(crate) fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     let sizes = select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]);
     // Ranks of a node, and what part of the price is left inside.
     let node = (1_usize..10, prop_oneof![Just(0.0), Just(1.0), 0.0..1.0]);
-    let groups = (part, sizes, proptest::option::weighted(0.3, node), shapes(longest));
+    let sync = prop_oneof![3 => Just(Sync::Step), 1 => Just(Sync::MicroBatch)];
+    let groups = (part, sizes, proptest::option::weighted(0.3, node), shapes(longest), sync);
     (world_size, stages, virtual_stages, max_tokens, count, groups, communication(), seconds(), seconds()).prop_map(
         |(
             world_size,
@@ -45,7 +46,7 @@ pub(crate) fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
             (num_virtual_stages, schedule),
             max_tokens_per_rank,
             count,
-            (part, sizes, node, (padding, max_documents)),
+            (part, sizes, node, (padding, max_documents), sync),
             communication,
             p2p,
             constant,
@@ -55,6 +56,7 @@ pub(crate) fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 num_stages,
                 num_virtual_stages,
                 schedule,
+                sync,
                 max_tokens_per_rank,
                 padding,
                 max_documents,

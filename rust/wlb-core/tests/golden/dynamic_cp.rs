@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use wlb_core::Schedule;
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, Group, GroupSizes, Node, plan_dynamic_cp};
-use wlb_core::packing::Padding;
+use wlb_core::packing::{Padding, Sync};
 
 use crate::common::check::close;
 use crate::common::dynamic_cp::{Works, group_seconds, planned, size_of, step_seconds};
@@ -37,6 +37,8 @@ struct Machine {
     num_virtual_stages: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     schedule: Option<Schedule>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sync: Option<Sync>,
     #[serde(skip_serializing_if = "Option::is_none")]
     multiple_of_tokens: Option<i32>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -89,6 +91,7 @@ impl DynamicCpCase {
         DynamicCpOptions {
             num_virtual_stages: machine.num_virtual_stages.unwrap_or(1),
             schedule: machine.schedule,
+            sync: machine.sync.unwrap_or_default(),
             padding: Some(Padding::new(machine.multiple_of_tokens.unwrap_or(1), &machine.token_buckets).unwrap())
                 .filter(|padding| !padding.is_none()),
             max_documents: machine.max_documents,
