@@ -85,8 +85,7 @@ impl Sizes {
                 aside.pop();
                 ladder.set(place as usize, weight(block(place as usize)));
             }
-            loop {
-                let Some((_, place)) = ladder.first() else { break };
+            while let Some((_, place)) = ladder.first() {
                 let room = room(block(place));
                 if room >= tokens {
                     break;
