@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;
 use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, GroupSizes, Node, plan_dynamic_cp};
-use wlb_core::packing::{Padding, Sync};
+use wlb_core::packing::Padding;
 use wlb_core::pipeline::{Buffers, PipelineOptions, Times};
 use wlb_core::{CostModel, Error, Lengths, Mask, Pipeline, Schedule};
 
