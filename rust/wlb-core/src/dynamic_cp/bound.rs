@@ -91,20 +91,21 @@ const HALVINGS: usize = 24;
 
 /// The ranks that have one of the `k` costliest documents, and the others, which have to do what these leave.
 ///
-/// Say `h` ranks have one or several of them, and no group that has one is larger than `c`; so `h` is from `c` to `r`, all
-/// ranks. Each takes at least `t` of its micro-batch, on whatever group of at most `c`. The paths of [`around`] hold for
-/// each rank by itself. With `T` the time of the step, `S` all that a rank does, and `u` what it does in the micro-batches
-/// where it has some of them,
+/// Say `h` ranks have one or several of them, and no group that has one is larger than `c`; so `h` is from `c` to `r`,
+/// all ranks. Each takes at least `t` of its micro-batch, on whatever group of at most `c`. The paths of [`around`]
+/// hold for each rank by itself. With `T` the time of the step, `S` all that a rank does, and `u` what it does in the
+/// micro-batches where it has some of them,
 ///
 /// - `T >= u + 2/3 (S - u) + e` with `e = w/3 (a + 2) t`, and `T >= u + 1/3 (S - u) + w t`, on the `h` ranks;
 /// - `T >= g S` on all others, which fill and drain ([`fill_and_drain`]).
 ///
-/// Sums over the ranks: the `S` are at least `W`, all work and the exchange that no plan hides; the `u` at least `Q`, the
-/// same of the `k` documents alone, since no group takes less for fewer documents; and `S >= u`. So, of the `h` ranks, the
-/// `S` are at most `3/2 h (T - e) - Q/2` and `3 h (T - w t) - 2 Q`, of the others `(r - h) T / g`, and these have to be `W`
-/// or more; the second of them has to be `Q` or more, so that `h (T - w t) >= Q`. For a `T` each of these is linear in `h`:
-/// whether there is an `h` for all of them is quickly told. If there is none for any `c`, no step takes so little; and none
-/// takes less, since all of them are easier to keep for a longer one. Where all ranks wait in each micro-batch, `h = r`.
+/// Sums over the ranks: the `S` are at least `W`, all work and the exchange that no plan hides; the `u` at least `Q`,
+/// the same of the `k` documents alone, since no group takes less for fewer documents; and `S >= u`. So, of the `h`
+/// ranks, the `S` are at most `3/2 h (T - e) - Q/2` and `3 h (T - w t) - 2 Q`, of the others `(r - h) T / g`, and these
+/// have to be `W` or more; the second of them has to be `Q` or more, so that `h (T - w t) >= Q`. For a `T` each of
+/// these is linear in `h`: whether there is an `h` for all of them is quickly told. If there is none for any `c`, no
+/// step takes so little; and none takes less, since all of them are easier to keep for a longer one. Where all ranks
+/// wait in each micro-batch, `h = r`.
 struct Hosts {
     ranks: f64,
     /// `W`, `1 / g`, `w`, `w (a + 2) / 3`.
