@@ -581,8 +581,7 @@ fn least_loss(
         let leaves = within(from);
         let waits = |i: &&usize| !leaves.contains(i) && !due.contains(i);
         let mut waiting: i128 = by_cost.iter().filter(waits).map(|&i| debt(i)).sum();
-        let everything =
-            plan.costs.iter().sum::<f64>() + (cost_from_the_end(&leaves) + cost_of(&due_before(from)));
+        let everything = plan.costs.iter().sum::<f64>() + (cost_from_the_end(&leaves) + cost_of(&due_before(from)));
         let due_tokens: i64 = due.iter().map(|&i| length(i)).sum();
         // What may wait leaves room for what is due.
         let mut spare = n as i64 * holds.tokens - plan.tokens.iter().sum::<i64>() - due_tokens;

@@ -406,10 +406,7 @@ impl<'a> Search<'a> {
                 }
             }
             let heaviest = (first.empty_cost() + longest.max(before.heaviest_due)).max(heaviest_first);
-            Cut {
-                from,
-                loss: self.loss(heaviest, first_cost + (cost + before.due_cost), before.debt + beyond),
-            }
+            Cut { from, loss: self.loss(heaviest, first_cost + (cost + before.due_cost), before.debt + beyond) }
         };
         for (from, document) in self.documents.iter().enumerate() {
             if !document.due && self.may_begin(from) {
@@ -427,7 +424,8 @@ impl<'a> Search<'a> {
     /// cheapest.
     fn may_begin(&self, place: usize) -> bool {
         let Some(budget) = &self.budget else { return true };
-        let cheapest = place + 1 == self.documents.len() && self.first.placement.tokens.iter().all(|&tokens| tokens == 0);
+        let cheapest =
+            place + 1 == self.documents.len() && self.first.placement.tokens.iter().all(|&tokens| tokens == 0);
         self.documents[place].cost <= budget.left || cheapest
     }
 
