@@ -42,7 +42,7 @@ def measure(
     delay_price: float | None,
     thresholds: tuple[int, ...] = (),
 ) -> tuple[list[float], float]:
-    """What a packer does to the sample at this price or with these thresholds, read as in training; the time it loses."""
+    """What a packer does to the sample at this price or with these thresholds, and the time it loses."""
     release = "fifo" if delay_price is None else "adaptive"
     packer = wlb.Packer(outlier_thresholds=thresholds, release=release, delay_price=delay_price, **packing)
     reading = Reading(np.asarray(lengths), packer, tokens_per_batch)

@@ -174,8 +174,8 @@ class DynamicCpPlan(Copied):
         multiple_of_tokens: Each rank's tokens of a micro-batch run padded up to a multiple of this, and
         token_buckets: to one of these sizes, ascending, if there are any.
         seconds: Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a
-            group wait for one another, and all ranks of a stage where `sync` says so. With columns of costs the sum over
-            them: each is a pass of its own.
+            group wait for one another, and all ranks of a stage where `sync` says so. With columns of costs the sum
+            over them: each is a pass of its own.
         column_seconds: float64[columns]: what each column takes of it; one where documents brought no columns.
         p2p_seconds: Latency between pipeline stages, which `seconds` counts.
         lower_bound: But for rounding, no plan takes less that has at most as many micro-batches as were tried and at
