@@ -460,7 +460,7 @@ impl Arrived {
     }
 }
 
-/// The adaptive rule: what is `due` leaves in its place, or, if it finds no room so or the step's work is bounded, first.
+/// The adaptive rule: what is `due` leaves in its place, or first, if it finds no room so, or if the step costs too much.
 /// `by_cost` is all but what is carried, costliest first.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn adaptive(
@@ -473,14 +473,17 @@ pub(crate) fn adaptive(
     config: &PackerConfig,
     costs: &Costs,
 ) -> Plan {
-    if budget == f64::INFINITY {
-        let plan = least_loss(listing, carried, due, by_cost, iteration, budget, config, costs);
-        if carried.iter().chain(due).all(|&i| plan.assignment[i] >= 0) {
-            return plan;
-        }
-    }
     let others: Vec<usize> = by_cost.iter().copied().filter(|i| !due.contains(i)).collect();
-    least_loss(listing, &[carried, due].concat(), &[], &others, iteration, budget, config, costs)
+    let urgent = [carried, due].concat();
+    let mut plan = least_loss(listing, carried, due, by_cost, iteration, f64::INFINITY, config, costs);
+    if !urgent.iter().all(|&i| plan.assignment[i] >= 0) {
+        plan = least_loss(listing, &urgent, &[], &others, iteration, f64::INFINITY, config, costs);
+    }
+    let leaves = (0..listing.len()).filter(|&i| plan.assignment[i] >= 0);
+    if leaves.map(|i| costs.of[i]).sum::<f64>() > budget {
+        plan = least_loss(listing, &urgent, &[], &others, iteration, budget, config, costs);
+    }
+    plan
 }
 
 /// The best of the eight cuts with the lowest bounds, in which all that is `due` leaves; nothing but `first` where it finds

@@ -22,8 +22,8 @@
 //! context, a long document that is due would leave alone, and its company would wait on. What may wait leaves as many
 //! tokens free as what is due needs. Only where a due document finds no room so, what is due goes first.
 //!
-//! Where the work of a step is bounded, what is due goes first, and what of a cut leaves is chosen by what its waiting would
-//! cost, for its work: light documents first, and heavy ones the longer they wait.
+//! Where the work of a step is bounded and that step has more, what is due goes first, and what of a cut leaves is chosen by
+//! what its waiting would cost, for its work: light documents first, and heavy ones the longer they wait.
 //!
 //! Where ranks wait for each other once a step, their sums are what has to be level. Then all this is done with ranks that
 //! have the room of all their micro-batches, and what leaves is placed into these, as Algorithm 1 does, afterwards.
@@ -61,13 +61,13 @@ pub(super) struct Tried<'a> {
 /// * `tried` - the urgent must leave, whatever it costs. If one of them finds no room in its place, they are placed first,
 ///   as Algorithm 1 does, and if one finds none then, all of them again by tokens alone. Those that find none then either
 ///   are in `leftover`.
-/// * `budget` - the most that the documents of the step may cost; infinite for no bound. What is urgent may cost more, and
-///   goes first where there is a bound.
+/// * `budget` - the most that the documents of the step may cost; infinite for no bound. Where they cost more without one,
+///   they are chosen anew, the urgent, which may cost more, first.
 ///
 /// # Complexity
-/// A sort, or two with a bound, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
-/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up. Twice that where
-/// a due document finds no room in its place.
+/// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
+/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up. That again where
+/// a due document finds no room in its place, and where the step costs more than it may.
 pub(super) fn place(
     priced: &Priced<'_>,
     pieces: &[Waiting],
@@ -77,18 +77,17 @@ pub(super) fn place(
     config: &PackerConfig,
 ) -> Placement {
     let Tried { urgent, carried, after } = *tried;
-    let placed = |first: usize| {
+    let placed = |first: usize, budget: f64| {
         let order = after(first);
         let (first, others) = order.split_at(first);
         place_after(priced, pieces, (first, others), &urgent[first.len()..], iteration, budget, config)
     };
-    if carried < urgent.len() && budget == f64::INFINITY {
-        let placement = placed(carried);
-        if urgent.iter().all(|&index| placement.assignment[index] >= 0) {
-            return placement;
-        }
-    }
-    placed(urgent.len())
+    let all_leave = |placement: &Placement| urgent.iter().all(|&index| placement.assignment[index] >= 0);
+    let in_place = (carried < urgent.len()).then(|| placed(carried, f64::INFINITY)).filter(all_leave);
+    let placement = in_place.unwrap_or_else(|| placed(urgent.len(), f64::INFINITY));
+    let costs = priced.costs.values().iter().zip(&placement.assignment);
+    let spent: f64 = costs.filter(|&(_, &micro_batch)| micro_batch >= 0).map(|(&cost, _)| cost).sum();
+    if spent <= budget { placement } else { placed(urgent.len(), budget) }
 }
 
 /// The step that loses least of those in which `first` is placed first and all that is `due` leaves with the `others`;
