@@ -127,6 +127,20 @@ def test_documents_bring_their_own_costs() -> None:
     assert same.digest() == wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE).digest()
 
 
+def test_where_ranks_wait_is_part_of_a_plan() -> None:
+    machine = {"costs": [[1, 2.0], [3, 4]], "world_size": 2, "num_stages": 2, "max_tokens_per_rank": 100}
+    once, always = (wlb.plan_dynamic_cp([5, 6], sync=sync, **machine) for sync in ("step", "micro_batch"))
+    assert once != always
+    assert once.digest() != always.digest()
+
+
+def test_columns_of_next_to_nothing_are_planned() -> None:
+    costs = np.array([[1, 2], [2, 1], [3, 1.0]]) * 1e-308
+    paid = {"cp_seconds_per_token": 1.0, "cp_overlap": 0.0}
+    plan = wlb.plan_dynamic_cp([5, 10, 20], costs=costs, world_size=2, num_stages=2, max_tokens_per_rank=100, **paid)
+    assert violations(plan, [5, 10, 20]) == []
+
+
 def test_columns_of_costs_are_level_each_by_itself() -> None:
     """A step takes the sum of them; what is paid beside them is paid in the last, once."""
     rng = np.random.default_rng(0)

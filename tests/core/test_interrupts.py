@@ -26,7 +26,7 @@ CALLS: dict[str, Callable[[], object]] = {
         np.repeat(LENGTHS, 8), num_micro_batches=1 << 20, max_tokens=131072, cost_model=COST, leftover="return"
     ),
     "as few as hold it": lambda: wlb.pack(
-        LENGTHS, num_micro_batches=None, max_tokens=131072, cost_model=COST, method="refined"
+        np.repeat(LENGTHS, 8), num_micro_batches=None, max_tokens=131072, cost_model=COST, method="refined"
     ),
     "tune_outlier_thresholds": lambda: wlb.tune_outlier_thresholds(FEW, max_document_tokens=131072, **PACKER),
     "tune_delay_price": lambda: wlb.tune_delay_price(FEW, max_document_tokens=131072, **PACKER),

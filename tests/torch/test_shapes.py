@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import wlb
+import wlb.torch as wt
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
@@ -36,6 +37,21 @@ TEXTS = [[np.arange(1, length + 1) for length in np.random.default_rng(n).intege
 def packer(dp_size: int, sync: Any = "step", **options: Any) -> wlb.Packer:
     defaults = {"num_micro_batches": 8, "max_tokens": 100, "max_document_tokens": 64, "release": "adaptive"}
     return wlb.Packer(**{**defaults, **SIZES, "cost_model": COST, "dp_size": dp_size, "sync": sync, **options})
+
+
+def test_a_balanced_loader_makes_batches_of_the_shapes_that_it_plans_for() -> None:
+    documents = Documents([{"input_ids": text} for text in TEXTS[0]])
+    told: dict[str, Any] = {"tokens_per_batch": 400, "max_tokens": 100, "cost_model": COST}
+    steps = list(wt.balanced_loader(documents, **told, **SIZES))
+    for batch in (batch for step in steps for batch in step.micro_batches):
+        assert batch.tokens.numel() in (0, 48, 96)
+    assert sum(len(batch.document_ids) for step in steps for batch in step.micro_batches) == len(TEXTS[0])
+    for waits in ({"release": "adaptive"}, {"outlier_thresholds": [50]}):
+        packer = wt.balanced_loader(documents, **told, max_delay=0, **waits).packer
+        assert packer is not None
+        assert packer.max_delay == 0
+    with pytest.raises(wlb.WlbError, match="shuffle"):
+        wt.balanced_loader(documents, **told, shuffle="no")
 
 
 def unshard(batches: list[PackedBatch], name: str) -> list[int]:

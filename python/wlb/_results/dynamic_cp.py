@@ -284,7 +284,7 @@ class DynamicCpPlan(Copied):
         return self._padding(0, len(self._cp_sizes))
 
     def digest(self) -> str:
-        """Hex hash of which documents run when and where: equal on two ranks iff their plans are equal."""
+        """Hex hash of which documents run when and where: equal on two ranks iff their plans are, but for seconds."""
         return self._digest
 
     def _of_ranks(self, of_groups: NDArray[_Number]) -> NDArray[_Number]:

@@ -181,7 +181,7 @@ def var_length(
         **packer_options(setup, max_delay),
         **given,
         "outlier_thresholds": thresholds,
-        **bounded(options or {}, setup.max_step_cost),
+        **bounded(options or {}, setup.max_step_cost, batches=setup.split),
     }
     packer = Packer(**options)
     reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs, max_early=max_early)
@@ -210,10 +210,14 @@ def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
     }
 
 
-def bounded(packer: Mapping[str, Any], max_step_cost: float | None) -> dict[str, Any]:
-    """Arguments of a packer with the bound on the work of a step, where its release rule knows one."""
-    adaptive = packer.get("release") == "adaptive" and max_step_cost is not None
-    return {**packer, "max_step_cost": max_step_cost} if adaptive else {**packer}
+def bounded(packer: Mapping[str, Any], max_step_cost: float | None, *, batches: float = 1) -> dict[str, Any]:
+    """Arguments of a packer with the bound on the work of a step, where its release rule knows one.
+
+    A packer counts in `num_micro_batches * max_document_tokens` tokens; `batches` says how many global batches that is.
+    """
+    if max_step_cost is None or packer.get("release") != "adaptive":
+        return {**packer}
+    return {**packer, "max_step_cost": max_step_cost / batches}
 
 
 def tune_waiting(
@@ -235,7 +239,10 @@ def tune_waiting(
     """
     options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:
-        return tune_delay_price(lengths, max_step_cost=max_step_cost, **options)
+        batches = packer["num_micro_batches"] * packer["max_document_tokens"] / tokens_per_batch
+        return tune_delay_price(
+            lengths, max_step_cost=None if max_step_cost is None else max_step_cost / batches, **options
+        )
     if costs is not None:
         options["limits"] = limits
     return tune_outlier_thresholds(lengths, num_queues=queues, **options)

@@ -161,8 +161,9 @@ def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Out
     options = planner_options(scenario, stream.lengths)
     reading = None
     if variant.packer:
-        own = bounded(variant.packer, scenario.max_step_cost)
-        packer = Packer(**packer_before(scenario, options, split=variant.split), **own)
+        before = packer_before(scenario, options, split=variant.split)
+        batches = before["num_micro_batches"] / scenario.micro_batches
+        packer = Packer(**before, **bounded(variant.packer, scenario.max_step_cost, batches=batches))
         reading = Reading(stream.lengths, packer, scenario.tokens_per_batch, max_early=variant.max_early)
     steps = dynamic_steps(stream, options, reading)
     run = collect_dynamic(variant.title, steps, stream)

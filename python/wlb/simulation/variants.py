@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from wlb._core import WlbError
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb.simulation.methods import Setup, Step, fixed_length, original, var_length, whole
 from wlb.simulation.planner import obstacle
 from wlb.simulation.scenario import Scenario
@@ -77,8 +77,11 @@ class Variant:
         for name in ("window", "split"):
             if getattr(self, name) < 1:
                 raise error(name, f"= {getattr(self, name)}: must be at least 1", value=getattr(self, name))
-        if self.max_early and self.packer.get("release") != "adaptive":
-            message = f"= {self.max_early}: needs packer={{'release': 'adaptive'}}"
+        check_integer("max_early", self.max_early, minimum=0, maximum=1024)
+        reads = self.packing in ("var_length", "dynamic_cp") and self.packer.get("release") == "adaptive"
+        if self.max_early and not reads:
+            message = f"= {self.max_early}: needs packing 'var_length' or 'dynamic_cp' with "
+            message += "packer={'release': 'adaptive'}"
             raise error("max_early", message, value=self.max_early)
         for name in self.packer:
             if name not in _OF_PACKER:

@@ -76,7 +76,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///         of the documents that came lately (the last 128 to 256 such batches). What makes micro-batches even, long documents that
 ///         leave together, makes steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are
 ///         due by ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long documents are
-///         then spread over steps, and micro-batches are less even. ``None``: no bound.
+///         then spread over steps, and micro-batches are less even. Below the mean less would leave than comes: all then leaves when it
+///         is due, whatever it costs. ``None``: no bound.
 ///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the packer
 ///         :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
 ///

@@ -104,7 +104,9 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
     if best.delay_price is None:
         waiting: dict[str, object] = {"outlier_thresholds": best.outlier_thresholds}
     else:
-        waiting = bounded({"release": "adaptive", "delay_price": best.delay_price}, scenario.max_step_cost)
+        waiting = {"release": "adaptive", "delay_price": best.delay_price}
+        batches = packer_micro_batches(scenario, best) / scenario.micro_batches
+        waiting = bounded(waiting, scenario.max_step_cost, batches=batches)
     if not best.dynamic:
         waiting |= scenario.meeting_ranks
     return _call(

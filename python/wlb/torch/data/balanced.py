@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -15,6 +16,8 @@ from wlb.torch.data.documents import measured
 from wlb.torch.data.loading import Loading
 from wlb.torch.data.room import micro_batches
 from wlb.torch.data.step import StepLoader
+
+_SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 
 
 def balanced_loader(
@@ -68,4 +71,6 @@ def balanced_loader(
     count = ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
     made = loading.packer(count, max_tokens=max_tokens, cost_model=loading.costs(config), **packer)
     sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks, tokens_per_batch=tokens_per_batch)
-    return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=collate, num_workers=loading.num_workers))
+    shape = {name: packer[name] for name in _SHAPE if name in packer}
+    work, workers = partial(collate, **shape), loading.num_workers
+    return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))

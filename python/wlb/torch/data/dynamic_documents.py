@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,9 +60,8 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
         column = f" in column {index[1]}" if array.ndim == 2 else ""
         message = f"has {array[index]}{column}: must be a finite number, 0 or above"
         raise error(name, message, index=index[0], value=array[index])
-    if name == "costs" and not array.any(axis=0).all():  # of attention_costs it says that nothing can be hidden
-        what = "has nothing but 0" if array.ndim == 1 else "has a column of nothing but 0"
-        raise error(name, f"{what}: documents that cost nothing are planned in any way")
+    if name == "costs" and not array.any():  # of attention_costs it says that nothing can be hidden
+        raise error(name, "has nothing but 0: documents that cost nothing are planned in any way")
 
     def of_document(document: Document) -> Any:
         if not 0 <= document.id < len(array):
@@ -92,8 +92,8 @@ def costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArra
         for number in row:
             if (
                 isinstance(number, bool)
-                or not isinstance(number, int | float | np.number)
-                or not 0 <= number < math.inf
+                or not isinstance(number, int | float | np.integer | np.floating)
+                or not 0 <= number <= sys.float_info.max
             ):
                 message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
                 raise error(name, message, index=index, value=cost)

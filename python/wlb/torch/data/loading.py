@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 import wlb
 from wlb._choices import Oversize
-from wlb._errors import check_integer, check_options, error
+from wlb._errors import check_bool, check_integer, check_options, error
 from wlb.torch.data.sampler import BalancedBatchSampler
 
 FOREVER: Final = 2**31 - 1
@@ -50,6 +50,7 @@ class Loading:
     def __post_init__(self) -> None:
         check_integer("max_delay", self.max_delay, minimum=0)
         check_integer("num_workers", self.num_workers, minimum=0)
+        check_bool("shuffle", self.shuffle)
 
     @classmethod
     def of(
@@ -88,6 +89,8 @@ class Loading:
         told: dict[str, Any] = {"max_document_tokens": self.max_document_tokens, "oversize": self.oversize}
         if self.max_delay:
             told |= {"release": "adaptive", "max_delay": self.max_delay}
+        elif {"release", "outlier_thresholds"} & others.keys():
+            told["max_delay"] = 0  # a rule by which documents wait has a limit of its own
         return wlb.Packer(num_micro_batches=num_micro_batches, **told | others)
 
     def sampler(

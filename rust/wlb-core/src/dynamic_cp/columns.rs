@@ -309,7 +309,9 @@ fn targets(by_column: &ByColumn, shape: &[f64], base: usize) -> Vec<Vec<f64>> {
             }
         };
         let scale = if whole > 0.0 { demand / world / whole } else { 0.0 };
-        shape.iter().map(|part| constant + part * scale).collect()
+        // What is nearly nothing beside the exchange has no finite scale.
+        let scaled = |part: &f64| if scale.is_finite() { part * scale } else { part / whole * (demand / world) };
+        shape.iter().map(|part| constant + scaled(part)).collect()
     };
     by_column.problems.iter().enumerate().map(of).collect()
 }

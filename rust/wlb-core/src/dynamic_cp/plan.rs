@@ -110,7 +110,7 @@ impl DynamicCpPlan {
         self.padding.as_ref().map_or(tokens, |padding| padding.padded(tokens))
     }
 
-    /// A hash of which documents run when and where; equal on two ranks iff their plans are equal.
+    /// A hash of which documents run when and where; equal on two ranks iff their plans are, but for predicted seconds.
     ///
     /// # Complexity
     /// O(documents + groups), BLAKE3.
@@ -132,6 +132,9 @@ impl DynamicCpPlan {
         }
         if self.schedule.is_v_shaped() {
             bytes.extend_from_slice(self.schedule.as_str().as_bytes());
+        }
+        if self.sync == Sync::MicroBatch {
+            bytes.extend_from_slice(self.sync.as_str().as_bytes());
         }
         if let Some(padding) = &self.padding {
             let sizes = std::iter::once(padding.multiple_of()).chain(padding.buckets().iter().copied());

@@ -50,7 +50,7 @@ pub struct Metrics {
     #[serde(default, skip_serializing_if = "is_none")]
     steps_by_model: u64,
     /// What the documents of steps cost, since costs are what they are.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Work::is_none")]
     work: Work,
     /// Push steps whose documents cost more than the bound on the work of a step.
     #[serde(default, skip_serializing_if = "is_none")]
@@ -68,6 +68,10 @@ struct Work {
 }
 
 impl Work {
+    fn is_none(&self) -> bool {
+        self.steps == 0
+    }
+
     fn count(&mut self, work: f64) {
         self.steps += 1;
         if work > self.most {

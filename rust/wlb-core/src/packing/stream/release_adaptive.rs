@@ -405,7 +405,8 @@ impl<'a> Search<'a> {
                 }
             }
             let heaviest = (first.empty_cost() + longest.max(before.heaviest_due)).max(heaviest_first);
-            Cut { from, loss: self.loss(heaviest, first_cost + (cost + before.due_cost), before.debt + beyond) }
+            let debt = before.debt.saturating_add(beyond);
+            Cut { from, loss: self.loss(heaviest, first_cost + (cost + before.due_cost), debt) }
         };
         for (from, document) in self.documents.iter().enumerate() {
             if !document.due && self.may_begin(from) {
