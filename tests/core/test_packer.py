@@ -114,19 +114,17 @@ def test_a_long_stream(corpus: NDArray[Any], llama_cost: wlb.CostModel, rule: di
         assert (metrics.carried_over == 0) == (packer.max_step_cost is None)
 
 
+def eight(cost: wlb.CostModel, **options: Any) -> wlb.Packer:
+    """Eight micro-batches of a context and a half, under the adaptive rule."""
+    sizes: dict[str, Any] = {"max_tokens": 98_304, "max_document_tokens": 65_536, "oversize": "split"}
+    return wlb.Packer(num_micro_batches=8, cost_model=cost, release="adaptive", **sizes, **options)
+
+
 def test_the_work_of_a_step_is_bounded(corpus: NDArray[Any], llama_cost: wlb.CostModel) -> None:
     """No step has more than so many times the mean work but for what is due; a lower bound evens steps out further."""
     found = []
     for bound in (None, 2.0, 1.25):
-        packer = wlb.Packer(
-            num_micro_batches=8,
-            max_tokens=98_304,
-            cost_model=llama_cost,
-            release="adaptive",
-            max_step_cost=bound,
-            max_document_tokens=65_536,
-            oversize="split",
-        )
+        packer = eight(llama_cost, max_step_cost=bound)
         assert packer.max_step_cost == bound
         offsets = wlb.batch_offsets(corpus, tokens_per_batch=8 * 65_536)
         for start, end in itertools.pairwise(offsets[:-1]):
@@ -145,15 +143,7 @@ def test_the_price_is_the_knob(corpus: NDArray[Any], llama_cost: wlb.CostModel) 
     """Dearer delay: less of it, and less balance. Either way better than the same stream without waiting."""
     found = []
     for delay_price in (0.003, 0.03, 0.3, 1e6):
-        packer = wlb.Packer(
-            num_micro_batches=8,
-            max_tokens=98_304,
-            cost_model=llama_cost,
-            release="adaptive",
-            delay_price=delay_price,
-            max_document_tokens=65_536,
-            oversize="split",
-        )
+        packer = eight(llama_cost, delay_price=delay_price)
         for start, end in itertools.pairwise(wlb.batch_offsets(corpus, tokens_per_batch=8 * 65_536)):
             packer.push(corpus[start:end])
         metrics = packer.metrics()

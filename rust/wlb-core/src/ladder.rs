@@ -203,6 +203,22 @@ mod tests {
 
     use super::Ladder;
 
+    /// Changes a weight, or takes it away, in both.
+    fn set(ladder: &mut Ladder, weights: &mut [Option<f64>], index: usize, weight: Option<f64>) {
+        weights[index] = weight;
+        match weight {
+            Some(weight) => ladder.set(index, weight),
+            None => ladder.remove(index),
+        }
+    }
+
+    /// Those that have a weight, from the lightest to the heaviest.
+    fn ascending(weights: &[Option<f64>]) -> Vec<usize> {
+        let mut ascending: Vec<usize> = (0..weights.len()).filter(|&index| weights[index].is_some()).collect();
+        ascending.sort_by(|&a, &b| weights[a].partial_cmp(&weights[b]).unwrap_or(Ordering::Equal));
+        ascending
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
@@ -214,15 +230,9 @@ mod tests {
             let mut ladder = Ladder::new(start.into_iter().map(f64::from));
             for (index, change) in changes {
                 let index = index.index(weights.len());
-                weights[index] = change.map(f64::from);
-                match weights[index] {
-                    Some(weight) => ladder.set(index, weight),
-                    None => ladder.remove(index),
-                }
+                set(&mut ladder, &mut weights, index, change.map(f64::from));
             }
-            let mut ascending: Vec<usize> = (0..weights.len()).filter(|&index| weights[index].is_some()).collect();
-            ascending.sort_by(|&a, &b| weights[a].partial_cmp(&weights[b]).unwrap_or(Ordering::Equal));
-            prop_assert_eq!(ladder.ascending().collect::<Vec<_>>(), ascending);
+            prop_assert_eq!(ladder.ascending().collect::<Vec<_>>(), ascending(&weights));
         }
     }
 
@@ -236,13 +246,8 @@ mod tests {
             let mut ladder = Ladder::new(start.into_iter().map(f64::from));
             for (index, change) in changes {
                 let index = index.index(weights.len());
-                weights[index] = change.map(f64::from);
-                match weights[index] {
-                    Some(weight) => ladder.set(index, weight),
-                    None => ladder.remove(index),
-                }
-                let mut ascending: Vec<usize> = (0..weights.len()).filter(|&index| weights[index].is_some()).collect();
-                ascending.sort_by(|&a, &b| weights[a].partial_cmp(&weights[b]).unwrap_or(Ordering::Equal));
+                set(&mut ladder, &mut weights, index, change.map(f64::from));
+                let ascending = ascending(&weights);
                 prop_assert_eq!(ladder.ascending().collect::<Vec<_>>(), ascending.clone());
                 let first = ascending.first().map(|&first| (weights[first].unwrap_or(f64::NAN), first));
                 prop_assert_eq!(ladder.first(), first);
