@@ -4,7 +4,7 @@
 mod common;
 
 use common::dynamic_cp::{Works, group_seconds, in_equal_rounds, in_one_round, is_held, is_legal, optimum, planned};
-use common::machines::{options, shapes};
+use common::machines::{is_small, options, shapes, steps};
 use common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -24,11 +24,10 @@ proptest! {
     /// Every document once, groups aligned, memory kept, times those of the naive simulation, bounds that bound.
     #[test]
     fn plans_are_legal(
-        (lengths, options) in (1_i32..4000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
+        (lengths, options) in steps(),
         cost in cost_model(),
     ) {
-        let stages = options.num_stages * options.num_virtual_stages;
-        let small = lengths.len() < 20 && options.world_size <= 16 && stages <= 6;
+        let small = is_small(&lengths, &options);
         planned(&lengths, &options, &cost, small);
     }
 }
@@ -65,15 +64,12 @@ proptest! {
     /// Documents whose costs their lengths do not tell: legal as ever, memory by tokens, bounds that bound.
     #[test]
     fn plans_of_given_costs_are_legal(
-        (lengths, options, (costs, attention)) in (1_i32..4000).prop_flat_map(|longest| {
-            (lengths(60, longest), options(longest))
-        }).prop_flat_map(|(lengths, options)| {
+        (lengths, options, (costs, attention)) in steps().prop_flat_map(|(lengths, options)| {
             let costs = given(lengths.len());
             (Just(lengths), Just(options), costs)
         }),
     ) {
-        let stages = options.num_stages * options.num_virtual_stages;
-        let small = lengths.len() < 20 && options.world_size <= 16 && stages <= 6;
+        let small = is_small(&lengths, &options);
         let costs = column(&costs);
         planned(&lengths, &options, Costs::Given { costs: &costs, attention: Some(&attention) }, small);
     }

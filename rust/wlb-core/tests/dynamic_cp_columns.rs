@@ -5,7 +5,7 @@
 mod common;
 
 use common::dynamic_cp::{optimum, planned};
-use common::machines::options;
+use common::machines::{is_small, steps};
 use common::strategies::{checked, config, lengths};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -63,15 +63,12 @@ proptest! {
     /// slower than the plan by the sum.
     #[test]
     fn plans_of_columns_are_legal(
-        (lengths, options, (rows, attention)) in (1_i32..4000).prop_flat_map(|longest| {
-            (lengths(60, longest), options(longest))
-        }).prop_flat_map(|(lengths, options)| {
+        (lengths, options, (rows, attention)) in steps().prop_flat_map(|(lengths, options)| {
             let rows = rows(lengths.len());
             (Just(lengths), Just(options), rows)
         }),
     ) {
-        let stages = options.num_stages * options.num_virtual_stages;
-        let small = lengths.len() < 20 && options.world_size <= 16 && stages <= 6;
+        let small = is_small(&lengths, &options);
         let costs = table(&rows);
         let plan = planned(&lengths, &options, Costs::Given { costs: &costs, attention: Some(&attention) }, small);
         if let Some(plan) = plan.filter(|_| !rows.is_empty()) {

@@ -8,6 +8,18 @@ use wlb_core::Schedule;
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, GroupSizes, Node};
 use wlb_core::packing::{Padding, Sync};
 
+use super::strategies::lengths;
+
+/// The documents of a step of at most 60, and a machine for them.
+pub(crate) fn steps() -> impl Strategy<Value = (Vec<i32>, DynamicCpOptions)> {
+    (1_i32..4000).prop_flat_map(|longest| (lengths(60, longest), options(longest)))
+}
+
+/// Whether so small a step can be simulated naively.
+pub(crate) fn is_small(lengths: &[i32], options: &DynamicCpOptions) -> bool {
+    lengths.len() < 20 && options.world_size <= 16 && options.num_stages * options.num_virtual_stages <= 6
+}
+
 fn communication() -> impl Strategy<Value = Communication> {
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e3, 1 => 1e3..1e8];
     let overlap = prop_oneof![1 => Just(0.0), 2 => Just(1.0), 1 => 0.0..1.0];
