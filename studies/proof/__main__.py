@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -29,15 +29,15 @@ from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
 
-TINY_STEPS = 12
-"""Steps of hardly any tokens, of which the median shows what a step takes beside its micro-batches."""
+SHORT_STEPS = 12
+"""Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
 
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
-Even = tuple[list[float], Callable[[int, float], float]]
-"""What even micro-batches took, and what is predicted of them: arguments of :meth:`pace.Pace.of`."""
+Even = tuple[np.ndarray, list[float]]
+"""What even micro-batches took, [sorts, repetitions, turns], and what is predicted of each sort."""
 
-PACE = "even micro-batches"  # among the methods of a run
+PACE = "even micro-batches: "  # among the methods of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +155,8 @@ class Proof:
         scenario, beside = self._probed(layout, hardware, link)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
-        made, even = measure(layout, outcomes, scenario)
-        found = pace.Pace.of(*even)
+        made, (took, even) = measure(layout, outcomes, scenario)
+        found = pace.of(took, even)
         for name, row in made.items():
             row |= predicted(outcomes[name], found)
         return {
@@ -165,7 +165,7 @@ class Proof:
             "kind": kind,
             "link": link,
             "beside": beside,
-            "pace": asdict(found),
+            "pace": {"seconds": found, "took": took.tolist()},
             "methods": made,
         }
 
@@ -181,10 +181,11 @@ class Proof:
         found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread)
         path = self._options.output_dir / f"profile-{layout.name}-{self._device}.json"
         profile = probe.corrected(self._profile, found.attention, path)
-        overhead, steps = found.overhead, link.get("tiny", {})
+        overhead, steps = found.overhead, link.get("short", {})
         if steps:
             without = self._bench.scenario(layout, hardware, profile)
-            overhead = probe.of_steps(overhead, without, {int(count): took for count, took in steps.items()})
+            tokens = probe.few_tokens(self._bench.context)
+            overhead = probe.of_steps(overhead, without, tokens, {int(count): took for count, took in steps.items()})
         self._bars.remove_task(task)
         about = {"attention": found.attention, "error": found.error, **asdict(overhead)}
         return self._bench.scenario(layout, hardware, profile, overhead), about
@@ -194,14 +195,18 @@ class Proof:
     ) -> tuple[dict[str, Row], Even]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
         count = scenario.micro_batches // layout.sizes["dp"]
-        sorts = pace.parts(self._bench.context, layout.sizes["cp"])
         most = max(map(len, work.steps.values()))
-        turns = [processes.even(layout, sorts[index % len(sorts)], count) for index in range(max(most, len(sorts)))]
-        work = replace(work, steps={**work.steps, PACE: turns})
+        even = [
+            [processes.even(layout, parts, count)] * most
+            for parts in pace.parts(self._bench.context, layout.sizes["cp"])
+        ]
+        work = replace(work, steps=between(work.steps, {f"{PACE}{sort}": turns for sort, turns in enumerate(even)}))
         steps = sum(map(len, work.steps.values())) * self._options.repeats
         task = self._bars.add_task(f"{layout}, processes", total=steps)
         measured = processes.launch(work, lambda: self._bars.advance(task))
         self._bars.remove_task(task)
+        took = np.array([measured["seconds"][f"{PACE}{sort}"] for sort in range(len(even))])
+        local = pace.local(took)
         found = {}
         for name in outcomes:
             # Busy ranks: of each step, the repetition with the median time.
@@ -210,17 +215,16 @@ class Proof:
             busy = [measured["busy"][name][repeat][step] for step, repeat in enumerate(chosen.tolist())]
             found[name] = {
                 "seconds": np.median(seconds, axis=0).tolist(),
+                "steadied": np.median(seconds / local[:, : seconds.shape[1]], axis=0).tolist(),
                 "repetitions": seconds.tolist(),
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
-        turns_took = np.array(measured["seconds"][PACE])
-        took = [float(np.median(turns_took[:, sort :: len(sorts)])) for sort in range(len(sorts))]
-        return found, (took, lambda sort, rate: pace.step_seconds(scenario, self._even(sort), count, rate=rate))
+        return found, (took, [pace.step_seconds(scenario, lengths, count) for lengths in self._even()])
 
-    def _even(self, sort: int) -> list[int]:
-        """Documents of a micro-batch of one of :data:`pace.KINDS`."""
-        return [self._bench.context // pace.KINDS[sort]] * pace.KINDS[sort]
+    def _even(self) -> list[list[int]]:
+        """Documents of a micro-batch of each of :data:`pace.KINDS`."""
+        return [[self._bench.context // many] * many for many in pace.KINDS]
 
     def _slices(
         self, layout: Layout, outcomes: Mapping[str, Outcome], scenario: wlb.Scenario
@@ -237,11 +241,15 @@ class Proof:
             tick=lambda: self._bars.advance(task),
         )
         self._bars.remove_task(task)
+        local = pace.local(took)
         found = {}
         for name, outcome in outcomes.items():
             run, evenly = (of(outcome, measured[name]) for of in (slices.as_measured, slices.even))
+            steps = [part.step for part in outcome.parts()]
+            steadied = slices.as_measured(outcome, measured[name] / local[:, steps, None, None])
             found[name] = {
                 "seconds": run.seconds.tolist(),
+                "steadied": steadied.seconds.tolist(),
                 "work": run.work.tolist(),
                 "even": evenly.seconds.tolist(),
                 "attribution": {part: float(of.sum() / run.total_seconds) for part, of in run.attribution.items()},
@@ -250,10 +258,7 @@ class Proof:
                 ),
             }
 
-        def alone(sort: int, rate: float) -> float:
-            costs, _ = pace.pass_seconds(scenario, self._even(sort), rate=rate, alone=True)
-            return float(costs.sum())
-
+        alone = [float(pace.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in self._even()]
         return found, (took, alone)
 
     def _link(self, layout: Layout, kind: str) -> Row:
@@ -272,12 +277,12 @@ class Proof:
         ranks, steps = Layout(f"dp{size}"), {}
         if kind == "processes":
             ranks, counts = layout, [factor * layout.sizes["pp"] for factor in (2, 4)]
-            parts = pace.parts_of([probe.TINY * layout.sizes["cp"]], layout.sizes["cp"])
-            steps = {str(count): [processes.even(layout, parts, count)] * TINY_STEPS for count in counts}
+            parts = pace.parts_of([probe.few_tokens(self._bench.context) * layout.sizes["cp"]], layout.sizes["cp"])
+            steps = {str(count): [processes.even(layout, parts, count)] * SHORT_STEPS for count in counts}
         found = processes.launch(processes.Work(self._bench, ranks, steps, frozenset(), 1, self._device), lambda: None)
         self._bars.remove_task(task)
-        tiny = {count: float(np.median(took[0])) for count, took in found.get("seconds", {}).items()}
-        return {name: found[name] for name in ("link", "all_gather")} | {"tiny": tiny}
+        short = {count: float(np.median(took[0])) for count, took in found.get("seconds", {}).items()}
+        return {name: found[name] for name in ("link", "all_gather")} | {"short": short}
 
     def _measured_profile(self) -> Path:
         if self._options.profile is not None:
@@ -302,12 +307,21 @@ class Proof:
         return f"{len(found.lengths):,} documents: {found.source}", found.lengths
 
 
-def predicted(outcome: Outcome, found: pace.Pace) -> Row:
+def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, the others spread among the first."""
+    names, apart = list(steps), -(-len(steps) // len(others))
+    made: dict[str, Any] = {}
+    for index, (other, turns) in enumerate(others.items()):
+        made[other] = turns
+        made |= {name: steps[name] for name in names[index * apart : (index + 1) * apart]}
+    return made
+
+
+def predicted(outcome: Outcome, found: float) -> Row:
     """What the simulation says of a plan at the pace of the run, and what is known of the plan itself."""
-    seconds, work = found.predicted(outcome)
     return {
-        "predicted": seconds.tolist(),
-        "predicted_work": work.tolist(),
+        "predicted": (outcome.seconds * found).tolist(),
+        "predicted_work": (outcome.work * found).tolist(),
         "profiled": outcome.seconds.tolist(),
         "streamed": outcome.run.streamed,
         "tokens": outcome.tokens,

@@ -20,6 +20,7 @@ class Run:
 
     Args:
         seconds: [steps] median over repetitions.
+        steadied: [steps] the same, each repetition over how slow the machine was around it: what predictions are of.
         work: [steps] seconds of all ranks together, waiting between them aside.
         predicted: [steps] seconds of the simulation.
         predicted_work: [steps] the same of the simulation.
@@ -29,6 +30,7 @@ class Run:
     """
 
     seconds: Floats
+    steadied: Floats
     work: Floats
     predicted: Floats
     predicted_work: Floats
@@ -39,7 +41,7 @@ class Run:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
         """Of a record."""
-        arrays = (np.array(row[name], float) for name in ("seconds", "work", "predicted", "predicted_work"))
+        arrays = (np.array(row[name], float) for name in ("seconds", "steadied", "work", "predicted", "predicted_work"))
         return cls(*arrays, row["streamed"], row["tokens"], row["flops"])
 
     @property
@@ -53,9 +55,14 @@ class Run:
         return steady(self.predicted, self.predicted_work, np.arange(self.streamed))
 
     @property
+    def steady_steadied(self) -> float:
+        """The same were the machine always as fast."""
+        return steady(self.steadied, self.work, np.arange(self.streamed))
+
+    @property
     def step_errors(self) -> Floats:
         """float64 [steps]: predicted over measured, less 1."""
-        return self.predicted / self.seconds - 1
+        return self.predicted / self.steadied - 1
 
 
 def steady(seconds: Floats, work: Floats, steps: NDArray[np.int64]) -> float:
@@ -70,12 +77,13 @@ class Gain:
     ratio: float
     low: float
     high: float
+    steadied: float  # were the machine always as fast
     predicted: float
 
     @property
     def error(self) -> float:
         """Predicted over measured, less 1."""
-        return self.predicted / self.ratio - 1
+        return self.predicted / self.steadied - 1
 
     @property
     def shown(self) -> bool:
@@ -99,8 +107,11 @@ def gain(run: Run, base: Run, *, flops: bool) -> Gain:
         for one in (run, base)
     ]
     low, high = np.percentile(ratio(*drawn), INTERVAL)
-    measured, predicted = ratio(run.steady, base.steady), ratio(run.steady_predicted, base.steady_predicted)
-    return Gain(float(measured), float(low), float(high), float(predicted))
+    found = [
+        ratio(getattr(run, name), getattr(base, name)) for name in ("steady", "steady_steadied", "steady_predicted")
+    ]
+    measured, steadied, predicted = map(float, found)
+    return Gain(measured, float(low), float(high), steadied, predicted)
 
 
 def levels(busy: list[list[list[float]]], sizes: Mapping[str, int]) -> dict[str, float]:

@@ -1,71 +1,53 @@
 """How fast the machine is while a run lasts, by micro-batches that no method trains, timed in turn with the methods.
 
-A processor that other machines share is faster in one minute than in the next, and not for all work alike: what was
-profiled before a run says little about its seconds. Two sorts of even micro-batches show both: one document that fills
-the context, which is mostly attention, and many short ones. So much longer as they take than predicted, the methods
-are predicted to take; the ratios between methods hardly change. Nothing is fitted to what is predicted.
+A processor that other machines share is faster in one minute than in the next: what was profiled before a run says
+little about its seconds. Even micro-batches show it, of few long documents and of many short ones. So much longer as
+they take than predicted, the methods are predicted to take; the ratios between methods do not change. Nothing is fitted
+to what is predicted. And where the machine is slow for some turns only, what was measured in them counts for as much
+less where predictions are graded (:func:`local`); gains are those of the clock as it ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 import wlb
 from studies.proof.batches import Part
-from wlb.simulation import Outcome
 
 Floats = NDArray[np.float64]
 
-KINDS = (1, 16)
+KINDS = (4, 16)
 """Documents of a micro-batch that together fill a context."""
 
-WIDEST = 4.0
-"""Attention is taken for at most so many times faster or slower than the profile says."""
+NEIGHBOURS = 1
+"""Turns before and after one that tell, with it, how fast the machine was in it."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Of a run, beside what a profile says.
+def of(took: Floats, predicted: Sequence[float]) -> float:
+    """How many times as long as predicted everything takes: the geometric mean over sorts.
 
     Args:
-        seconds: how many times as long everything takes.
-        attention_rate: how many times as fast attention is, at that.
+        took: float64[sorts, repetitions, turns] seconds of each of :data:`KINDS`.
+        predicted: seconds of each.
     """
+    return float(np.exp(np.log(np.median(took, axis=(1, 2)) / predicted).mean()))
 
-    seconds: float
-    attention_rate: float
 
-    @classmethod
-    def of(cls, measured: Sequence[float], predicted: Callable[[int, float], float]) -> Pace:
-        """The pace at which both sorts take what was measured.
+def local(took: Floats) -> Floats:
+    """float64[repetitions, turns]: how many times as long as usual everything took around each turn.
 
-        Args:
-            measured: seconds of each of :data:`KINDS`, and of no others.
-            predicted: seconds of a sort (its index) at an attention rate.
-        """
+    The median of what both sorts took in a turn and its :data:`NEIGHBOURS`, each over its median in the whole run.
 
-        def beyond(rate: float) -> float:
-            return predicted(0, rate) / predicted(1, rate) - measured[0] / measured[1]
-
-        # The ratio of the sorts only falls, or only rises, with the rate. Where none gives it, the end that is closer.
-        low, high = sorted((1 / WIDEST, WIDEST), key=beyond)
-        for _ in range(60):
-            middle = float(np.sqrt(low * high))
-            if beyond(middle) < 0:
-                low = middle
-            else:
-                high = middle
-        rate = float(np.sqrt(low * high))
-        return cls(measured[1] / predicted(1, rate), rate)
-
-    def predicted(self, outcome: Outcome) -> tuple[Floats, Floats]:
-        """Seconds and work of every step of a run at this pace."""
-        here = outcome.at_attention_rate(self.attention_rate)
-        return here.seconds * self.seconds, here.work * self.seconds
+    Args:
+        took: float64[sorts, repetitions, turns] seconds.
+    """
+    usual = took / np.median(took, axis=(1, 2), keepdims=True)
+    turns = range(took.shape[2])
+    around = [usual[:, :, max(0, turn - NEIGHBOURS) : turn + NEIGHBOURS + 1] for turn in turns]
+    return np.stack([np.median(window, axis=(0, 2)) for window in around], axis=1)
 
 
 def parts(context: int, cp_size: int) -> list[list[Part]]:
@@ -80,9 +62,9 @@ def parts_of(lengths: list[int], cp_size: int) -> list[Part]:
     return [Part(*rows, shard, rank, cp_size, None) for rank in range(cp_size)]
 
 
-def step_seconds(scenario: wlb.Scenario, lengths: Sequence[int], count: int, *, rate: float = 1.0) -> float:
+def step_seconds(scenario: wlb.Scenario, lengths: Sequence[int], count: int) -> float:
     """Predicted seconds of a step in which every data-parallel rank has `count` micro-batches of these documents."""
-    return pipeline_seconds(scenario, *pass_seconds(scenario, lengths, rate=rate), count)
+    return pipeline_seconds(scenario, *pass_seconds(scenario, lengths), count)
 
 
 def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: int) -> float:
@@ -93,21 +75,16 @@ def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: 
     return float(timeline.seconds) + scenario.step_end
 
 
-def pass_seconds(
-    scenario: wlb.Scenario, lengths: Sequence[int], *, rate: float = 1.0, alone: bool = False
-) -> tuple[Floats, Floats]:
+def pass_seconds(scenario: wlb.Scenario, lengths: Sequence[int], *, alone: bool = False) -> tuple[Floats, Floats]:
     """float64[1, stages, 3] of a micro-batch, float64[1] between its stages.
 
     Args:
         scenario: the layout, and what is predicted of it.
         lengths: of the documents that a group of context-parallel ranks shares.
-        rate: how many times as fast attention is.
         alone: what the slowest rank computes, without what it sends or waits for.
     """
     shard = wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
-    forward, backward = (
-        scenario.rank_seconds(shard, passes=one).max(axis=0)[None] / rate for one in ("forward", "backward")
-    )
+    forward, backward = (scenario.rank_seconds(shard, passes=one).max(axis=0)[None] for one in ("forward", "backward"))
     tokens = [int(shard.tokens_per_rank.max())]
     each = scenario.stage_seconds(tokens, attention_forward=forward, attention_backward=backward)
     if alone:

@@ -2,7 +2,8 @@
 
 A profile times kernels and a layer by themselves. A stage also launches, embeds, gathers and copies keys, has a loss;
 a step has an optimizer, and the code between its passes. Micro-batches of even documents show the first
-(:func:`stages`), steps of hardly any tokens the second (:func:`of_steps`). Nothing is fitted to what is predicted.
+(:func:`stages`), steps of few tokens the second (:func:`of_steps`): not of hardly any, in which nothing would hide what
+is sent beside the work. Nothing is fitted to what is predicted.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from studies.proof.slices import Stages, clock_of
 from wlb.cluster import Overhead
 
 Floats = NDArray[np.float64]
-REPEATS = 5
-TINY = 16  # tokens of a rank in the steps that show what a step takes
+REPEATS = 7
+SHORT = 16
+"""A context has so many times the tokens that a rank has in the steps that show what an op and a step take beside."""
+
 _PASSES = ("forward", "backward")
 
 
@@ -146,17 +149,23 @@ def _times(table: Any, share: float) -> Any:
     return None if table is None else table * share
 
 
-def of_steps(probed: Overhead, scenario: wlb.Scenario, seconds: dict[int, float]) -> Overhead:
-    """With what an op and a step take beside: from steps of few and of more micro-batches of hardly any tokens.
+def few_tokens(context: int) -> int:
+    """Of a rank, in a micro-batch of the steps that :func:`of_steps` looks at: one document's."""
+    return max(1, context // SHORT)
+
+
+def of_steps(probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: dict[int, float]) -> Overhead:
+    """With what an op and a step take beside: from steps of few and of more micro-batches of few tokens.
 
     Args:
         probed: what stages take by themselves.
         scenario: the layout, and what is predicted of it; without overhead.
-        seconds: by how many micro-batches a rank has, of a step whose micro-batches have :data:`TINY` tokens a rank.
+        tokens: of a rank in each micro-batch of these steps, as :func:`few_tokens`.
+        seconds: of a step, by how many micro-batches a rank has.
     """
     known = dataclasses.replace(scenario, overhead=probed)
     (few, many), layout = sorted(seconds), scenario.layout
-    lengths = [TINY * layout.cp]
+    lengths = [tokens * layout.cp]
     costs, p2p = pace.pass_seconds(known, lengths)
     alone, _ = pace.pass_seconds(known, lengths, alone=True)
 

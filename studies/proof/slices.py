@@ -96,14 +96,15 @@ def measure(
     device: torch.device,
     thread_clock: bool,
     tick: Callable[[], None],
-) -> tuple[dict[str, Floats], list[float]]:
+) -> tuple[dict[str, Floats], Floats]:
     """float64 [repeats, parts, stages, 2] of every method: seconds of forward and backward; and those of `beside`.
+
+    The latter are float64 [beside, repeats, steps], of both passes and all stages together.
 
     Args:
         bench: the model.
         outcomes: plans, by method, of one layout.
-        beside: parts of no method that are run in turn with the methods, all of them once for each step; the median of
-            each is given.
+        beside: parts of no method that are run in turn with the methods, all of them once for each step.
         repeats: how often everything is run, one time after another.
         device: where.
         thread_clock: whether the processor time of this thread counts, not the wall's.
@@ -119,7 +120,7 @@ def measure(
     for name, found in parts.items():
         for index, part in enumerate(found):
             by_step.setdefault((part.step, name), []).append(index)
-    others: list[list[float]] = [[] for _ in beside]
+    others = np.zeros((len(beside), repeats, 1 + max(step for step, _ in by_step)))
     echo.start(layout.size("dp_cp"))
     try:
         first = outcomes[next(iter(outcomes))]
@@ -129,8 +130,8 @@ def measure(
         for repeat in range(repeats):
             for turn, (step, name) in enumerate(steps):
                 if step != steps[turn - 1][0]:
-                    for part, took in zip(beside, others, strict=True):
-                        took.append(float(stages.run(text.batch(part, device), part.cp_size).sum()))
+                    for sort, part in enumerate(beside):
+                        others[sort, repeat, step] = stages.run(text.batch(part, device), part.cp_size).sum()
                 for index in by_step[step, name]:
                     part = parts[name][index]
                     batch = text.batch(Part.of(outcomes[name], part), device)
@@ -139,7 +140,7 @@ def measure(
                 stages.forget()
     finally:
         echo.stop()
-    return seconds, [float(np.median(took)) for took in others]
+    return seconds, others
 
 
 def as_measured(outcome: Outcome, seconds: Floats) -> Outcome:

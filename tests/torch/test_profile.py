@@ -26,6 +26,7 @@ from wlb.torch.profiling import profiler as profiler_module
 from wlb.torch.profiling.attention import AttentionBench
 from wlb.torch.profiling.device import Device, repetitions
 from wlb.torch.profiling.layer import LayerBench, _LinearPart
+from wlb.torch.profiling.records import Records
 
 MODEL = wlb.ModelConfig(
     hidden_size=32, ffn_hidden_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=10
@@ -37,6 +38,7 @@ LLAMA = wlb.ModelConfig.preset("llama2-7b")
 @pytest.fixture(autouse=True)
 def _few_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "REPEATS", (2, 3))
+    monkeypatch.setattr(profiler_module, "ROUNDS", 1)
 
 
 def measure(records: Path, **options: Any) -> dict[str, Any]:
@@ -258,6 +260,39 @@ def test_a_run_that_is_cut_off_goes_on(tmp_path: Path) -> None:
     assert records.read_text() == before
 
 
+def test_a_device_that_is_slow_for_a_round_spoils_no_median(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler_module, "ROUNDS", 3)
+    records = tmp_path / "r.jsonl"
+    measure(records)
+    header, *rounds = lines(records)
+    assert len(rounds) == 3 * 8
+    shapes = [line["shape"] for line in rounds]
+    assert shapes[:8] == shapes[8:16] == shapes[16:]  # all of them, then all again
+
+    usual: dict[Shape, list[float]] = {}
+    for index, line in enumerate(rounds):
+        calls = line["measured"]["forward_call_seconds"]
+        if 8 <= index < 16:
+            line["measured"]["forward_call_seconds"] = [1.0] * len(
+                rounds[index - 8]["measured"]["forward_call_seconds"]
+            )
+        else:
+            usual.setdefault(Shape(**line["shape"]), []).extend(calls)
+    records.write_text("".join(json.dumps(line) + "\n" for line in [header, *rounds]))
+    part = measure(records)["forward"]
+    slowest = max(usual[Shape("attention", 16, 64)]) / part["segments_per_call"][0][1]
+    assert part["median_seconds"][0][1] <= slowest
+    assert part["p90_seconds"][0][1] > slowest
+
+    # Calls of another size, as after more memory was free, are not put together with these.
+    rounds[-1]["measured"]["segments_per_call"] = 10**6
+    records.write_text("".join(json.dumps(line) + "\n" for line in [header, *rounds]))
+    with Records.open(records, {name: header[name] for name in header if name not in ("format", "version")}) as found:
+        shape = Shape(**rounds[-1]["shape"])
+        assert found.rounds(shape) == 3
+        assert found[shape]["forward_call_seconds"] == rounds[-1]["measured"]["forward_call_seconds"]
+
+
 def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     records = tmp_path / "r.jsonl"
     with pytest.raises(Stop):
@@ -378,6 +413,12 @@ def test_a_budget_that_is_used_up_keeps_what_is_done(tmp_path: Path, monkeypatch
     assert len(lines(records)) == 1 + 8
     with pytest.raises(wlb.WlbError, match="budget_seconds = 0"):
         measure(records, budget_seconds=0)
+    # Every shape is measured: more rounds are for as long as there is time.
+    with monkeypatch.context() as patched:
+        patched.setattr(profiler_module, "ROUNDS", 3)
+        patched.setattr(profiler_module.time, "monotonic", lambda: float(next(clock)))
+        assert measure(records, budget_seconds=4)["query_lengths"] == [16, 64]
+    assert 1 + 8 < len(lines(records)) < 1 + 2 * 8
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The loop: shape after shape within a budget of time, each written down when it is done."""
+"""The loop: shape after shape, round after round, within a budget of time; each written down when it is done."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ from wlb.torch.profiling.device import LEAST_CALLS, Device
 from wlb.torch.profiling.grid import LAUNCH, Grid, Shape
 from wlb.torch.profiling.layer import LayerBench
 from wlb.torch.profiling.records import Records
+
+ROUNDS = 5
+"""How often all shapes are measured, one time after another.
+
+A device that is slow for some seconds, since it is hot or others use it, is then slow in one round of a shape at most,
+which its median does not see.
+"""
 
 _PLANNED = 0.8
 """Share of the time left that is given out; the rest is for making tensors and for surprises."""
@@ -82,10 +89,11 @@ class Profiler:
 
         Args:
             records: a file of one JSON object a line, made or continued. Its first line says what was measured on
-                what, each other line is a shape with all its samples; a run that is cut off goes on from there.
+                what, each other line is a shape with the samples of a round; a run that is cut off goes on from there.
             grid: default :meth:`Grid.default`.
-            budget_seconds: of wall time for this run. Repetitions follow it, between 5 and 50 a shape.
-            progress: called with the number of shapes done, of all, and the next one's name.
+            budget_seconds: of wall time for this run. Repetitions follow it, between 5 and 50 of a shape in each of
+                :data:`ROUNDS`; rounds after the first end with it.
+            progress: called with the number of measurements done, of all, and the next shape's name.
             skipped: called with what is left out for lack of memory.
 
         Returns:
@@ -113,9 +121,14 @@ class Profiler:
             for shape in wanted:
                 if shape not in lost and not self._bench(shape).fits(shape):
                     lose(shape)
-            todo = [shape for shape in wanted if shape not in lost and shape not in done]
+            todo = [
+                (number, shape)
+                for number in range(ROUNDS)
+                for shape in wanted
+                if shape not in lost and done.rounds(shape) <= number
+            ]
             rate: float | None = None  # FLOP/s of the shape before
-            for index, shape in enumerate(todo):
+            for index, (number, shape) in enumerate(todo):
                 if shape in lost:
                     continue
                 if progress is not None:
@@ -124,9 +137,12 @@ class Profiler:
                 left = deadline - time.monotonic()
                 # Shapes ascend: the next is a little larger than the one before, and hardly slower.
                 if left < (0.0 if rate is None else LEAST_CALLS * bench.flops(shape) / rate):
+                    if number > 0:
+                        break
+                    missing = sum(one == 0 for one, _ in todo[index:])
                     raise error(
                         "budget_seconds",
-                        f"= {budget_seconds:g}: used up with {len(todo) - index} of {len(wanted)} shapes left;"
+                        f"= {budget_seconds:g}: used up with {missing} of {len(wanted)} shapes left;"
                         f" {str(records)!r} keeps the others: run it again to go on, or measure a smaller grid",
                         value=budget_seconds,
                     )

@@ -15,9 +15,9 @@ _FORMAT = {"format": "wlb.profile_records", "version": 1}
 
 
 class Records:
-    """What was measured, by shape. The first line says on what: another run on something else is refused."""
+    """What was measured, by shape and round. The first line says on what: another run on something else is refused."""
 
-    def __init__(self, file: TextIO, found: dict[Shape, dict[str, Any]]) -> None:
+    def __init__(self, file: TextIO, found: dict[Shape, list[dict[str, Any]]]) -> None:
         self._file, self._found = file, found
 
     @classmethod
@@ -41,7 +41,10 @@ class Records:
         if lines:
             # As JSON gives it back: tuples are lists there.
             _check_same(path, _parse(path, 1, lines[0]), json.loads(json.dumps(header)))
-        found = dict(_record(path, number, line) for number, line in enumerate(lines[1:], 2))
+        found: dict[Shape, list[dict[str, Any]]] = {}
+        for number, line in enumerate(lines[1:], 2):
+            shape, measured = _record(path, number, line)
+            found.setdefault(shape, []).append(measured)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("r+" if path.exists() else "w", encoding="utf-8")
@@ -54,15 +57,23 @@ class Records:
             raise error("records", f"{str(path)!r} cannot be written: {problem}", value=str(path)) from problem
         return records
 
-    def __contains__(self, shape: Shape) -> bool:
-        return shape in self._found
+    def rounds(self, shape: Shape) -> int:
+        """How often it was measured."""
+        return len(self._found.get(shape, ()))
 
     def __getitem__(self, shape: Shape) -> dict[str, Any]:
-        return self._found[shape]
+        """The last measurement, with the samples of all others whose calls were as large."""
+        rounds = self._found[shape]
+        last = rounds[-1]
+        alike = [one for one in rounds if one.get("segments_per_call") == last.get("segments_per_call")]
+        return {
+            name: [sample for one in alike for sample in one[name]] if isinstance(value, list) else value
+            for name, value in last.items()
+        }
 
     def add(self, shape: Shape, measured: dict[str, Any]) -> None:
         """Writes one measurement, so that it outlives this process."""
-        self._found[shape] = measured
+        self._found.setdefault(shape, []).append(measured)
         self._write({"shape": asdict(shape), "measured": measured})
 
     def _write(self, line: dict[str, Any]) -> None:
