@@ -2,7 +2,8 @@
 
 For every corpus, size of the global batch and share of hidden communication the layouts of all GPUs are searched twice:
 with every method, and with those that need nothing of wlb (Plain-4D and Fixed-4D, sharded per document where that is
-faster). The gain is the best of the first over the best of the second, each on the layout that suits it.
+faster). The gain is the best of the first over the best of the second, each on the layout that suits it. Beside it
+stands what every method is worth on one layout, over that same best without wlb.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
 
-from common import CONTEXT, machine, rounded, sources, write_record
+from common import CONTEXT, machine, rounded, sources, stream, write_record
 
 import wlb
-from wlb.simulation import KINDS, LayoutSearch, search_layouts
+from wlb.cluster.parallel import Fsdp
+from wlb.simulation import KINDS, VARIANTS, LayoutSearch, Outcome, search_layouts
+from wlb.simulation.balance import band
 from wlb.simulation.layouts import in_short
 from wlb.simulation.tuning import Choice, Objective
 
@@ -37,6 +40,9 @@ Row = dict[str, Any]
 MILLIONS = (0.5, 1, 4, 16)  # tokens of a global batch, of 2^20
 HIDDEN = (0.0, 0.5, 1.0)  # share of all communication that computation hides
 GAIN = 1.02  # below this a gain is none: documents drawn anew move it by as much
+LAYOUT = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)  # of the example in docs/simulation.md
+METHODS = ("plain", "adaptive_cp", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp")
+MEETING = 4  # millions of tokens of a global batch, where replicas also meet in every micro-batch
 
 app = App(name="python -m studies.headline", version_flags=[])
 
@@ -48,7 +54,7 @@ class Case:
     corpus: str
     millions: float
     hidden: float
-    by: Objective
+    fsdp: Fsdp = "zero1"
 
 
 @app.default
@@ -59,6 +65,7 @@ def main(
     gpus: PositiveInt = 64,
     batches: tuple[float, ...] = MILLIONS,
     tokens: PositiveInt = 24,
+    least: PositiveInt = 4,
     workers: PositiveInt = 2,
     page: Path = Path("headline.md"),
     record: Path = Path("headline.json"),
@@ -71,27 +78,30 @@ def main(
         gpu: preset.
         gpus: of the cluster.
         batches: millions (2^20) of tokens of a global batch.
-        tokens: millions of tokens of each stream, in random order; at least four global batches.
+        tokens: millions of tokens of each stream, in random order; again in a new one where there are not so many.
+        least: global batches that a stream has, if `tokens` are fewer.
         workers: processes.
         page: where the tables go.
         record: where all numbers go.
     """
     corpora = sources(lengths, documents=60_000)
-    cases = [Case(*case) for case in itertools.product(corpora, batches, HIDDEN, get_args(Objective))]
+    cases = [Case(*case) for case in itertools.product(corpora, batches, HIDDEN)]
+    if MEETING in batches:
+        cases += [Case(*case, fsdp="zero3") for case in itertools.product(corpora, [MEETING], HIDDEN)]
     options = {"model": wlb.ModelConfig.preset(model), "hardware": wlb.Hardware.preset(gpu), "gpus": gpus}
-    about = {"machine": machine(), "command": command(lengths), "model": model, "gpu": gpu, "gpus": gpus}
-    found: dict[Case, Row] = {}
+    about = {"machine": machine(), "command": command(lengths, tokens, least), "model": model, "gpu": gpu, "gpus": gpus}
+    found: dict[Case, list[Row]] = {}
     with (
         Progress(console=Console(stderr=True), transient=True) as bars,
         ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool,
     ):
         task = bars.add_task("layouts", total=len(cases))
         # The largest first, so that no core waits for the last one.
-        order = sorted(cases, key=lambda case: -case.millions)
-        running = {pool.submit(answer, case, corpora[case.corpus], tokens, options): case for case in order}
+        order = sorted(cases, key=lambda case: (case.fsdp, -case.millions))
+        running = {pool.submit(answer, case, corpora[case.corpus], tokens, least, options): case for case in order}
         for done in as_completed(running):
             found[running[done]] = done.result()
-            rows = [asdict(case) | found[case] for case in cases if case in found]
+            rows = [asdict(case) | row for case in cases for row in found.get(case, [])]
             made = rounded(about | {"rows": rows})
             write_record(record, made)  # a run that is cut off leaves what it has
             bars.advance(task)
@@ -100,36 +110,57 @@ def main(
     print(text)
 
 
-def command(lengths: Iterable[Path]) -> str:
+def command(lengths: Iterable[Path], tokens: int, least: int) -> str:
     """What makes the page again, whatever folder the lengths are in."""
     names = " ".join(path.name for path in lengths)
-    return f"make headline LENGTHS={shlex.quote(names)}" if names else "make headline"
+    return f"make headline LENGTHS={shlex.quote(names)} HEADLINE_FLAGS='--tokens {tokens} --least {least}'"
 
 
-def answer(case: Case, lengths: np.ndarray[Any, np.dtype[np.int64]], millions: int, options: dict[str, Any]) -> Row:
-    """The best with wlb and without, and the gain."""
+def answer(
+    case: Case, lengths: np.ndarray[Any, np.dtype[np.int64]], millions: int, least: int, options: dict[str, Any]
+) -> list[Row]:
+    """The best with wlb and without, and the gain: by tokens, and by FLOPs; and every method on one layout."""
     batch = int(case.millions * 2**20)
-    wanted = max(millions * 2**20, 4 * batch)
-    order = np.random.default_rng(0).permutation(lengths)
-    order = order[: int(np.searchsorted(order.cumsum(), wanted)) + 1]
-    overlap = dict.fromkeys(("cp_overlap", "tp_overlap", "dp_overlap"), case.hidden)
-    search = search_layouts(order, tokens_per_batch=batch, context=CONTEXT, by=case.by, **overlap, **options)
+    pieces = stream(lengths, max(millions * 2**20, least * batch), seed=0)
+    assumed = options | dict.fromkeys(("cp_overlap", "tp_overlap", "dp_overlap"), case.hidden) | {"context": CONTEXT}
+    template = wlb.ParallelLayout(fsdp=case.fsdp)
+    search = search_layouts(pieces, tokens_per_batch=batch, template=template, by="tokens", **assumed)
+    rows = [gained(search)]
+    if case.fsdp == "zero1":
+        rows.append(gained(search.again("flops")))
+        if options["gpus"] == LAYOUT.world_size:
+            rows[0]["one_layout"] = on_one_layout(pieces, batch, assumed, search.without)
+    return [row | {"documents": pieces.size} for row in rows]
+
+
+def gained(search: LayoutSearch) -> Row:
+    """What a search found."""
     return {
+        "by": search.by,
         "gain": search.gain(search.without),
-        "band": list(band(search, case.by)),
+        "band": list(search.gain_band(search.without)),
         "with": told(search, search.best),
         "without": told(search, search.without),
         "simulated": search.simulated,
         "candidates": search.candidates,
-        "documents": order.size,
     }
 
 
-def band(search: LayoutSearch, by: Objective) -> tuple[float, float]:
-    """The least and the most of the gain of these two plans, were attention faster or slower than assumed."""
-    work = search.best.outcome.flops / search.without.outcome.flops if by == "flops" else 1.0
-    least, most = search.best.speedup_band(search.without.outcome)
-    return work * least, work * most
+def on_one_layout(
+    lengths: np.ndarray[Any, np.dtype[np.int64]], batch: int, assumed: dict[str, Any], without: Choice
+) -> Row:
+    """Every method on :data:`LAYOUT`: tokens a second over those of the best layout and plan without wlb."""
+    cluster = {name: value for name, value in assumed.items() if name != "gpus"}
+    scenario = wlb.Scenario(layout=LAYOUT, num_micro_batches=batch // CONTEXT, outlier_thresholds=(), **cluster)
+    outcomes = wlb.simulate(lengths, scenario, variants=METHODS).outcomes
+    before = without.outcome
+
+    def row(outcome: Outcome) -> Row:
+        pairs = zip(before.swept, outcome.swept, strict=True)
+        ends = band([one.steady_seconds / other.steady_seconds for one, other in pairs])
+        return {"gain": before.steady_seconds / outcome.steady_seconds, "band": list(ends)}
+
+    return {name: row(outcome) for name, outcome in outcomes.items()}
 
 
 def told(search: LayoutSearch, choice: Choice) -> Row:
@@ -144,18 +175,18 @@ def told(search: LayoutSearch, choice: Choice) -> Row:
 
 def lines(record: Row) -> Iterator[str]:
     """The page, in Markdown; lines but those of tables have at most 120 characters."""
-    rows = record["rows"]
+    rows = [row for row in record["rows"] if row["fsdp"] == "zero1"]
     yield from ["# Gains over the best that runs without wlb", ""]
     about = record["machine"]
     yield from wrapped(
         f"`{record['command']}` writes this page: {record['model']} with a context of 128K on {record['gpus']}"
         f" {record['gpu']}, *predicted* ([simulation](simulation.md)). Every layout of these GPUs that fits into"
-        " memory is tried, with every method; the baseline is the fastest of Plain-4D and Fixed-4D (sharded per"
-        " document where that is faster) on the layout that suits *it*. So what another layout gains is not counted"
-        f" as wlb's. Written {about['time'][:10]} by wlb {about['wlb']}, commit {about['commit'] or 'unknown'}."
+        " memory is tried, with every method. The baseline is the fastest of what needs nothing of wlb, on the layout"
+        " that suits *it*: Plain-4D, Fixed-4D, and either of them with each document sharded over the context-parallel"
+        " ranks, as Transformer Engine does with packed sequences. So what another layout gains is not counted as"
+        f" wlb's. Written {about['time'][:10]} by wlb {about['wlb']}, commit {about['commit'] or 'unknown'}."
     )
     yield ""
-    tokens = [row for row in rows if row["by"] == "tokens"]
     for by in get_args(Objective):
         gains = [row["gain"] for row in rows if row["by"] == by]
         yield from wrapped(
@@ -174,9 +205,57 @@ def lines(record: Row) -> Iterator[str]:
         yield from ["", f"## {corpus}", ""]
         yield "| global batch | hidden | by tokens | band | by FLOPs | band | best without wlb | best with it | delay |"
         yield "| ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: |"
-        for row in tokens:
-            if row["corpus"] == corpus:
+        for row in rows:
+            if row["corpus"] == corpus and row["by"] == "tokens":
                 yield table_row(row, other(rows, row))
+    yield from one_layout(rows)
+    yield from meeting(record["rows"])
+
+
+def one_layout(rows: Iterable[Row]) -> Iterator[str]:
+    """Every method on one layout, over the best without wlb on any."""
+    shown = [row for row in rows if "one_layout" in row]
+    if not shown:
+        return
+    yield from ["", "## On one layout", ""]
+    yield from wrapped(
+        f"What each method is worth on {in_short(LAYOUT)}, by tokens, over the same baselines as above, each on the"
+        " layout that suits it, with the band. Below 1 another layout is worth more than the method; what Plain-4D"
+        " lacks there is what the layout costs."
+    )
+    titles = [VARIANTS[name].title for name in METHODS]
+    yield from ["", f"| lengths | global batch | hidden | {' | '.join(titles)} |"]
+    yield f"| --- |{' ---: |' * (2 + len(titles))}"
+    for row in shown:
+        cells = [with_band(row["one_layout"][name]) for name in METHODS]
+        yield f"| {row['corpus']} | {row['millions']:g} M | {row['hidden']:.0%} | {' | '.join(cells)} |"
+
+
+def meeting(rows: Iterable[Row]) -> Iterator[str]:
+    """Gains where replicas meet once a step, and where they meet in every micro-batch."""
+    rows = [row for row in rows if row["by"] == "tokens"]
+    shown = [row for row in rows if row["fsdp"] == "zero3"]
+    if not shown:
+        return
+    yield from ["", "## Ranks that meet in every micro-batch", ""]
+    yield from wrapped(
+        f"Gains by tokens at a global batch of {MEETING} M, where gradients alone are reduced, once a step (ZeRO-1: the"
+        " rows above), and where parameters are gathered in every micro-batch (`--fsdp zero3`); each over the best"
+        " layout and plan without wlb of its own."
+    )
+    yield from ["", "| lengths | hidden | ZeRO-1 | ZeRO-3 | best without wlb, ZeRO-3 | best with it | delay |"]
+    yield "| --- | ---: | ---: | ---: | --- | --- | ---: |"
+    for row in shown:
+        same = ("corpus", "millions", "hidden")
+        once = next(one for one in rows if one["fsdp"] == "zero1" and all(one[name] == row[name] for name in same))
+        without, best = (f"{row[side]['plan']}, {row[side]['layout']}" for side in ("without", "with"))
+        cells = [row["corpus"], f"{row['hidden']:.0%}", with_band(once), with_band(row), without, best]
+        yield f"| {' | '.join(cells)} | {row['with']['delay']:.2f} |"
+
+
+def with_band(row: Row) -> str:
+    """A gain and its band."""
+    return f"{row['gain']:.2f} ({' to '.join(f'{end:.2f}' for end in row['band'])})"
 
 
 def other(rows: Iterable[Row], row: Row) -> Row:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -24,8 +24,10 @@ from wlb.simulation.run import simulate
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.tuning import KINDS, SPLITS, Choice, Kind, Objective, Settings
 
-WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed")
-"""Kinds that need nothing of wlb: what a gain is honestly measured against, on the best layout for them."""
+WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed", "per_document")
+"""Kinds that need nothing of wlb: what a gain is honestly measured against, on the best layout for them.
+
+Sharding each document of a packed sequence is what Transformer Engine does with one (`qkv_format="thd"`)."""
 
 RANKED = 5
 """So many of the fastest layouts are found: what by its bound is slower than the last of them is not simulated."""
@@ -69,6 +71,8 @@ class LayoutSearch:
     candidates: int  # layouts, micro-batches and methods together
     simulated: int  # of these; the others cannot be faster than the last of `ranked`
     tightness: float  # least simulated time over its bound: below 1 the bound was none, and was lowered by as much
+    again: Callable[[Objective], LayoutSearch] = field(repr=False, compare=False)
+    """The same search by another objective; what was simulated is not simulated again."""
 
     @property
     def best(self) -> Choice:
@@ -87,6 +91,12 @@ class LayoutSearch:
         """How many times as fast the best is, by the objective."""
         return self.seconds(over) / self.seconds(self.best)
 
+    def gain_band(self, over: Choice) -> tuple[float, float]:
+        """The least and the most of it: the same two plans were attention faster or slower than assumed."""
+        work = self.best.outcome.flops / over.outcome.flops if self.by == "flops" else 1.0
+        least, most = self.best.speedup_band(over.outcome)
+        return work * least, work * most
+
     def as_json(self) -> dict[str, Any]:
         """Everything in numbers, as plain JSON values."""
 
@@ -97,6 +107,7 @@ class LayoutSearch:
             return {
                 "layout": {name: getattr(layout, name) for name in SIZES},
                 "gain": self.gain(choice),
+                "gain_band": list(self.gain_band(choice)),
                 **choice.summary(self.without.outcome),
             }
 
@@ -204,21 +215,20 @@ def search_layouts(
         "max_mean_delay": max_mean_delay,
         **scenario,
     }
-    search = _Search(np.asarray(pieces, dtype=np.int64), options, by, progress or (lambda *_: None))
-    return search.run(gpus, template or own or ParallelLayout(), own, prune=prune)
+    search = _Search(np.asarray(pieces, dtype=np.int64), options, progress or (lambda *_: None))
+    return search.run(by, gpus, template or own or ParallelLayout(), own, prune=prune)
 
 
 class _Search:
-    """One search."""
+    """One search, by one objective after the other."""
 
     def __init__(
         self,
         lengths: NDArray[np.int64],
         options: dict[str, Any],
-        by: Objective,
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self._lengths, self._options, self._by, self._progress = lengths, options, by, progress
+        self._lengths, self._options, self._progress = lengths, options, progress
         self._model: ModelConfig = options["model"]
         self._experts = math.gcd(*num_experts(self._model)) or 1
         self._contexts: int = options["num_micro_batches"]
@@ -227,15 +237,19 @@ class _Search:
         cuts = np.union1d(ends, np.arange(context, int(ends[-1:].sum()), context))
         self._cut = np.diff(cuts, prepend=0)
         self._whole_flops, self._cut_flops = (float(self._model.flops(of).sum()) for of in (lengths, self._cut))
-        self._counts: Counter[str] = Counter()
-        self._nearest: tuple[float, ParallelLayout] | None = None
         self._bounds = Bounds(lengths, self._cut)
         self._found: dict[tuple[ParallelLayout, Settings], Choice] = {}
-        self._failed: set[tuple[ParallelLayout, Settings]] = set()
-        self._tightness = math.inf
+        self._failed: dict[tuple[ParallelLayout, Settings], str] = {}
 
-    def run(self, gpus: int, template: ParallelLayout, own: ParallelLayout | None, *, prune: bool) -> LayoutSearch:
+    def run(
+        self, by: Objective, gpus: int, template: ParallelLayout, own: ParallelLayout | None, *, prune: bool
+    ) -> LayoutSearch:
         """Everything."""
+        self._by = by
+        self._counts: Counter[str] = Counter()
+        self._nearest: tuple[float, ParallelLayout] | None = None
+        self._needed: set[tuple[ParallelLayout, Settings]] = set()  # of what is simulated
+        self._tightness = math.inf
         self._progress("bounds", 0, 1)
         scenarios = [self._scenario(layout) for layout in self._layouts(gpus, template)]
         candidates = sorted(self._candidates(scenarios), key=lambda candidate: candidate.bound)
@@ -262,8 +276,9 @@ class _Search:
             refused=self._refused(),
             layouts=len(scenarios),
             candidates=self._total,
-            simulated=len(self._found),
+            simulated=len(self._needed - self._failed.keys()),
             tightness=self._tightness,
+            again=lambda by: self.run(by, gpus, template, own, prune=prune),
         )
 
     def _layouts(self, gpus: int, template: ParallelLayout) -> Iterator[ParallelLayout]:
@@ -322,7 +337,7 @@ class _Search:
         for scenario in sorted(scenarios, key=lambda scenario: scenario.layout.cp):
             layout = scenario.layout
             kinds: tuple[Kind, ...] = (*WITHOUT_WLB, "adaptive_cp")
-            for kind in kinds:
+            for kind in kinds if layout.cp > 1 else kinds[:2]:  # one rank is sharded in one way
                 yield self._candidate(scenario, Settings(kind=kind, max_tokens=scenario.context))
             for split in SPLITS:
                 if self._lacking(layout, split) != 0:
@@ -344,7 +359,11 @@ class _Search:
 
     def _candidate(self, scenario: Scenario, settings: Settings) -> _Candidate:
         bound = self._bounds.seconds(scenario, settings)
-        if self._by == "flops" and settings.kind in ("plain", "adaptive_cp"):  # what Fixed-4D cuts is not known yet
+        if self._by == "flops" and settings.kind in (
+            "plain",
+            "per_document",
+            "adaptive_cp",
+        ):  # what Fixed-4D cuts is not known yet
             bound *= self._whole_flops / self._cut_flops
         return _Candidate(scenario, settings, bound)
 
@@ -375,21 +394,22 @@ class _Search:
         """None where the plan cannot be, which is counted."""
         scenario, settings = candidate.scenario, candidate.settings
         key = (scenario.layout, settings)
-        if key in self._failed:
-            return None
-        if key not in self._found:
+        if key not in self._found and key not in self._failed:
             try:
                 outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
+                self._found[key] = Choice(**vars(settings), outcome=outcome)
             except WlbError as reason:
-                self._failed.add(key)
-                self._counts[f"{KINDS[settings.kind]} has no plan for it ({reason})"] += 1
-                return None
-            choice = Choice(**vars(settings), outcome=outcome)
-            self._found[key] = choice
-            if candidate.bound:
-                ratio = _seconds(choice, self._by, self._whole_flops) / candidate.bound
-                self._tightness = min(self._tightness, ratio)
-        return self._found[key]
+                self._failed[key] = f"{KINDS[settings.kind]} has no plan for it ({reason})"
+        if key in self._needed:
+            return self._found.get(key)
+        self._needed.add(key)
+        if key in self._failed:
+            self._counts[self._failed[key]] += 1
+            return None
+        choice = self._found[key]
+        if candidate.bound:
+            self._tightness = min(self._tightness, _seconds(choice, self._by, self._whole_flops) / candidate.bound)
+        return choice
 
     def _refused(self) -> Refused:
         lacking, nearest = self._nearest or (0.0, None)
