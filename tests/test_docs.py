@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import multiprocessing
 import os
 import re
@@ -230,3 +231,42 @@ def test_lines_are_no_longer_than_a_screen() -> None:
             continue
         for line in prose(page).splitlines():
             assert len(line) <= 120 or line.startswith("|"), f"{name_of(page)}: {line}"
+
+
+PREDICTED = ["README.md", "docs/simulation.md"]  # pages with figures of the simulator that no program writes
+GAIN = re.compile(r"\d\.\d+ times (as fast|the (baseline|best|speed))|\d % faster|speed-up[^.;]* \d\.\d+")
+ENDS = re.compile(r"\d\.\d+ to \d\.\d+")
+WITHOUT = "without wlb"  # the baseline that a gain is told over
+
+
+@pytest.mark.parametrize("page", PREDICTED)
+def test_predicted_gains_have_a_band_and_the_best_baseline(page: str) -> None:
+    """In a table a column of bands after that of gains, and a row of the baseline; in prose a range beside the figure."""
+    seen = 0
+    for paragraph in prose(ROOT / page).split("\n\n"):
+        if not paragraph.startswith("|"):
+            for sentence in re.split(r"(?<=[.:;]) ", paragraph.replace("\n", " ")):
+                if GAIN.search(sentence):
+                    assert ENDS.search(sentence), f"{page}: no band: {sentence}"
+            seen += WITHOUT in paragraph
+            continue
+        header = [cell.strip() for cell in paragraph.partition("\n")[0].strip("|").split("|")]
+        gains = [at for at, cell in enumerate(header) if re.search(r"\b(faster|gain|speed-?up|x)\b", cell)]
+        for at in gains:
+            assert header[at + 1 : at + 2] == ["band"], f"{page}: no band after {header[at]}"
+            assert WITHOUT in paragraph, f"{page}: nothing to compare {header[at]} with"
+    assert seen, "the baseline is named nowhere"
+
+
+def test_the_headline_is_that_of_its_record() -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("cyclopts")
+    from studies.headline import lines
+
+    record = json.loads((ROOT / "benches" / "records" / "headline.json").read_text())
+    page = (ROOT / "docs" / "headline.md").read_text()
+    assert page == "\n".join(lines(record)) + "\n", "run make headline"
+    told = re.search(r"By tokens: (\S+) to (\S+), in the middle (\S+);", page)
+    assert told is not None
+    for figure in told.groups():
+        assert figure.rstrip(";") in (ROOT / "README.md").read_text(), "README has another headline"

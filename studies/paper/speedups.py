@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from studies.paper.inputs import Inputs, Point, documents, scenario
+from studies.paper.inputs import Inputs, Point
 from studies.paper.needed import needed
 from studies.paper.published import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE_14, Configuration
 from studies.paper.results import Facts, Result, Row, holds_at, influence, row
-from studies.paper.study import METHODS, OURS, Study, ceiling, even, run
+from studies.paper.study import METHODS, Study, ceiling, even, run
 from wlb._core import pairs
-from wlb.simulation import Outcome, Simulation, Variant, simulate
+from wlb.simulation import Outcome
 from wlb.simulation.static import static
 
 OVER_PLAIN = "speed-up over Plain-4D"
@@ -47,7 +46,6 @@ def figure_12(study: Study) -> Result:
         facts=(
             _reasons(study, "Figure 12", CONFIGURATIONS, wlb),
             *_needed_of_all(study),
-            _ours(study, "Figure 12", CONFIGURATIONS),
         ),
         influence=influence(points, wlb["mean of WLB-LLM"]),
         influenced="mean of WLB-LLM",
@@ -198,38 +196,8 @@ def _grows(values: Sequence[float]) -> bool:
     return all(a < b for a, b in itertools.pairwise(values))
 
 
-def _ours(study: Study, title: str, configurations: dict[str, Configuration]) -> Facts:
-    """Methods that no paper has numbers for, at the central inputs."""
-    rows = []
-    for done, (name, configuration) in enumerate(configurations.items()):
-        study.progress(f"{title}: ours", done, len(configurations))
-        lengths = documents(configuration, study.central, steps=study.steps, source=study.source)
-        made = simulate(lengths, scenario(configuration, study.central, lengths), variants=_with_plain(OURS))
-        speedups = (_that_fits(made, lengths, key) for key in OURS)
-        rows.append((name, *("no memory" if speedup is None else f"{speedup:.2f}" for speedup in speedups)))
-    return Facts(
-        "Ours, beyond the paper: speed-up over Plain-4D at the central inputs",
-        ("", *(variant.title for variant in OURS.values())),
-        tuple(rows),
-    )
-
-
-def _that_fits(made: Simulation, lengths: NDArray[np.int64], key: str) -> float | None:
-    """The speed-up of a method, with a smaller `S_max` where so many micro-batches need one; none if none fits."""
-    if made.outcomes[key].memory.total.max() <= made.scenario.hardware.memory_bytes:
-        return made.speedup(key)
-    smaller = replace(made.scenario, max_tokens=None)
-    if OURS[key].obstacle(smaller) is not None:
-        return None
-    return simulate(lengths, smaller, variants=_with_plain({key: OURS[key]})).speedup(key)
-
-
-def _with_plain(variants: Mapping[str, Variant]) -> dict[str, Variant]:
-    return {"plain": METHODS["plain"], **variants}
-
-
 def _plain(study: Study, configuration: Configuration) -> Outcome:
-    return run(study.steps, study.source, configuration, study.central, _with_plain({})).baseline
+    return run(study.steps, study.source, configuration, study.central, {"plain": METHODS["plain"]}).baseline
 
 
 _REASONS = (

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from studies.paper.inputs import Inputs, Point, documents, points, scenario
 from studies.paper.published import Configuration
 from wlb._core import simulate_pipeline
-from wlb.simulation import VARIANTS, Outcome, Simulation, Variant, simulate
+from wlb.simulation import Outcome, Simulation, Variant, simulate
 from wlb.simulation.static import StaticOutcome, score, static
 from wlb.simulation.variants import Strategy
 
@@ -39,12 +39,6 @@ METHODS = {
     "wlb": Variant(title="WLB-LLM", packing="var_length", strategies=CHOICE),
     "hybrid": Variant(title="WLB-LLM and hybrid CP", packing="var_length", strategies=("adaptive",)),
 }
-
-OURS = {
-    name: replace(VARIANTS[name], fitted=False)
-    for name in ("adaptive_release", "finer", "dynamic_cp", "wlb_dynamic_cp")
-}
-"""Methods that the paper does not have. The packer's costs are fitted already, to what is believed of the cluster."""
 
 Progress = Callable[[str, int, int], None]
 Source: TypeAlias = "NDArray[np.int64] | None"

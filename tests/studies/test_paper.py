@@ -355,13 +355,6 @@ def test_a_measured_kernel_runs_instead_of_the_assumed_one(tmp_path: Path) -> No
     assert world.selector != world.attention
 
 
-def test_ours_stand_apart_from_the_papers(made: dict[str, Result]) -> None:
-    ours = made["fig12"].facts[-1]
-    assert ours.title.startswith("Ours, beyond the paper")
-    assert [row[0] for row in ours.rows] == list(CONFIGURATIONS)
-    assert all(float(cell) > 0 for row in ours.rows for cell in row[1:])
-
-
 def test_corpora_have_the_published_facts() -> None:
     """The Stack: the longest 2 % of the files hold 20 % of the tokens. RedPajama-V2: 6.66 M of 14.5 B reach 64 Ki."""
     generator = np.random.default_rng(5)

@@ -7,6 +7,7 @@ from typing import Any
 
 from wlb.cli.inputs.stream import Stream
 from wlb.cli.output.documents import describe_documents, document_sentences
+from wlb.cli.output.graded import RATES, ends
 from wlb.cli.output.report import Code, Column, Headline, Paragraphs, Report, Table
 from wlb.cli.output.simulation import assumptions, kernel_sentence
 from wlb.cli.words import counted
@@ -18,7 +19,9 @@ _NOTES = (
     "v: stages of a pipeline rank, where there are several. s: seconds of a global batch, in a long stream. gain: how"
     " many times as fast the best is. delay: iterations that a token waits. GiB: the fullest GPU. most lost: where most"
     " time goes besides computing.",
-    "Without wlb: Plain-4D or Fixed-4D, on the layout that is best for them. All figures are of the same documents.",
+    f"band: the least and the most of the gain, {RATES}.",
+    "Without wlb: Plain-4D or Fixed-4D, or Plain-4D with each document sharded as Transformer Engine does, on the layout"
+    " that is best for them. All figures are of the same documents.",
 )
 
 _COLUMNS = (
@@ -26,6 +29,7 @@ _COLUMNS = (
     Column("speed", "s", "step_seconds", ".3g"),
     Column("speed", "tokens/s", "tokens_per_second", ",.0f"),
     Column("speed", "gain", "gain", ".3f"),
+    Column("speed", "band", "gain_ends", "s"),
     Column("", "delay", "delay_mean", ".2f"),
     Column("", "GiB", "peak_gib", ".1f"),
     Column("", "most lost", "lost", "s"),
@@ -95,13 +99,15 @@ def _values(search: LayoutSearch, choice: Choice, name: str = "") -> dict[str, A
     batches = outcome.tokens / outcome.scenario.tokens_per_batch
     parts: Mapping[str, float] = of["attribution"]
     worst = max(_LOST, key=lambda name: parts[name])
-    return {
+    values = {
         **of,
         "layout": in_short(outcome.scenario.layout),
         "plan": KINDS[choice.kind] + (f" ({name})" if name else ""),
         "step_seconds": outcome.steady_seconds / batches,
         "tokens_per_second": outcome.tokens / outcome.steady_seconds,
         "gain": search.gain(choice),
+        "gain_band": search.gain_band(choice),
         "peak_gib": of["peak_bytes"] / GIB,
         "lost": f"{_LOST[worst]} {parts[worst]:.0%}",
     }
+    return ends(values)
