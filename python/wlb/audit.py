@@ -94,6 +94,26 @@ class Audit:
         """Whether everything holds."""
         return not self.findings
 
+    def sentences(self) -> list[str]:
+        """What was found, in words: each finding with its documents, then how much of the run holds."""
+        told = []
+        for finding in self.findings:
+            told.append(f"✗ {finding}")
+            told += (f"    document {document} of epoch {epoch}" for epoch, document in finding.documents)
+        if self.sound:
+            told.append(f"✓ Sound: {self.proof}.")
+        if self.superseded:
+            steps = "step" if self.superseded == 1 else "steps"
+            told.append(f"{self.superseded:,} {steps} trained anew after going back to a checkpoint.")
+        if not self.num_steps:
+            return [*told, "No step holds: go on from nothing that this run has saved."]
+        last = self.first_step + self.num_steps - 1
+        return [
+            *told,
+            f"Steps {self.first_step} to {last} hold. A run may go on from the state after step {last}, {self.state},"
+            " or from one before it.",
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {

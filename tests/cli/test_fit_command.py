@@ -47,7 +47,7 @@ def test_the_costs_of_a_log(form: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert wlb_command("fit", str(log(tmp_path, form))) == 0
     shown = capsys.readouterr().out
     assert "pairs" in shown
-    assert "Half of the micro-batches" in shown
+    assert "half are off by at most" in shown
     cost = wlb.CostModel.from_json((tmp_path / "log.cost.json").read_text())
     assert cost.terms == pytest.approx(COST.terms, rel=1e-6)
     assert cost.unit == "seconds"

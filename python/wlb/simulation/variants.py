@@ -5,7 +5,7 @@ One entry of :data:`VARIANTS` makes a method part of every comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -199,11 +199,11 @@ def obstacles(scenario: Scenario) -> dict[str, WlbError]:
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def chosen(names: Mapping[str, Variant] | tuple[str, ...] | list[str]) -> dict[str, Variant]:
+def chosen(names: Mapping[str, Variant] | Sequence[str]) -> dict[str, Variant]:
     """Variants by name, or own ones.
 
     Raises:
-        WlbError: there is no such name, or none is given.
+        WlbError: there is no such name, one is given twice, or none is given.
     """
     if not names:
         raise error("variants", "must not be empty", value=names)
@@ -212,4 +212,6 @@ def chosen(names: Mapping[str, Variant] | tuple[str, ...] | list[str]) -> dict[s
     for index, name in enumerate(names):
         if name not in VARIANTS:
             raise error("variants", f"= {name!r}: must be one of {', '.join(VARIANTS)}", index=index, value=name)
+        if name in names[:index]:
+            raise error("variants", f"= {name!r}: is given twice", index=index, value=name)
     return {name: VARIANTS[name] for name in names}

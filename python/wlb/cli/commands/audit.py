@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from wlb.audit import Audit
 from wlb.audit import audit as audit_ledger
 from wlb.cli.errors import CliError
+from wlb.cli.inputs.documents import load_numbers
 from wlb.cli.output.console import Printing
-from wlb.cli.output.report import Column, Paragraphs, Report, Table
-from wlb.cli.words import counted
+from wlb.cli.output.report import Block, Paragraphs, Report, Table
 
 
 def audit(
@@ -40,10 +37,13 @@ def audit(
     found = audit_ledger(
         folder,
         state=None if state is None else _read_state(state),
-        lengths=None if lengths is None else _read_lengths(lengths),
+        lengths=None if lengths is None else load_numbers(lengths, mapped=True),
     )
-    sentences = Paragraphs(_sentences(found))
-    printing.give(Report(command="audit", blocks=[*_table(found), sentences], numbers=found.as_dict()))
+    blocks: list[Block] = [Paragraphs(found.sentences())]
+    if found.epochs:
+        rows = [(f"{epoch.epoch}", vars(epoch), False) for epoch in found.epochs]
+        blocks.insert(0, Table.of("Documents", "epoch", ("read", "trained", "waiting", "tokens"), rows))
+    printing.give(Report(command="audit", blocks=blocks, numbers=found.as_dict()))
     if not found.sound:
         sys.exit(1)
 
@@ -56,40 +56,3 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CliError(f"{path} holds no state")
     return state
-
-
-def _read_lengths(path: Path) -> Any:
-    try:
-        return np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise CliError(f"{path} is no array of numpy: {error}") from None
-
-
-def _table(found: Audit) -> list[Table]:
-    columns = (
-        Column("documents", "read", "read"),
-        Column("documents", "trained once", "trained"),
-        Column("documents", "waiting", "waiting"),
-        Column("", "tokens trained", "tokens"),
-    )
-    rows = [(f"{epoch.epoch}", vars(epoch), False) for epoch in found.epochs]
-    return [Table.of("Documents", "epoch", columns, rows)] if rows else []
-
-
-def _sentences(found: Audit) -> list[str]:
-    sentences = []
-    for finding in found.findings:
-        sentences.append(f"✗ {finding}")
-        sentences += (f"    document {document} of epoch {epoch}" for epoch, document in finding.documents)
-    if found.sound:
-        sentences.append(f"✓ Sound: {found.proof}.")
-    if found.superseded:
-        sentences.append(f"{counted(found.superseded, 'step')} trained anew after going back to a checkpoint.")
-    if not found.num_steps:
-        return [*sentences, "No step holds: go on from nothing that this run has saved."]
-    last = found.first_step + found.num_steps - 1
-    return [
-        *sentences,
-        f"Steps {found.first_step} to {last} hold. A run may go on from the state after step {last}, {found.state}, or"
-        " from one before it.",
-    ]

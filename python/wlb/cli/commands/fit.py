@@ -9,11 +9,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import wlb
+from wlb import timings
 from wlb.cli.errors import CliError
 from wlb.cli.inputs.options import Flag, Numbers
-from wlb.cli.inputs.timings import read_timings
 from wlb.cli.output.console import Printing
-from wlb.cli.output.report import Paragraphs, Report, Table
+from wlb.cli.output.report import Block, Code, Paragraphs, Report
+
+_SHOWN = 10  # lines of outliers
 
 
 def fit(
@@ -43,21 +45,22 @@ def fit(
     file = cost_model or log.with_suffix(".cost.json")
     if file.resolve() == log.resolve():
         raise CliError(f"--output {file}: is the log itself, and would be lost")
-    timings = read_timings(log)
+    rows = timings.read(log)
     try:
         fitted = wlb.CostModel.fit(
-            timings.micro_batches,
-            timings.seconds,
+            rows.micro_batches,
+            rows.seconds,
             windows=windows,
             chunks=chunks,
             causal=not full,
-            ranks=timings.ranks,
+            ranks=rows.ranks,
         )
     except wlb.WlbError as error:
         if error.argument in ("windows", "chunks"):
             raise
         raise CliError(f"{log}: {error}") from None
     file.write_text(fitted.cost_model.to_json() + "\n")
+    outliers = [rows.lines[row] for row in fitted.outliers.tolist()]
     numbers = {
         "rates": fitted.rates,
         "shares": fitted.shares,
@@ -67,47 +70,11 @@ def fit(
         "held_out_error": fitted.held_out_error,
         "held_out": fitted.held_out,
         "micro_batches": fitted.rows,
-        "outlier_lines": [timings.lines[row] for row in fitted.outliers.tolist()],
+        "outlier_lines": outliers,
         "cost_model": json.loads(fitted.cost_model.to_json()),
     }
-    printing.give(
-        Report(command="fit", blocks=[_table(fitted), Paragraphs(_sentences(fitted, timings.lines))], numbers=numbers),
-        [file],
-    )
-
-
-def _table(fitted: wlb.CostFit) -> Table:
-    rows = []
-    for name, rate in fitted.rates.items():
-        seen = bool(rate)
-        share = f"{fitted.shares[name]:.1%} ± {fitted.share_errors[name]:.1%}" if seen else ""
-        rows.append((name, f"{rate:.6g}" if seen else "", share))
-    return Table("Costs", ("term", "seconds per unit", "share of time"), rows)
-
-
-def _sentences(fitted: wlb.CostFit, lines: list[int]) -> list[str]:
-    sentences = []
-    for group in fitted.merged:
-        kept = [name for name in group if fitted.rates[name]]
-        sentences.append(
-            f"{', '.join(group)} cannot be told apart by this log: their time stands with"
-            f" {' and '.join(kept) or 'the others'}."
-            " Micro-batches that differ in one of them alone would show which it is."
-        )
-    unseen = [
-        name for name, rate in fitted.rates.items() if not rate and not any(name in group for group in fitted.merged)
-    ]
-    if unseen:
-        sentences.append(f"Nothing seen of {', '.join(unseen)}.")
-    if fitted.outliers.size:
-        shown = ", ".join(str(lines[row]) for row in fitted.outliers.tolist()[:10])
-        more = ", ..." if fitted.outliers.size > 10 else ""
-        sentences.append(
-            f"{fitted.outliers.size:,} of {fitted.rows:,} micro-batches are outliers and count for nothing: lines"
-            f" {shown}{more}."
-        )
-    sentences.append(
-        f"Half of the micro-batches are off by at most {fitted.residual:.1%}; of {fitted.held_out:,} that a fit to the"
-        f" others did not see, by {fitted.held_out_error:.1%}, their own noise included."
-    )
-    return sentences
+    blocks: list[Block] = [Code("Costs", fitted.report())]
+    if outliers:
+        more = ", ..." if len(outliers) > _SHOWN else ""
+        blocks.append(Paragraphs([f"Outliers are in lines {', '.join(map(str, outliers[:_SHOWN]))}{more}."]))
+    printing.give(Report(command="fit", blocks=blocks, numbers=numbers), [file])

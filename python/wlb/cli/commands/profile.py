@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from wlb._core import pass_weights
 from wlb.cli.errors import CliError
 from wlb.cli.inputs.model import ModelName, model_config
-from wlb.cli.inputs.options import Options, options
 from wlb.cli.output.console import Printing
 from wlb.cli.output.report import Paragraphs, Report, Table
 
@@ -22,10 +20,25 @@ _SHOWN = 9  # columns and rows of the table
 _Range = Annotated[tuple[int, int], Parameter(negative="")]
 
 
-@options("What is measured")
-@dataclass(frozen=True, kw_only=True)
-class Measured(Options):
-    """What is measured.
+def profile(
+    *,
+    model_name: ModelName = "llama2-7b",
+    tp: PositiveInt = 1,
+    device: str | None = None,
+    kernel: str = "auto",
+    queries: _Range = (16, 8192),
+    keys: _Range = (128, 131072),
+    tokens: _Range = (1024, 131072),
+    held_out: NonNegativeInt = 24,
+    budget: Annotated[float, Parameter(validator=validators.Number(gte=1))] = 300.0,
+    output: Annotated[Path | None, Parameter(group="Output")] = None,
+    printing: Printing = Printing(),
+) -> None:
+    """Measures this GPU: attention over lengths of queries and keys, and the rest of a transformer layer.
+
+    Writes a profile for `wlb.KernelModel` and `wlb.CostModel`, and beside it the records with every sample. A run
+    that is cut off goes on where it was when started again. At the end, the model's error on segments that it was
+    not made of.
 
     Args:
         tp: tensor-parallel ranks that heads and layers are divided by: give what `wlb simulate --tp` gets, 8 there by
@@ -37,32 +50,6 @@ class Measured(Options):
         tokens: fewest and most tokens of the layer, such as --tokens 1024 131072.
         held_out: segments to test the model with.
         budget: seconds that this run may take.
-    """
-
-    model_name: ModelName = "llama2-7b"
-    tp: PositiveInt = 1
-    device: str | None = None
-    kernel: str = "auto"
-    queries: _Range = (16, 8192)
-    keys: _Range = (128, 131072)
-    tokens: _Range = (1024, 131072)
-    held_out: NonNegativeInt = 24
-    budget: Annotated[float, Parameter(validator=validators.Number(gte=1))] = 300.0
-
-
-def profile(
-    *,
-    measured: Measured = Measured(),
-    output: Annotated[Path | None, Parameter(group="Output")] = None,
-    printing: Printing = Printing(),
-) -> None:
-    """Measures this GPU: attention over lengths of queries and keys, and the rest of a transformer layer.
-
-    Writes a profile for `wlb.KernelModel` and `wlb.CostModel`, and beside it the records with every sample. A run
-    that is cut off goes on where it was when started again. At the end, the model's error on segments that it was
-    not made of.
-
-    Args:
         output: file to write, its records beside it; by default named after GPU, kernel and heads.
     """
     if find_spec("torch") is None:
@@ -70,11 +57,9 @@ def profile(
     import wlb
     from wlb.torch.profiling import Grid, Profiler, held_out_errors
 
-    kernel: Any = measured.kernel
-    profiler = Profiler(model_config(measured.model_name), tp=measured.tp, device=measured.device, kernel=kernel)
-    grid = Grid.default(
-        queries=measured.queries, keys=measured.keys, tokens=measured.tokens, held_out=measured.held_out
-    )
+    named: Any = kernel
+    profiler = Profiler(model_config(model_name), tp=tp, device=device, kernel=named)
+    grid = Grid.default(queries=queries, keys=keys, tokens=tokens, held_out=held_out)
     path = output or Path(f"{profiler.name}.json")
     records = path.with_suffix(".records.jsonl")
     skipped: list[str] = []
@@ -83,7 +68,7 @@ def profile(
         found = profiler.measure(
             records=records,
             grid=grid,
-            budget_seconds=measured.budget,
+            budget_seconds=budget,
             progress=lambda done, total, name: bars.update(task, completed=done, total=total, description=name),
             skipped=skipped.append,
         )

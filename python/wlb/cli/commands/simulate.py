@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 import wlb
-from wlb.cli.errors import CliError, in_options
+from wlb.cli.errors import in_options
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.options import BATCHES, PANELS, CommandLine, settings
+from wlb.cli.inputs.options import BATCHES, PANELS, CommandLine, commas, settings
 from wlb.cli.inputs.stream import Reading, Source
-from wlb.cli.output.console import Output
+from wlb.cli.output.console import Output, reporting
 from wlb.cli.output.simulation import simulation_report
 from wlb.cli.words import listed
 from wlb.cluster.hardware import GIB
@@ -23,6 +22,7 @@ _HELP = (
     f"Methods with commas between, the baseline first: {', '.join(VARIANTS)}; by default all but"
     f" {', '.join(name for name in VARIANTS if name not in DEFAULT)}."
 )
+Variants = Annotated[tuple[str, ...] | None, commas(str.strip, "names", group=PANELS["methods"], help=_HELP)]
 
 
 def simulate(
@@ -32,7 +32,7 @@ def simulate(
     reading: Reading = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 500,
     cluster: Cluster = Cluster(),
-    variants: Annotated[str | None, Parameter(group=PANELS["methods"], help=_HELP)] = None,
+    variants: Variants = None,
     output: Output = Output(),
     command_line: CommandLine,
 ) -> None:
@@ -44,26 +44,19 @@ def simulate(
     Args:
         steps: global batches to form.
     """
-    given = None if variants is None else _names(variants)
     scenario = cluster.scenario()
-    names = given or defaults(scenario)
     with output.progress() as bars:
         stream = reading.stream(source, scenario.setup(), bars, steps=steps)
         output.folder("simulate")
-        task = bars.add_task("Simulating", total=len(names))
-        simulation = wlb.simulate(
-            stream.lengths,
-            scenario,
-            variants=names,
-            progress=lambda title, done, total: bars.update(task, description=f"Simulating: {title}", completed=done),
-        )
+        names = variants or defaults(scenario)
+        simulation = wlb.simulate(stream.lengths, scenario, variants=names, progress=reporting(bars, "Simulating"))
         report = simulation_report(
             simulation,
             stream,
             shown=max(names[1:] or names, key=simulation.speedup),
             settings=settings(cluster, reading)
-            | {"attention_efficiency": cluster.shown_efficiency()}
             | {
+                "attention_efficiency": cluster.shown_efficiency(),
                 "model": scenario.model.name,
                 "schedule": scenario.pipeline_schedule,
                 "sync": scenario.waiting,
@@ -74,19 +67,9 @@ def simulate(
                 "outlier_thresholds": listed(simulation.thresholds, ", ") or None,
                 "reserved_gib": scenario.reserved_bytes / GIB,
             },
-            remarks=() if given else not_compared(scenario),
+            remarks=() if variants else not_compared(scenario),
         )
     output.write(report, command_line)
-
-
-def _names(variants: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in variants.split(","))
-    for index, name in enumerate(names):
-        if name not in VARIANTS:
-            raise CliError(f"--variants {name}: must be one of {', '.join(VARIANTS)}")
-        if name in names[:index]:
-            raise CliError(f"--variants {name}: given twice")
-    return names
 
 
 def not_compared(scenario: wlb.Scenario) -> tuple[str, ...]:

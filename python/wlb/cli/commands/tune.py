@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from cyclopts import Parameter, Token
 from cyclopts.types import PositiveInt
+from rich.progress import Progress
 
 from wlb.cli.errors import CliError, option
 from wlb.cli.inputs.cluster import Cluster
-from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, options, settings
-from wlb.cli.inputs.packing import Batches, Delay, Held
-from wlb.cli.inputs.stream import Reading, Source
-from wlb.cli.output.console import Output
+from wlb.cli.inputs.options import BATCHES, CommandLine, NotAnOption, Settings, options, settings
+from wlb.cli.inputs.packing import Batches, Held
+from wlb.cli.inputs.stream import Reading, Source, Stream
+from wlb.cli.output.console import Output, reporting
 from wlb.cli.output.layouts import layouts_report
+from wlb.cli.output.report import Report
 from wlb.cli.output.tuning import tuning_report, waiting_report
 from wlb.cli.packing import tune as tune_waiting
 from wlb.cli.packing import wlb_plan
@@ -24,6 +26,7 @@ from wlb.cluster.hardware import GIB
 from wlb.simulation import Objective, search_layouts
 from wlb.simulation import tune as tune_cluster
 from wlb.simulation.layouts import SIZES
+from wlb.simulation.methods import Setup
 
 _MICRO_BATCHES = 16
 _STEPS = 100
@@ -103,7 +106,6 @@ def tune(
     if cluster.global_batch is not None:
         _search(source, reading, steps, by, cluster, output, command_line)
         return
-    steps = _STEPS if steps is None else steps
     on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
     for name in ("attention_efficiency", "cost_files"):
         if on_a_cluster and name in cluster.given:
@@ -116,42 +118,18 @@ def tune(
     )
     setup = batches.setup(cluster)
     with output.progress() as bars:
-        stream = reading.stream(source, setup, bars, steps=steps)
+        stream = reading.stream(source, setup, bars, steps=steps or _STEPS)
         output.folder("tune")
         if scenario is None:
-            delays: dict[str, Any] = {"max_delay": cluster.max_delay, "max_step_cost": cluster.max_step_cost}
-            waiting = Delay(max_mean_delay=cluster.max_mean_delay, **delays)
-            queued = tune_waiting(stream, setup, waiting, bars, queues=cluster.num_queues)
-            adaptive = tune_waiting(stream, setup, waiting, bars, queues=None)
-            choices = (
-                Held(outlier_thresholds=queued.thresholds, **delays),
-                Held(release="adaptive", delay_price=adaptive.delay_price, **delays),
-            )
-            report = waiting_report(
-                stream,
-                setup,
-                queued,
-                adaptive,
-                [wlb_plan(stream, setup, held, bars, tuned_batches=stream.batches)[0] for held in choices],
-                max_mean_delay=cluster.max_mean_delay,
-                settings=settings(batches, waiting, reading) | {"steps": steps, "queues": cluster.num_queues},
-            )
+            report = _waiting(stream, setup, bars, cluster, settings(batches, reading))
         else:
-            task = bars.add_task("Tuning", total=None)
-            tuning = tune_cluster(
-                stream.lengths,
-                scenario,
-                by=by,
-                progress=lambda what, done, total: bars.update(
-                    task, description=f"Tuning: {what}", completed=done, total=total
-                ),
-            )
+            tuning = tune_cluster(stream.lengths, scenario, by=by, progress=reporting(bars, "Tuning"))
             report = tuning_report(
                 tuning,
                 stream,
                 settings=settings(cluster, reading)
                 | {
-                    "steps": steps,
+                    "steps": steps or _STEPS,
                     "by": by,
                     "sync": scenario.waiting,
                     "dp": scenario.layout.dp,
@@ -164,17 +142,19 @@ def tune(
     output.write(report, command_line)
 
 
-def _without(command_line: str, names: Collection[str]) -> str:
-    """The command without these options and their values."""
-    kept: list[str] = []
-    words = iter(shlex.split(command_line))
-    for word in words:
-        name, assigned, _ = word.partition("=")
-        if name.removeprefix("--") not in names:
-            kept.append(word)
-        elif not assigned:
-            next(words, None)
-    return shlex.join(kept)
+def _waiting(stream: Stream, setup: Setup, bars: Progress, cluster: TunedCluster, about: Settings) -> Report:
+    """What may wait, where no cluster is known."""
+    names = ("max_mean_delay", "max_delay", "max_step_cost")
+    held = Held(**{name: getattr(cluster, name) for name in names})
+    queued = tune_waiting(stream, setup, held, bars, queues=cluster.num_queues)
+    adaptive = tune_waiting(stream, setup, held, bars, queues=None)
+    choices = (
+        replace(held, outlier_thresholds=queued.thresholds),
+        replace(held, release="adaptive", delay_price=adaptive.delay_price),
+    )
+    plans = [wlb_plan(stream, setup, choice, bars, tuned_batches=stream.batches)[0] for choice in choices]
+    about |= {"steps": stream.batches, "queues": cluster.num_queues} | {name: getattr(held, name) for name in names}
+    return waiting_report(stream, setup, queued, adaptive, plans, max_mean_delay=cluster.max_mean_delay, settings=about)
 
 
 def _search(
@@ -194,36 +174,41 @@ def _search(
         raise CliError("--micro-batches: --global-batch says how large a global batch is; leave this out")
     if tokens < context:
         raise CliError(f"--global-batch {tokens:,}: is below --context {context:,}")
-    setup = Batches(num_micro_batches=tokens // context, context=context, max_tokens=cluster.token_limit()).setup(
-        cluster
-    )
-    if steps is None:
-        steps = min(max(_SEARCHED // tokens, 2), 8)
-    given = cluster.layout.given & set(SIZES)
+    batches = Batches(num_micro_batches=tokens // context, context=context, max_tokens=cluster.token_limit())
+    steps = steps or min(max(_SEARCHED // tokens, 2), 8)
     layout = cluster.spread()
     with output.progress() as bars:
-        stream = reading.stream(source, setup, bars, steps=steps)
+        stream = reading.stream(source, batches.setup(cluster), bars, steps=steps)
         output.folder("tune")
-        task = bars.add_task("Layouts", total=None)
         search = search_layouts(
             stream.lengths,
             gpus=cluster.gpu_count,
             tokens_per_batch=tokens,
             template=layout,
-            own=layout if given else None,
+            own=layout if cluster.layout.given & set(SIZES) else None,
             by=by,
-            progress=lambda what, done, total: bars.update(
-                task, description=f"Layouts: {what}", completed=done, total=total
-            ),
+            progress=reporting(bars, "Layouts"),
             **cluster.search(),
         )
-        found = search.best.outcome.scenario.layout
-        sizes = " ".join(f"--{option(name)} {getattr(found, name)}" for name in SIZES if name != "ep" or found.ep > 1)
-        continued = f"{_without(command_line, _SEARCH)} {sizes} --micro-batches {tokens // context}"
-        report = layouts_report(
-            search,
-            stream,
-            settings=settings(cluster, reading) | {"steps": steps, "by": by},
-            continued=continued,
-        )
+    found = search.best.outcome.scenario.layout
+    sizes = " ".join(f"--{option(name)} {getattr(found, name)}" for name in SIZES if name != "ep" or found.ep > 1)
+    report = layouts_report(
+        search,
+        stream,
+        settings=settings(cluster, reading) | {"steps": steps, "by": by},
+        continued=f"{_without(command_line, _SEARCH)} {sizes} --micro-batches {tokens // context}",
+    )
     output.write(report, command_line)
+
+
+def _without(command_line: str, names: Collection[str]) -> str:
+    """The command without these options and their values."""
+    kept: list[str] = []
+    words = iter(shlex.split(command_line))
+    for word in words:
+        name, assigned, _ = word.partition("=")
+        if name.removeprefix("--") not in names:
+            kept.append(word)
+        elif not assigned:
+            next(words, None)
+    return shlex.join(kept)

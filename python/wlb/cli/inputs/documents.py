@@ -94,8 +94,8 @@ def read_documents(
     return Documents(title, unit, ids, measured[ids], names, empty=measured.size - ids.size)
 
 
-def load_numbers(path: Path) -> NDArray[Any]:
-    """What a .npy holds.
+def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
+    """What a .npy holds; `mapped` leaves it in the file until it is used.
 
     Raises:
         CliError: There is no such file, or it is none.
@@ -103,7 +103,7 @@ def load_numbers(path: Path) -> NDArray[Any]:
     if not path.is_file():
         raise CliError(f"{path}: no such file")
     try:
-        loaded = np.load(path, allow_pickle=False)
+        loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except Exception as error:  # of a broken header's parser, or of more memory than there is
         raise CliError(f"{path}: {error}") from None
     if not isinstance(loaded, np.ndarray):

@@ -100,21 +100,23 @@ def settings(*given: Options) -> Settings:
     return found
 
 
-def _commas(of_text: Callable[[str], float], what: str) -> Parameter:
-    def convert(type_: object, tokens: Sequence[Token]) -> tuple[float, ...]:
+def commas(of_text: Callable[[str], Any], what: str, **more: Any) -> Parameter:
+    """An option of several values with commas between; `more` are further arguments of the parameter."""
+
+    def convert(type_: object, tokens: Sequence[Token]) -> tuple[Any, ...]:
         token = tokens[0]
         try:
             return tuple(of_text(part) for part in token.value.split(",") if part.strip())
         except ValueError:
             raise CliError(f"{token.keyword} {token.value}: give {what}") from None
 
-    return Parameter(converter=convert, n_tokens=1, negative="")
+    return Parameter(converter=convert, n_tokens=1, negative="", **more)
 
 
-Numbers = _commas(int, "whole numbers with commas between, such as 49152,98304")
+Numbers = commas(int, "whole numbers with commas between, such as 49152,98304")
 """Whole numbers with commas between."""
 
-Reals = _commas(float, "numbers with commas between, such as 0.4,2.1")
+Reals = commas(float, "numbers with commas between, such as 0.4,2.1")
 """Numbers with commas between."""
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter
@@ -43,6 +43,46 @@ class Stream(GlobalBatches):
     ids: NDArray[np.int64]  # [n] document of the source
     starts: NDArray[np.int64]  # [n] its first token inside that document
     epochs: int  # passes over the source, the last one perhaps not to its end
+    context: int  # tokens of the longest document
+    tokens_per_batch: int  # the most of a global batch
+    oversize: Oversize  # what became of longer documents
+
+    def described(self) -> dict[str, Any]:
+        """The documents of the source and what the stream took of them, as plain JSON values; lengths in `unit`."""
+        documents, lengths = self.documents, self.documents.lengths
+        return {
+            "source": documents.source,
+            "unit": documents.unit,
+            "distinct": lengths.size,
+            "distinct_used": np.unique(self.ids).size,
+            "empty": documents.empty,
+            "tokens": documents.tokens,
+            "mean": float(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "p99": float(np.quantile(lengths, 0.99)),
+            "longest": int(lengths.max()),
+            "longer_than_context": int((lengths > self.context).sum()),
+            "epochs": self.epochs,
+            "global_batches": self.batches,
+            "streamed_tokens": int(self.lengths.sum()),
+            "streamed_documents": self.lengths.size,
+        }
+
+    def in_words(self) -> list[str]:
+        """The same in sentences."""
+        d = self.described()
+        sentences = [
+            f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
+            f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."
+            f"{' A byte counts as a token.' if d['unit'] == 'bytes' else ''}",
+            f"{d['global_batches']:,} global batches of up to {self.tokens_per_batch:,} tokens"
+            f" ({self.tokens_per_batch // self.context} micro-batches x {self.context:,}), from"
+            f" {d['distinct_used']:,} distinct documents in {counted(d['epochs'], 'epoch')}.",
+        ]
+        if d["longer_than_context"]:
+            fate = "truncated" if self.oversize == "truncate" else "split"
+            sentences.append(f"{d['longer_than_context']:,} documents longer than the context are {fate} to fit it.")
+        return sentences
 
 
 @options("Documents")
@@ -137,4 +177,14 @@ class Reading(Options):
         if steps is not None:
             offsets = offsets[: steps + 1]
         used = int(offsets[-1])
-        return Stream(lengths[:used].astype(np.int64), offsets, documents, ids[:used], starts[:used], epochs)
+        return Stream(
+            lengths=lengths[:used].astype(np.int64),
+            offsets=offsets,
+            documents=documents,
+            ids=ids[:used],
+            starts=starts[:used],
+            epochs=epochs,
+            context=context,
+            tokens_per_batch=tokens_per_batch,
+            oversize=self.oversize,
+        )

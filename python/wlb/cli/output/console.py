@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +29,12 @@ def progress(quiet: bool) -> Progress:
         transient=True,
         disable=quiet or not sys.stderr.isatty(),
     )
+
+
+def reporting(bars: Progress, work: str) -> Callable[[str, int, int], None]:
+    """A bar for long work of the library, which calls this with what it does, how much is done, and of how much."""
+    task = bars.add_task(work, total=None)
+    return lambda what, done, total: bars.update(task, description=f"{work}: {what}", completed=done, total=total)
 
 
 @options("Output")

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wlb.cli.inputs.stream import Stream
-from wlb.cli.output.documents import describe_documents, document_sentences
-from wlb.cli.output.graded import RATES, ends
-from wlb.cli.output.report import Code, Column, Headline, Paragraphs, Report, Table
-from wlb.cli.output.simulation import assumptions, kernel_sentence
+from wlb.cli.output.columns import COLUMNS, RATES
+from wlb.cli.output.report import Code, Headline, Paragraphs, Report, Table
 from wlb.cli.words import counted
-from wlb.cluster.hardware import GIB
 from wlb.simulation import KINDS, Choice
 from wlb.simulation.layouts import LayoutSearch, in_short
+from wlb.simulation.words import assumptions, kernel_sentence
 
 _NOTES = (
     "v: stages of a pipeline rank, where there are several. s: seconds of a global batch, in a long stream. gain: how"
@@ -24,33 +22,12 @@ _NOTES = (
     " that is best for them. All figures are of the same documents.",
 )
 
-_COLUMNS = (
-    Column("", "plan", "plan", "s"),
-    Column("speed", "s", "step_seconds", ".3g"),
-    Column("speed", "tokens/s", "tokens_per_second", ",.0f"),
-    Column("speed", "gain", "gain", ".3f"),
-    Column("speed", "band", "gain_ends", "s"),
-    Column("", "delay", "delay_mean", ".2f"),
-    Column("", "GiB", "peak_gib", ".1f"),
-    Column("", "most lost", "lost", "s"),
-)
-
-_LOST = {
-    "cp_wait": "CP wait",
-    "cp_communication": "CP comm.",
-    "tp_communication": "TP comm.",
-    "ep_wait": "EP wait",
-    "ep_communication": "EP comm.",
-    "bubble": "bubble",
-    "dp_wait": "DP wait",
-    "dp_communication": "DP comm.",
-}
+_SHOWN = ("plan", "step_seconds", "tokens_per_second", "gain", "gain_band", "delay_mean", "peak_bytes", "most_lost")
 
 
 def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[str, Any], continued: str) -> Report:
     """What was found, ranked; `continued` is the command that finds the settings on the best layout."""
     best, scenario = search.best, search.best.outcome.scenario
-    documents = describe_documents(stream, scenario.context)
     layout, gain = in_short(scenario.layout), search.gain(search.without)
     others = {"without wlb": search.without, "own": search.own, "own, plain": search.own_without}
     compared = [_values(search, choice, name) for name, choice in others.items() if choice is not None]
@@ -61,7 +38,6 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
     if search.own_without is not None:
         gains.append(f"{search.gain(search.own_without):.3f} times the own layout without wlb")
     headline = [f"{of['tokens_per_second']:,.0f}" for of in (compared[0], ranked[0])]
-    basis = assumptions(scenario)
     gpus = scenario.layout.world_size
     return Report(
         command="tune",
@@ -75,7 +51,7 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
             f"{counted(search.layouts, 'layout')} possible, {counted(search.candidates, 'candidate')} with"
             f" micro-batches and methods, {search.simulated:,} of them simulated: the others are slower by a bound.",
             *search.refused.sentences(),
-            *document_sentences(documents, scenario.setup(), oversize=settings["oversize"]),
+            *stream.in_words(),
         ),
         headlines=[Headline("tokens/s, best without wlb and best", *headline)],
         blocks=(
@@ -84,13 +60,13 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
             Paragraphs(_NOTES, small=True),
             Code("Its settings, tuned", continued),
         ),
-        numbers={"settings": settings, "assumptions": basis, "documents": documents, **search.as_json()},
-        facts={"Assumptions": basis, "Settings": settings, "Documents": documents},
+        facts={"Assumptions": assumptions(scenario), "Settings": settings, "Documents": stream.described()},
+        numbers=search.as_json(),
     )
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    return Table.of(title, "layout", _COLUMNS, [(row["layout"], row, row["gain"] == 1) for row in rows])
+    return Table.of(title, "layout", _SHOWN, [(row["layout"], row, row["gain"] == 1) for row in rows])
 
 
 def _values(search: LayoutSearch, choice: Choice, name: str = "") -> dict[str, Any]:
@@ -98,8 +74,9 @@ def _values(search: LayoutSearch, choice: Choice, name: str = "") -> dict[str, A
     of = outcome.summary()
     batches = outcome.tokens / outcome.scenario.tokens_per_batch
     parts: Mapping[str, float] = of["attribution"]
-    worst = max(_LOST, key=lambda name: parts[name])
-    values = {
+    worst = max(parts.keys() - {"compute"}, key=lambda name: (parts[name], name))
+    what = COLUMNS[worst]
+    return {
         **of,
         "layout": in_short(outcome.scenario.layout),
         "plan": KINDS[choice.kind] + (f" ({name})" if name else ""),
@@ -107,7 +84,5 @@ def _values(search: LayoutSearch, choice: Choice, name: str = "") -> dict[str, A
         "tokens_per_second": outcome.tokens / outcome.steady_seconds,
         "gain": search.gain(choice),
         "gain_band": search.gain_band(choice),
-        "peak_gib": of["peak_bytes"] / GIB,
-        "lost": f"{_LOST[worst]} {parts[worst]:.0%}",
+        "most_lost": f"{what.group}: {what.heading} {parts[worst]:.0%}",
     }
-    return ends(values)

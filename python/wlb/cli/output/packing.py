@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wlb._core import CostModel
 from wlb.cli.inputs.stream import Stream
-from wlb.cli.output.documents import describe_documents, document_sentences
-from wlb.cli.output.graded import graded_table
-from wlb.cli.output.report import Block, Column, Headline, Paragraphs, Picture, Report, Table
+from wlb.cli.output.columns import LOST_NOTE, LOST_WORDS, RATES, Column
+from wlb.cli.output.report import Headline, Paragraphs, Picture, Report, Table
 from wlb.cli.packing import CP_SIZES, STRATEGIES
 from wlb.cli.words import listed
 from wlb.simulation import ATTENTION_RATES
@@ -22,16 +22,11 @@ _HEADLINES = (
     ("iterations that a token waits, mean", "delay_mean", ".2f"),
     ("µs to plan a step, median", "planning_microseconds", ",.0f"),
 )
-_COLUMNS = (
-    Column("imbalance", "mean", "imbalance_mean", ".3f"),
-    Column("imbalance", "p95", "imbalance_p95", ".3f"),
-    Column("imbalance", "worst", "imbalance_worst", ".3f"),
-    Column("delay", "mean", "delay_mean", ".2f"),
-    Column("delay", "p99", "delay_p99"),
-    Column("delay", "max", "delay_max"),
-    Column("memory", "skew", "memory_skew", ".2f"),
-    Column("planning", "µs/step", "planning_microseconds", ",.0f"),
+_SHOWN = (
+    *("imbalance_mean", "imbalance_p95", "imbalance_worst"),
+    *("delay_mean", "delay_p99", "delay_max", "memory_skew", "planning_microseconds"),
 )
+_GRADED = ("imbalance_mean", "imbalance_band", "lost_time", "step_work_cv", "step_work_heaviest")
 _NOTES = (
     "g: global batches in the window of the fixed-length greedy.",
     "imbalance: work of the heaviest micro-batch, which everyone waits for, over the mean of its step (1 is"
@@ -42,7 +37,7 @@ _NOTES = (
     " after their turn.",
     "memory skew: most tokens of a micro-batch over the mean, mean over steps. planning: median per step.",
 )
-COLUMN_NOTE = (
+_COLUMN_NOTE = (
     "Every column has a barrier of its own: a step takes the sum over columns of its heaviest micro-batch in each, and"
     " imbalance is that over the sum of the means. lost time: the same of one column, summed over the steps before the"
     " flush. share: of the time of these steps. A column with a limit is memory, and takes no time."
@@ -76,53 +71,57 @@ def packing_report(
 
     shown = plans[-1]
     before, after = plans[0].summary(), shown.summary()
-    documents = describe_documents(stream, setup.context)
-    thresholds = {f"thresholds: {p.name}": listed(p.thresholds, ", ") for p in plans if p.thresholds}
     if setup.cost_model is None:
-        columns = [plan.columns() for plan in plans]
-        graded = [{**plan.summary(), "columns": of} for plan, of in zip(plans, columns, strict=True)]
-        closer: tuple[Block, ...] = (_column_table(plans, columns), Paragraphs((COLUMN_NOTE, *_NOTES), small=True))
+        graded = [{**plan.summary(), "columns": plan.columns()} for plan in plans]
+        table, notes = _column_table(plans, graded), (_COLUMN_NOTE, *_NOTES)
     else:
         graded, table, note = graded_table(plans, setup.cost_model)
-        closer = (table, Paragraphs((*_NOTES, note), small=True))
+        notes = (*_NOTES, note)
     return Report(
         command=command,
         subject=shown.name,
         title=f"Work imbalance {before['imbalance_mean']:.2f} → {after['imbalance_mean']:.2f}",
-        sentences=(*document_sentences(documents, setup, oversize=settings["oversize"]), remark),
+        sentences=(*stream.in_words(), remark),
         headlines=[Headline(label, f"{before[key]:{form}}", f"{after[key]:{form}}") for label, key, form in _HEADLINES],
         blocks=(
             Picture(draw_comparison(stream, setup, plans, balance), f"{command}.png"),
-            Table.of("Balance and delay", "method", _COLUMNS, [(p.name, p.summary(), p.waits) for p in plans]),
-            *closer,
+            Table.of("Balance and delay", "method", _SHOWN, [(p.name, p.summary(), p.waits) for p in plans]),
+            table,
+            Paragraphs(notes, small=True),
             _cp_table(balance, shown),
         ),
+        facts={
+            "Settings": settings,
+            "Thresholds": {plan.name: listed(plan.thresholds, ", ") for plan in plans if plan.thresholds},
+            "Documents": stream.described(),
+        },
         numbers={
-            "settings": settings,
-            "documents": documents,
             "attention_rates": list(ATTENTION_RATES) if len(getattr(setup.cost_model, "models", ())) == 1 else None,
             "methods": graded,
             "context_parallel": {"method": shown.name, "balance": balance},
         },
-        facts={"Settings": {**settings, **thresholds}, "Documents": documents},
         files=files or {},
     )
 
 
-def _column_table(plans: Sequence[PackedRun], columns: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+def graded_table(plans: Sequence[PackedRun], cost_model: CostModel) -> tuple[list[dict[str, Any]], Table, str]:
+    """Plans by costs that they were not made by: their summaries with the bands, a table of them, and what it says."""
+    graded = [plan.summary() | plan.bands(cost_model) for plan in plans]
+    models = len(cost_model.models)
+    costs = RATES if models == 1 else f"under each of the {models} cost models, one of which is true"
+    rows = [(plan.name, of, plan.waits) for plan, of in zip(plans, graded, strict=True)]
+    note = LOST_NOTE if models == 1 else f"band: least and most, over the cost models. {LOST_WORDS}"
+    return graded, Table.of(f"The same plans, {costs}", "method", _GRADED, rows), note
+
+
+def _column_table(plans: Sequence[PackedRun], graded: Sequence[Mapping[str, Any]]) -> Table:
     """A row per plan and column of its documents' costs."""
-    shown = (
-        Column("", "share", "share", ".1%"),
-        Column("", "lost time", "lost_time", ".3f"),
-        Column("", "heaviest", "heaviest", ",.6g"),
-        Column("", "limit", "limit", ",.6g"),
-    )
     rows = [
         (f"{plan.name}: column {of['column']}", of, plan.waits)
-        for plan, of_plan in zip(plans, columns, strict=True)
-        for of in of_plan
+        for plan, of_plan in zip(plans, graded, strict=True)
+        for of in of_plan["columns"]
     ]
-    return Table.of("Columns of the documents' costs", "method", shown, rows)
+    return Table.of("Columns of the documents' costs", "method", ("share", "lost_time", "heaviest", "limit"), rows)
 
 
 def _cp_table(balance: Sequence[Mapping[str, Any]], plan: PackedRun) -> Table:
@@ -130,10 +129,10 @@ def _cp_table(balance: Sequence[Mapping[str, Any]], plan: PackedRun) -> Table:
     cells: dict[int, dict[str, float]] = {size: {} for size in CP_SIZES}
     for of in balance:
         cells[of["cp_size"]] |= {f"{of['strategy']} {key}": of[key] for key in ("mean", "worst")}
-    columns = [
-        Column(strategy.replace("_", " "), key, f"{strategy} {key}", ".3f")
+    columns = {
+        f"{strategy} {key}": Column(strategy.replace("_", " "), key, ".3f")
         for strategy in STRATEGIES
         for key in ("mean", "worst")
-    ]
+    }
     title = f"Context parallelism: attention of the busiest rank over the mean rank ({plan.name})"
-    return Table.of(title, "CP", columns, [(str(size), values, False) for size, values in cells.items()])
+    return Table.of(title, "CP", columns, [(str(size), values, False) for size, values in cells.items()], columns)

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
 import wlb
 from wlb.cli.output.report import Block, Code, Heading, Paragraphs, Picture, Report, Table
+
+_WIDEST = 1000  # columns of a terminal
 
 
 def show(report: Report, console: Console) -> None:
@@ -30,9 +33,17 @@ def show(report: Report, console: Console) -> None:
                 console.print()
         elif isinstance(block, Table):
             console.print(block.title, style="bold")
-            console.print(_for_terminal(block))
+            _print_whole(_for_terminal(block), console)
         else:
             console.print(block.text, style="bold", soft_wrap=True)
+
+
+def _print_whole(table: RichTable, console: Console) -> None:
+    """Prints a table that runs over where it is wider than the console: half a number is none."""
+    width = console.width
+    console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum)
+    console.print(table, crop=False)
+    console.width = width
 
 
 def _for_terminal(table: Table) -> RichTable:
@@ -50,7 +61,8 @@ def _for_terminal(table: Table) -> RichTable:
 def as_json(report: Report) -> str:
     """What `--json` prints and `results.json` holds."""
     origin = {"command": report.command, "wlb": wlb.__version__, "machine": machine()}
-    return json.dumps({**origin, **report.numbers}, indent=2)
+    facts = {title.lower(): values for title, values in report.facts.items()}
+    return json.dumps({**origin, **facts, **report.numbers}, indent=2)
 
 
 def write(report: Report, folder: Path, command_line: str) -> list[Path]:

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from wlb.cli.output.columns import COLUMNS, Column
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,15 +45,6 @@ class Picture:
     file: str | None = None
 
 
-class Column(NamedTuple):
-    """A column of numbers: the heading of its group, its own, the key of its values and their format."""
-
-    group: str
-    heading: str
-    key: str
-    form: str = ","
-
-
 @dataclass(frozen=True)
 class Table:
     """Cells as text; the first column names the row, the others are numbers."""
@@ -64,29 +57,31 @@ class Table:
 
     @classmethod
     def of(
-        cls, title: str, names: str, columns: Sequence[Column], rows: Iterable[tuple[str, Mapping[str, Any], bool]]
+        cls,
+        title: str,
+        names: str,
+        keys: Iterable[str],
+        rows: Iterable[tuple[str, Mapping[str, Any], bool]],
+        columns: Mapping[str, Column] = COLUMNS,
     ) -> Table:
         """A table of numbers by keys; what is None stays empty.
 
         Args:
             title: of the table.
             names: heading of the first column.
-            columns: the others.
+            keys: of the others.
             rows: name and values of each, and whether it is to stand out.
+            columns: what the keys mean.
         """
-        rows = list(rows)
-        groups = itertools.groupby(column.group for column in columns)
+        rows, shown = list(rows), {key: columns[key] for key in keys}
+        groups = itertools.groupby(column.group for column in shown.values())
         return cls(
             title=title,
-            columns=(names, *(column.heading for column in columns)),
-            rows=[(name, *(_cell(values[column.key], column.form) for column in columns)) for name, values, _ in rows],
+            columns=(names, *(column.heading for column in shown.values())),
+            rows=[(name, *(column.cell(values[key]) for key, column in shown.items())) for name, values, _ in rows],
             groups=(("", 1), *((group, len(list(members))) for group, members in groups)),
             strong={i for i, (_, _, strong) in enumerate(rows) if strong},
         )
-
-
-def _cell(value: Any, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,8 @@ class Report:
         headlines: the numbers that stand out on the page.
         blocks: what a terminal and the page show, in this order.
         details: what only the page shows, after that.
-        numbers: everything that is shown, as plain JSON values.
         facts: tables of names and values at the end of the page; the machine comes last by itself.
+        numbers: what else is shown, as plain JSON values.
         files: further files by name: text, or a function that writes to a path.
     """
 

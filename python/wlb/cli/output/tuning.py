@@ -8,16 +8,16 @@ from typing import Any
 
 import wlb
 from wlb.cli.inputs.stream import Stream
+from wlb.cli.output.columns import LOST_NOTE
 from wlb.cli.output.configuration import configuration, packer_micro_batches
-from wlb.cli.output.documents import describe_documents, document_sentences
-from wlb.cli.output.graded import LOST_NOTE, ends, graded_table
-from wlb.cli.output.report import Code, Column, Heading, Paragraphs, Picture, Report, Table
-from wlb.cli.output.simulation import assumptions, describe, kernel_sentence, simulation_report
+from wlb.cli.output.packing import graded_table
+from wlb.cli.output.report import Code, Heading, Paragraphs, Picture, Report, Table
+from wlb.cli.output.simulation import simulation_report
 from wlb.cli.words import counted, thresholds, waits
-from wlb.cluster.hardware import GIB
 from wlb.simulation import KINDS, Choice, Tuning
 from wlb.simulation.methods import Setup
 from wlb.simulation.trained import PackedRun
+from wlb.simulation.words import describe, kernel_sentence
 
 _NOTES = (
     "x: predicted tokens/s over Plain-4D's, on the same documents, as in a long stream; FLOPs: the same of the FLOPs"
@@ -31,30 +31,13 @@ _NOTES = (
 )
 
 
-Name = Callable[[Choice], str]
-Chosen = Callable[[Choice], bool]
-
 _FRONT = (
-    Column("imbalance", "mean", "imbalance_mean", ".3f"),
-    Column("imbalance", "p95", "imbalance_p95", ".3f"),
-    Column("imbalance", "worst", "imbalance_worst", ".3f"),
-    Column("delay", "mean", "delay_mean", ".2f"),
-    Column("delay", "max", "delay_max"),
-    Column("memory", "skew", "memory_skew_mean", ".2f"),
-    Column("lost", "time", "lost_time", ".3f"),
+    *("imbalance_mean", "imbalance_p95", "imbalance_worst", "delay_mean", "delay_max"),
+    *("memory_skew_mean", "lost_time"),
 )
-_CHOICES = (
-    Column("speed", "x", "speedup", ".3f"),
-    Column("speed", "FLOPs", "speedup_flops", ".3f"),
-    Column("speed", "band", "speedup_ends", "s"),
-    Column("step", "n", "micro_batches_mean", ".3g"),
-    Column("imbalance", "MB", "micro_batch_imbalance_mean", ".3f"),
-    Column("imbalance", "CP", "cp_imbalance", ".3f"),
-    Column("lost", "time", "lost_time", ".3f"),
-    Column("delay", "mean", "delay_mean", ".2f"),
-    Column("delay", "max", "delay_max"),
-    Column("memory", "tokens", "largest_micro_batch"),
-    Column("memory", "GiB", "peak_gib", ".1f"),
+_SHOWN = (
+    *("speedup", "speedup_flops", "speedup_band", "micro_batches_mean", "micro_batch_imbalance_mean", "cp_imbalance"),
+    *("lost_time", "delay_mean", "delay_max", "largest_micro_batch", "peak_bytes"),
 )
 
 
@@ -71,7 +54,6 @@ def waiting_report(
     """What may wait, and nothing else: no cluster is known. `plans` are those of the two choices."""
     from wlb.cli.output.figures.tuning import draw_waiting
 
-    documents = describe_documents(stream, setup.context)
     assert setup.cost_model is not None  # only `wlb pack` knows documents that bring their costs
     graded, table, note = graded_table(plans, setup.cost_model)
     chosen = {
@@ -87,7 +69,7 @@ def waiting_report(
         command="tune",
         subject="what may wait",
         title=f"Mean imbalance {before} with queues, {after} with adaptive release",
-        sentences=document_sentences(documents, setup, oversize=settings["oversize"]),
+        sentences=stream.in_words(),
         blocks=(
             Picture(draw_waiting(queued, adaptive, max_mean_delay), "tune.png"),
             _front("Queues", "thresholds", queued),
@@ -96,14 +78,8 @@ def waiting_report(
             Paragraphs((note,), small=True),
             Code("Arguments of a packer", "\n".join(lines)),
         ),
-        numbers={
-            "settings": settings,
-            "documents": documents,
-            **_found(queued),
-            "adaptive": _found(adaptive),
-            "methods": graded,
-        },
-        facts={"Settings": settings, "Documents": documents},
+        facts={"Settings": settings, "Documents": stream.described()},
+        numbers={**_found(queued), "adaptive": _found(adaptive), "methods": graded},
     )
 
 
@@ -154,7 +130,6 @@ def tuning_report(
             **simulation.numbers,
             **_found(found),
             "best": dataclasses.asdict(best),
-            "assumptions": assumptions(scenario),
             "cluster": tuning.as_json(),
             "configuration": code.text,
             "simulation": tuning.simulation.as_json(),
@@ -167,12 +142,15 @@ def _tables(tuning: Tuning) -> list[Table]:
     """One for each setting, the chosen row strong."""
     limit, levels = tuning.by_delay[0].max_tokens, tuning.thresholds.thresholds
 
-    def table(title: str, setting: str, choices: Sequence[Choice], name: Name, chosen: Chosen) -> Table:
-        rows = []
-        for choice in choices:
-            of = choice.summary(tuning.baseline)
-            rows.append((name(choice), ends({**of, "peak_gib": of["peak_bytes"] / GIB}), chosen(choice)))
-        return Table.of(title, setting, _CHOICES, rows)
+    def table(
+        title: str,
+        setting: str,
+        choices: Sequence[Choice],
+        name: Callable[[Choice], str],
+        chosen: Callable[[Choice], bool],
+    ) -> Table:
+        rows = [(name(choice), choice.summary(tuning.baseline), chosen(choice)) for choice in choices]
+        return Table.of(title, setting, _SHOWN, rows)
 
     return [
         table(

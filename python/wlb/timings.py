@@ -7,6 +7,9 @@
 
 `ranks` is how many context-parallel ranks shared the micro-batch, where that differs. Other columns are passed
 over. `wt.StepTimer.write` writes such a log.
+
+    log = wlb.timings.read("timings.jsonl")
+    fit = wlb.CostModel.fit(log.micro_batches, log.seconds, ranks=log.ranks)
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,30 +26,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import MAX_TOKENS, MAX_WORLD_SIZE
-from wlb.cli.errors import CliError
+from wlb._core import MAX_TOKENS, MAX_WORLD_SIZE, WlbError
 
 
 @dataclass(frozen=True, eq=False)
 class Timings:
-    """What a log holds: lengths of the documents of each micro-batch, its seconds, its ranks, its line in the file."""
+    """What a log holds, micro-batch after micro-batch."""
 
-    micro_batches: list[NDArray[np.int64]]
-    seconds: NDArray[np.float64]
-    ranks: NDArray[np.int64]
-    lines: list[int]
+    micro_batches: list[NDArray[np.int64]]  # tokens of the documents of each
+    seconds: NDArray[np.float64]  # that it took
+    ranks: NDArray[np.int64]  # that shared it
+    lines: list[int]  # of the file
 
 
-def read_timings(path: Path) -> Timings:
+def read(path: str | os.PathLike[str]) -> Timings:
     """Reads a log.
 
     Raises:
-        CliError: there is no such file, or a line of it is none of these; names the line.
+        WlbError: there is no such file, or a line of it is none of these; names the line.
     """
+    path = Path(path)
     if not path.is_file():
-        raise CliError(f"{path}: no such file")
+        raise WlbError(f"{path}: no such file")
     if path.suffix not in (".jsonl", ".csv"):
-        raise CliError(f"{path}: give a .jsonl or a .csv with lengths and seconds of a micro-batch in each line")
+        raise WlbError(f"{path}: give a .jsonl or a .csv with lengths and seconds of a micro-batch in each line")
     micro_batches, seconds, ranks, lines = [], [], [], []
     for line, row in _rows(path):
         where = f"{path}, line {line}"
@@ -61,7 +65,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if path.suffix == ".csv":
             reader = csv.DictReader(file)
             if missing := {"lengths", "seconds"} - set(reader.fieldnames or ()):
-                raise CliError(f"{path}, line 1: has no column {' and no column '.join(sorted(missing))}")
+                raise WlbError(f"{path}, line 1: has no column {' and no column '.join(sorted(missing))}")
             for row in reader:
                 yield reader.line_num, row
             return
@@ -72,9 +76,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = json.loads(text)
             except ValueError as cause:
                 cut = "" if text.endswith("\n") else " (it is the last, and may be cut)"
-                raise CliError(f"{path}, line {line}: is no JSON{cut}: {cause}") from None
+                raise WlbError(f"{path}, line {line}: is no JSON{cut}: {cause}") from None
             if not isinstance(row, dict):
-                raise CliError(f"{path}, line {line}: is no JSON object")
+                raise WlbError(f"{path}, line {line}: is no JSON object")
             yield line, row
 
 
@@ -87,12 +91,12 @@ def _lengths(where: str, value: Any) -> NDArray[np.int64]:
                 else [int(v) for v in value.replace(";", " ").split()]
             )
         except ValueError:
-            raise CliError(f"{where}: lengths = {value!r}: give integers with spaces between") from None
+            raise WlbError(f"{where}: lengths = {value!r}: give integers with spaces between") from None
     if not isinstance(value, list):
-        raise CliError(f"{where}: has no lengths" if value is None else f"{where}: lengths = {value!r}: must be a list")
+        raise WlbError(f"{where}: has no lengths" if value is None else f"{where}: lengths = {value!r}: must be a list")
     for length in value:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_TOKENS:
-            raise CliError(f"{where}: lengths hold {length!r}: a document has from 1 to {MAX_TOKENS} tokens")
+            raise WlbError(f"{where}: lengths hold {length!r}: a document has from 1 to {MAX_TOKENS} tokens")
     return np.array(value, np.int64)
 
 
@@ -104,7 +108,7 @@ def _ranks(where: str, value: Any) -> int:
     except ValueError:
         ranks = None
     if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MAX_WORLD_SIZE:
-        raise CliError(f"{where}: ranks = {value!r}: must be an integer from 1 to {MAX_WORLD_SIZE}")
+        raise WlbError(f"{where}: ranks = {value!r}: must be an integer from 1 to {MAX_WORLD_SIZE}")
     return ranks
 
 
@@ -114,7 +118,7 @@ def _seconds(where: str, value: Any) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise CliError(
+        raise WlbError(
             f"{where}: seconds = {value!r}: must be a number above 0"
             if value is not None
             else f"{where}: has no seconds"
