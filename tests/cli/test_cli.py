@@ -26,7 +26,6 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from profiles import profile
-from wlb.cli import main
 from wlb.cli.app import app
 from wlb.cli.errors import CliError, setting
 from wlb.cli.inputs.documents import Documents
@@ -41,33 +40,6 @@ from wlb.simulation import DEFAULT, KINDS
 
 CONTEXT = 1024
 SMALL = ("--context", str(CONTEXT), "--micro-batches", "4")
-
-
-class Result:
-    """How one run ended."""
-
-    def __init__(self, code: object, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.code == 0, self.err
-        parsed: dict[str, Any] = json.loads(self.out)
-        return parsed
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs `wlb` in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*argv: object) -> Result:
-        with pytest.raises(SystemExit) as exit_:
-            main([str(word) for word in argv])
-        captured = capsys.readouterr()
-        return Result(exit_.value.code or 0, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import wlb
-from wlb.cli.app import run
+
+for package in ("cyclopts", "jinja2", "rich", "matplotlib"):
+    pytest.importorskip(package)
 
 COST = wlb.CostModel(attention=3e-10, linear=2e-6)
 
@@ -24,14 +26,6 @@ def rows(count: int = 60) -> list[dict[str, Any]]:
     return found
 
 
-def wlb_command(*argv: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        run([*argv])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
-
-
 def log(folder: Path, form: str = "jsonl") -> Path:
     path = folder / f"log.{form}"
     if form == "jsonl":
@@ -43,9 +37,8 @@ def log(folder: Path, form: str = "jsonl") -> Path:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_the_costs_of_a_log(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert wlb_command("fit", str(log(tmp_path, form))) == 0
-    shown = capsys.readouterr().out
+def test_the_costs_of_a_log(run: Any, form: str, tmp_path: Path) -> None:
+    shown = run("fit", log(tmp_path, form)).out
     assert "pairs" in shown
     assert "half are off by at most" in shown
     cost = wlb.CostModel.from_json((tmp_path / "log.cost.json").read_text())
@@ -53,47 +46,50 @@ def test_the_costs_of_a_log(form: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert cost.unit == "seconds"
 
 
-def test_the_numbers_as_json_and_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outliers_are_named_by_their_lines(run: Any, tmp_path: Path) -> None:
+    made = [row | {"seconds": row["seconds"] * (50 if number in (7, 33) else 1)} for number, row in enumerate(rows())]
+    (tmp_path / "log.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n" for row in made))
+    assert "60 micro-batches, 2 of them outliers" in (shown := run("fit", "log.jsonl").out)
+    assert "Outliers are in lines 9, 35." in shown
+
+
+def test_the_numbers_as_json_and_a_file_of_ones_own(run: Any, tmp_path: Path) -> None:
     other = tmp_path / "mine.json"
-    assert wlb_command("fit", str(log(tmp_path)), "--json", "--windows", "1024", "--output", str(other)) == 0
-    numbers = json.loads(capsys.readouterr().out)
+    numbers = run("fit", log(tmp_path), "--json", "--windows", "1024", "--output", other).json
     assert list(numbers["rates"]) == ["pairs", "window_pairs[1024]", "tokens", "documents", "micro_batches"]
     assert numbers["micro_batches"] == 60
     assert wlb.CostModel.from_json(json.dumps(numbers["cost_model"])) == wlb.CostModel.from_json(other.read_text())
 
 
-def test_rows_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_several_ranks(run: Any, tmp_path: Path) -> None:
     """Their pairs and tokens are shared; without the column the same log would have other costs."""
     path = tmp_path / "log.jsonl"
     made = [row | {"ranks": 1 + number % 3} for number, row in enumerate(rows())]
     path.write_text("".join(json.dumps(row | {"seconds": row["seconds"] / row["ranks"]}) + "\n" for row in made))
-    assert wlb_command("fit", str(path), "--json") == 0
-    rates = json.loads(capsys.readouterr().out)["rates"]
+    rates = run("fit", path, "--json").json["rates"]
     assert rates == {"pairs": pytest.approx(3e-10), "tokens": pytest.approx(2e-6), "documents": 0, "micro_batches": 0}
 
 
-def test_other_commands_take_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wlb_command("fit", str(log(tmp_path)), "--quiet")
-    cost, lengths, folder = tmp_path / "log.cost.json", tmp_path / "lengths.npy", str(tmp_path / "out")
+def test_other_commands_take_the_file(run: Any, tmp_path: Path) -> None:
+    assert run("fit", log(tmp_path), "--quiet").out == ""
     rng = np.random.default_rng(1)
-    np.save(lengths, np.minimum(50 + rng.pareto(1.1, 3000) * 300, 16_384).astype(int))
-    common = [str(lengths), "--cost-model", str(cost), "--context", "16384", "--output-dir", folder, "--json"]
-    assert wlb_command("pack", *common, "--micro-batches", "4", "--release", "adaptive", "--delay-price", "0.03") == 0
-    assert wlb_command("tune", *common, "--micro-batches", "4", "--steps", "5", "--queues", "1") == 0
-    assert wlb_command("simulate", *common, "--steps", "4", "--variants", "plain,wlb", "--cp", "1", "--tp", "8") == 0
-    assert '"cost_model"' in capsys.readouterr().out
-    assert wlb_command("pack", *common, "--model", "llama2-7b") == 2
-    assert "--model: --cost-model says what documents cost" in capsys.readouterr().err
-    for option, value in (("--gpu", "h100"), ("--attention-efficiency", "1")):
-        assert wlb_command("pack", *common, option, value) == 2
-        assert f"{option}: --cost-model says what documents cost" in capsys.readouterr().err
-    assert wlb_command("simulate", *common, "--attention-efficiency", "1") == 2
-    assert "--attention-efficiency: --cost-model says what documents cost" in capsys.readouterr().err
-    assert wlb_command("tune", *common, "--gpu", "h100") == 2
-    assert "--cost-model: tuning on a cluster fits" in capsys.readouterr().err
-    cost.write_text("{}")
-    assert wlb_command("pack", *common) == 2
-    assert "is no cost model" in capsys.readouterr().err
+    np.save(tmp_path / "lengths.npy", np.minimum(50 + rng.pareto(1.1, 3000) * 300, 16_384).astype(int))
+    common = ["lengths.npy", "--cost-model", "log.cost.json", "--context", "16384", "--json"]
+    assert run("pack", *common, "--micro-batches", "4", "--release", "adaptive", "--delay-price", "0.03").json
+    assert run("tune", *common, "--micro-batches", "4", "--steps", "5", "--queues", "1").json
+    simulated = run("simulate", *common, "--steps", "4", "--variants", "plain,wlb", "--cp", "1", "--tp", "8").json
+    assert simulated["settings"]["cost_model"] == "log.cost.json"
+    for command, option, value, expected in (
+        ("pack", "--model", "llama2-7b", "--model: --cost-model says what documents cost"),
+        ("pack", "--gpu", "h100", "--gpu: --cost-model says what documents cost"),
+        ("pack", "--attention-efficiency", "1", "--attention-efficiency: --cost-model says what documents cost"),
+        ("simulate", "--attention-efficiency", "1", "--attention-efficiency: --cost-model says what documents cost"),
+        ("tune", "--gpu", "h100", "--cost-model: tuning on a cluster fits"),
+    ):
+        refused = run(command, *common, option, value)
+        assert (refused.code, expected in refused.err) == (2, True), refused.err
+    (tmp_path / "log.cost.json").write_text("{}")
+    assert "is no cost model" in run("pack", *common).err
 
 
 @pytest.mark.parametrize(
@@ -113,16 +109,16 @@ def test_other_commands_take_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
         ("[1]\n", "line 61: is no JSON object"),
     ],
 )
-def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_line_is_named(run: Any, line: str, message: str, tmp_path: Path) -> None:
     path = log(tmp_path)
     with path.open("a") as file:
         file.write(line)
-    assert wlb_command("fit", str(path)) == 2
-    assert message in capsys.readouterr().err
+    refused = run("fit", path)
+    assert (refused.code, message in refused.err) == (2, True), refused.err
     assert not (tmp_path / "log.cost.json").exists()
 
 
-def test_a_log_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_is_none_is_refused(run: Any, tmp_path: Path) -> None:
     for name, text, message in (
         ("a.csv", "tokens,seconds\n5,1\n", "line 1: has no column lengths"),
         ("b.csv", "lengths,seconds\n5 x,1\n", "line 2: lengths = '5 x'"),
@@ -132,17 +128,16 @@ def test_a_log_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     ):
         path = tmp_path / name
         path.write_text(text)
-        assert wlb_command("fit", str(path)) == 2
-        assert message in capsys.readouterr().err
-    assert wlb_command("fit", str(tmp_path / "none.jsonl")) == 2
-    assert "no such file" in capsys.readouterr().err
+        refused = run("fit", path)
+        assert (refused.code, message in refused.err) == (2, True), refused.err
+    assert "no such file" in run("fit", "none.jsonl").err
 
 
-def test_the_log_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_is_not_written_over(run: Any, tmp_path: Path) -> None:
     path = log(tmp_path)
     before = path.read_bytes()
     (tmp_path / "link.json").symlink_to(path)
     for output in (path, tmp_path / "link.json"):
-        assert wlb_command("fit", str(path), "--output", str(output)) == 2
-        assert "--output" in capsys.readouterr().err
+        refused = run("fit", path, "--output", output)
+        assert (refused.code, "--output" in refused.err) == (2, True)
         assert path.read_bytes() == before

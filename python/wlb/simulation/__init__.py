@@ -9,6 +9,7 @@ from wlb.simulation.run import Simulation, simulate
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.tuning import KINDS, Choice, Objective, Tuning, tune
 from wlb.simulation.variants import DEFAULT, VARIANTS, Variant, defaults
+from wlb.simulation.words import assumptions, explanation, premises
 
 __all__ = [
     "ATTENTION_RATES",
@@ -25,8 +26,11 @@ __all__ = [
     "Simulation",
     "Tuning",
     "Variant",
+    "assumptions",
     "defaults",
+    "explanation",
     "planner_options",
+    "premises",
     "search_layouts",
     "simulate",
     "tune",

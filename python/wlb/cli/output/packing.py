@@ -71,6 +71,7 @@ def packing_report(
 
     shown = plans[-1]
     before, after = plans[0].summary(), shown.summary()
+    levels = {plan.name: listed(plan.thresholds, ", ") for plan in plans if plan.thresholds}
     if setup.cost_model is None:
         graded = [{**plan.summary(), "columns": plan.columns()} for plan in plans]
         table, notes = _column_table(plans, graded), (_COLUMN_NOTE, *_NOTES)
@@ -92,7 +93,7 @@ def packing_report(
         ),
         facts={
             "Settings": settings,
-            "Thresholds": {plan.name: listed(plan.thresholds, ", ") for plan in plans if plan.thresholds},
+            **({"Thresholds": levels} if levels else {}),
             "Documents": stream.described(),
         },
         numbers={

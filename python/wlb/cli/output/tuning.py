@@ -17,7 +17,7 @@ from wlb.cli.words import counted, thresholds, waits
 from wlb.simulation import KINDS, Choice, Tuning
 from wlb.simulation.methods import Setup
 from wlb.simulation.trained import PackedRun
-from wlb.simulation.words import describe, kernel_sentence
+from wlb.simulation.words import assumptions, describe, kernel_sentence
 
 _NOTES = (
     "x: predicted tokens/s over Plain-4D's, on the same documents, as in a long stream; FLOPs: the same of the FLOPs"
@@ -130,6 +130,7 @@ def tuning_report(
             **simulation.numbers,
             **_found(found),
             "best": dataclasses.asdict(best),
+            "assumptions": assumptions(scenario),
             "cluster": tuning.as_json(),
             "configuration": code.text,
             "simulation": tuning.simulation.as_json(),

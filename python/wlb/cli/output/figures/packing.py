@@ -11,20 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from wlb.cli.inputs.stream import Stream
-from wlb.cli.output.figures.style import (
-    ADAPTIVE,
-    BARS,
-    BLUES,
-    DASHED,
-    INK,
-    ORIGINAL,
-    ORIGINAL_PALE,
-    SANDS,
-    SOFT,
-    WLB,
-    WLB_PALE,
-    drawing,
-)
+from wlb.cli.output.figures import style
 from wlb.cli.packing import CP_SIZES, STRATEGIES
 from wlb.simulation.methods import Setup
 from wlb.simulation.trained import PackedRun
@@ -42,7 +29,7 @@ def draw_comparison(
         f"{documents.source} · {stream.batches:,} global batches of {setup.num_micro_batches} x {setup.context:,}"
         f" {documents.unit}"
     )
-    with drawing(13, 9, caption=caption) as figure:
+    with style.drawing(13, 9, caption=caption) as figure:
         grid = figure.add_gridspec(2, 2, wspace=0.08, hspace=0.1)
         _lengths(figure.add_subplot(grid[0, 0]), stream, setup, plans[-1].thresholds)
         sides = grid[0, 1].subgridspec(1, len(compared), wspace=0.04).subplots(sharey=True, squeeze=False)
@@ -60,7 +47,7 @@ def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) 
     ax.set_title(f"Half of the work is in {heavy:.1%} of the documents")
     bins = np.geomspace(lengths[0], lengths[-1] + 1, 50)
     shares, edges = np.histogram(lengths, bins, weights=np.full(lengths.size, 1 / lengths.size))
-    ax.stairs(shares, edges, fill=True, color=BARS)
+    ax.stairs(shares, edges, fill=True, color=style.BARS)
     ax.set_ylim(0, 1.4 * shares.max())  # the legend has the room above
     ax.set(xscale="log", xlabel=f"length of a document ({stream.documents.unit})", ylabel="share of documents")
     ticks = 2.0 ** np.arange(np.ceil(np.log2(lengths[0])), np.log2(lengths[-1]) + 0.01)
@@ -70,14 +57,14 @@ def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) 
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
     share = ax.twinx()
-    share.plot(lengths, tokens, color=WLB, lw=2.2, label="tokens up to this length")
-    share.plot(lengths, work, color=ORIGINAL, lw=2.2, label="work up to this length")
+    share.plot(lengths, tokens, color=style.WLB, lw=2.2, label="tokens up to this length")
+    share.plot(lengths, work, color=style.ORIGINAL, lw=2.2, label="work up to this length")
     share.set(ylim=(0, 1.02), ylabel="cumulative share")
     share.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     share.spines.right.set_visible(True)
     share.grid(False)
     for i, threshold in enumerate(thresholds):
-        share.axvline(threshold, color="#8c959f", label=None if i else "thresholds of the queues", **DASHED)
+        share.axvline(threshold, color="#8c959f", label=None if i else "thresholds of the queues", **style.DASHED)
     share.legend(loc="upper left")
 
 
@@ -86,7 +73,7 @@ def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
     streamed = min(plan.streamed for plan in plans)
     first = max(0, min(streamed // 4, streamed - _SHOWN_STEPS))  # the queues fill in the first steps
     shown = slice(first, first + _SHOWN_STEPS)
-    colours = (ORIGINAL, ORIGINAL_PALE), (WLB, WLB_PALE)
+    colours = (style.ORIGINAL, style.ORIGINAL_PALE), (style.WLB, style.WLB_PALE)
     for ax, plan, (strong, pale) in zip(axes, plans, colours, strict=False):
         costs = plan.costs[: plan.streamed][shown]
         mean = costs.mean(axis=1, keepdims=True)
@@ -95,7 +82,7 @@ def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
         ax.plot(steps, ratios, ".", ms=4, color=pale)
         ax.vlines(steps, 1, ratios.max(axis=1), color=strong, lw=1.2, alpha=0.35)
         ax.plot(steps, ratios.max(axis=1), "o", ms=4.5, color=strong)
-        ax.axhline(1, color=INK, lw=0.8)
+        ax.axhline(1, color=style.INK, lw=0.8)
         ax.set_xlabel("step")
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         label = f"{plan.name}\nimbalance {plan.imbalance.mean():.2f}"
@@ -107,7 +94,7 @@ def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
 
 def _delay(ax: Axes, plans: Sequence[PackedRun]) -> None:
     """Share of tokens that are trained k or more iterations after they arrived."""
-    blues, sands = iter((*BLUES, ADAPTIVE)), iter(SANDS)
+    blues, sands = iter((*style.BLUES, style.ADAPTIVE)), iter(style.SANDS)
     widths = iter((3.6, 2.4, 1.2, 2.4))  # equal curves show one inside the other
     for plan in plans:
         by_delay = plan.tokens_by_delay
@@ -131,13 +118,13 @@ def _delay(ax: Axes, plans: Sequence[PackedRun]) -> None:
     if ax.lines:
         ax.legend(loc="upper right", ncols=2, title="mean delay (iterations)", alignment="left")
     else:
-        ax.text(0.5, 0.5, "no token waits", transform=ax.transAxes, ha="center", color=SOFT)
+        ax.text(0.5, 0.5, "no token waits", transform=ax.transAxes, ha="center", color=style.SOFT)
 
 
 def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]]) -> None:
     """Bars for the mean, a whisker up to the worst micro-batch."""
     text: Any = {"ha": "center", "size": 10.5}
-    for k, (strategy, colour) in enumerate(zip(STRATEGIES, (ORIGINAL, WLB), strict=True)):
+    for k, (strategy, colour) in enumerate(zip(STRATEGIES, (style.ORIGINAL, style.WLB), strict=True)):
         mean, worst = (np.array([of[key] for of in balance if of["strategy"] == strategy]) for key in ("mean", "worst"))
         at = np.arange(len(CP_SIZES)) + (k - 0.5) * 0.42
         ax.bar(at, mean, width=0.38, color=colour, label=strategy.replace("_", " "))
