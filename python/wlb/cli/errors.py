@@ -18,6 +18,7 @@ _OPTIONS = {
     "outlier_thresholds": "thresholds",
     "profile": "kernel-profile",
     "reserved_bytes": "reserved-gib",
+    "world_size": "gpus",
 }
 """Arguments of the library whose option has another name."""
 

@@ -75,6 +75,11 @@ class TunedCluster(Cluster):
     noise: Annotated[float, NotAnOption] = 0.0
     noise_seed: Annotated[int, NotAnOption] = 0
 
+    @property
+    def known(self) -> bool:
+        """Whether an option asks for a cluster."""
+        return not self.given <= _WITHOUT_A_CLUSTER
+
 
 def tune(
     source: Source,
@@ -106,11 +111,10 @@ def tune(
     if cluster.global_batch is not None:
         _search(source, reading, steps, by, cluster, output, command_line)
         return
-    on_a_cluster = not cluster.given <= _WITHOUT_A_CLUSTER
     for name in ("attention_efficiency", "cost_files"):
-        if on_a_cluster and name in cluster.given:
+        if cluster.known and name in cluster.given:
             raise CliError(f"--{option(name)}: tuning on a cluster fits the packer's costs to it; leave this out")
-    scenario = cluster.scenario() if on_a_cluster else None
+    scenario = cluster.scenario() if cluster.known else None
     batches = Batches(
         num_micro_batches=scenario.micro_batches if scenario else cluster.num_micro_batches or _MICRO_BATCHES,
         context=cluster.context,

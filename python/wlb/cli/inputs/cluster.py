@@ -93,9 +93,7 @@ class Cluster(Cost, Limits, wlb.Scenario):
         """
         layout = self.spread()
         self._check_profile()
-        if self.gpu_count not in (None, layout.world_size):
-            sizes = " x ".join(f"{name.upper()} {getattr(layout, name)}" for name in ("dp", "pp", "cp", "tp"))
-            raise CliError(f"--gpus {self.gpu_count}: {sizes} = {layout.world_size}")
+        layout.check(world_size=self.gpu_count)
         return plain(self, wlb.Scenario, layout=layout, **self._named(layout))
 
     def spread(self) -> wlb.ParallelLayout:
