@@ -66,16 +66,16 @@ class Scenario:
             no more than fits of these. Whether a given one fits is not checked; outcomes say what it takes.
         num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
         schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
-        sync: where data-parallel ranks wait for each other, with what they send (:mod:`wlb.cluster.data_parallel`):
+        sync: where data-parallel ranks wait for each other, with what they send (`wlb.cluster.data_parallel`):
             once a "step", or in every "micro_batch", for which packers of whole documents then plan, as
-            :class:`wlb.Packer` with `dp_size` does; default: in every one with `fsdp="zero3"`, else once a step.
+            `wlb.Packer` with `dp_size` does; default: in every one with `fsdp="zero3"`, else once a step.
         cost_model: what the packer believes documents cost; default: the model's FLOPs, attention's at the hardware's
             `attention_efficiency`. It does not enter the predicted times.
         outlier_thresholds: of the queues; default: tuned on the first quarter of the global batches.
         num_queues: how many thresholds are tuned.
         max_mean_delay: iterations that a token may wait on average, for tuning.
         max_delay: iterations after which a document leaves its queue; default: no limit.
-        max_step_cost: most work of a step under adaptive release, in mean global batches (:class:`wlb.Packer`);
+        max_step_cost: most work of a step under adaptive release, in mean global batches (`wlb.Packer`);
             default: no bound.
         cp_overlap: share of context-parallel communication that computation hides.
         tp_overlap: share of tensor-parallel communication that computation hides.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,6 @@ _TUNED_SHARE = 4  # thresholds are tuned on the first 1/4 of the stream
 
 
 @options("Documents")
-@dataclass(frozen=True, kw_only=True)
 class Shuffled(Reading):
     """Documents in random order."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -28,7 +27,6 @@ Method = Literal["original", "fixed_length", StreamMethod]
 
 
 @options(PANELS["batches"])
-@dataclass(frozen=True, kw_only=True)
 class PackedBatches(Batches):
     """Global batches, and what they become.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter, Token
@@ -60,7 +60,6 @@ def _tokens(type_: object, tokens: Sequence[Token]) -> int:
 
 
 @options("Cluster")
-@dataclass(frozen=True, kw_only=True)
 class TunedCluster(Cluster):
     """A cluster whose thresholds are found; by default there is none.
 

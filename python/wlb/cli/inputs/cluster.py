@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,6 @@ _MODEL, _HARDWARE = wlb.ModelConfig.preset("llama2-7b"), wlb.Hardware.preset("h1
 
 
 @options("Cluster")
-@dataclass(frozen=True, kw_only=True)
 class Layout(Options, wlb.ParallelLayout):
     """By default the paper's layout of a 7B model with 128K tokens of context.
 
@@ -57,7 +55,6 @@ def _in_gib(size: int) -> str:
     waiting=("num_queues", "outlier_thresholds", "max_mean_delay", "max_delay", "max_step_cost"),
     methods=("noise", "noise_seed"),
 )
-@dataclass(frozen=True, kw_only=True)
 class Cluster(Cost, Limits, wlb.Scenario):
     """A scenario whose model and hardware are names.
 

@@ -83,7 +83,6 @@ class Columns:
 
 
 @options("Cost")
-@dataclass(frozen=True, kw_only=True)
 class DocumentCosts(Cost):
     """What a document costs, by its length or by itself.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +30,6 @@ def model_config(name: str) -> wlb.ModelConfig:
 
 
 @options("Cost")
-@dataclass(frozen=True, kw_only=True)
 class Cost(Options):
     """What a document costs.
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from cyclopts import Parameter, Token
+
+if sys.version_info >= (3, 11):
+    from typing import dataclass_transform
+else:
+    from typing_extensions import dataclass_transform
 
 from wlb.cli.errors import CliError, option
 
@@ -43,6 +49,7 @@ class Options:
     """
 
     given: frozenset[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __new__(cls, **given: Any) -> Any:
         """Notes what is given."""
@@ -51,8 +58,9 @@ class Options:
         return made
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def options(group: str, **elsewhere: Sequence[str]) -> Callable[[T], T]:
-    """Makes the fields of a dataclass options, each with its own name, in one panel of the help.
+    """Makes a class a frozen dataclass whose fields are options, each with its own name, in one panel of the help.
 
     Args:
         group: the panel.
@@ -60,6 +68,7 @@ def options(group: str, **elsewhere: Sequence[str]) -> Callable[[T], T]:
     """
 
     def decorate(cls: T) -> T:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)  # in place
         hints = get_type_hints(cls, include_extras=True)
         for panel, names in elsewhere.items():
             for name in names:
@@ -89,7 +98,7 @@ def settings(*given: Options) -> Settings:
     found: Settings = {}
     for options_ in given:
         hints = get_type_hints(type(options_), include_extras=True)
-        for field in dataclasses.fields(options_):  # type: ignore[arg-type]
+        for field in dataclasses.fields(options_):
             value = getattr(options_, field.name)
             if isinstance(value, Options):
                 found |= settings(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter, validators
@@ -17,7 +16,6 @@ from wlb.simulation.methods import Setup
 
 
 @options(PANELS["batches"])
-@dataclass(frozen=True, kw_only=True)
 class Limits(Options):
     """The longest document and the largest micro-batch.
 
@@ -46,7 +44,6 @@ class Limits(Options):
 
 
 @options(PANELS["batches"])
-@dataclass(frozen=True, kw_only=True)
 class Batches(Limits):
     """Global batches.
 
@@ -68,7 +65,6 @@ class Batches(Limits):
 
 
 @options(PANELS["waiting"])
-@dataclass(frozen=True, kw_only=True)
 class Delay(Options):
     """How long documents may wait.
 
@@ -85,7 +81,6 @@ class Delay(Options):
 
 
 @options(PANELS["waiting"])
-@dataclass(frozen=True, kw_only=True)
 class Held(Delay):
     """What waits, and how long.
 

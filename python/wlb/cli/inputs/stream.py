@@ -86,7 +86,6 @@ class Stream(GlobalBatches):
 
 
 @options("Documents")
-@dataclass(frozen=True, kw_only=True)
 class Reading(Options):
     """How documents are read, and how they become a stream.
 

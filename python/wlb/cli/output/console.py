@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +37,6 @@ def reporting(bars: Progress, work: str) -> Callable[[str, int, int], None]:
 
 
 @options("Output")
-@dataclass(frozen=True, kw_only=True)
 class Printing(Options):
     """What a command prints.
 
@@ -67,7 +65,6 @@ class Printing(Options):
 
 
 @options("Output")
-@dataclass(frozen=True, kw_only=True)
 class Output(Printing):
     """What a command prints, and where its files go.
 

@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 import wlb
-from wlb.cli.output.report import Block, Code, Heading, Paragraphs, Picture, Report, Table
+from wlb.cli.output.report import Paragraphs, Picture, Report, Table
 
 _WIDEST = 1000  # columns of a terminal
 
@@ -99,20 +99,13 @@ def page(report: Report, command_line: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(svg=svg, value=_value)
-    for kind in (Paragraphs, Heading, Code, Picture, Table):
-        environment.tests[kind.__name__.lower()] = _is(kind)
+    environment.filters.update(svg=svg, value=_value, kind=lambda block: type(block).__name__)
     return environment.get_template("page.html.jinja").render(
         report=report,
         blocks=[*report.blocks, *report.details],
         facts={**report.facts, "Machine": {"wlb": wlb.__version__, **machine()}},
         command_line=command_line,
     )
-
-
-def _is(kind: type[Block]) -> Callable[[Block], bool]:
-    """The test `block is picture` of the template."""
-    return lambda block: isinstance(block, kind)
 
 
 def _value(value: Any) -> str:
