@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from cyclopts import Parameter, Token
 
-if sys.version_info >= (3, 11):
-    from typing import dataclass_transform
-else:
-    from typing_extensions import dataclass_transform
-
 from wlb.cli.errors import CliError, option
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: object) -> Callable[[T], T]:
+        """What `typing` has from Python 3.11 on, for type checkers alone."""
+        return lambda decorator: decorator
+
 
 T = TypeVar("T", bound=type[Any])
 P = TypeVar("P")
