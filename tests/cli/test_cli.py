@@ -1,6 +1,7 @@
 """The `wlb` command, run as a user runs it, on sources made here."""
 
 import inspect
+import io
 import itertools
 import json
 import os
@@ -24,6 +25,8 @@ pytest.importorskip("cyclopts")
 pytest.importorskip("jinja2")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
+
+from rich.console import Console
 
 from profiles import profile
 from wlb.cli.app import app
@@ -179,10 +182,26 @@ def test_any_report_is_a_page_of_html() -> None:
 
 
 def test_a_table_shows_what_is_known() -> None:
-    columns = {"a": Column("", "one", ".2f"), "b": Column("both", "two"), "c": Column("both", "three", ".1%")}
-    table = Table.of("title", "names", columns, [("x", {"a": 1, "b": 12345, "c": None}, True)], columns)
-    assert (table.columns, table.groups) == (("names", "one", "two", "three"), (("", 1), ("", 1), ("both", 2)))
-    assert (table.rows, table.strong) == ([("x", "1.00", "12,345", "")], {0})
+    columns = {
+        "a": Column("", "one", ".2f"),
+        "b": Column("both", "two"),
+        "c": Column("both", "three", ".1%"),
+        "d": Column("", "GiB", ".1f", 2**30),
+        "e": Column("", "band"),
+        "f": Column("", "plan"),
+    }
+    of = {"a": 1, "b": 12345, "c": None, "d": 3 * 2**29, "e": [0.5, 1.25], "f": "Plain-4D"}
+    table = Table.of("title", "names", columns, [("x", of, True)], columns)
+    assert table.columns == ("names", "one", "two", "three", "GiB", "band", "plan")
+    assert table.groups == (("", 1), ("", 1), ("both", 2), ("", 3))
+    assert (table.rows, table.strong) == ([("x", "1.00", "12,345", "", "1.5", "0.500-1.250", "Plain-4D")], {0})
+    narrow = Console(width=20, file=io.StringIO())
+    render.show(Report(command="pack", blocks=[table], numbers={}), narrow)
+    assert isinstance(narrow.file, io.StringIO)
+    printed = narrow.file.getvalue()
+    assert "Plain-4D" in printed, "a table that is too wide runs over"
+    assert "…" not in printed
+    assert narrow.width == 20
 
 
 # --- pack ---
