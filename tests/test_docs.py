@@ -241,7 +241,7 @@ WITHOUT = "without wlb"  # the baseline that a gain is told over
 
 @pytest.mark.parametrize("page", PREDICTED)
 def test_predicted_gains_have_a_band_and_the_best_baseline(page: str) -> None:
-    """In a table a column of bands after that of gains, and a row of the baseline; in prose a range beside the figure."""
+    """In a table a column of bands after that of gains, and a row of the baseline; in prose a range with the figure."""
     seen = 0
     for paragraph in prose(ROOT / page).split("\n\n"):
         if not paragraph.startswith("|"):

@@ -18,7 +18,7 @@ _NOTES = (
     " many times as fast the best is. delay: iterations that a token waits. GiB: the fullest GPU. most lost: where most"
     " time goes besides computing.",
     f"band: the least and the most of the gain, {RATES}.",
-    "Without wlb: Plain-4D or Fixed-4D, or Plain-4D with each document sharded as Transformer Engine does, on the layout"
+    "Without wlb: Plain-4D or Fixed-4D, either with each document sharded as Transformer Engine does, on the layout"
     " that is best for them. All figures are of the same documents.",
 )
 

@@ -1,0 +1,39 @@
+"""Gains over the best without wlb: what the study computes beside the search for layouts, and its page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("cyclopts")
+
+import wlb
+from studies.headline import CONTEXT, LAYOUT, METHODS, on_one_layout, one_layout
+from wlb.simulation.tuning import Choice
+
+
+def test_methods_on_one_layout_over_a_baseline_that_is_there() -> None:
+    """Plain-4D over itself is 1 at any rate of attention; the others are what one simulation says of them."""
+    lengths = np.random.default_rng(5).lognormal(9, 1.5, 200).astype(int).clip(1, CONTEXT)
+    assumed: dict[str, Any] = {
+        "model": wlb.ModelConfig.preset("llama2-7b"),
+        "hardware": wlb.Hardware.preset("h100"),
+        "context": CONTEXT,
+        "cp_overlap": 0.5,
+    }
+    scenario = wlb.Scenario(layout=LAYOUT, num_micro_batches=4, outlier_thresholds=(), **assumed)
+    simulation = wlb.simulate(lengths, scenario, variants=METHODS)
+    plain = Choice(kind="plain", max_tokens=CONTEXT, outcome=simulation.baseline)
+    found = on_one_layout(lengths, 4 * CONTEXT, assumed | {"gpus": 64}, plain)
+    assert list(found) == list(METHODS)
+    assert found["plain"] == {"gain": 1, "band": [1, 1]}
+    for name, row in found.items():
+        steady = simulation.baseline.steady_seconds / simulation.outcomes[name].steady_seconds
+        assert row["gain"] == pytest.approx(steady, rel=1e-12)
+        assert row["band"][0] <= row["gain"] <= row["band"][1]
+    shown = list(one_layout([{"corpus": "mine", "millions": 0.5, "hidden": 0.5, "one_layout": found}]))[-1]
+    assert shown.startswith("| mine | 0.5 M | 50% | 1.00 (1.00 to 1.00) | ")
+    assert shown.count(" to ") == len(METHODS)
