@@ -9,19 +9,13 @@ use wlb_core::cost::fit::{FitOptions, FittedTerm};
 use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Passes, Rates, Unit};
 use wlb_core::packing::Pricing;
 
-use crate::arguments::{self, Table};
+use crate::arguments::{self, Table, functions};
 use crate::convert::{choice, integer, integers, read_lengths, sizes};
 use crate::error::{raise, refuse};
 use crate::plain::{Array, Tuple, hashed_by, pickled_as_json, properties};
 use crate::profile::read_profile;
 use crate::results::answer;
 use crate::run::run;
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<CostModel>()?;
-    module.add_function(wrap_pyfunction!(pass_weights, module)?)?;
-    module.add_function(wrap_pyfunction!(pairs, module)?)
-}
 
 /// Costs of so many documents, one by one, if they are given.
 pub(crate) fn document_costs(
@@ -124,27 +118,6 @@ properties! {
 
 #[pymethods]
 impl CostModel {
-    #[new]
-    #[pyo3(signature = (
-        *, attention, linear, causal = true, windows = Vec::new(), chunks = Vec::new(), document = 0.0,
-        micro_batch = 0.0, unit = None,
-    ), text_signature = "(*, attention, linear, causal=True, windows=None, chunks=None, document=0.0, micro_batch=0.0, unit=None)")]
-    #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
-    fn new(
-        #[pyo3(from_py_with = arguments::attention)] attention: f64,
-        #[pyo3(from_py_with = arguments::linear)] linear: f64,
-        #[pyo3(from_py_with = arguments::causal)] causal: bool,
-        #[pyo3(from_py_with = arguments::windows)] windows: Vec<(i32, f64)>,
-        #[pyo3(from_py_with = arguments::chunks)] chunks: Vec<(i32, f64)>,
-        #[pyo3(from_py_with = arguments::document)] document: f64,
-        #[pyo3(from_py_with = arguments::micro_batch)] micro_batch: f64,
-        unit: Option<&str>,
-    ) -> PyResult<Self> {
-        let unit = unit.map(choice).transpose()?;
-        let rates = Rates { attention, linear, mask: mask(causal), windows, chunks, document, micro_batch, unit };
-        Model::from_rates(&rates).map(Self).map_err(raise)
-    }
-
     /// A cost model that is not certain: any of these may be the true one.
     ///
     /// Wherever wlb takes a ``cost_model``, ``[low, high]`` is the same. Packings then have the least worst imbalance over
@@ -160,6 +133,52 @@ impl CostModel {
     #[staticmethod]
     fn range(models: &Bound<'_, PySequence>) -> PyResult<Self> {
         read_costs(models).map(Self)
+    }
+
+    /// Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending
+    /// size, "tokens", "documents", "micro_batches".
+    ///
+    /// Raises:
+    ///     WlbError: the model was made from measured tables, whose rates change with the length.
+    #[getter]
+    fn terms<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let Some(terms) = self.0.terms() else {
+            let problem = "is made of measured tables, whose rates change with the length: there are no terms";
+            return Err(refuse("cost_model", None, None, problem));
+        };
+        terms.into_py_dict(py)
+    }
+
+    /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb`` command.
+    fn to_json(&self) -> String {
+        self.0.to_json()
+    }
+
+    /// The model that :meth:`to_json` wrote.
+    ///
+    /// Raises:
+    ///     WlbError: the text is none; says where.
+    #[staticmethod]
+    fn from_json(text: &str) -> PyResult<Self> {
+        Self::_from_json(text)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CostModel({})", self.0.to_json())
+    }
+}
+
+functions! {
+    CostModel:
+    #[new]
+    fn new[](
+        *, attention, linear, causal = true, windows?, chunks?, document = 0.0, micro_batch = 0.0,
+        unit: Option<&str> = None,
+    ) -> PyResult<Self> {
+        let (windows, chunks) = (windows.unwrap_or_default(), chunks.unwrap_or_default());
+        let unit = unit.map(choice).transpose()?;
+        let rates = Rates { attention, linear, mask: mask(causal), windows, chunks, document, micro_batch, unit };
+        Model::from_rates(&rates).map(Self).map_err(raise)
     }
 
     /// Cost from the FLOPs of a decoder-only transformer.
@@ -182,27 +201,10 @@ impl CostModel {
     /// Raises:
     ///     WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
     #[staticmethod]
-    #[pyo3(signature = (
-        *, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads = None, vocab_size, head_dim = None,
-        gated_ffn = true, experts_per_token = 1, attention_efficiency = 1.0, flops_per_second = 1.0,
-        passes = "forward_backward", recompute = false, causal = true,
-    ))]
-    #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
-    fn from_flops(
-        #[pyo3(from_py_with = arguments::hidden_size)] hidden_size: i32,
-        #[pyo3(from_py_with = arguments::ffn_hidden_size)] ffn_hidden_size: i64,
-        #[pyo3(from_py_with = arguments::num_layers)] num_layers: i64,
-        #[pyo3(from_py_with = arguments::num_heads)] num_heads: i64,
-        #[pyo3(from_py_with = arguments::optional::num_kv_heads)] num_kv_heads: Option<i64>,
-        #[pyo3(from_py_with = arguments::vocab_size)] vocab_size: i64,
-        #[pyo3(from_py_with = arguments::optional::head_dim)] head_dim: Option<i64>,
-        #[pyo3(from_py_with = arguments::gated_ffn)] gated_ffn: bool,
-        #[pyo3(from_py_with = arguments::experts_per_token)] experts_per_token: i64,
-        #[pyo3(from_py_with = arguments::attention_efficiency)] attention_efficiency: f64,
-        #[pyo3(from_py_with = arguments::flops_per_second)] flops_per_second: f64,
-        passes: &str,
-        #[pyo3(from_py_with = arguments::recompute)] recompute: bool,
-        #[pyo3(from_py_with = arguments::causal)] causal: bool,
+    fn from_flops[](
+        *, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads?, vocab_size, head_dim?, gated_ffn = true,
+        experts_per_token = 1, attention_efficiency = 1.0, flops_per_second = 1.0, passes: &str = "forward_backward",
+        recompute = false, causal = true,
     ) -> PyResult<Self> {
         let hidden_size = i64::from(hidden_size);
         let head_dim = match head_dim {
@@ -247,13 +249,7 @@ impl CostModel {
     /// Raises:
     ///     WlbError: naming the entry that does not fit.
     #[staticmethod]
-    #[pyo3(signature = (lengths, *, attention_seconds, linear_seconds, causal = true))]
-    fn from_tables(
-        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-        #[pyo3(from_py_with = arguments::attention_seconds)] attention_seconds: Vec<f64>,
-        #[pyo3(from_py_with = arguments::linear_seconds)] linear_seconds: Vec<f64>,
-        #[pyo3(from_py_with = arguments::causal)] causal: bool,
-    ) -> PyResult<Self> {
+    fn from_tables[](lengths, *, attention_seconds, linear_seconds, causal = true) -> PyResult<Self> {
         Model::from_tables(&lengths, &attention_seconds, &linear_seconds, mask(causal)).map(Self).map_err(raise)
     }
 
@@ -266,8 +262,7 @@ impl CostModel {
     /// Raises:
     ///     WlbError: no such profile, or a malformed one; says where in the file.
     #[staticmethod]
-    #[pyo3(signature = (path_or_name, *, passes = "forward_backward"))]
-    fn from_profile(path_or_name: &Bound<'_, PyAny>, passes: &str) -> PyResult<Self> {
+    fn from_profile[](path_or_name: &Bound<'_, PyAny>, *, passes: &str = "forward_backward") -> PyResult<Self> {
         let passes = choice(passes)?;
         Model::from_profile(&read_profile(path_or_name)?, passes).map(Self).map_err(raise)
     }
@@ -279,35 +274,21 @@ impl CostModel {
     ///
     /// Returns:
     ///     float64[n].
-    fn cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
+    fn cost[&self](lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(self.0.costs(&lengths)))
     }
 
     /// The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n].
-    fn attention_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
+    fn attention_cost[&self](lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
     }
 
     /// The part of :meth:`cost` that grows with the tokens. float64[n].
-    fn linear_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
+    fn linear_cost[&self](lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
-    }
-
-    /// Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending
-    /// size, "tokens", "documents", "micro_batches".
-    ///
-    /// Raises:
-    ///     WlbError: the model was made from measured tables, whose rates change with the length.
-    #[getter]
-    fn terms<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let Some(terms) = self.0.terms() else {
-            let problem = "is made of measured tables, whose rates change with the length: there are no terms";
-            return Err(refuse("cost_model", None, None, problem));
-        };
-        terms.into_py_dict(py)
     }
 
     /// The costs that measured times of micro-batches show, in seconds.
@@ -337,18 +318,11 @@ impl CostModel {
     /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems (1974);
     /// Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
     #[staticmethod]
-    #[pyo3(signature = (micro_batches, seconds, *, windows = None, chunks = None, terms = None, causal = true, ranks = None),
-           text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True, ranks=None)")]
-    #[allow(clippy::too_many_arguments, reason = "all but the first two are keywords in Python")]
-    fn fit<'py>(
-        py: Python<'py>,
-        micro_batches: &Bound<'py, PyAny>,
-        #[pyo3(from_py_with = arguments::seconds)] seconds: Vec<f64>,
-        windows: Option<&Bound<'py, PyAny>>,
-        chunks: Option<&Bound<'py, PyAny>>,
-        terms: Option<Vec<String>>,
-        #[pyo3(from_py_with = arguments::causal)] causal: bool,
-        ranks: Option<&Bound<'py, PyAny>>,
+    #[pyo3(text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True, ranks=None)")]
+    fn fit<'py>[py: Python<'py>](
+        micro_batches: &Bound<'py, PyAny>, seconds, *, windows: Option<&Bound<'py, PyAny>> = None,
+        chunks: Option<&Bound<'py, PyAny>> = None, terms: Option<Vec<String>> = None, causal = true,
+        ranks: Option<&Bound<'py, PyAny>> = None,
     ) -> PyResult<Bound<'py, PyAny>> {
         let Ok(listed) = micro_batches.try_iter() else {
             return Err(refuse("micro_batches", None, Some(micro_batches), "must be a list of arrays of lengths"));
@@ -377,78 +351,52 @@ impl CostModel {
         let by_name = |value: fn(&FittedTerm) -> f64| -> Vec<(String, f64)> {
             fit.terms.iter().map(|term| (term.name.clone(), value(term))).collect()
         };
-        answer!(py, "CostFit", {
+        answer!(py, "CostFit", fit {
+            residual, held_out_error, held_out;
             cost_model: Self(model),
             rates: by_name(|term| term.rate).into_py_dict(py)?,
             shares: by_name(|term| term.share).into_py_dict(py)?,
             share_errors: by_name(|term| term.share_error).into_py_dict(py)?,
             merged: Tuple(fit.merged.into_iter().map(Tuple).collect()),
-            residual: fit.residual,
-            held_out_error: fit.held_out_error,
-            held_out: fit.held_out,
             outliers: Array(fit.outliers.iter().map(|&row| row as i64).collect::<Vec<_>>()),
             rows: count,
         })
     }
+}
 
-    /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb`` command.
-    fn to_json(&self) -> String {
-        self.0.to_json()
-    }
-
-    /// The model that :meth:`to_json` wrote.
+functions! {
+    /// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products.
+    ///
+    /// Args:
+    ///     passes: "forward", "backward" or "forward_backward".
+    ///     recompute: the backward runs the forward once more.
     ///
     /// Raises:
-    ///     WlbError: the text is none; says where.
-    #[staticmethod]
-    fn from_json(text: &str) -> PyResult<Self> {
-        Self::_from_json(text)
+    ///     WlbError: other passes.
+    fn pass_weights[](passes: &str, *, recompute: bool = false) -> PyResult<(f64, f64)> {
+        choice::<Passes>(passes).map(|passes| passes.weights(recompute))
     }
 
-    fn __repr__(&self) -> String {
-        format!("CostModel({})", self.0.to_json())
+    /// Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.
+    ///
+    /// Args:
+    ///     lengths: int, or int[n]; tokens.
+    ///     causal: mask.
+    ///
+    /// Returns:
+    ///     int, or int64[n].
+    ///
+    /// Raises:
+    ///     WlbError: a length below 1 or above 2**31 - 1.
+    fn pairs<'py>[py: Python<'py>](lengths: &Bound<'py, PyAny>, *, causal = true) -> PyResult<Bound<'py, PyAny>> {
+        let mask = mask(causal);
+        if lengths.hasattr("__index__")? && !lengths.hasattr("__len__")? {
+            let length = integer("lengths", lengths)?;
+            let one = Lengths::new("lengths", &[length]).map_err(raise)?;
+            return Ok(mask.pairs(one[0]).into_pyobject(py)?.into_any());
+        }
+        // At most 2^62.
+        let pairs = arguments::lengths(lengths)?.iter().map(|&length| mask.pairs(length) as i64).collect();
+        Ok(PyArray1::from_vec(py, pairs).into_any())
     }
-}
-
-/// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products.
-///
-/// Args:
-///     passes: "forward", "backward" or "forward_backward".
-///     recompute: the backward runs the forward once more.
-///
-/// Raises:
-///     WlbError: other passes.
-#[pyfunction]
-#[pyo3(signature = (passes, *, recompute = false))]
-fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)> {
-    choice::<Passes>(passes).map(|passes| passes.weights(recompute))
-}
-
-/// Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.
-///
-/// Args:
-///     lengths: int, or int[n]; tokens.
-///     causal: mask.
-///
-/// Returns:
-///     int, or int64[n].
-///
-/// Raises:
-///     WlbError: a length below 1 or above 2**31 - 1.
-#[pyfunction]
-#[pyo3(signature = (lengths, *, causal = true))]
-fn pairs<'py>(
-    py: Python<'py>,
-    lengths: &Bound<'py, PyAny>,
-    #[pyo3(from_py_with = arguments::causal)] causal: bool,
-) -> PyResult<Bound<'py, PyAny>> {
-    let mask = mask(causal);
-    if lengths.hasattr("__index__")? && !lengths.hasattr("__len__")? {
-        let length = integer("lengths", lengths)?;
-        let one = Lengths::new("lengths", &[length]).map_err(raise)?;
-        return Ok(mask.pairs(one[0]).into_pyobject(py)?.into_any());
-    }
-    // At most 2^62.
-    let pairs = arguments::lengths(lengths)?.iter().map(|&length| mask.pairs(length) as i64).collect();
-    Ok(PyArray1::from_vec(py, pairs).into_any())
 }

@@ -29,15 +29,9 @@ create_exception!(
 );
 
 /// The attributes exist on every instance, also on one that Python code raised itself.
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let py = module.py();
+pub(crate) fn annotate_class(py: Python<'_>) -> PyResult<()> {
     let base = py.get_type::<WlbError>();
-    for attribute in ["argument", "index", "value"] {
-        base.setattr(attribute, py.None())?;
-    }
-    module.add("WlbError", base)?;
-    module.add("BacklogWarning", py.get_type::<BacklogWarning>())?;
-    module.add("StateError", py.get_type::<StateError>())
+    ["argument", "index", "value"].into_iter().try_for_each(|attribute| base.setattr(attribute, py.None()))
 }
 
 /// The exception for a core error.

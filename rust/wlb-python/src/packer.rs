@@ -9,13 +9,13 @@ use numpy::PyArray1;
 use pyo3::exceptions::{PyRecursionError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use wlb_core::CostModel as Model;
 use wlb_core::packing::Padding;
 use wlb_core::packing::stream::{
     CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StepShape, StreamMethod,
 };
-use wlb_core::{CostModel as Model, Lengths};
 
-use crate::arguments;
+use crate::arguments::{self, functions};
 use crate::convert::choice;
 use crate::cost::{CostModel, read_costs, read_costs_if_any};
 use crate::error::{BacklogWarning, StateError, raise};
@@ -23,10 +23,6 @@ use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple, properties};
 use crate::results::answer;
 use crate::run::{DETACH_FROM, handling_signals, run};
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Packer>()
-}
 
 /// Packs a stream of global batches, holding outliers back until they can be balanced.
 ///
@@ -272,64 +268,6 @@ properties! {
 
 #[pymethods]
 impl Packer {
-    #[new]
-    #[pyo3(
-        signature = (*, num_micro_batches, max_tokens, cost_model = None, cost_columns = None, limits = None,
-                     outlier_thresholds = None, release = "fifo", delay_price = None, max_delay = None, max_document_tokens = None, oversize = "error", method = "var_length",
-                     dp_size = None, sync = None, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
-                     max_step_cost = None, on_backlog = "warn", groups = None, equal_documents = None),
-        text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
-                          outlier_thresholds=(), release='fifo', \
-                          delay_price=None, max_delay=None, max_document_tokens=None, oversize='error', \
-                          method='var_length', dp_size=None, sync=None, max_documents=None, multiple_of_tokens=1, \
-                          token_buckets=(), max_step_cost=None, on_backlog='warn')"
-    )]
-    #[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
-    fn new(
-        #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
-        #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-        #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<Model>,
-        #[pyo3(from_py_with = arguments::optional::cost_columns)] cost_columns: Option<usize>,
-        #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
-        #[pyo3(from_py_with = arguments::optional::outlier_thresholds)] outlier_thresholds: Option<Vec<i32>>,
-        release: &str,
-        #[pyo3(from_py_with = arguments::optional::delay_price)] delay_price: Option<f64>,
-        #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
-        #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
-        oversize: &str,
-        method: &str,
-        #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
-        sync: Option<&str>,
-        #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
-        #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
-        #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
-        #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
-        on_backlog: &str,
-        groups: Option<&Bound<'_, PyAny>>,
-        equal_documents: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Self> {
-        for (argument, given) in [("groups", groups), ("equal_documents", equal_documents)] {
-            if given.is_some() {
-                let requirement = "has no meaning in a stream, whose documents wait one by one: batches that come whole, as in \
-                                   RL, are for wlb.pack(num_micro_batches=None, dp_size=...), which takes it";
-                return Err(raise(wlb_core::Error::Combination { argument, requirement }));
-            }
-        }
-        let release: Release = choice(release)?;
-        let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-        let max_tokens = padding.most(max_tokens).map_err(raise)?;
-        let padding = Some(padding).filter(|padding| !padding.is_none());
-        let packer = Core::new(PackerConfig {
-            outlier_thresholds: outlier_thresholds.unwrap_or_default(),
-            delay_price: delay_price.or(release.default_price()),
-            oversize: choice(oversize)?,
-            limits: column_limits(cost_columns, limits)?,
-            shape: StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding, max_cost: max_step_cost },
-            ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
-        });
-        Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
-    }
-
     /// The packer that :meth:`state_dict` saved, configuration included.
     ///
     /// Args:
@@ -356,117 +294,6 @@ impl Packer {
         Ok(Self::new_from(core, self.on_backlog))
     }
 
-    /// Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens of the new documents; may be empty.
-    ///     ids: int64[n], their names, unique among these and the pending documents; default a running number.
-    ///     starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents itself and lets
-    ///         their pieces enter over several iterations; default: all are whole documents.
-    ///     costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with ``cost_columns``,
-    ///         and only there; what it costs that is cut is shared among its pieces by their tokens. What waits keeps its costs.
-    ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is there. Such a
-    ///         step is less balanced. It holds so many tokens at least, or all that is there, or ``num_micro_batches // 2 *
-    ///         max_tokens`` (without ``limits``, which may leave less room).
-    ///     early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream (see
-    ///         :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be trained, and waiting
-    ///         costs nothing. Delays count from the turn on.
-    ///
-    /// Returns:
-    ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was split);
-    ///     ``leftover`` is what is carried over to the next iteration.
-    ///
-    /// Raises:
-    ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under oversize="error", more than 2^23
-    ///         cuts under oversize="split", or, under on_backlog="error", more waits afterwards than :meth:`bounds` allows. The
-    ///         packer is unchanged.
-    ///
-    /// Warns:
-    ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
-    ///
-    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
-    /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
-    #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0, early = None))]
-    #[allow(clippy::too_many_arguments, reason = "most are keywords in Python")]
-    fn push(
-        &self,
-        py: Python<'_>,
-        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-        #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
-        #[pyo3(from_py_with = arguments::optional::starts)] starts: Option<Vec<i32>>,
-        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
-        #[pyo3(from_py_with = arguments::min_step_tokens)] min_step_tokens: i64,
-        #[pyo3(from_py_with = arguments::optional::early)] early: Option<Vec<i64>>,
-    ) -> PyResult<Packing> {
-        let push = |core: &mut Core| {
-            let (ids, starts, early) = (ids.as_deref(), starts.as_deref(), early.as_deref());
-            core.push_pieces(&Push { lengths: &lengths, ids, starts, min_step_tokens, early, costs: table(&costs) })
-        };
-        let pieces = self.lock().pieces_of_new(&lengths);
-        let packing = if self.is_watched(&lengths) {
-            self.change_within_bounds(py, pieces, push)
-        } else {
-            self.change(py, pieces, push)?.map_err(raise)
-        };
-        packing.map(Packing::from)
-    }
-
-    /// By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
-    ///
-    /// A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which has to be
-    /// gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about then.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
-    ///     tokens_per_batch: tokens of a global batch.
-    ///     most: iterations, at most 1024.
-    ///
-    /// Returns:
-    ///     int64[n], from 0 to ``most``.
-    ///
-    /// Raises:
-    ///     WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
-    ///
-    /// O(n).
-    #[pyo3(signature = (lengths, *, tokens_per_batch, most))]
-    fn leads<'py>(
-        &self,
-        py: Python<'py>,
-        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-        #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
-        #[pyo3(from_py_with = arguments::most)] most: i64,
-    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let leads = self.lock().leads(&lengths, tokens_per_batch, most).map_err(raise)?;
-        Ok(PyArray1::from_vec(py, leads))
-    }
-
-    /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
-    ///
-    /// Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have of it less
-    /// what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
-    /// longest first where the tokens are fewest. Where nothing waits, at least one.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens of the documents that come next.
-    ///     costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
-    ///
-    /// Returns:
-    ///     0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
-    ///
-    /// Raises:
-    ///     WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step holds, so that
-    ///         it would never be admitted: cut it with :func:`split_documents`, and push its pieces step by step with ``starts``.
-    ///
-    /// O(n + pending); a sort, and log(n) placements where they do not all fit.
-    #[pyo3(signature = (lengths, *, costs = None))]
-    fn admits(
-        &self,
-        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
-    ) -> PyResult<usize> {
-        self.lock().admits(&lengths, table(&costs)).map_err(raise)
-    }
-
     /// What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
     ///
     /// Returns:
@@ -474,7 +301,7 @@ impl Packer {
     ///     what the levels can hold and one such batch. docs/semantics.md has the proof.
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
-        answer!(py, "Bounds", { tokens: bounds.tokens, delay: bounds.delay, drain: bounds.drain })
+        answer!(py, "Bounds", bounds { tokens, delay, drain })
     }
 
     /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too.
@@ -493,50 +320,16 @@ impl Packer {
         Ok(self.change(py, 0, Core::flush)?.into_iter().map(Packing::from).collect())
     }
 
-    /// Packs by other costs from the next push on.
-    ///
-    /// Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are lengths and
-    /// ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a mean delay was tuned under
-    /// the costs before.
-    ///
-    /// The change is part of the state and of :attr:`fingerprint`. A packer that loads the state was made with the *first* costs, as
-    /// in the run that saved it, and goes on with the latest. Equal costs are no change.
-    ///
-    /// Args:
-    ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.
-    ///
-    /// Raises:
-    ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
-    #[pyo3(text_signature = "($self, cost_model)")]
-    fn set_cost_model(&self, py: Python<'_>, #[pyo3(from_py_with = read_costs)] cost_model: Model) -> PyResult<()> {
-        self.change(py, 0, |core| core.set_cost_model(cost_model))?.map_err(raise)
-    }
-
     /// Balance, delay and memory since the stream began.
     fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let metrics = self.lock().metrics().clone();
-        answer!(py, "PackerMetrics", {
-            steps: metrics.steps,
-            documents: metrics.documents,
-            tokens: metrics.tokens,
-            imbalance_mean: metrics.imbalance_mean(),
+        answer!(py, "PackerMetrics", metrics {
+            steps, documents, tokens, imbalance_mean(), imbalance_worst(), delay_mean(), delay_max(), early_mean(),
+            backlog_mean(), backlog_max, tokens_per_step_cv(), step_work_cv(), step_work_heaviest(),
+            steps_over_max_cost, memory_skew_mean(), memory_skew_worst(), length_fallbacks, carried_over;
             imbalance_p95: metrics.imbalance_percentile(0.95),
             imbalance_p99: metrics.imbalance_percentile(0.99),
-            imbalance_worst: metrics.imbalance_worst(),
-            delay_mean: metrics.delay_mean(),
             delay_p99: metrics.delay_percentile(0.99),
-            delay_max: metrics.delay_max(),
-            early_mean: metrics.early_mean(),
-            backlog_mean: metrics.backlog_mean(),
-            backlog_max: metrics.backlog_max,
-            tokens_per_step_cv: metrics.tokens_per_step_cv(),
-            step_work_cv: metrics.step_work_cv(),
-            step_work_heaviest: metrics.step_work_heaviest(),
-            steps_over_max_cost: metrics.steps_over_max_cost,
-            memory_skew_mean: metrics.memory_skew_mean(),
-            memory_skew_worst: metrics.memory_skew_worst(),
-            length_fallbacks: metrics.length_fallbacks,
-            carried_over: metrics.carried_over,
             padding_tokens: metrics.padding,
             _delays: Tuple(metrics.delays().collect()),
             _imbalances: Tuple(metrics.imbalance_mean_by_model()),
@@ -550,29 +343,6 @@ impl Packer {
     fn state_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let json = self.lock().save();
         py.import("json")?.call_method1("loads", (json,))
-    }
-
-    /// Goes on where the saved packer stopped, under this packer's configuration.
-    ///
-    /// Args:
-    ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
-    ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``, and another ``dp_size``,
-    ///         is always allowed.
-    ///
-    /// Raises:
-    ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs
-    ///         (says in which fields); or a waiting document is longer than this packer allows. The packer is unchanged.
-    #[pyo3(signature = (state, *, allow_config_change = false))]
-    fn load_state_dict(
-        &self,
-        py: Python<'_>,
-        state: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = arguments::allow_config_change)] allow_config_change: bool,
-    ) -> PyResult<()> {
-        let json = to_json(state)?;
-        let loaded = self.change(py, json.len() / 16, |core| core.restore(&json, allow_config_change))?;
-        loaded.map_err(raise)
     }
 
     fn __repr__(&self) -> String {
@@ -606,6 +376,171 @@ impl Packer {
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickle<'py, (Bound<'py, PyAny>, &'static str)>> {
         let packer = slf.get();
         Ok((slf.get_type().getattr("from_state_dict")?, (packer.state_dict(slf.py())?, packer.on_backlog())))
+    }
+}
+
+functions! {
+    Packer:
+    #[new]
+    #[pyo3(text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
+                             outlier_thresholds=(), release='fifo', delay_price=None, max_delay=None, \
+                             max_document_tokens=None, oversize='error', method='var_length', dp_size=None, sync=None, \
+                             max_documents=None, multiple_of_tokens=1, token_buckets=(), max_step_cost=None, \
+                             on_backlog='warn')")]
+    fn new[](
+        *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<Model> = None, cost_columns?, limits?,
+        outlier_thresholds?, release: &str = "fifo", delay_price?, max_delay?, max_document_tokens?,
+        oversize: &str = "error", method: &str = "var_length", dp_size?, sync: Option<&str> = None, max_documents?,
+        multiple_of_tokens = 1, token_buckets?, max_step_cost?, on_backlog: &str = "warn",
+        groups: Option<&Bound<'_, PyAny>> = None, equal_documents: Option<&Bound<'_, PyAny>> = None,
+    ) -> PyResult<Self> {
+        for (argument, given) in [("groups", groups), ("equal_documents", equal_documents)] {
+            if given.is_some() {
+                let requirement = "has no meaning in a stream, whose documents wait one by one: batches that come whole, as in \
+                                   RL, are for wlb.pack(num_micro_batches=None, dp_size=...), which takes it";
+                return Err(raise(wlb_core::Error::Combination { argument, requirement }));
+            }
+        }
+        let release: Release = choice(release)?;
+        let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        let max_tokens = padding.most(max_tokens).map_err(raise)?;
+        let padding = Some(padding).filter(|padding| !padding.is_none());
+        let packer = Core::new(PackerConfig {
+            outlier_thresholds: outlier_thresholds.unwrap_or_default(),
+            delay_price: delay_price.or(release.default_price()),
+            oversize: choice(oversize)?,
+            limits: column_limits(cost_columns, limits)?,
+            shape: StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding, max_cost: max_step_cost },
+            ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
+        });
+        Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
+    }
+
+    /// Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the new documents; may be empty.
+    ///     ids: int64[n], their names, unique among these and the pending documents; default a running number.
+    ///     starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents itself and lets
+    ///         their pieces enter over several iterations; default: all are whole documents.
+    ///     costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with ``cost_columns``,
+    ///         and only there; what it costs that is cut is shared among its pieces by their tokens. What waits keeps its costs.
+    ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is there. Such a
+    ///         step is less balanced. It holds so many tokens at least, or all that is there, or ``num_micro_batches // 2 *
+    ///         max_tokens`` (without ``limits``, which may leave less room).
+    ///     early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream (see
+    ///         :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be trained, and waiting
+    ///         costs nothing. Delays count from the turn on.
+    ///
+    /// Returns:
+    ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was split);
+    ///     ``leftover`` is what is carried over to the next iteration.
+    ///
+    /// Raises:
+    ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under oversize="error", more than 2^23
+    ///         cuts under oversize="split", or, under on_backlog="error", more waits afterwards than :meth:`bounds` allows. The
+    ///         packer is unchanged.
+    ///
+    /// Warns:
+    ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
+    ///
+    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
+    /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
+    fn push[&self, py: Python<'_>](
+        lengths, ids?, *, starts?, costs?, min_step_tokens = 0, early?,
+    ) -> PyResult<Packing> {
+        let push = |core: &mut Core| {
+            let (ids, starts, early) = (ids.as_deref(), starts.as_deref(), early.as_deref());
+            core.push_pieces(&Push { lengths: &lengths, ids, starts, min_step_tokens, early, costs: table(&costs) })
+        };
+        let pieces = self.lock().pieces_of_new(&lengths);
+        let packing = if self.is_watched(&lengths) {
+            self.change_within_bounds(py, pieces, push)
+        } else {
+            self.change(py, pieces, push)?.map_err(raise)
+        };
+        packing.map(Packing::from)
+    }
+
+    /// By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
+    ///
+    /// A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which has to be
+    /// gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about then.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
+    ///     tokens_per_batch: tokens of a global batch.
+    ///     most: iterations, at most 1024.
+    ///
+    /// Returns:
+    ///     int64[n], from 0 to ``most``.
+    ///
+    /// Raises:
+    ///     WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
+    ///
+    /// O(n).
+    fn leads<'py>[&self, py: Python<'py>](lengths, *, tokens_per_batch, most) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let leads = self.lock().leads(&lengths, tokens_per_batch, most).map_err(raise)?;
+        Ok(PyArray1::from_vec(py, leads))
+    }
+
+    /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
+    ///
+    /// Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have of it less
+    /// what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
+    /// longest first where the tokens are fewest. Where nothing waits, at least one.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the documents that come next.
+    ///     costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
+    ///
+    /// Returns:
+    ///     0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
+    ///
+    /// Raises:
+    ///     WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step holds, so that
+    ///         it would never be admitted: cut it with :func:`split_documents`, and push its pieces step by step with ``starts``.
+    ///
+    /// O(n + pending); a sort, and log(n) placements where they do not all fit.
+    fn admits[&self](lengths, *, costs?) -> PyResult<usize> {
+        self.lock().admits(&lengths, table(&costs)).map_err(raise)
+    }
+
+    /// Goes on where the saved packer stopped, under this packer's configuration.
+    ///
+    /// Args:
+    ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
+    ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
+    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``, and another ``dp_size``,
+    ///         is always allowed.
+    ///
+    /// Raises:
+    ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs
+    ///         (says in which fields); or a waiting document is longer than this packer allows. The packer is unchanged.
+    fn load_state_dict[&self, py: Python<'_>](
+        state: &Bound<'_, PyAny>, *, allow_config_change = false,
+    ) -> PyResult<()> {
+        let json = to_json(state)?;
+        let loaded = self.change(py, json.len() / 16, |core| core.restore(&json, allow_config_change))?;
+        loaded.map_err(raise)
+    }
+
+    /// Packs by other costs from the next push on.
+    ///
+    /// Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are lengths and
+    /// ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a mean delay was tuned under
+    /// the costs before.
+    ///
+    /// The change is part of the state and of :attr:`fingerprint`. A packer that loads the state was made with the *first* costs, as
+    /// in the run that saved it, and goes on with the latest. Equal costs are no change.
+    ///
+    /// Args:
+    ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.
+    ///
+    /// Raises:
+    ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
+    fn set_cost_model[&self, py: Python<'_>](cost_model by read_costs: Model) -> PyResult<()> {
+        self.change(py, 0, |core| core.set_cost_model(cost_model))?.map_err(raise)
     }
 }
 

@@ -6,158 +6,137 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
+use wlb_core::CostModel;
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{self as core, Method, Piece};
-use wlb_core::{CostModel, Lengths};
 
-use crate::arguments;
+use crate::arguments::{self, functions};
 use crate::convert::choice;
 use crate::cost::{document_costs, pricing, read_costs_if_any};
 use crate::error::raise;
 use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
 use crate::run::run;
 
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Packing>()?;
-    module.add_class::<MicroBatch>()?;
-    module.add_function(wrap_pyfunction!(pack, module)?)?;
-    module.add_function(wrap_pyfunction!(batch_offsets, module)?)?;
-    module.add_function(wrap_pyfunction!(padded_tokens, module)?)?;
-    module.add_function(wrap_pyfunction!(most_tokens, module)?)?;
-    module.add_function(wrap_pyfunction!(split_documents, module)?)
-}
-
-/// Packs one global batch of documents into micro-batches.
-///
-/// Args:
-///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
-///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch that is
-///         trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave documents over.
-///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
-///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
-///         (:meth:`CostModel.range`). Or ``costs``.
-///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource with a
-///         barrier of its own (vision encoder, language model). A step takes the sum over columns of the heaviest
-///         micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length", "refined" and
-///         "original", which shares a cost among pieces by their tokens.
-///     limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit is
-///         memory, and takes no time.
-///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
-///         "var_length_fast" (the same for heavy documents, the light tail poured in arrival order; costs at most 1.001 of the
-///         lower bound where var_length does), "refined" (no worse than var_length, and next to optimal where ``max_tokens``
-///         binds; under 1 ms for 500 documents), "fixed_length" (longest first, to the least attention work that
-///         has room; cuts what fits nowhere), "original" (arrival order, cut every ``max_tokens``).
-///     window: with "fixed_length", the number of global batches in ``lengths``. They are packed together
-///         into ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
-///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks, so that
-///         :meth:`Packing.deal` gives all of them as many.
-///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only micro-batches
-///         dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many micro-batches; they stand rank by
-///         rank in the packing. With "var_length" or "refined"; ``costs`` of one column.
-///     sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron), so that
-///         the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every micro-batch (FSDP,
-///         ZeRO-3), so that those of a round are made equal, then the sums.
-///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
-///     equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size`` does not divide
-///         them. Groups whose sizes cannot be dealt so are refused.
-///     max_documents: most documents of a micro-batch.
-///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128), and
-///         ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens`` has the sizes; who
-///         makes the batches pads them.
-///     token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured once for
-///         each; padded up to the next, ``max_tokens`` as above.
-///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists them: they are in
-///         no micro-batch, and will not be trained unless the caller sees to it.
-///
-/// Returns:
-///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
-///
-/// Raises:
-///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents whole),
-///         an unknown method, a cost that is negative or not finite, a column of zeros or none without a limit, both or none of
-///         ``cost_model`` and ``costs``, a window without "fixed_length", ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not
-///         fit: the message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut
-///         documents the least one).
-///
-/// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for "fixed_length".
-/// ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need do.
-/// WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on. Ctrl-C ends it within half a second.
-#[pyfunction]
-#[pyo3(signature = (
-    lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None, method = "var_length",
-    window = 1, multiple_of = 1, dp_size = None, sync = None, groups = None, equal_documents = false,
-    max_documents = None, multiple_of_tokens = 1, token_buckets = None, leftover = "error",
-))]
-#[allow(clippy::too_many_arguments, reason = "all are keywords in Python")]
-fn pack(
-    py: Python<'_>,
-    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-    #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
-    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
-    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
-    #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
-    method: &str,
-    #[pyo3(from_py_with = arguments::window)] window: usize,
-    #[pyo3(from_py_with = arguments::multiple_of)] multiple_of: usize,
-    #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
-    sync: Option<&str>,
-    #[pyo3(from_py_with = arguments::optional::groups)] groups: Option<Vec<i64>>,
-    #[pyo3(from_py_with = arguments::equal_documents)] equal_documents: bool,
-    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
-    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
-    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
-    leftover: &str,
-) -> PyResult<Packing> {
-    let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
-    if num_micro_batches.is_some() && multiple_of != 1 {
-        return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
-    }
-    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-    let max_tokens = padding.most(max_tokens).map_err(raise)?;
-    let padded = |packing: core::Packing| {
-        Packing::from(core::Packing { padding: (!padding.is_none()).then(|| padding.clone()), ..packing })
-    };
-    let options = core::PackOptions {
-        num_micro_batches: num_micro_batches.unwrap_or(1),
-        max_tokens,
-        method: choice(method)?,
-        global_batches: window,
-        leftover: choice(leftover)?,
-    };
-    let given = document_costs(costs, limits.as_deref(), lengths.len())?;
-    let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
-    let micro_batches = options.num_micro_batches.saturating_mul(window);
-    let ranks = ranks(dp_size, sync)?;
-    if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
-        if window != 1 {
-            return Err(combination("window", "other than 1 goes without dp_size and max_documents"));
+functions! {
+    /// Packs one global batch of documents into micro-batches.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
+    ///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch
+    ///         that is trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave
+    ///         documents over.
+    ///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
+    ///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
+    ///         (:meth:`CostModel.range`). Or ``costs``.
+    ///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource
+    ///         with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
+    ///         heaviest micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length",
+    ///         "refined" and "original", which shares a cost among pieces by their tokens.
+    ///     limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit
+    ///         is memory, and takes no time.
+    ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
+    ///         "var_length_fast" (the same for heavy documents, the light tail poured in arrival order; costs at most
+    ///         1.001 of the lower bound where var_length does), "refined" (no worse than var_length, and next to
+    ///         optimal where ``max_tokens`` binds; under 1 ms for 500 documents), "fixed_length" (longest first, to the
+    ///         least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
+    ///         ``max_tokens``).
+    ///     window: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
+    ///         ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
+    ///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
+    ///         so that :meth:`Packing.deal` gives all of them as many.
+    ///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
+    ///         micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
+    ///         micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
+    ///         column.
+    ///     sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron),
+    ///         so that the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every
+    ///         micro-batch (FSDP, ZeRO-3), so that those of a round are made equal, then the sums.
+    ///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
+    ///     equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size``
+    ///         does not divide them. Groups whose sizes cannot be dealt so are refused.
+    ///     max_documents: most documents of a micro-batch.
+    ///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128),
+    ///         and ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens``
+    ///         has the sizes; who makes the batches pads them.
+    ///     token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
+    ///         once for each; padded up to the next, ``max_tokens`` as above.
+    ///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists
+    ///         them: they are in no micro-batch, and will not be trained unless the caller sees to it.
+    ///
+    /// Returns:
+    ///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
+    ///
+    /// Raises:
+    ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
+    ///         whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
+    ///         limit, both or none of ``cost_model`` and ``costs``, a window without "fixed_length", ``multiple_of``
+    ///         beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the message says
+    ///         how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents the least
+    ///         one).
+    ///
+    /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
+    /// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
+    /// do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on. Ctrl-C ends it
+    /// within half a second.
+    fn pack[py: Python<'_>](
+        lengths, *, num_micro_batches by arguments::optional::num_micro_batches: Option<usize>, max_tokens,
+        cost_model by read_costs_if_any: Option<CostModel> = None, costs?, limits?, method: &str = "var_length",
+        window = 1, multiple_of = 1, dp_size?, sync: Option<&str> = None, groups?, equal_documents = false,
+        max_documents?, multiple_of_tokens = 1, token_buckets?, leftover: &str = "error",
+    ) -> PyResult<Packing> {
+        let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
+        if num_micro_batches.is_some() && multiple_of != 1 {
+            return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
         }
-        if options.leftover == core::Leftover::Return {
-            return Err(combination("leftover", "\"return\" goes without dp_size and max_documents: all is placed"));
-        }
-        let options = core::RankOptions {
-            num_micro_batches,
-            multiple_of,
-            max_tokens,
-            method: options.method,
-            ranks,
-            groups: groups.unwrap_or_default(),
-            equal_documents,
-            max_documents,
+        let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        let max_tokens = padding.most(max_tokens).map_err(raise)?;
+        let padded = |packing: core::Packing| {
+            Packing::from(core::Packing { padding: (!padding.is_none()).then(|| padding.clone()), ..packing })
         };
-        return run(py, lengths.len().saturating_add(micro_batches), || {
-            core::pack_for_ranks(&lengths, &options, pricing)
+        let options = core::PackOptions {
+            num_micro_batches: num_micro_batches.unwrap_or(1),
+            max_tokens,
+            method: choice(method)?,
+            global_batches: window,
+            leftover: choice(leftover)?,
+        };
+        let given = document_costs(costs, limits.as_deref(), lengths.len())?;
+        let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
+        let micro_batches = options.num_micro_batches.saturating_mul(window);
+        let ranks = ranks(dp_size, sync)?;
+        if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
+            if window != 1 {
+                return Err(combination("window", "other than 1 goes without dp_size and max_documents"));
+            }
+            if options.leftover == core::Leftover::Return {
+                return Err(combination(
+                    "leftover",
+                    "\"return\" goes without dp_size and max_documents: all is placed",
+                ));
+            }
+            let options = core::RankOptions {
+                num_micro_batches,
+                multiple_of,
+                max_tokens,
+                method: options.method,
+                ranks,
+                groups: groups.unwrap_or_default(),
+                equal_documents,
+                max_documents,
+            };
+            return run(py, lengths.len().saturating_add(micro_batches), || {
+                core::pack_for_ranks(&lengths, &options, pricing)
+            })?
+            .map(padded)
+            .map_err(raise);
+        }
+        run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
+            None => core::pack_whole(&lengths, multiple_of, &options, pricing),
+            Some(_) => core::pack(&lengths, &options, pricing),
         })?
         .map(padded)
-        .map_err(raise);
+        .map_err(raise)
     }
-    run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
-        None => core::pack_whole(&lengths, multiple_of, &options, pricing),
-        Some(_) => core::pack(&lengths, &options, pricing),
-    })?
-    .map(padded)
-    .map_err(raise)
 }
 
 /// Data-parallel ranks, and where they wait for each other.
@@ -249,67 +228,9 @@ properties! {
 
 #[pymethods]
 impl Packing {
-    /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens.
-    ///     assignment: int[n], micro-batch of each document; -1 leaves it over.
-    ///     num_micro_batches, max_tokens, cost_model, costs, limits: as in :func:`pack`.
-    ///
-    /// Raises:
-    ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
-    #[staticmethod]
-    #[pyo3(signature = (
-        lengths, assignment, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None,
-    ))]
-    fn from_assignment(
-        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-        #[pyo3(from_py_with = arguments::assignment)] assignment: Vec<i64>,
-        #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
-        #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-        #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
-        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
-        #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
-    ) -> PyResult<Self> {
-        let given = document_costs(costs, limits.as_deref(), lengths.len())?;
-        let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
-        core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, pricing)
-            .map(Self::from)
-            .map_err(raise)
-    }
-
     /// Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents).
     fn digest(&self) -> String {
         self.0.digest()
-    }
-
-    /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
-    ///
-    /// Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that was
-    /// made for ranks (``pack(dp_size=...)``) is dealt as it was made.
-    ///
-    /// Returns:
-    ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with a window of several global batches
-    ///     int64[window, dp_size, M / window / dp_size].
-    ///
-    /// Raises:
-    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was made for.
-    fn deal<'py>(
-        &self,
-        py: Python<'py>,
-        #[pyo3(from_py_with = arguments::dp_size)] dp_size: i64,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let global_batches = self.0.global_batches;
-        let per_step = self.0.num_micro_batches() / global_batches;
-        let ranks = usize::try_from(dp_size).map_err(|_| {
-            raise(wlb_core::Error::Indivisible { argument: "dp_size", value: dp_size, total: per_step })
-        })?;
-        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(ranks))?.map_err(raise)?;
-        let dealt = PyArray1::from_vec(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
-        Ok(match global_batches {
-            1 => dealt.reshape([ranks, per_step / ranks])?.into_any(),
-            _ => dealt.reshape([global_batches, ranks, per_step / ranks])?.into_any(),
-        })
     }
 
     fn __len__(&self) -> usize {
@@ -334,6 +255,55 @@ impl Packing {
             self.0.imbalance(),
             self.0.leftover.len(),
         )
+    }
+}
+
+functions! {
+    Packing:
+    /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens.
+    ///     assignment: int[n], micro-batch of each document; -1 leaves it over.
+    ///     num_micro_batches, max_tokens, cost_model, costs, limits: as in :func:`pack`.
+    ///
+    /// Raises:
+    ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+    #[staticmethod]
+    fn from_assignment[](
+        lengths, assignment, *, num_micro_batches, max_tokens,
+        cost_model by read_costs_if_any: Option<CostModel> = None, costs?, limits?,
+    ) -> PyResult<Self> {
+        let given = document_costs(costs, limits.as_deref(), lengths.len())?;
+        let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
+        core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, pricing)
+            .map(Self::from)
+            .map_err(raise)
+    }
+
+    /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
+    ///
+    /// Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that was
+    /// made for ranks (``pack(dp_size=...)``) is dealt as it was made.
+    ///
+    /// Returns:
+    ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with a window of several global batches
+    ///     int64[window, dp_size, M / window / dp_size].
+    ///
+    /// Raises:
+    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was made for.
+    fn deal<'py>[&self, py: Python<'py>](dp_size) -> PyResult<Bound<'py, PyAny>> {
+        let global_batches = self.0.global_batches;
+        let per_step = self.0.num_micro_batches() / global_batches;
+        let ranks = usize::try_from(dp_size).map_err(|_| {
+            raise(wlb_core::Error::Indivisible { argument: "dp_size", value: dp_size, total: per_step })
+        })?;
+        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(ranks))?.map_err(raise)?;
+        let dealt = PyArray1::from_vec(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
+        Ok(match global_batches {
+            1 => dealt.reshape([ranks, per_step / ranks])?.into_any(),
+            _ => dealt.reshape([global_batches, ranks, per_step / ranks])?.into_any(),
+        })
     }
 }
 
@@ -403,91 +373,74 @@ impl MicroBatch {
     }
 }
 
-/// Cuts a stream of documents into global batches: as many whole documents as fit, at least one each.
-///
-/// Args:
-///     lengths: int[n], tokens.
-///     tokens_per_batch: most tokens of a global batch.
-///
-/// Returns:
-///     int64[b + 1]: batch ``i`` is ``lengths[offsets[i]:offsets[i + 1]]``.
-///
-/// Raises:
-///     WlbError: a length or ``tokens_per_batch`` out of range.
-#[pyfunction]
-#[pyo3(signature = (lengths, *, tokens_per_batch))]
-fn batch_offsets(
-    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-    #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
-) -> PyResult<Array<Vec<i64>>> {
-    let offsets = core::batch_offsets(&lengths, tokens_per_batch).map_err(raise)?;
-    Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
-}
+functions! {
+    /// Cuts a stream of documents into global batches: as many whole documents as fit, at least one each.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens.
+    ///     tokens_per_batch: most tokens of a global batch.
+    ///
+    /// Returns:
+    ///     int64[b + 1]: batch ``i`` is ``lengths[offsets[i]:offsets[i + 1]]``.
+    ///
+    /// Raises:
+    ///     WlbError: a length or ``tokens_per_batch`` out of range.
+    fn batch_offsets[](lengths, *, tokens_per_batch) -> PyResult<Array<Vec<i64>>> {
+        let offsets = core::batch_offsets(&lengths, tokens_per_batch).map_err(raise)?;
+        Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
+    }
 
-/// The size that a micro-batch runs with, for who makes its batch.
-///
-/// Args:
-///     tokens: of its documents.
-///     multiple_of_tokens: as for :func:`pack`.
-///     token_buckets: likewise.
-///
-/// Returns:
-///     ``tokens`` and the padding, as ``Packing.padded_tokens`` has it. Nothing of an empty micro-batch, but with buckets.
-///
-/// Raises:
-///     WlbError: sizes that make no sense, or more tokens than the largest of them.
-#[pyfunction]
-#[pyo3(signature = (tokens, *, multiple_of_tokens = 1, token_buckets = None))]
-fn padded_tokens(
-    #[pyo3(from_py_with = arguments::tokens)] tokens: i64,
-    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
-    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
-) -> PyResult<i64> {
-    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-    padding.checked(tokens).map_err(raise)
-}
+    /// The size that a micro-batch runs with, for who makes its batch.
+    ///
+    /// Args:
+    ///     tokens: of its documents.
+    ///     multiple_of_tokens: as for :func:`pack`.
+    ///     token_buckets: likewise.
+    ///
+    /// Returns:
+    ///     ``tokens`` and the padding, as ``Packing.padded_tokens`` has it. Nothing of an empty micro-batch, but with
+    ///     buckets.
+    ///
+    /// Raises:
+    ///     WlbError: sizes that make no sense, or more tokens than the largest of them.
+    fn padded_tokens[](tokens, *, multiple_of_tokens = 1, token_buckets?) -> PyResult<i64> {
+        let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        padding.checked(tokens).map_err(raise)
+    }
 
-/// The largest size within ``max_tokens``: what a packer makes of it.
-///
-/// Args:
-///     max_tokens: most tokens of a micro-batch.
-///     multiple_of_tokens: as for :func:`pack`.
-///     token_buckets: likewise.
-///
-/// Raises:
-///     WlbError: sizes that make no sense, or all above ``max_tokens``.
-#[pyfunction]
-#[pyo3(signature = (max_tokens, *, multiple_of_tokens = 1, token_buckets = None))]
-fn most_tokens(
-    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
-    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
-    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
-) -> PyResult<i32> {
-    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-    padding.most(max_tokens).map_err(raise)
-}
+    /// The largest size within ``max_tokens``: what a packer makes of it.
+    ///
+    /// Args:
+    ///     max_tokens: most tokens of a micro-batch.
+    ///     multiple_of_tokens: as for :func:`pack`.
+    ///     token_buckets: likewise.
+    ///
+    /// Raises:
+    ///     WlbError: sizes that make no sense, or all above ``max_tokens``.
+    fn most_tokens[](max_tokens, *, multiple_of_tokens = 1, token_buckets?) -> PyResult<i32> {
+        let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        padding.most(max_tokens).map_err(raise)
+    }
 
-/// Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
-///
-/// Args:
-///     lengths: int[n], tokens.
-///     max_document_tokens: longest piece.
-///
-/// Returns:
-///     ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece begins, tokens.
-///
-/// Raises:
-///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
-#[pyfunction]
-#[pyo3(signature = (lengths, *, max_document_tokens))]
-#[allow(clippy::type_complexity, reason = "three arrays")]
-fn split_documents(
-    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-    #[pyo3(from_py_with = arguments::max_document_tokens)] max_document_tokens: i32,
-) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
-    let pieces = core::split_documents(&lengths, i64::from(max_document_tokens)).map_err(raise)?;
-    let piece_lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
-    Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(piece_lengths)))
+    /// Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens.
+    ///     max_document_tokens: longest piece.
+    ///
+    /// Returns:
+    ///     ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece
+    ///     begins, tokens.
+    ///
+    /// Raises:
+    ///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
+    fn split_documents[](
+        lengths, *, max_document_tokens,
+    ) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
+        let pieces = core::split_documents(&lengths, i64::from(max_document_tokens)).map_err(raise)?;
+        let piece_lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
+        Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(piece_lengths)))
+    }
 }
 
 /// A Python index as one from the front.

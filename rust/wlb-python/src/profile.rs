@@ -7,13 +7,9 @@ use pyo3::sync::PyOnceLock;
 
 static READER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(set_profile_reader, module)?)
-}
-
 /// Sets what `from_profile` reads with: a function of a path or name that returns the profile's text. The first one stays.
 #[pyfunction]
-fn set_profile_reader(py: Python<'_>, reader: Py<PyAny>) {
+pub(crate) fn set_profile_reader(py: Python<'_>, reader: Py<PyAny>) {
     let _ = READER.set(py, reader);
 }
 

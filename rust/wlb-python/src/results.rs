@@ -5,10 +5,6 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
 
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(result, module)?)
-}
-
 /// The dataclasses by name.
 static CLASSES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
 
@@ -18,7 +14,7 @@ fn classes(py: Python<'_>) -> &Bound<'_, PyDict> {
 
 /// Decorates a dataclass: the core answers with instances of it where it has a result of that name.
 #[pyfunction]
-fn result<'py>(cls: Bound<'py, PyType>) -> PyResult<Bound<'py, PyType>> {
+pub(crate) fn result<'py>(cls: Bound<'py, PyType>) -> PyResult<Bound<'py, PyType>> {
     classes(cls.py()).set_item(cls.name()?, &cls)?;
     Ok(cls)
 }
@@ -31,8 +27,16 @@ pub(crate) fn build<'py>(name: &str, fields: &Bound<'py, PyDict>) -> PyResult<Bo
     }
 }
 
-/// `answer!(py, "Class", { field: value, ... })`: a result whose fields have these values, each converted by itself.
+/// `answer!(py, "Class", source { field, method(), ...; field: value, ... })`: a result whose fields have the values of the source's
+/// fields and methods of the same name, and these, each converted by itself.
 macro_rules! answer {
+    ($py:expr, $class:literal, $source:ident {
+        $($same:ident $(($($none:tt)*))?),+ $(; $($field:ident: $value:expr),+ $(,)?)?
+    }) => {
+        $crate::results::answer!($py, $class, {
+            $($same: $source.$same $(($($none)*))?,)+ $($($field: $value,)+)?
+        })
+    };
     ($py:expr, $class:literal, { $($field:ident: $value:expr),+ $(,)? }) => {{
         let fields = pyo3::types::PyDict::new($py);
         $(fields.set_item(pyo3::intern!($py, stringify!($field)), $value)?;)+

@@ -10,7 +10,7 @@ use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
 use wlb_core::sharding::{self as core, ShardOptions, Strategy};
 
-use crate::arguments;
+use crate::arguments::functions;
 use crate::convert::{choice, size};
 use crate::cost::mask;
 use crate::error::{raise, refuse};
@@ -18,69 +18,56 @@ use crate::kernel::KernelModel;
 use crate::plain::{Array, Pickle, hashed_by, pickled_as_part, properties};
 use crate::run::run;
 
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Shard>()?;
-    module.add_class::<RankShard>()?;
-    module.add_function(wrap_pyfunction!(shard, module)?)
-}
-
-/// Shards one micro-batch over the ranks of a context-parallel group, without padding.
-///
-/// Any lengths, any total, any ``cp_size``: ranks differ by at most one token, and a document of 1 token is as legal
-/// as a rank without any.
-///
-/// Args:
-///     lengths: int[n], tokens of the documents, in packed order.
-///     cp_size: ranks of the group.
-///     strategy: "auto" lays every document on as few ranks as leave none with more than ``max_imbalance`` times the mean
-///         pairs (where nothing does, as evenly as it can): few keys to fetch, long segments. "per_document" cuts every
-///         document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2 * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer,
-///         longer segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document
-///         and keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be fastest:
-///         the least latency of the slowest rank, forward and backward; of equals "per_sequence" before "per_document",
-///         "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
-///     causal: mask; decides pairs and key ranges, not who gets which token.
-///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk" lengthens
-///         chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).
-///     hybrid_threshold: tokens; with "hybrid" only.
-///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over the mean, at
-///         least 1; default 1.01.
-///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It searches all
-///         distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from lengths only.
-///
-/// Returns:
-///     Shard. The same input gives the same shards on every rank.
-///
-/// Raises:
-///     WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with the
-///         strategy or is missing, a kernel model of another mask.
-///
-/// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
-#[pyfunction]
-#[pyo3(signature = (
-    lengths, *, cp_size, strategy = "auto", causal = true, remainder = "chunk", hybrid_threshold = None,
-    max_imbalance = None, kernel_model = None,
-))]
-#[allow(clippy::too_many_arguments, reason = "all but the first are keywords in Python")]
-fn shard(
-    py: Python<'_>,
-    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
-    strategy: &str,
-    #[pyo3(from_py_with = arguments::causal)] causal: bool,
-    remainder: &str,
-    #[pyo3(from_py_with = arguments::optional::hybrid_threshold)] hybrid_threshold: Option<i64>,
-    #[pyo3(from_py_with = arguments::optional::max_imbalance)] max_imbalance: Option<f64>,
-    kernel_model: Option<&KernelModel>,
-) -> PyResult<Shard> {
-    let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
-    if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
-        let problem = "is of strategy=\"auto\", or \"adaptive\", which tries it; the others have no choice of ranks";
-        return Err(refuse("max_imbalance", None, None, problem));
+functions! {
+    /// Shards one micro-batch over the ranks of a context-parallel group, without padding.
+    ///
+    /// Any lengths, any total, any ``cp_size``: ranks differ by at most one token, and a document of 1 token is as
+    /// legal as a rank without any.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the documents, in packed order.
+    ///     cp_size: ranks of the group.
+    ///     strategy: "auto" lays every document on as few ranks as leave none with more than ``max_imbalance`` times
+    ///         the mean pairs (where nothing does, as evenly as it can): few keys to fetch, long segments.
+    ///         "per_document" cuts every document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2
+    ///         * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer, longer
+    ///         segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document and
+    ///         keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be
+    ///         fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
+    ///         "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
+    ///     causal: mask; decides pairs and key ranges, not who gets which token.
+    ///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk"
+    ///         lengthens chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).
+    ///     hybrid_threshold: tokens; with "hybrid" only.
+    ///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over
+    ///         the mean, at least 1; default 1.01.
+    ///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It
+    ///         searches all distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from
+    ///         lengths only.
+    ///
+    /// Returns:
+    ///     Shard. The same input gives the same shards on every rank.
+    ///
+    /// Raises:
+    ///     WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with
+    ///         the strategy or is missing, a kernel model of another mask.
+    ///
+    /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
+    fn shard[py: Python<'_>](
+        lengths, *, cp_size, strategy: &str = "auto", causal = true, remainder: &str = "chunk", hybrid_threshold?,
+        max_imbalance?, kernel_model: Option<&KernelModel> = None,
+    ) -> PyResult<Shard> {
+        let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
+        if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
+            let problem =
+                "is of strategy=\"auto\", or \"adaptive\", which tries it; the others have no choice of ranks";
+            return Err(refuse("max_imbalance", None, None, problem));
+        }
+        let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
+        let options =
+            ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
+        Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0))
     }
-    let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
-    let options = ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
-    Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0))
 }
 
 /// A micro-batch cut for the ranks of a context-parallel group.
@@ -190,17 +177,13 @@ impl Shard {
         let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), remainder, threshold, max_imbalance);
         Ok((slf.get_type().getattr("_of")?, arguments))
     }
+}
 
+functions! {
+    Shard:
     #[staticmethod]
-    #[allow(clippy::too_many_arguments, reason = "what a pickle holds")]
-    fn _of(
-        py: Python<'_>,
-        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-        cp_size: usize,
-        strategy: &str,
-        #[pyo3(from_py_with = arguments::causal)] causal: bool,
-        remainder: &str,
-        hybrid_threshold: Option<i64>,
+    fn _of[py: Python<'_>](
+        lengths, cp_size: usize, strategy: &str, causal, remainder: &str, hybrid_threshold: Option<i64>,
         max_imbalance: f64,
     ) -> PyResult<Self> {
         let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
