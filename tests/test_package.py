@@ -12,6 +12,7 @@ ROOMS = {"_results", "cli", "cluster", "integrations", "profile", "simulation", 
 FILES = {
     "__init__.py",
     "_attach.py",
+    "_arrays.py",
     "_choices.py",
     "_core.pyi",
     "_errors.py",

@@ -14,7 +14,7 @@ without padding (:func:`shard`).
 The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
 """
 
-from wlb import _core, profile
+from wlb import _arrays, _core, profile
 from wlb._attach import attach
 from wlb._core import (
     BUILD_PROFILE,
@@ -67,8 +67,8 @@ from wlb.cluster import (
 )
 from wlb.simulation import Scenario, Simulation, simulate
 
-# The engine knows no files: how it gets the text of a profile is passed down to it.
-_core.set_profile_reader(profile.read)
+# The engine imports nothing of Python's, and knows no files: what it calls is handed down to it.
+_core.hand_down(_arrays.integers, _arrays.floats, profile.read)
 
 __all__ = [
     "BUILD_PROFILE",

@@ -62,6 +62,7 @@ __all__ = [
     "__version__",
     "batch_offsets",
     "dynamic_cp_seconds",
+    "hand_down",
     "most_tokens",
     "order_micro_batches",
     "pack",
@@ -70,7 +71,6 @@ __all__ = [
     "pass_weights",
     "plan_dynamic_cp",
     "result",
-    "set_profile_reader",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
@@ -115,7 +115,7 @@ class WlbError(ValueError):
 
 class StateError(WlbError): ...
 
-def set_profile_reader(reader: Callable[[str | os.PathLike[str]], str]) -> None: ...
+def hand_down(*functions: Callable[..., Any]) -> None: ...
 
 @final
 class CostModel:

@@ -47,6 +47,7 @@ BAD_ENTRIES: dict[str, tuple[Any, int, Any]] = {
     "fraction": ([5, 2.5, 7], 1, 2.5),
     "float array": (np.array([5.0, 2.5, 7.0]), 1, 2.5),
     "infinite": ([5, float("inf"), 7], 1, float("inf")),
+    "bool among objects": (np.array([5, True, 7], object), 1, True),
 }
 
 BAD_WHOLES: dict[str, Any] = {
@@ -66,6 +67,7 @@ BAD_WHOLES: dict[str, Any] = {
     "set": {5, 6},
     "datetime": np.array(["2020-01-01"], dtype="datetime64[D]"),
     "timedelta": np.array([5, 6], dtype="timedelta64[s]"),
+    "timedelta that numpy lists as integers": np.array([5, 6], dtype="timedelta64[ns]"),
     "masked": np.ma.array([5, 6, 7], mask=[False, True, False]),
     "structured": np.array([(1, 2)], dtype=[("a", "i4"), ("b", "i4")]),
     "function": len,
@@ -108,6 +110,13 @@ def test_a_single_number_is_no_list_of_lengths(function: str) -> None:
         with pytest.raises(wlb.WlbError) as raised:
             TAKES_LENGTHS[function](scalar)
         assert raised.value.argument == "lengths"
+
+
+@pytest.mark.parametrize("costs", [[5, 6j, 7], np.array([5j, 6, 7]), ["5", "6", "7"], [True, False, True], [None] * 3])
+def test_what_is_no_list_of_costs(costs: Any) -> None:
+    with pytest.raises(wlb.WlbError, match=r"^costs = .*: must be real numbers, not ") as raised:
+        wlb.pack([5, 6, 7], num_micro_batches=2, max_tokens=1000, costs=costs)
+    assert raised.value.argument == "costs"
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2**31, 2**100, 2.5, float("nan"), "5", None, True])

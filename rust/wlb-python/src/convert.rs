@@ -1,16 +1,16 @@
-//! numpy in, numpy out.
+//! numpy in: arrays of the dtype wanted are read here, and all others by `wlb._arrays`, which is Python's own work.
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use numpy::{PyArray1, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArrayDyn, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::IntoPyObjectExt;
-use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyMapping};
 use wlb_core::Lengths;
 
 use crate::error::{raise, refuse};
+use crate::results::declaration;
 
 /// Lengths that are copied at a time, so that the copy stays in a cache until it is checked.
 const PART: usize = 1 << 16;
@@ -46,18 +46,10 @@ pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
     if let Some(values) = int64_values(object) {
         return Ok(values.to_vec());
     }
-    let array = as_array(argument, object, 1..=1)?;
-    match kind(&array)? {
-        'u' if array.dtype().itemsize() < 8 => {}
-        'i' => {}
-        // What numpy makes of an empty list.
-        'f' | 'O' | 'u' if array.is_empty() => return Ok(Vec::new()),
-        // The one integer type that int64 cannot hold, Python's integers, and what has no place here.
-        _ => return item_by_item(argument, object, &array),
-    }
-    // A copy: in native byte order, aligned, contiguous.
-    let native = array.call_method1("astype", ("int64",))?;
-    Ok(native.cast::<PyArray1<i64>>()?.to_vec()?)
+    Ok(declaration(object.py(), "wlb._arrays.integers")?
+        .call1((argument, object))?
+        .cast_into::<PyArray1<i64>>()?
+        .to_vec()?)
 }
 
 /// Any float64 values.
@@ -79,14 +71,10 @@ pub(crate) fn floats_of_shape(
     {
         return Ok((values.to_vec(), array.shape().to_vec()));
     }
-    let array = as_array(argument, object, dimensions)?;
-    if !"iuf".contains(kind(&array)?) {
-        return Err(refuse(argument, None, Some(object), format!("must be real numbers, not {}", array.dtype())));
-    }
-    // A copy: in native byte order, aligned, contiguous.
-    let converted =
-        array.call_method1("astype", ("float64", "C")).map_err(|error| unreadable(argument, object, error))?;
-    Ok((converted.cast::<PyArrayDyn<f64>>()?.to_vec()?, array.shape().to_vec()))
+    let (least, most) = dimensions.into_inner();
+    let array = declaration(object.py(), "wlb._arrays.floats")?.call1((argument, object, least, most))?;
+    let array = array.cast_into::<PyArrayDyn<f64>>()?;
+    Ok((array.to_vec()?, array.shape().to_vec()))
 }
 
 /// Any float64 values of one dimension or two, with so many rows and columns. Copied.
@@ -184,96 +172,12 @@ pub(crate) fn narrow(argument: &'static str, object: &Bound<'_, PyAny>, requirem
     integers(argument, object)?.into_iter().enumerate().map(narrow).collect()
 }
 
+/// The text of a measured profile: a path, or a name that came with wlb.
+pub(crate) fn profile(path_or_name: &Bound<'_, PyAny>) -> PyResult<String> {
+    declaration(path_or_name.py(), "wlb.profile.read")?.call1((path_or_name,))?.extract()
+}
+
 /// One of the choices that the core has under a name.
 pub(crate) fn choice<T: FromStr<Err = wlb_core::Error>>(name: &str) -> PyResult<T> {
     name.parse().map_err(raise)
-}
-
-/// Any array or sequence with so many dimensions, as a numpy array of whatever dtype numpy gives it.
-fn as_array<'py>(
-    argument: &'static str,
-    object: &Bound<'py, PyAny>,
-    dimensions: RangeInclusive<usize>,
-) -> PyResult<Bound<'py, PyUntypedArray>> {
-    let numpy = object.py().import("numpy")?;
-    // `asarray` would drop the mask, and pack what the caller masked out.
-    if object.is_instance_of::<PyUntypedArray>() && object.is_instance(&numpy.getattr("ma")?.getattr("MaskedArray")?)? {
-        return Err(refuse(argument, None, None, "is a masked array: fill it or drop what is masked"));
-    }
-    let array = numpy.call_method1("asarray", (object,)).map_err(|error| unreadable(argument, object, error))?;
-    let array = array.cast_into::<PyUntypedArray>()?;
-    if dimensions.contains(&array.ndim()) {
-        return Ok(array);
-    }
-    let shape = array.shape().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let wanted = match dimensions.into_inner() {
-        (least, most) if least == most => format!("{least}"),
-        (least, most) => format!("{least}- to {most}"),
-    };
-    let problem = format!("must be {wanted}-dimensional, but its shape is ({shape})");
-    Err(refuse(argument, None, None, problem))
-}
-
-/// Whether this is an integer of Python, numpy or another library; a bool is none.
-fn is_integer(item: &Bound<'_, PyAny>) -> PyResult<bool> {
-    if item.is_instance_of::<PyBool>() {
-        return Ok(false);
-    }
-    if item.is_instance_of::<PyInt>() {
-        return Ok(true);
-    }
-    // Only integers have an index; a tensor has one too, which fails if it holds anything else.
-    Ok(item.hasattr("__index__")? && item.call_method0("__index__").is_ok())
-}
-
-/// numpy's one-letter kind of a dtype.
-fn kind(array: &Bound<'_, PyUntypedArray>) -> PyResult<char> {
-    array.dtype().getattr("kind")?.extract()
-}
-
-/// What numpy could not read is wrong input; running out of memory or a keyboard interrupt is not.
-fn unreadable(argument: &'static str, object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
-    let py = object.py();
-    if !error.is_instance_of::<pyo3::exceptions::PyException>(py) || error.is_instance_of::<PyMemoryError>(py) {
-        return error;
-    }
-    refuse(argument, None, Some(object), format!("is no array of numbers ({error})"))
-}
-
-/// Element by element, so that an error can name the culprit: dtypes that are not plain integers are wrong input,
-/// except Python integers in an object array.
-fn item_by_item(
-    argument: &'static str,
-    object: &Bound<'_, PyAny>,
-    array: &Bound<'_, PyUntypedArray>,
-) -> PyResult<Vec<i64>> {
-    // What the caller wrote, where that can be listed: numpy turns a list with 2**63 in it into floats.
-    let written = object.try_iter().is_ok() && !object.is_instance_of::<PyUntypedArray>();
-    let list = if written { object.clone() } else { array.call_method0("tolist")? };
-    let items = list.try_iter()?.collect::<PyResult<Vec<_>>>()?;
-    let mut values = Vec::with_capacity(items.len());
-    let mut not_an_integer = None;
-    for (index, item) in items.iter().enumerate() {
-        if index.is_multiple_of(1 << 16) {
-            object.py().check_signals()?;
-        }
-        if is_integer(item)? {
-            let too_large = |_| refuse(argument, Some(index), Some(item), "does not fit into int64");
-            values.push(item.extract::<i64>().map_err(too_large)?);
-        } else if item.extract::<f64>().is_ok_and(|value| value.fract() == 0.0) {
-            // Blame a fraction or NaN behind it first, if there is one.
-            not_an_integer.get_or_insert(index);
-        } else {
-            return Err(refuse(argument, Some(index), Some(item), "must be an integer"));
-        }
-    }
-    match not_an_integer {
-        None if "uOf".contains(kind(array)?) => Ok(values),
-        // numpy lists dates and time spans as integers.
-        None => Err(refuse(argument, None, None, format!("must be integers, not {}", array.dtype()))),
-        Some(index) => {
-            let problem = format!("must be an integer, but the array has dtype {}", array.dtype());
-            Err(refuse(argument, Some(index), Some(&items[index]), problem))
-        }
-    }
 }

@@ -10,10 +10,9 @@ use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Pass
 use wlb_core::packing::Pricing;
 
 use crate::arguments::{self, Table, functions};
-use crate::convert::{choice, integer, integers, read_lengths, sizes};
+use crate::convert::{choice, integer, integers, profile, read_lengths, sizes};
 use crate::error::{raise, refuse};
 use crate::plain::{Array, Tuple, hashed_by, pickled_as_json, properties};
-use crate::profile::read_profile;
 use crate::results::answer;
 use crate::run::run;
 
@@ -264,7 +263,7 @@ functions! {
     #[staticmethod]
     fn from_profile[](path_or_name: &Bound<'_, PyAny>, *, passes: &str = "forward_backward") -> PyResult<Self> {
         let passes = choice(passes)?;
-        Model::from_profile(&read_profile(path_or_name)?, passes).map(Self).map_err(raise)
+        Model::from_profile(&profile(path_or_name)?, passes).map(Self).map_err(raise)
     }
 
     /// Cost of each document.

@@ -1,5 +1,6 @@
 //! Core errors as Python exceptions.
 
+use pyo3::IntoPyObjectExt;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyUserWarning, PyValueError};
 use pyo3::prelude::*;
@@ -46,7 +47,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
             Error::State { .. } | Error::ConfigChanged { .. } => StateError::new_err(message),
             _ => WlbError::new_err(message),
         };
-        annotate(py, exception, error.argument(), error.index(), value(py, &error))
+        annotate(py, exception, error.argument(), error.index(), value(py, &error).ok())
     })
 }
 
@@ -106,9 +107,9 @@ fn annotate<'py>(
     annotated.err().unwrap_or(error)
 }
 
-fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
-    let whole = |value: i64| value.into_pyobject(py).map(|value| value.into_any().unbind());
-    let object = match error {
+/// The value that is wrong, if there is a single one. Numbers and strings become objects without fail.
+fn value(py: Python<'_>, error: &Error) -> PyResult<Py<PyAny>> {
+    match error {
         Error::Length { value, .. }
         | Error::TooLong { value, .. }
         | Error::OutOfRange { value, .. }
@@ -118,15 +119,15 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::InfiniteCost { value, .. }
         | Error::LeftOver { value, .. }
         | Error::NoBucket { value, .. }
-        | Error::TotalTooLong { total: value, .. } => whole(*value),
-        Error::Backlog { pending_tokens, .. } => whole(*pending_tokens),
-        Error::Mismatch { found, .. } => whole(*found as i64),
+        | Error::Backlog { pending_tokens: value, .. }
+        | Error::TotalTooLong { total: value, .. } => value.into_py_any(py),
+        Error::Mismatch { found, .. } => found.into_py_any(py),
         // Beyond, an integer may have been another one.
-        Error::Entry { value, .. } if value.fract() == 0.0 && value.abs() <= MOST_EXACT => whole(*value as i64),
-        Error::Number { value, .. } | Error::Entry { value, .. } => {
-            value.into_pyobject(py).map(|value| value.into_any().unbind())
+        Error::Entry { value, .. } if value.fract() == 0.0 && value.abs() <= MOST_EXACT => {
+            (*value as i64).into_py_any(py)
         }
-        Error::Choice { value, .. } => value.into_pyobject(py).map(|value| value.into_any().unbind()),
+        Error::Number { value, .. } | Error::Entry { value, .. } => value.into_py_any(py),
+        Error::Choice { value, .. } => value.into_py_any(py),
         Error::Cell { .. }
         | Error::Column { .. }
         | Error::Combination { .. }
@@ -134,11 +135,6 @@ fn value(py: Python<'_>, error: &Error) -> Py<PyAny> {
         | Error::Order { .. }
         | Error::Profile { .. }
         | Error::State { .. }
-        | Error::ConfigChanged { .. } => return py.None(),
-    };
-    // The conversions of numbers and strings cannot fail.
-    match object {
-        Ok(object) => object,
-        Err(never) => match never {},
+        | Error::ConfigChanged { .. } => Ok(py.None()),
     }
 }

@@ -5,11 +5,10 @@ use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
 
 use crate::arguments::functions;
-use crate::convert::choice;
+use crate::convert::{choice, profile};
 use crate::cost::mask;
 use crate::error::raise;
 use crate::plain::{Array, hashed_by, pickled_as_json, properties};
-use crate::profile::read_profile;
 
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
@@ -63,7 +62,7 @@ functions! {
     ///     WlbError: no such profile, or a malformed one; says where in the file.
     #[staticmethod]
     fn from_profile[](path_or_name: &Bound<'_, PyAny>, *, num_heads?) -> PyResult<Self> {
-        let json = read_profile(path_or_name)?;
+        let json = profile(path_or_name)?;
         let model = Model::from_profile(&json).map_err(raise)?;
         num_heads.map_or(Ok(model.clone()), |heads| model.with_num_heads(heads)).map(Self).map_err(raise)
     }

@@ -16,7 +16,6 @@ mod packer;
 mod packing;
 mod pipeline;
 mod plain;
-mod profile;
 mod results;
 mod run;
 mod sharding;
@@ -46,8 +45,7 @@ mod _core {
         packer::Packer,
         packing::{MicroBatch, Packing, batch_offsets, most_tokens, pack, padded_tokens, split_documents},
         pipeline::{order_micro_batches, simulate_pipeline, simulate_steps},
-        profile::set_profile_reader,
-        results::result,
+        results::{hand_down, result},
         sharding::{RankShard, Shard, shard},
         tune::{tune_delay_price, tune_outlier_thresholds},
     };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use wlb_core::Lengths;
 use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
@@ -163,19 +164,13 @@ impl Shard {
     }
 
     /// A pickle holds the lengths: the same shard is computed again from them.
-    #[allow(clippy::type_complexity, reason = "what pickle wants")]
-    fn __reduce__<'py>(
-        slf: &Bound<'py, Self>,
-    ) -> PyResult<(
-        Bound<'py, PyAny>,
-        (Bound<'py, PyArray1<i32>>, usize, &'static str, bool, &'static str, Option<i64>, f64),
-    )> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickle<'py, Bound<'py, PyTuple>>> {
         let Self { plan, options } = slf.get();
         let lengths = PyArray1::from_slice(slf.py(), &plan.lengths);
         let (strategy, remainder) = (options.strategy.as_str(), options.remainder.as_str());
         let (threshold, max_imbalance) = (options.hybrid_threshold, options.max_imbalance);
         let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), remainder, threshold, max_imbalance);
-        Ok((slf.get_type().getattr("_of")?, arguments))
+        Ok((slf.get_type().getattr("_of")?, arguments.into_pyobject(slf.py())?))
     }
 }
 

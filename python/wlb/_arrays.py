@@ -1,0 +1,121 @@
+"""How the engine reads what is no plain array of the dtype that it wants: lists, tensors, other dtypes.
+
+The engine reads int64 and float64 arrays by itself, and asks here for the rest. Errors name the argument, and where it
+can be told the entry that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import WlbError
+
+
+def integers(argument: str, values: Any) -> NDArray[np.int64]:
+    """int64[n] of any integers."""
+    array = _array(argument, values, 1, 1)
+    kind, itemsize = array.dtype.kind, array.dtype.itemsize
+    if kind == "i" or (kind == "u" and itemsize < 8):
+        return array.astype(np.int64, order="C")
+    if kind in "fOu" and not array.size:  # what numpy makes of an empty list
+        return np.zeros(0, np.int64)
+    # The one integer type that int64 cannot hold, Python's integers, and what has no place here.
+    return _item_by_item(argument, values, array)
+
+
+def floats(argument: str, values: Any, least: int, most: int) -> NDArray[np.float64]:
+    """Any real numbers as float64, of so many dimensions."""
+    array = _array(argument, values, least, most)
+    if array.dtype.kind not in "iuf":
+        raise _refused(argument, f"must be real numbers, not {array.dtype}", given=values)
+    return array.astype(np.float64, order="C")
+
+
+def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
+    """An array of so many dimensions, of whatever dtype numpy gives it."""
+    if isinstance(values, np.ma.MaskedArray):  # asarray would drop the mask, and pack what the caller masked out
+        raise _refused(argument, "is a masked array: fill it or drop what is masked")
+    try:
+        array = np.asarray(values)
+    except MemoryError:
+        raise
+    except Exception as cause:  # whatever numpy, or the object's own `__array__`, raises: wrong input
+        raise _refused(
+            argument, f"is no array of numbers ({type(cause).__qualname__}: {cause})", given=values
+        ) from None
+    if least <= array.ndim <= most:
+        return array
+    wanted = f"{least}" if least == most else f"{least}- to {most}"
+    shape = ", ".join(map(str, array.shape))
+    raise _refused(argument, f"must be {wanted}-dimensional, but its shape is ({shape})")
+
+
+def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np.int64]:
+    """So that an error can name the culprit: only Python integers in an object array are no wrong input."""
+    # What the caller wrote, where that can be listed: numpy turns a list with 2**63 in it into floats.
+    written = _is_iterable(values) and not isinstance(values, np.ndarray)
+    found = []
+    not_an_integer: tuple[int, Any] | None = None
+    for index, item in enumerate(values if written else array.tolist()):
+        if _is_integer(item):
+            found.append(operator.index(item))
+            if not -(2**63) <= found[-1] < 2**63:
+                raise _refused(argument, "does not fit into int64", index, item)
+        elif not _is_whole(item):
+            raise _refused(argument, "must be an integer", index, item)
+        elif not_an_integer is None:  # blame a fraction or NaN behind it first, if there is one
+            not_an_integer = index, item
+    if not_an_integer is not None:
+        raise _refused(argument, f"must be an integer, but the array has dtype {array.dtype}", *not_an_integer)
+    if array.dtype.kind not in "uOf":  # numpy lists dates and time spans as integers
+        raise _refused(argument, f"must be integers, not {array.dtype}")
+    return np.array(found, np.int64)
+
+
+def _is_integer(item: object) -> bool:
+    """Of Python, numpy or another library; a bool is none."""
+    if isinstance(item, bool):
+        return False
+    try:
+        operator.index(item)  # type: ignore[arg-type]  # a tensor has an index, too, which fails if it holds anything else
+    except Exception:
+        return False
+    return True
+
+
+def _is_iterable(values: Any) -> bool:
+    try:
+        iter(values)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_whole(item: Any) -> bool:
+    """A number without a fraction, of whatever type."""
+    try:
+        return math.fabs(item) % 1 == 0
+    except Exception:
+        return False
+
+
+_NONE = object()
+
+
+def _refused(argument: str, problem: str, index: int | None = None, given: Any = _NONE) -> WlbError:
+    place = argument if index is None else f"{argument}[{index}]"
+    if given is _NONE:
+        error, given = WlbError(f"{place}: {problem}"), None
+    else:
+        try:
+            shown = repr(given)
+        except Exception:
+            shown = "?"
+        error = WlbError(f"{place} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {problem}")
+    error.argument, error.index, error.value = argument, index, given
+    return error
