@@ -434,6 +434,7 @@ functions! {
     ///
     /// Raises:
     ///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
+    #[allow(clippy::type_complexity, reason = "three arrays")]
     fn split_documents[](
         lengths, *, max_document_tokens,
     ) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
