@@ -394,14 +394,13 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         "cost_model": cost,
         "max_document_tokens": settings.context,
         "max_delay": settings.max_delay,
+        "tokens_per_batch": settings.micro_batches * settings.context,
         "method": "refined" if settings.method == "refined" else "var_length",
     }
-    tokens_per_batch = settings.micro_batches * settings.context
-    waiting = what_waits(settings, dataset, limits, tokens_per_batch)
+    waiting = what_waits(settings, dataset, limits)
     sampler = BalancedBatchSampler(
         dataset.lengths,
         packer=wlb.Packer(oversize="split", **waiting, **limits),
-        tokens_per_batch=tokens_per_batch,
         seed=settings.seed,
         num_epochs=1_000_000,  # the number of steps ends the run
         **ranks,
@@ -437,10 +436,10 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     )
 
 
-def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any], tokens_per_batch: int) -> dict[str, Any]:
+def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the packer that say which documents it holds: as they were given, or tuned on the corpus."""
     pieces = wlb.split_documents(dataset.lengths, max_document_tokens=settings.context)[2]
-    tuned = {**limits, "tokens_per_batch": tokens_per_batch}
+    tuned = {**limits}
     if settings.release == "adaptive":
         price = settings.delay_price
         if settings.max_mean_delay is not None:

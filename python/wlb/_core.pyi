@@ -315,6 +315,7 @@ class Packer:
         multiple_of_tokens: int = 1,
         token_buckets: Sequence[int] = (),
         max_step_cost: float | None = None,
+        tokens_per_batch: int | None = None,
         on_backlog: OnBacklog = "warn",
     ) -> Packer: ...
     @staticmethod
@@ -384,6 +385,8 @@ class Packer:
     def token_buckets(self) -> tuple[int, ...]: ...
     @property
     def max_step_cost(self) -> float | None: ...
+    @property
+    def tokens_per_batch(self) -> int: ...
     @property
     def cost_model(self) -> CostModel | None: ...
     @property

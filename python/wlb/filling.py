@@ -191,17 +191,22 @@ def next_turns(
 
 
 def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
-    """Checks `tokens_per_batch`, or gives what it is by default: full context windows.
+    """Checks `tokens_per_batch`, or gives the packer's.
 
     Raises:
-        wlb.WlbError: It is no integer from 1 on, or more than a step can train.
+        wlb.WlbError: It is no integer from 1 on, or more than a step can train; or the packer bounds the work of steps in
+            global batches of other sizes.
     """
     if tokens_per_batch is None:
-        return packer.num_micro_batches * packer.max_document_tokens
+        return packer.tokens_per_batch
     check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
     most = packer.num_micro_batches * packer.max_tokens
     if tokens_per_batch > most:
         message = f"= {tokens_per_batch}: from 1 to num_micro_batches * max_tokens = {most}"
+        raise error("tokens_per_batch", message, value=tokens_per_batch)
+    if packer.max_step_cost is not None and tokens_per_batch != packer.tokens_per_batch:
+        message = f"= {tokens_per_batch}: the packer tells max_step_cost in global batches of {packer.tokens_per_batch} "
+        message += f"tokens; make it with tokens_per_batch={tokens_per_batch}"
         raise error("tokens_per_batch", message, value=tokens_per_batch)
     return tokens_per_batch
 

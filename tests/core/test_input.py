@@ -240,6 +240,7 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (packer, {"release": "adaptive"}, "max_step_cost", [0.0, -1.0, NAN, INF, 10**400, True]),
     (packer, {}, "max_step_cost", [1.5]),
     (tune_price, SIZES, "max_step_cost", [0.0, -1.0, NAN, INF]),
+    (packer, {}, "tokens_per_batch", [*NO_SIZE, 10**9]),
     (packer, {}, "max_delay", [-1, 2**63, 2**100, 1.5, "2"]),
     (packer, {}, "max_document_tokens", [*NO_INT32_SIZE, 1001]),
     (packer, {}, "oversize", ["drop", ""]),

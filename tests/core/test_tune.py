@@ -290,6 +290,10 @@ def test_limits_and_columns_that_tuning_cannot_weigh() -> None:
     wlb.tune_outlier_thresholds([10, 4, 5], costs=two, limits=[np.inf, 7.0], max_document_tokens=5, **shape)  # cut
     with pytest.raises(wlb.WlbError, match="costs: have several columns"):
         wlb.tune_delay_price([3, 4, 5], costs=two, **shape)
+    for told in ({"dp_size": 2}, {"max_documents": 3}):
+        with pytest.raises(wlb.WlbError, match="take one column") as raised:
+            wlb.tune_outlier_thresholds([3, 4, 5], costs=two, **told, **shape)
+        assert raised.value.argument == "costs"
     model = wlb.CostModel(attention=1.0, linear=1.0)
     with pytest.raises(wlb.WlbError, match="limits: are of columns of costs"):
         wlb.tune_outlier_thresholds([3, 4, 5], cost_model=model, limits=[1.0], **shape)

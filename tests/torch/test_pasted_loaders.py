@@ -52,7 +52,8 @@ def trained(steps: Any) -> list[int]:
 
 def read(rank: int, name: str) -> list[int]:
     dataset, batches = Dataset(), [list(range(start, start + 10)) for start in range(0, 40, 10)]
-    packer = wlb.Packer(num_micro_batches=2, max_tokens=2000, cost_model=COST, outlier_thresholds=(80,))
+    sizes: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 2000, "tokens_per_batch": 1000}
+    packer = wlb.Packer(**sizes, cost_model=COST, outlier_thresholds=(80,))
     if name == "loader":
         made = printed(loaders.loader, plan=PLAN)
         shares: Any = [[dataset[index] for index in batch[rank::2]] for batch in batches]
@@ -60,7 +61,7 @@ def read(rank: int, name: str) -> list[int]:
         made = printed(loaders.released, loaders.loader, plan=PLAN, packer=packer)
         shares = made["released"](dataset, batches, Ranks)
     else:
-        made = printed(loaders.sampled, loaders.loader, plan=PLAN, packer=packer, TOKENS_PER_BATCH=1000)
+        made = printed(loaders.sampled, loaders.loader, plan=PLAN, packer=packer)
         shares = made["sampled"](dataset, Ranks)
     steps = made["loader"](shares, Ranks)
     if name == "sampled":

@@ -548,6 +548,19 @@ def test_a_changed_packer_is_accepted_on_request() -> None:
     assert tokens_of(before) + tokens_of(contents(list(step_loader(other)))) == all_tokens()
 
 
+def test_a_packer_says_what_a_global_batch_is() -> None:
+    """It is read as the packer has it; where that bounds the work of steps no other is taken, and no other unit."""
+    told = sampler(0, 1, packer_=packer(tokens_per_batch=120))
+    read = sampler(0, 1, tokens_per_batch=120)
+    assert list(told) == list(read)
+    bounded = {"release": "adaptive", "outlier_thresholds": (), "max_step_cost": 1.5}
+    with pytest.raises(wlb.WlbError, match="make it with tokens_per_batch=120") as caught:
+        sampler(0, 1, packer_=packer(**bounded), tokens_per_batch=120)
+    assert (caught.value.argument, caught.value.value) == ("tokens_per_batch", 120)
+    sampler(0, 1, packer_=packer(**bounded, tokens_per_batch=120), tokens_per_batch=120)
+    sampler(0, 1, packer_=packer(**bounded, tokens_per_batch=120))
+
+
 @pytest.mark.parametrize(
     ("options", "argument"),
     [

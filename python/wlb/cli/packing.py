@@ -51,7 +51,6 @@ def tune(
     result = methods.tune_waiting(
         stream.head(batches),
         {**methods.packer_options(setup, delay.max_delay), "method": method},
-        tokens_per_batch=setup.tokens_per_batch,
         queues=queues,
         max_mean_delay=delay.max_mean_delay,
         costs=costs,

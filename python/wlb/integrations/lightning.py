@@ -146,9 +146,9 @@ class BalancedDataModule(LightningDataModule):
         return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=self._max_tokens)
 
     def _sampler(self, rank: int, ranks: int) -> BalancedBatchSampler:
-        packer = self._loading.packer(self._micro_batches(ranks), **self._limits)
-        tokens = self._tokens_per_batch
-        return self._loading.sampler(self._lengths, packer, rank=rank, ranks=ranks, tokens_per_batch=tokens)
+        limits = {**self._limits, "tokens_per_batch": self._tokens_per_batch}
+        packer = self._loading.packer(self._micro_batches(ranks), **limits)
+        return self._loading.sampler(self._lengths, packer, rank=rank, ranks=ranks)
 
 
 class _MicroBatches:

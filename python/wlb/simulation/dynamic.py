@@ -125,6 +125,7 @@ def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int)
         "cost_model": options["cost_model"],
         "max_delay": scenario.max_delay,
         "max_document_tokens": scenario.context,
+        "tokens_per_batch": scenario.tokens_per_batch,
     }
 
 

@@ -181,10 +181,10 @@ def var_length(
         **packer_options(setup, max_delay),
         **given,
         "outlier_thresholds": thresholds,
-        **bounded(options or {}, setup.max_step_cost, batches=setup.split),
+        **bounded(options or {}, setup.max_step_cost),
     }
     packer = Packer(**options)
-    reading = Reading(stream.lengths, packer, setup.tokens_per_batch, stream.costs, max_early=max_early)
+    reading = Reading(stream.lengths, packer, costs=stream.costs, max_early=max_early)
     for read in reading.steps():
         micro_batches = read.packing.micro_batches
         delays = read.iteration - reading.turns[document_ids(micro_batches)]
@@ -206,25 +206,21 @@ def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
         "cost_model": setup.cost_model,
         "max_delay": max_delay,
         "max_document_tokens": setup.context,
+        "tokens_per_batch": setup.tokens_per_batch,
         **meeting_ranks(setup.sync, setup.dp_size),
     }
 
 
-def bounded(packer: Mapping[str, Any], max_step_cost: float | None, *, batches: float = 1) -> dict[str, Any]:
-    """Arguments of a packer with the bound on the work of a step, where its release rule knows one.
-
-    A packer counts in `num_micro_batches * max_document_tokens` tokens; `batches` says how many global batches that is.
-    """
-    if max_step_cost is None or packer.get("release") != "adaptive":
-        return {**packer}
-    return {**packer, "max_step_cost": max_step_cost / batches}
+def bounded(packer: Mapping[str, Any], max_step_cost: float | None) -> dict[str, Any]:
+    """Arguments of a packer with the bound on the work of a step, where its release rule knows one."""
+    adaptive = packer.get("release") == "adaptive" and max_step_cost is not None
+    return {**packer, "max_step_cost": max_step_cost} if adaptive else {**packer}
 
 
 def tune_waiting(
     lengths: ArrayLike,
     packer: Mapping[str, Any],
     *,
-    tokens_per_batch: int,
     queues: int | None,
     max_mean_delay: float,
     costs: NDArray[np.float64] | None = None,
@@ -237,12 +233,9 @@ def tune_waiting(
     release within a bound on the work of steps, by :func:`wlb.tune_delay_price`. `costs` and `limits` are those of
     documents that bring them.
     """
-    options = {**packer, "tokens_per_batch": tokens_per_batch, "max_mean_delay": max_mean_delay, "costs": costs}
+    options = {**packer, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:
-        batches = packer["num_micro_batches"] * packer["max_document_tokens"] / tokens_per_batch
-        return tune_delay_price(
-            lengths, max_step_cost=None if max_step_cost is None else max_step_cost / batches, **options
-        )
+        return tune_delay_price(lengths, max_step_cost=max_step_cost, **options)
     if costs is not None:
         options["limits"] = limits
     return tune_outlier_thresholds(lengths, num_queues=queues, **options)

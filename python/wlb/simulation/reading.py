@@ -31,7 +31,7 @@ class Reading:
     Args:
         lengths: int64[n] tokens; none is longer than the packer's documents.
         packer: new; it stays as it is.
-        tokens_per_batch: most tokens that enter in a step, one document at least.
+        tokens_per_batch: most tokens that enter in a step, one document at least; by default the packer's.
         costs: float64[n, columns] for a packer that takes them.
         max_early: iterations that a document may come before its turn, as for `BalancedBatchSampler`.
     """
@@ -40,7 +40,7 @@ class Reading:
         self,
         lengths: NDArray[np.int64],
         packer: Packer,
-        tokens_per_batch: int,
+        tokens_per_batch: int | None = None,
         costs: NDArray[np.float64] | None = None,
         *,
         max_early: int = 0,

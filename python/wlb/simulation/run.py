@@ -162,9 +162,8 @@ def _dynamic(variant: Variant, stream: GlobalBatches, scenario: Scenario) -> Out
     reading = None
     if variant.packer:
         before = packer_before(scenario, options, split=variant.split)
-        batches = before["num_micro_batches"] / scenario.micro_batches
-        packer = Packer(**before, **bounded(variant.packer, scenario.max_step_cost, batches=batches))
-        reading = Reading(stream.lengths, packer, scenario.tokens_per_batch, max_early=variant.max_early)
+        packer = Packer(**before, **bounded(variant.packer, scenario.max_step_cost))
+        reading = Reading(stream.lengths, packer, max_early=variant.max_early)
     steps = dynamic_steps(stream, options, reading)
     run = collect_dynamic(variant.title, steps, stream)
     return score_dynamic(variant.title, run, scenario)
@@ -189,7 +188,6 @@ def tune_scenario(lengths: ArrayLike, scenario: Scenario, setup: Setup | None = 
     return tune_waiting(
         lengths,
         packer_options(setup, scenario.max_delay),
-        tokens_per_batch=setup.tokens_per_batch,
         queues=scenario.num_queues,
         max_mean_delay=scenario.max_mean_delay,
     )

@@ -337,7 +337,6 @@ class _Search:
         tuned = tune_waiting(
             self._lengths,
             packer,
-            tokens_per_batch=self._scenario.tokens_per_batch,
             queues=None,
             max_mean_delay=self._given.max_mean_delay,
             max_step_cost=self._given.max_step_cost,

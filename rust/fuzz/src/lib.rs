@@ -401,6 +401,9 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
         let (multiple, buckets) = if max_tokens % multiple == 0 { (multiple, vec![max_tokens]) } else { (1, vec![]) };
         shape.padding = Padding::new(multiple, &buckets).ok().filter(|padding| !padding.is_none());
     }
+    if u.arbitrary()? {
+        shape.tokens_per_batch = Some(u.int_in_range(1..=num_micro_batches as i64 * i64::from(max_tokens))?);
+    }
     Ok(PackerConfig {
         num_micro_batches,
         max_tokens,

@@ -28,6 +28,13 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
     }
 }
 
+/// A packer that knows its global batch, a share of what a step holds; and this.
+fn reading(config: PackerConfig, share: f64) -> (PackerConfig, i64) {
+    let tokens = (share * config.num_micro_batches as f64 * f64::from(config.max_tokens)) as i64;
+    let shape = StepShape { tokens_per_batch: Some(tokens), ..config.shape.clone() };
+    (PackerConfig { shape, ..config }, tokens)
+}
+
 /// The whole sample as training reads it, one list of documents after the other; and the time that it loses.
 fn read_through(mut packer: Packer, lengths: &[i32], tokens_per_batch: i64) -> (Packer, f64) {
     let sum = |lengths: &[i32]| lengths.iter().map(|&length| i64::from(length)).sum::<i64>();
@@ -114,7 +121,7 @@ proptest! {
     #[test]
     fn tuning_reports_what_a_packer_does(
         mut lengths in lengths(120, 20_000), last in 1..20_000, n in 1_usize..5,
-        num_queues in prop_oneof![Just(None), (0_usize..3).prop_map(Some)], tokens_per_batch in 1_i64..200_000,
+        num_queues in prop_oneof![Just(None), (0_usize..3).prop_map(Some)], share in 0.001..=1.0,
         max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)], method in method(),
     ) {
         if method == StreamMethod::Refined {
@@ -123,7 +130,8 @@ proptest! {
         lengths.push(last);
         let packer =
             PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, method, ..simple(n, vec![], max_delay) };
-        let options = TuneOptions { packer: packer.clone(), max_mean_delay, tokens_per_batch };
+        let (packer, tokens_per_batch) = reading(packer, share);
+        let options = TuneOptions { packer: packer.clone(), max_mean_delay };
         let lengths = checked(&lengths);
         let tuned = match num_queues {
             Some(num_queues) => tune_outlier_thresholds(&lengths, num_queues, &options),
@@ -164,12 +172,13 @@ proptest! {
     /// The judged prices are what a packer really does on the other orders, and the rule, in plain words, chooses the same.
     #[test]
     fn a_price_is_chosen_on_other_orders(
-        lengths in lengths(90, 20_000), last in 1..20_000, n in 1_usize..5, tokens_per_batch in 20_000_i64..200_000,
+        lengths in lengths(90, 20_000), last in 1..20_000, n in 1_usize..5, share in 0.5..=1.0,
         max_mean_delay in 0.0..2.0, max_delay in prop_oneof![Just(None), (0..5_u64).prop_map(Some)],
     ) {
         let lengths = [lengths, vec![last]].concat();
         let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, vec![], max_delay) };
-        let options = TuneOptions { packer: packer.clone(), max_mean_delay, tokens_per_batch };
+        let (packer, tokens_per_batch) = reading(packer, share);
+        let options = TuneOptions { packer: packer.clone(), max_mean_delay };
         let tuned = tune_delay_price(&checked(&lengths), &options).unwrap();
         let default = Release::Adaptive.default_price();
         let (mut lost, mut worst, mut delay) = (Vec::new(), Vec::new(), Vec::new());

@@ -44,7 +44,7 @@ proptest! {
             release: Release::Adaptive, delay_price: Some(0.03), outlier_thresholds: Vec::new(), oversize: Oversize::Truncate,
             shape: StepShape { max_cost: Some(max_cost), ..config.shape.clone() }, ..config
         };
-        let global_batch = config.num_micro_batches as f64 * f64::from(config.max_document_tokens);
+        let global_batch = config.tokens_per_batch() as f64;
         let mut packer = Packer::new(config.clone()).unwrap();
         let (mut cost, mut tokens) = (0.0, 0.0);
         for batch in &batches {
@@ -119,8 +119,54 @@ fn long_documents_are_spread_over_steps() {
     assert!(spread < 1.35, "{spread}");
 }
 
+/// A packer that reads half as many tokens in a step as it has contexts: the bound is told in these.
+#[test]
+fn the_bound_is_of_the_global_batch_that_is_read() {
+    let model = bounded(None).cost_model.unwrap();
+    let heaviest = |tokens_per_batch: Option<i64>| {
+        let shape = StepShape { tokens_per_batch, ..bounded(Some(1.3)).shape };
+        let mut packer = Packer::new(PackerConfig { shape, ..bounded(None) }).unwrap();
+        let batch: Vec<i32> = std::iter::repeat_n(10, 10).chain([100]).collect();
+        let steps: Vec<f64> =
+            (0..200).map(|_| work(&packer.push(&checked(&batch), None).unwrap(), &model)).skip(20).collect();
+        assert_eq!(packer.metrics().steps_over_max_cost, 0);
+        steps.iter().copied().fold(0.0, f64::max) / (steps.iter().sum::<f64>() / steps.len() as f64)
+    };
+    assert!(heaviest(Some(200)) <= 1.3 + 1e-9);
+    assert!(heaviest(None) > 1.6, "of 400 tokens, twice what comes");
+}
+
+/// Other costs, and no document since: what waited is bounded all the same, by what these make of it.
+#[test]
+fn the_bound_outlives_other_costs() {
+    let mut packer = Packer::new(bounded(Some(1.3))).unwrap();
+    let batch: Vec<i32> = std::iter::repeat_n(10, 30).chain([100]).collect();
+    for _ in 0..50 {
+        packer.push(&checked(&batch), None).unwrap();
+    }
+    for _ in 0..2 {
+        packer.push(&checked(&[100; 4]), None).unwrap();
+    }
+    assert!(packer.pending_tokens() >= 400, "a level step waits");
+    let model = CostModel::analytic(3.0, 60.0, Mask::Causal).unwrap();
+    packer.set_cost_model(model.clone()).unwrap();
+    let costs = batch.iter().map(|&length| model.cost(length)).sum::<f64>();
+    let packing = packer.push(&checked(&[]), None).unwrap();
+    // The mean of all that came is a little above that of such batches.
+    assert!(
+        !packing.pieces.is_empty() && work(&packing, &model) <= 1.1 * 1.3 * costs,
+        "{}",
+        work(&packing, &model) / costs
+    );
+}
+
 #[test]
 fn what_makes_no_sense_is_named() {
+    for tokens in [0, -1, 601] {
+        let shape = StepShape { tokens_per_batch: Some(tokens), ..StepShape::default() };
+        let error = Packer::new(PackerConfig { shape, ..bounded(None) }).unwrap_err().to_string();
+        assert_eq!(error, format!("tokens_per_batch = {tokens}: must be from 1 to 600"));
+    }
     for value in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let error = Packer::new(bounded(Some(value))).unwrap_err();
         assert!(matches!(error, Error::Number { argument: "max_step_cost", .. }), "{error}");

@@ -46,8 +46,8 @@ use crate::run::{DETACH_FROM, handling_signals, run};
 ///     release: which waiting documents join a batch; "fifo" is the paper's rule, above. "adaptive" knows no thresholds: it holds the
 ///         longest documents back, new or waiting, as many as balance is worth at ``delay_price``, and light ones while
 ///         there is no room for them. It balances better and waits less; ``outlier_thresholds`` must be ().
-///     delay_price: with "adaptive": imbalance that the first iteration of waiting of a global batch of tokens
-///         (``num_micro_batches * max_document_tokens``) costs, the second twice that...; default 0.03. Higher waits less;
+///     delay_price: with "adaptive": imbalance that the first iteration of waiting of a context for each micro-batch
+///         (``num_micro_batches * max_document_tokens`` tokens) costs, the second twice that...; default 0.03. Higher waits less;
 ///         :func:`tune_delay_price` finds the one for a mean delay.
 ///     max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive"; with "fifo" no
 ///         limit (the paper's rule), so that an outlier may wait for others of its length for ever. What keeps it: :meth:`bounds`.
@@ -68,12 +68,15 @@ use crate::run::{DETACH_FROM, handling_signals, run};
 ///         :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
 ///         ``wlb.torch.collate(multiple_of_tokens=)`` pads.
 ///     token_buckets: int[b], ascending: the only sizes that micro-batches run with; padded up to the next.
-///     max_step_cost: with "adaptive": most work of a step, in global batches of ``num_micro_batches * max_document_tokens`` tokens
-///         of the documents that came lately (the last 128 to 256 such batches). What makes micro-batches even, long documents that
+///     max_step_cost: with "adaptive": most work of a step, in global batches of the documents that came lately (the last 128 to
+///         256 such batches). What makes micro-batches even, long documents that
 ///         leave together, makes steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are
 ///         due by ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long documents are
 ///         then spread over steps, and micro-batches are less even. Below the mean less would leave than comes: all then leaves when it
 ///         is due, whatever it costs. ``None``: no bound.
+///     tokens_per_batch: tokens of a global batch, at most ``num_micro_batches * max_tokens``; default ``num_micro_batches *
+///         max_document_tokens``. Give it where steps train another number, so that ``max_step_cost`` is told in *their* work;
+///         samplers and streams take it from here. May be another on resume.
 ///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the packer
 ///         :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
 ///
@@ -252,6 +255,8 @@ properties! {
     };
     /// Most work of a step, in mean global batches; ``None``: no bound.
     max_step_cost: Option<f64> = |packer| packer.lock().config().shape.max_cost;
+    /// Tokens of a global batch.
+    tokens_per_batch: i64 = |packer| packer.lock().config().tokens_per_batch();
     /// What documents cost; ``None`` where they bring their costs.
     cost_model: Option<CostModel> = |packer| packer.lock().config().cost_model.clone().map(CostModel);
     /// Columns of costs that documents bring; ``None`` where a cost model prices them.
@@ -261,8 +266,8 @@ properties! {
         let infinite = |limit: &Option<f64>| limit.unwrap_or(f64::INFINITY);
         packer.lock().config().limits.as_ref().map(|limits| Tuple(limits.iter().map(infinite).collect()))
     };
-    /// Hex hash of the configuration, all but ``num_micro_batches`` and ``dp_size``, and of every change of the cost model: equal if and only
-    /// if the same documents gave, and will give, the same plans.
+    /// Hex hash of the configuration, all but ``num_micro_batches``, ``dp_size`` and ``tokens_per_batch``, and of every change of the cost
+    /// model: equal if and only if the same documents gave, and will give, the same plans.
     fingerprint: String = |packer| packer.lock().fingerprint();
 }
 
@@ -386,12 +391,12 @@ functions! {
                              outlier_thresholds=(), release='fifo', delay_price=None, max_delay=None, \
                              max_document_tokens=None, oversize='error', method='var_length', dp_size=None, sync=None, \
                              max_documents=None, multiple_of_tokens=1, token_buckets=(), max_step_cost=None, \
-                             on_backlog='warn')")]
+                             tokens_per_batch=None, on_backlog='warn')")]
     fn new[](
         *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<Model> = None, cost_columns?, limits?,
         outlier_thresholds?, release: &str = "fifo", delay_price?, max_delay?, max_document_tokens?,
         oversize: &str = "error", method: &str = "var_length", dp_size?, sync: Option<&str> = None, max_documents?,
-        multiple_of_tokens = 1, token_buckets?, max_step_cost?, on_backlog: &str = "warn",
+        multiple_of_tokens = 1, token_buckets?, max_step_cost?, tokens_per_batch?, on_backlog: &str = "warn",
         groups: Option<&Bound<'_, PyAny>> = None, equal_documents: Option<&Bound<'_, PyAny>> = None,
     ) -> PyResult<Self> {
         for (argument, given) in [("groups", groups), ("equal_documents", equal_documents)] {
@@ -410,7 +415,13 @@ functions! {
             delay_price: delay_price.or(release.default_price()),
             oversize: choice(oversize)?,
             limits: column_limits(cost_columns, limits)?,
-            shape: StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding, max_cost: max_step_cost },
+            shape: StepShape {
+                ranks: ranks(dp_size, sync)?,
+                max_documents,
+                padding,
+                max_cost: max_step_cost,
+                tokens_per_batch,
+            },
             ..config(release, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?
         });
         Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
@@ -511,8 +522,8 @@ functions! {
     /// Args:
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``, and another ``dp_size``,
-    ///         is always allowed.
+    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``, ``dp_size`` or
+    ///         ``tokens_per_batch`` is always allowed.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs

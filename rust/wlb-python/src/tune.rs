@@ -48,10 +48,10 @@ functions! {
         limits?, num_queues = 2, max_mean_delay = 0.6, max_delay?, max_document_tokens?, tokens_per_batch?,
         method: &str = "var_length", dp_size?, sync: Option<&str> = None, max_documents?,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None, max_cost: None };
+        let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, tokens_per_batch, ..StepShape::default() };
         let packer =
             config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-        let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay, tokens_per_batch)?;
+        let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay)?;
         let sample = Sample { lengths: &lengths, costs: table(&costs) };
         let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(sample, num_queues, &options))?;
         result(py, &tuned.map_err(raise)?)
@@ -90,7 +90,9 @@ functions! {
         max_mean_delay = 0.6, max_delay?, max_document_tokens?, tokens_per_batch?, method: &str = "var_length",
         max_step_cost?, dp_size?, sync: Option<&str> = None, max_documents?,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None, max_cost: max_step_cost };
+        let max_cost = max_step_cost;
+        let shape =
+            StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None, max_cost, tokens_per_batch };
         let packer = config(
             Release::Adaptive,
             num_micro_batches,
@@ -100,7 +102,7 @@ functions! {
             max_document_tokens,
             method,
         )?;
-        let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay, tokens_per_batch)?;
+        let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay)?;
         let sample = Sample { lengths: &lengths, costs: table(&costs) };
         let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(sample, &options))?;
         result(py, &tuned.map_err(raise)?)
@@ -112,7 +114,6 @@ fn options(
     costs: &Option<arguments::Table>,
     limits: Option<Vec<f64>>,
     max_mean_delay: f64,
-    tokens_per_batch: Option<i64>,
 ) -> PyResult<TuneOptions> {
     let wrong = |argument, requirement| Err(raise(Error::Combination { argument, requirement }));
     match (&packer.cost_model, costs) {
@@ -122,8 +123,7 @@ fn options(
         (Some(_), None) | (None, Some(_)) => {}
     }
     packer.limits = column_limits(costs.as_ref().map(|(_, _, columns)| *columns), limits)?;
-    let tokens_per_batch = tokens_per_batch.unwrap_or(packer.tokens_per_batch());
-    Ok(TuneOptions { packer, max_mean_delay, tokens_per_batch })
+    Ok(TuneOptions { packer, max_mean_delay })
 }
 
 fn result<'py>(py: Python<'py>, tuned: &Tuned) -> PyResult<Bound<'py, PyAny>> {

@@ -55,7 +55,7 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
         ]
     else:
         lines += [
-            f"# For BalancedBatchSampler, with tokens_per_batch={scenario.tokens_per_batch}.",
+            "# For BalancedBatchSampler.",
             f"packer = {_packer(tuning, max_tokens=best.max_tokens, cost_model=cost_model)}",
         ]
     sharding: dict[str, Any] = {"cp_size": scenario.layout.cp, "strategy": best.strategy}
@@ -95,7 +95,6 @@ def _dynamic(tuning: Tuning) -> str:
             functions.insert(0, loaders.released)
         else:
             functions.insert(0, loaders.sampled)
-            lines.append(f"TOKENS_PER_BATCH = {scenario.tokens_per_batch}")
     return "\n".join([*lines, *(f"\n\n{inspect.getsource(function).rstrip()}" for function in functions)])
 
 
@@ -104,9 +103,7 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
     if best.delay_price is None:
         waiting: dict[str, object] = {"outlier_thresholds": best.outlier_thresholds}
     else:
-        waiting = {"release": "adaptive", "delay_price": best.delay_price}
-        batches = packer_micro_batches(scenario, best) / scenario.micro_batches
-        waiting = bounded(waiting, scenario.max_step_cost, batches=batches)
+        waiting = bounded({"release": "adaptive", "delay_price": best.delay_price}, scenario.max_step_cost)
     if not best.dynamic:
         waiting |= scenario.meeting_ranks
     return _call(
@@ -116,6 +113,7 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
         **waiting,
         max_delay=scenario.max_delay,
         max_document_tokens=scenario.context,
+        tokens_per_batch=scenario.tokens_per_batch,
     )
 
 

@@ -1,6 +1,6 @@
 """Loaders of Dynamic-CP that `wlb tune` prints for pasting, function by function; tests run them as they are printed.
 
-What they use and do not define, `packer`, `plan` and `TOKENS_PER_BATCH`, the configuration defines above them.
+What they use and do not define, `packer` and `plan`, the configuration defines above them.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="var-annotated"
@@ -12,7 +12,6 @@ import wlb
 
 packer: wlb.Packer
 plan: Callable[..., wlb.DynamicCpPlan]
-TOKENS_PER_BATCH: int
 
 
 def loader(batches, ranks):
@@ -33,7 +32,6 @@ def sampled(dataset, ranks):
         packer=packer,
         dp_rank=ranks.get_local_rank(),
         dp_size=ranks.size(),
-        tokens_per_batch=TOKENS_PER_BATCH,
     )
     return StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=list))
 

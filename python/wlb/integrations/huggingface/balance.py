@@ -155,11 +155,11 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     if tokens_per_batch is None:
         documents = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         tokens_per_batch = max(1, round(float(trained.mean()) * documents))
-    packer = limits.packer(limits.micro_batches(tokens_per_batch, args.world_size))
+    packer = limits.packer(limits.micro_batches(tokens_per_batch, args.world_size), tokens_per_batch)
     num_epochs = max(1, math.ceil(args.num_train_epochs))
     if args.max_steps > 0:  # as many as that takes: what waits is drained after the last one
         num_epochs = 2 + math.ceil(args.max_steps * tokens_per_batch / int(trained.sum()))
-    return KnownLengths(rows, measured, packer, tokens_per_batch, num_epochs, shuffle, args)
+    return KnownLengths(rows, measured, packer, num_epochs, shuffle, args)
 
 
 def _streamed(trainer: Trainer, limits: Limits, tokens_per_batch: int | None) -> Streamed:
@@ -173,7 +173,7 @@ def _streamed(trainer: Trainer, limits: Limits, tokens_per_batch: int | None) ->
         tokens_per_batch = step_tokens(num_micro_batches * limits.max_tokens)
     else:
         num_micro_batches = limits.micro_batches(tokens_per_batch, args.world_size)
-    return Streamed(dataset, collator, limits.packer(num_micro_batches), tokens_per_batch)
+    return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch))
 
 
 def _documents(trainer: Any, dataset: Any, description: str) -> tuple[Any, Any]:

@@ -31,9 +31,10 @@ class Limits:
     loading: Loading
     others: dict[str, Any]
 
-    def packer(self, num_micro_batches: int) -> wlb.Packer:
-        """One for steps of so many micro-batches."""
+    def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
+        """One for steps of so many micro-batches, for which so many tokens are read."""
         told = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}
+        told["tokens_per_batch"] = tokens_per_batch
         return self.loading.packer(num_micro_batches, **told | self.others)
 
     def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
@@ -49,7 +50,6 @@ class KnownLengths:
         rows: The documents.
         lengths: int64 [documents].
         packer: For their steps.
-        tokens_per_batch: Of a step.
         num_epochs: Of the run.
         shuffle: Whether every epoch has an order of its own.
         args: The trainer's.
@@ -58,7 +58,6 @@ class KnownLengths:
     rows: Rows
     lengths: NDArray[np.int64]
     packer: wlb.Packer
-    tokens_per_batch: int | None
     num_epochs: int
     shuffle: bool
     args: TrainingArguments
@@ -71,7 +70,6 @@ class KnownLengths:
             packer=self.packer,
             dp_rank=args.process_index,
             dp_size=args.world_size,
-            tokens_per_batch=self.tokens_per_batch,
             shuffle=self.shuffle,
             seed=args.seed if args.data_seed is None else args.data_seed,
             num_epochs=self.num_epochs,
@@ -101,13 +99,11 @@ class Streamed:
         dataset: Iterable, the same on every rank.
         collator: For one document of it.
         packer: For their steps.
-        tokens_per_batch: Of a step.
     """
 
     dataset: Any
     collator: Collator
     packer: wlb.Packer
-    tokens_per_batch: int
 
     def steps(self) -> BalancedStream[PackedBatch]:
         """A stream that stands at the beginning. A collective of all ranks; to be closed."""
@@ -116,7 +112,6 @@ class Streamed:
             packer=self.packer,
             collate_fn=collate,
             group=dist.group.WORLD if dist.is_initialized() else None,
-            tokens_per_batch=self.tokens_per_batch,
         )
 
 
@@ -132,7 +127,7 @@ class Evaluation:
         self._plain = plain
         limits = replace(limits, loading=replace(limits.loading, max_delay=0), others={})
         packer = limits.packer(args.world_size * EVALUATED_TOGETHER)
-        self._plan = KnownLengths(rows, rows.lengths(), packer, None, 1, False, args)
+        self._plan = KnownLengths(rows, rows.lengths(), packer, 1, False, args)
 
     def __len__(self) -> int:
         return self._plan.sampler().total_steps() * EVALUATED_TOGETHER

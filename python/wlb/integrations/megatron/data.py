@@ -147,7 +147,8 @@ def data_iterator(
     if dynamic_cp:  # the packer's micro-batches only say who reads: nobody holds them
         held, padding = max(context, math.ceil(ROOM * tokens_per_batch / shares)), {}
     loading = replace(loading, max_document_tokens=context)
-    packer = loading.packer(shares, max_tokens=held, cost_model=cost_model, **padding)
+    limits = {"max_tokens": held, "tokens_per_batch": tokens_per_batch, **padding}
+    packer = loading.packer(shares, cost_model=cost_model, **limits)
     steps: StepLoader[Any] | None = None
     padded: PaddedDocuments | None = None
     if sharing.reads:
@@ -155,8 +156,7 @@ def data_iterator(
         if multiple > 1:
             documents = padded = PaddedDocuments(documents, known, multiple=multiple, token=pad_token)
             known = padded.lengths
-        reader = {"rank": readers.rank(), "ranks": readers.size()}
-        sampler = loading.sampler(known, packer, **reader, tokens_per_batch=tokens_per_batch)
+        sampler = loading.sampler(known, packer, rank=readers.rank(), ranks=readers.size())
         rank = parallel_state.get_context_parallel_rank()
         keep = partial(collate, cp_size=cp_size, cp_rank=rank, strategy="per_document", **padding)
         work, workers = list if dynamic_cp else keep, loading.num_workers

@@ -179,11 +179,10 @@ class WlbDataLoader(BaseDataLoader):
             num_workers=config.num_workers,
         )
         limits: dict[str, Any] = {"max_tokens": config.max_tokens, "cost_model": config.cost_model, **shape}
-        packer = loading.packer(config.micro_batches * dp_world_size, **limits)
+        num_micro_batches = config.micro_batches * dp_world_size
+        tokens = step_tokens(num_micro_batches * most) if config.tokens_per_batch is None else config.tokens_per_batch
+        packer = loading.packer(num_micro_batches, **limits, tokens_per_batch=tokens)
         packed = partial(collate, **shape)
-        tokens = config.tokens_per_batch
-        if tokens is None:
-            tokens = step_tokens(packer.num_micro_batches * most)
         self.steps: StepLoader[PackedBatch] | BalancedStream[PackedBatch]
         measured = known(config, tokenizer)
         if measured is None:
@@ -192,13 +191,11 @@ class WlbDataLoader(BaseDataLoader):
                 packer=packer,
                 collate_fn=packed,
                 group=_group(config, dp_world_size),
-                tokens_per_batch=tokens,
             )
         else:
             documents, lengths = measured
             self.config = replace(config, lengths=lengths)  # who makes it again need not read them all
-            reader: dict[str, int] = {"rank": dp_rank, "ranks": dp_world_size, "tokens_per_batch": tokens}
-            sampler = loading.sampler(lengths, packer, **reader)
+            sampler = loading.sampler(lengths, packer, rank=dp_rank, ranks=dp_world_size)
             self.steps = StepLoader(
                 DataLoader(
                     documents,

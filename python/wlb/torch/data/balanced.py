@@ -49,7 +49,7 @@ def balanced_loader(
         group: data-parallel ranks; None for all there are, or a single process.
         **options: of :class:`wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
             `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`; and of `wlb.Packer`: `method`, `release`,
-            `delay_price`.
+            `delay_price`, `max_step_cost`, ...
 
     Returns:
         The steps of this rank.
@@ -69,8 +69,9 @@ def balanced_loader(
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     documents, lengths = measured(dataset, loading.lengths, "dataset")
     count = ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
-    made = loading.packer(count, max_tokens=max_tokens, cost_model=loading.costs(config), **packer)
-    sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks, tokens_per_batch=tokens_per_batch)
+    limits = {"max_tokens": max_tokens, "cost_model": loading.costs(config), "tokens_per_batch": tokens_per_batch}
+    made = loading.packer(count, **limits, **packer)
+    sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
     shape = {name: packer[name] for name in _SHAPE if name in packer}
     work, workers = partial(collate, **shape), loading.num_workers
     return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))

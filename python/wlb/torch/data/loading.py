@@ -85,7 +85,10 @@ class Loading:
         return wlb.ModelConfig.from_hugging_face(told).cost_model()
 
     def packer(self, num_micro_batches: int, **others: Any) -> wlb.Packer:
-        """For steps of so many micro-batches; `others` are what else `wlb.Packer` takes, and come first."""
+        """For steps of so many micro-batches; `others` are what else `wlb.Packer` takes, and come first.
+
+        Among them the `tokens_per_batch` that are read for a step, if they are no context for each micro-batch.
+        """
         told: dict[str, Any] = {"max_document_tokens": self.max_document_tokens, "oversize": self.oversize}
         if self.max_delay:
             told |= {"release": "adaptive", "max_delay": self.max_delay}
@@ -93,16 +96,13 @@ class Loading:
             told["max_delay"] = 0  # a rule by which documents wait has a limit of its own
         return wlb.Packer(num_micro_batches=num_micro_batches, **told | others)
 
-    def sampler(
-        self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int, tokens_per_batch: int
-    ) -> BalancedBatchSampler:
+    def sampler(self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int) -> BalancedBatchSampler:
         """That of one data-parallel rank."""
         return BalancedBatchSampler(
             lengths,
             packer=packer,
             dp_rank=rank,
             dp_size=ranks,
-            tokens_per_batch=tokens_per_batch,
             shuffle=self.shuffle,
             seed=self.seed,
             num_epochs=self.num_epochs,

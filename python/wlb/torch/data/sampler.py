@@ -49,7 +49,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         dp_rank: This rank in the data-parallel group.
         dp_size: Ranks of that group; divides `packer.num_micro_batches`, and is the packer's, if that has one.
         tokens_per_batch: Tokens that enter the packer in every step, rounded down to whole documents, one at least. By
-            default `num_micro_batches * max_document_tokens`; at most `num_micro_batches * max_tokens`.
+            default the packer's; at most `num_micro_batches * max_tokens`. A packer that bounds the work of steps
+            (`max_step_cost`) has to be told.
         min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
             By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
             steps that drain the packer at the end of the run may hold fewer, and those of a single micro-batch where a

@@ -77,8 +77,8 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             numbers in the order read.
         group: The data-parallel group; its size divides `packer.num_micro_batches`, and is the packer's `dp_size`, if
             that has one. None: one process.
-        tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default
-            `num_micro_batches * max_document_tokens`.
+        tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default the
+            packer's, as for `BalancedBatchSampler`.
         min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
             By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
             steps after the end of all streams may hold fewer, and those of a single micro-batch where a short

@@ -449,7 +449,7 @@ impl Arrived {
     /// With new documents: the most that those of a step may cost, infinite if there is no bound.
     pub(crate) fn budget(&mut self, new: &[(i32, f64)], config: &PackerConfig) -> f64 {
         let Some(times) = config.shape.max_cost else { return f64::INFINITY };
-        let global_batch = config.num_micro_batches as f64 * f64::from(config.max_document_tokens);
+        let global_batch = global_batch(config);
         for (length, cost) in new {
             *self = Self(self.0 + cost, self.1 + f64::from(*length));
         }
@@ -458,6 +458,28 @@ impl Arrived {
         }
         if self.1 == 0.0 { f64::INFINITY } else { times * (self.0 / self.1) * global_batch }
     }
+
+    /// Costs are others: as many times as high in the mean as those of what waits, in a global batch at most.
+    fn reprice(&mut self, waiting: &[Waiting], before: Option<&CostModel>, config: &PackerConfig) {
+        let cost = |model: Option<&CostModel>| -> f64 {
+            waiting.iter().map(|waiting| model.map_or(0.0, |model| model.cost(waiting.piece.length))).sum()
+        };
+        let (before, now) = (cost(before), cost(config.cost_model.as_ref()));
+        if before == 0.0 || self.1 == 0.0 {
+            return *self = Self::default();
+        }
+        let kept = f64::min(1.0, global_batch(config) / self.1);
+        *self = Self(self.0 * kept * (now / before), self.1 * kept);
+        if self.0.is_infinite() {
+            *self = Self::default();
+        }
+    }
+}
+
+/// Tokens of a global batch.
+fn global_batch(config: &PackerConfig) -> f64 {
+    let contexts = config.num_micro_batches as f64 * f64::from(config.max_document_tokens);
+    config.shape.tokens_per_batch.map_or(contexts, |tokens| tokens as f64)
 }
 
 /// The adaptive rule: what is `due` leaves in its place, or first, if it finds no room so, or if the step costs too much.
@@ -945,16 +967,18 @@ impl Packer {
         plan
     }
 
-    /// Costs are others from here on.
-    pub(crate) fn forget_costs(&mut self) {
-        (self.arrived, self.costed_from) = (Arrived::default(), self.steps.len());
+    /// Costs are those of this configuration from here on.
+    pub(crate) fn change_costs(&mut self, config: &PackerConfig) {
+        let waiting = self.pending();
+        self.arrived.reprice(&waiting, self.config.cost_model.as_ref(), config);
+        self.costed_from = self.steps.len();
     }
 
     /// Goes on under another configuration: what is queued is filed anew, oldest first.
     pub(crate) fn reconfigure(&mut self, config: PackerConfig) {
         let but_for_n = |config: &PackerConfig| {
             let ranks = config.shape.ranks.map(|ranks| Ranks { dp_size: 1, ..ranks });
-            let shape = StepShape { ranks, ..config.shape.clone() };
+            let shape = StepShape { ranks, tokens_per_batch: None, ..config.shape.clone() };
             PackerConfig { num_micro_batches: 0, shape, ..config.clone() }
         };
         if but_for_n(&config) != but_for_n(&self.config) {

@@ -254,7 +254,8 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
     let max_documents = prop::option::weighted(0.3, 1_usize..12);
     let buckets = prop_oneof![2 => Just(vec![]), 1 => vec(1..200_i32, 1..4)];
     let padding = prop::option::weighted(0.2, (1..40_i32, buckets));
-    (plain_config(), ranks, max_documents, padding).prop_map(|(config, ranks, max_documents, padding)| {
+    let batch = prop::option::weighted(0.3, 0.0..=1.0);
+    (plain_config(), ranks, max_documents, padding, batch).prop_map(|(config, ranks, max_documents, padding, batch)| {
         let shape = StepShape { max_documents, ..config.shape.clone() };
         let mut config = PackerConfig { shape, ..config };
         if let Some((dp_size, sync)) = ranks {
@@ -272,6 +273,8 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
                 config.outlier_thresholds.retain(|&threshold| threshold <= most);
             }
         }
+        let step = config.num_micro_batches as f64 * f64::from(config.max_tokens);
+        config.shape.tokens_per_batch = batch.map(|share: f64| (share * step).max(1.0) as i64);
         config
     })
 }
@@ -384,5 +387,7 @@ fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 6]) -> Packe
     if change[5] {
         mixed.method = other.method;
     }
+    let step = mixed.num_micro_batches as i64 * i64::from(mixed.max_tokens);
+    mixed.shape.tokens_per_batch = other.shape.tokens_per_batch.map(|tokens| tokens.min(step));
     mixed
 }

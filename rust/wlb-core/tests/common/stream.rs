@@ -103,6 +103,7 @@ impl Both {
                     ranks.dp_size = *num_micro_batches;
                 }
                 config.num_micro_batches = *num_micro_batches * (1 + *num_micro_batches % 2);
+                config.shape.tokens_per_batch = config.shape.tokens_per_batch.map(|_| config.max_tokens.into());
                 let mut resumed = Packer::new(config).unwrap();
                 resumed.restore(&self.packer.save(), false).unwrap();
                 assert_eq!(resumed.fingerprint(), self.packer.fingerprint());
@@ -119,10 +120,11 @@ impl Both {
                 let changed = before.config().cost_model.as_ref() != Some(cost_model);
                 assert_eq!(changes(&self.packer), changes(&before) + u64::from(changed));
                 assert_eq!(self.packer.fingerprint() != before.fingerprint(), changed);
+                let config = PackerConfig { cost_model: Some(cost_model.clone()), ..self.oracle.config.clone() };
                 if changed {
-                    self.oracle.forget_costs();
+                    self.oracle.change_costs(&config);
                 }
-                self.oracle.config.cost_model = Some(cost_model.clone());
+                self.oracle.config = config;
             }
             Event::Flush => {
                 let packings = self.packer.flush();
@@ -322,7 +324,7 @@ impl Both {
                 if config.cost_model == saved.cost_model {
                     config.cost_model = self.oracle.config.cost_model.clone();
                 } else {
-                    self.oracle.forget_costs();
+                    self.oracle.change_costs(&config);
                 }
                 if config.shape.max_cost.is_none() {
                     self.oracle.arrived = naive::Arrived::default();

@@ -10,8 +10,8 @@ use crate::packing::options::check_micro_batches;
 
 use super::shape::StepShape;
 
-/// The default of [`PackerConfig::delay_price`]: a global batch of tokens may wait one iteration if that makes the step
-/// 3 % shorter.
+/// The default of [`PackerConfig::delay_price`]: a context for each micro-batch may wait one iteration if that makes the
+/// step 3 % shorter.
 pub(super) const DELAY_PRICE: f64 = 0.03;
 
 /// The default of [`PackerConfig::max_delay`] under [`Release::Adaptive`].
@@ -92,8 +92,8 @@ pub struct PackerConfig {
     pub outlier_thresholds: Vec<i32>,
     /// Which waiting documents join a batch.
     pub release: Release,
-    /// What it costs that a global batch of tokens waits one iteration, in units of imbalance. Given under
-    /// [`Release::Adaptive`], and only there.
+    /// What it costs that a context for each micro-batch, `num_micro_batches * max_document_tokens` tokens, waits one
+    /// iteration, in units of imbalance. Given under [`Release::Adaptive`], and only there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delay_price: Option<f64>,
     /// A document that has waited for so many iterations leaves, however few wait with it.
@@ -205,8 +205,13 @@ impl PackerConfig {
         }
     }
 
-    /// Tokens of a global batch, unless the user gives another number: a context for each micro-batch.
+    /// Tokens of a global batch: a context for each micro-batch, unless the user gives another number.
     pub fn tokens_per_batch(&self) -> i64 {
+        self.shape.tokens_per_batch.unwrap_or(self.contexts())
+    }
+
+    /// Tokens of a context for each micro-batch.
+    pub(super) fn contexts(&self) -> i64 {
         self.num_micro_batches as i64 * i64::from(self.max_document_tokens)
     }
 
@@ -239,7 +244,8 @@ impl PackerConfig {
         self.limits.clone().unwrap_or_else(|| vec![None])
     }
 
-    /// A hash of everything that must not change on resume: all but the numbers of micro-batches and of ranks.
+    /// A hash of everything that must not change on resume: all but the numbers of micro-batches and of ranks, and the
+    /// tokens of a global batch.
     pub fn fingerprint(&self) -> String {
         let comparable = Self { num_micro_batches: 0, shape: self.shape.of_any_ranks(), ..self.clone() };
         blake3::hash(&serde_json::to_vec(&comparable).unwrap_or_default()).to_hex().to_string()

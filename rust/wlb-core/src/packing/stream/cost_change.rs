@@ -6,7 +6,6 @@ use crate::error::{Error, Result};
 use super::config::PackerConfig;
 use super::cost_history::{CostHistory, fingerprint, hash};
 use super::packer::Packer;
-use super::step_cost::Arrived;
 
 impl Packer {
     /// Packs by other costs from the next push on.
@@ -54,11 +53,21 @@ impl Packer {
         };
         let digest = hash(&(before, self.iteration, &config.cost_model));
         self.cost_history = Some(CostHistory { first, changes: changes + 1, since: self.iteration, digest });
+        self.goes_on_at_other_costs(&config);
         self.config = config;
-        self.metrics.forget_costs();
-        // Of other costs: the mean begins anew.
-        self.arrived = Arrived::default();
         Ok(())
+    }
+
+    /// What was counted of costs is of costs that are no more.
+    pub(super) fn goes_on_at_other_costs(&mut self, config: &PackerConfig) {
+        self.metrics.forget_costs();
+        let waiting_costs = |config: &PackerConfig| -> f64 {
+            let Some(model) = &config.cost_model else { return 0.0 };
+            let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
+            waiting.map(|waiting| model.cost(waiting.piece.length)).sum()
+        };
+        let (before, now) = (waiting_costs(&self.config), waiting_costs(config));
+        self.arrived.reprice(before, now, config);
     }
 
     /// The cost models that the packer has had; none if only one.

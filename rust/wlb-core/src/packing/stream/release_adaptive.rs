@@ -479,6 +479,6 @@ impl<'a> Search<'a> {
     }
 
     fn price(&self, debt: i128) -> f64 {
-        self.config.delay_price.unwrap_or(DELAY_PRICE) * debt as f64 / self.config.tokens_per_batch() as f64
+        self.config.delay_price.unwrap_or(DELAY_PRICE) * debt as f64 / self.config.contexts() as f64
     }
 }

@@ -21,11 +21,14 @@ pub struct StepShape {
     /// What micro-batches are padded to when they run; `max_tokens` is then one of these sizes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
-    /// Most work of a step, in mean global batches of `num_micro_batches * max_document_tokens` tokens; only under
-    /// [`Release::Adaptive`](super::Release::Adaptive). Documents that are due leave all the same, and it does not hold in
-    /// a flush.
+    /// Most work of a step, in mean global batches; only under [`Release::Adaptive`](super::Release::Adaptive). Documents
+    /// that are due leave all the same, and it does not hold in a flush.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_cost: Option<f64>,
+    /// Tokens of a global batch, where they are not `num_micro_batches * max_document_tokens`. May change on resume, as
+    /// `num_micro_batches`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens_per_batch: Option<i64>,
 }
 
 impl StepShape {
@@ -39,11 +42,13 @@ impl StepShape {
         self.ranks.is_some() || self.max_documents.is_some()
     }
 
-    /// As a fingerprint has it: without the number of ranks, and the multiple of tokens that follows from it.
+    /// As a fingerprint has it: without the number of ranks, the multiple of tokens that follows from it, and how much they
+    /// train in a step.
     pub(super) fn of_any_ranks(&self) -> Self {
         Self {
             ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }),
             padding: self.padding.as_ref().and_then(Padding::of_any_multiple),
+            tokens_per_batch: None,
             ..self.clone()
         }
     }
@@ -57,6 +62,9 @@ impl StepShape {
         }
         if let Some(most) = self.max_documents {
             check_range("max_documents", saturating_i64(most), 1, MAX_TOKENS)?;
+        }
+        if let Some(tokens) = self.tokens_per_batch {
+            check_range("tokens_per_batch", tokens, 1, saturating_i64(total).saturating_mul(i64::from(max_tokens)))?;
         }
         if let Some(padding) = &self.padding
             && (!padding.is_sound() || padding.most(max_tokens)? != max_tokens)

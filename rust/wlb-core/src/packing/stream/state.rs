@@ -104,22 +104,21 @@ impl Packer {
         let mut saved = Self::load(json)?;
         let (saved_first, first) = (saved.first_config(), self.first_config());
         let changed = differences(&saved_first, &first);
-        if !changed.is_empty() {
-            if !allow_config_change {
-                return Err(Error::ConfigChanged { fields: changed.join("; ") });
-            }
-            saved.refile(&self.config)?;
+        if !changed.is_empty() && !allow_config_change {
+            return Err(Error::ConfigChanged { fields: changed.join("; ") });
         }
-        saved.rows_under(&self.config)?;
         let mut config = self.config.clone();
         if saved_first.cost_model == first.cost_model {
             config.cost_model = saved.config.cost_model.clone();
             config.check()?;
         } else {
             saved.cost_history = None;
-            saved.metrics.forget_costs();
-            saved.arrived = Arrived::default();
+            saved.goes_on_at_other_costs(&config);
         }
+        if !changed.is_empty() {
+            saved.refile(&self.config)?;
+        }
+        saved.rows_under(&self.config)?;
         if config.shape.max_cost.is_none() {
             saved.arrived = Arrived::default();
         }

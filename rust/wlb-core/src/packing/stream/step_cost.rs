@@ -50,6 +50,16 @@ impl Arrived {
         }
     }
 
+    /// Costs are others from here on, and what came is gone: what waits says how many times as high they are, by what it cost
+    /// `before` and costs now. That is a guess, so it counts for a global batch at most, and soon for less than what comes.
+    /// Where nothing waits there is nothing to bound before the next document.
+    pub(super) fn reprice(&mut self, before: f64, now: f64, config: &PackerConfig) {
+        let kept = (config.tokens_per_batch() as f64 / self.tokens).min(1.0);
+        let repriced = Self { cost: self.cost * kept * (now / before), tokens: self.tokens * kept };
+        let is_sound = before > 0.0 && self.tokens > 0.0 && repriced.cost.is_finite();
+        *self = if is_sound { repriced } else { Self::default() };
+    }
+
     /// The most that the documents of a step may cost: so many times what they cost in the mean of a global batch.
     /// Infinite without a bound, and before the first document.
     pub(super) fn budget(&self, config: &PackerConfig) -> f64 {

@@ -6,7 +6,6 @@
 use crate::error::Result;
 use crate::packing::stream::Release;
 
-use super::options::TuneOptions;
 use super::reading::Reading;
 use super::sample::Sample;
 use super::search::Search;
@@ -57,15 +56,11 @@ fn hashed(value: u64) -> u64 {
 /// 2. else the least mean lost time within the limit, of those with such a worst step if there are any;
 /// 3. where none keeps the limit on the other orders, the least delay there; where none does on the sample, the least
 ///    delay on the sample.
-pub(super) fn choose(
-    search: &Search,
-    sample: Sample<'_>,
-    options: &TuneOptions,
-) -> Result<(Vec<TunedPoint>, TunedPoint)> {
+pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPoint>, TunedPoint)> {
     let orders = (1..=ORDERS)
         .map(|order| {
             let order = reordered(sample.lengths.len(), order);
-            sample.reordered(&order, |other| Reading::new(other, options.tokens_per_batch, &search.config))
+            sample.reordered(&order, |other| Reading::new(other, &search.config))
         })
         .collect::<Result<Vec<Reading>>>()?;
     let limit = search.max_mean_delay;

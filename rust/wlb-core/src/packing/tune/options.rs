@@ -8,10 +8,8 @@ pub const MAX_MEAN_DELAY: f64 = 0.6;
 /// How to tune.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TuneOptions {
-    /// The packer to tune; its `release`, `outlier_thresholds` and `delay_price` are ignored.
+    /// The packer to tune; its `release`, `outlier_thresholds` and `delay_price` are ignored. It says what a global batch is.
     pub packer: PackerConfig,
     /// Most mean token delay, in iterations.
     pub max_mean_delay: f64,
-    /// Tokens of a global batch.
-    pub tokens_per_batch: i64,
 }

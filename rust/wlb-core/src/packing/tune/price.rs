@@ -62,7 +62,7 @@ const BISECTIONS: u32 = 6;
 ///     shape: StepShape::default(),
 /// };
 /// let sample: Vec<i64> = (0..40).map(|i| [1000, 300, 200, 100][i % 4]).collect();
-/// let options = TuneOptions { packer, max_mean_delay: 1.0, tokens_per_batch: 2000 };
+/// let options = TuneOptions { packer, max_mean_delay: 1.0 };
 /// let tuned = tune_delay_price(&Lengths::new("lengths", &sample)?, &options)?;
 /// assert!(tuned.best.delay_mean <= 1.0 && tuned.best.delay_price.is_some());
 /// # Ok::<(), wlb_core::Error>(())
@@ -89,7 +89,7 @@ pub fn tune_delay_price<'a>(sample: impl Into<Sample<'a>>, options: &TuneOptions
         let Some((kept, broken)) = search.crossing() else { break };
         search.try_price((kept * broken).sqrt())?;
     }
-    let (judged, best) = held_out::choose(&search, sample, options)?;
+    let (judged, best) = held_out::choose(&search, sample)?;
     for point in &mut search.points {
         point.held_out =
             judged.iter().find(|judged| judged.delay_price == point.delay_price).and_then(|judged| judged.held_out);

@@ -3,7 +3,7 @@
 //! The loaders of the Python package read by the same rules (`wlb.filling`), and the tests hold one against the other:
 //! what is tuned here is what a run does.
 
-use crate::error::{Result, check_range};
+use crate::error::Result;
 use crate::interrupt::check;
 use crate::packing::plan::Packing;
 use crate::packing::stream::{Packer, PackerConfig, Push};
@@ -31,11 +31,8 @@ pub(super) struct Reading {
 
 impl Reading {
     /// Documents in order; those longer than the packer allows are cut.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
-    pub(super) fn new(sample: Sample<'_>, tokens_per_batch: i64, config: &PackerConfig) -> Result<Self> {
-        check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
+    pub(super) fn new(sample: Sample<'_>, config: &PackerConfig) -> Result<Self> {
+        let tokens_per_batch = config.tokens_per_batch();
         let pieces = sample.pieces(config)?;
         let ends = pieces.lengths.iter().scan(0, |end, &length| {
             *end += i64::from(length);

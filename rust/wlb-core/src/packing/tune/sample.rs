@@ -24,7 +24,7 @@ impl<'a> From<&'a Lengths> for Sample<'a> {
 impl Sample<'_> {
     /// Checks all documents before any of them enters a packer.
     pub(super) fn check(&self, config: &PackerConfig) -> Result<()> {
-        let packer = Packer::new(config.clone())?;
+        let packer = Packer::new(config.clone()).map_err(of_costs)?;
         if self.lengths.is_empty() {
             let requirement = "a sample needs at least one document";
             return Err(Error::Combination { argument: "lengths", requirement });
@@ -61,6 +61,16 @@ impl Sample<'_> {
             self.costs.map(|costs| order.iter().flat_map(|&index| costs.row(index)).copied().collect());
         let costs = self.costs.zip(values.as_deref()).map(|(costs, values)| CostTable { values, ..costs });
         then(Sample { lengths: &lengths, costs })
+    }
+}
+
+/// What a packer says of its `cost_columns` is said here of the `costs`, which have them.
+fn of_costs(error: Error) -> Error {
+    match error {
+        Error::Combination { argument: "cost_columns", requirement } => {
+            Error::Combination { argument: "costs", requirement }
+        }
+        other => other,
     }
 }
 

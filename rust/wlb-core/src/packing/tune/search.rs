@@ -34,7 +34,7 @@ impl Search {
         let outlier_thresholds = Vec::new();
         let config = PackerConfig { release, outlier_thresholds, delay_price, ..options.packer.clone() };
         sample.check(&config)?;
-        let reading = Reading::new(sample, options.tokens_per_batch, &config)?;
+        let reading = Reading::new(sample, &config)?;
         Ok(Self { config, max_mean_delay, longest: reading.longest(), reading, points: Vec::new() })
     }
 
