@@ -7,7 +7,8 @@ A stream is the documents in random order, split at the context, as in release.p
 measured on four others, again for four streams. *One order*: the price with the least mean imbalance on the stream
 itself, within the limit, as before prices were judged on other orders; it is among the points that tuning returns. Lost
 time is the sum of the steps' heaviest micro-batches over the sum of their means, the worst step that of any measured
-stream.
+stream. *Bound* is of that step: its heaviest document over the mean micro-batch of the most work that documents which
+were there, trained in it or waiting on, have within its tokens. Whoever trains that document then does no better.
 """
 
 from __future__ import annotations
@@ -56,14 +57,31 @@ def packing(room: float) -> dict[str, Any]:
     }
 
 
-def measured(lengths: Lengths, room: float, price: float) -> tuple[float, float, float]:
-    """Lost time, worst step and mean delay of a stream at a price."""
+def measured(lengths: Lengths, room: float, price: float) -> tuple[float, float, float, float]:
+    """Lost time, worst step, its bound and mean delay of a stream at a price."""
     packer = wlb.Packer(release="adaptive", delay_price=price, **packing(room))
     reading = Reading(lengths, packer, MICRO_BATCHES * CONTEXT)
-    costs = [read.packing.costs for read in reading.steps() if read.seconds is not None and read.packing.num_tokens]
-    heaviest, mean = ([float(of(step)) for step in costs] for of in (np.max, np.mean))
-    metrics = reading.packer.metrics()
-    return sum(heaviest) / sum(mean), metrics.imbalance_worst, metrics.delay_mean
+    heaviest, mean, worst, bound = 0.0, 0.0, 0.0, 0.0
+    for read in reading.steps():
+        if read.seconds is None or not read.packing.num_tokens:
+            continue
+        costs = read.packing.costs
+        heaviest, mean = heaviest + float(costs.max()), mean + float(costs.mean())
+        if costs.max() / costs.mean() > worst:
+            worst = float(costs.max() / costs.mean())
+            bound = least(read.packing, reading.packer)
+    return heaviest / mean, worst, bound, reading.packer.metrics().delay_mean
+
+
+def least(packing: wlb.Packing, after: wlb.Packer) -> float:
+    """The least imbalance of a step with this one's heaviest document, of all that was there."""
+    trained = np.concatenate([micro_batch.lengths for micro_batch in packing.micro_batches])
+    state = after.state_dict()
+    waits = [length for queue in (*state["queues"], state["carried"]) for length in queue["lengths"]]
+    lengths = np.sort(np.concatenate([trained, np.array(waits, np.int64)]))[::-1]
+    costs, room = COST.cost(lengths), MICRO_BATCHES * packing.max_tokens - (lengths.cumsum() - lengths)
+    most = float((costs * np.clip(room / lengths, 0.0, 1.0)).sum())  # of a token the longest cost most
+    return max(float(COST.cost([trained.max()])[0]) * MICRO_BATCHES / most, 1.0)
 
 
 def rows(name: str, lengths: Lengths) -> list[Row]:
@@ -83,12 +101,12 @@ def rows(name: str, lengths: Lengths) -> list[Row]:
             ):
                 assert price is not None
                 prices[how].append(price)
-        known: dict[float, list[tuple[float, float, float]]] = {}
+        known: dict[float, list[tuple[float, float, float, float]]] = {}
         for price in set().union(*prices.values()):
             known[price] = [measured(other, room, price) for other in measured_on]
         for how, of_seeds in prices.items():
-            figures = np.array([known[price] for price in of_seeds])  # [tuned on, measured on, 3]
-            lost, worst, delay = (figures[:, :, index] for index in range(3))
+            figures = np.array([known[price] for price in of_seeds])  # [tuned on, measured on, 4]
+            lost, worst, bound, delay = (figures[:, :, index] for index in range(4))
             made.append(
                 {
                     "lengths": name,
@@ -98,6 +116,7 @@ def rows(name: str, lengths: Lengths) -> list[Row]:
                     "prices": of_seeds,
                     "lost_time": float(lost.mean()),
                     "worst": float(worst.max()),
+                    "bound": float(bound.flat[worst.argmax()]),
                     "delay_mean": float(delay.mean()),
                 }
             )
@@ -107,10 +126,12 @@ def rows(name: str, lengths: Lengths) -> list[Row]:
 def report(made: list[Row]) -> None:
     """One line for each room and limit."""
     table = Table(
-        "lengths", "room", "limit", *(f"{how}: lost, worst, delay" for how in ("default", "one order", "tuned"))
+        "lengths", "room", "limit", *(f"{how}: lost, worst (bound), delay" for how in ("default", "one order", "tuned"))
     )
     for of_case in zip(*[iter(made)] * 3, strict=True):
-        figures = (f"{row['lost_time']:.3f} {row['worst']:.2f} {row['delay_mean']:.2f}" for row in of_case)
+        figures = (
+            f"{row['lost_time']:.3f} {row['worst']:.2f} ({row['bound']:.2f}) {row['delay_mean']:.2f}" for row in of_case
+        )
         table.add_row(of_case[0]["lengths"], str(of_case[0]["room"]), str(of_case[0]["max_mean_delay"]), *figures)
     tables(120).print(table)
 

@@ -194,8 +194,8 @@ def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
     """Checks `tokens_per_batch`, or gives the packer's.
 
     Raises:
-        wlb.WlbError: It is no integer from 1 on, or more than a step can train; or the packer bounds the work of steps in
-            global batches of other sizes.
+        wlb.WlbError: It is no integer from 1 on, or more than a step can train; or the packer bounds the work of steps
+            in global batches of other sizes.
     """
     if tokens_per_batch is None:
         return packer.tokens_per_batch
@@ -205,7 +205,9 @@ def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
         message = f"= {tokens_per_batch}: from 1 to num_micro_batches * max_tokens = {most}"
         raise error("tokens_per_batch", message, value=tokens_per_batch)
     if packer.max_step_cost is not None and tokens_per_batch != packer.tokens_per_batch:
-        message = f"= {tokens_per_batch}: the packer tells max_step_cost in global batches of {packer.tokens_per_batch} "
+        message = (
+            f"= {tokens_per_batch}: the packer tells max_step_cost in global batches of {packer.tokens_per_batch} "
+        )
         message += f"tokens; make it with tokens_per_batch={tokens_per_batch}"
         raise error("tokens_per_batch", message, value=tokens_per_batch)
     return tokens_per_batch

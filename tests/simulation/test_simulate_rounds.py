@@ -20,6 +20,7 @@ from wlb.simulation import simulate, tune
 from wlb.simulation.dynamic import DynamicOutcome
 from wlb.simulation.outcome import ATTRIBUTION
 from wlb.simulation.static import score, static
+from wlb.simulation.tuning import EARLY
 
 H100 = wlb.Hardware.preset("h100")
 SLOW = wlb.Link(latency=1e-5, bandwidth=2e9)
@@ -281,7 +282,25 @@ def test_a_tuned_packer_plans_for_ranks_that_meet() -> None:
     """As it was simulated: what is printed makes the same packer."""
     scenario = case(wlb.ParallelLayout(dp=2, fsdp="zero3"), per_rank=2, outlier_thresholds=None, num_queues=1)
     tuning = tune(documents(120), scenario)
-    best = next(choice for choice in tuning.tried if choice.kind == "adaptive_release")
-    made: dict[str, Any] = {}
-    exec(configuration(dataclasses.replace(tuning, best=best), model="llama2-7b", profile=None), made)
-    assert (made["packer"].dp_size, made["packer"].sync) == (2, "micro_batch")
+    for kind, early in (("adaptive_release", 0), ("early", EARLY)):
+        of_kind = [choice for choice in tuning.tried if choice.kind == kind]
+        assert {choice.max_early for choice in of_kind} == {early}
+        made: dict[str, Any] = {}
+        printed = configuration(dataclasses.replace(tuning, best=of_kind[0]), model="llama2-7b", profile=None)
+        exec(printed, made)
+        assert (made["packer"].dp_size, made["packer"].sync) == (2, "micro_batch")
+        assert made["packer"].tokens_per_batch == scenario.tokens_per_batch
+        assert (f"with max_early={EARLY}" in printed) == (early > 0), "the sampler has to be told"
+
+
+def test_what_comes_early_counts_against_the_limit_too() -> None:
+    """Whoever limits how far data are moved means both ways; and where early is no faster, it is not chosen."""
+    scenario = case(wlb.ParallelLayout(dp=2), per_rank=2, outlier_thresholds=None, num_queues=1)
+    tuning = tune(documents(120), scenario)
+    early = [choice for choice in tuning.tried if choice.kind == "early"]
+    assert any(choice.outcome.run.early_mean > 0 for choice in early)
+    for choice in early:
+        run = choice.outcome.run
+        moved = float((np.abs(run.delay) * run.length).sum() / run.length.sum())
+        assert choice.delay == pytest.approx(moved)
+    assert tuning.best.delay <= scenario.max_mean_delay

@@ -24,7 +24,7 @@ from wlb.simulation.scenario import Scenario
 from wlb.simulation.variants import VARIANTS, Strategy, Variant
 
 Cutting = Literal["plain", "fixed", "per_document", "adaptive_cp"]
-Kind = Literal[Cutting, "no_waiting", "queues", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp"]
+Kind = Literal[Cutting, "no_waiting", "queues", "adaptive_release", "early", "dynamic_cp", "wlb_dynamic_cp"]
 Objective = Literal["tokens", "flops"]
 
 CUTTING: tuple[Cutting, ...] = get_args(Cutting)
@@ -35,6 +35,7 @@ KINDS: dict[Kind, str] = {
     "no_waiting": "nothing waits",
     "queues": "outlier queues",
     "adaptive_release": "adaptive release",
+    "early": "adaptive release, early",
     "dynamic_cp": "Dynamic-CP",
     "wlb_dynamic_cp": "Dynamic-CP + release",
 }
@@ -53,6 +54,9 @@ PRICES = (DELAY_PRICE / 10, DELAY_PRICE, DELAY_PRICE * 10)
 """Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`; and the one that balances best within
 the limit of the mean delay."""
 
+EARLY = VARIANTS["early"].max_early
+"""Iterations that long documents may come before their turn, where that is tried."""
+
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 _SHOWN_POINTS = 8
@@ -66,6 +70,7 @@ class Settings:
     max_tokens: int  # `S_max`; with Dynamic-CP of `layout.cp` ranks together
     outlier_thresholds: tuple[int, ...] = ()
     delay_price: float | None = None  # of adaptive release
+    max_early: int = 0  # iterations, of adaptive release
     split: int = 1  # so many times the scenario's micro-batches, of the packer
     strategy: Strategy = "adaptive"
 
@@ -89,6 +94,7 @@ class Settings:
             packing="dynamic_cp" if self.dynamic else "var_length",
             strategies=(self.strategy,),
             packer={} if self.delay_price is None else {"release": "adaptive", "delay_price": self.delay_price},
+            max_early=self.max_early,
             split=self.split,
         )
 
@@ -106,8 +112,8 @@ class Choice(Settings):
 
     @property
     def delay(self) -> float:
-        """Iterations that a token waits, on average."""
-        return self.outcome.run.delay_mean
+        """Iterations that a token is trained after its turn, or before it, on average."""
+        return self.outcome.run.delay_mean + self.outcome.run.early_mean
 
     def speedup(self, baseline: Outcome, by: Objective = "tokens") -> float:
         """Throughput over the baseline's, as in a long stream: of tokens, or of the FLOPs that these documents take.
@@ -129,6 +135,7 @@ class Choice(Settings):
             "max_tokens": self.max_tokens,
             "outlier_thresholds": list(self.outlier_thresholds),
             "delay_price": self.delay_price,
+            "max_early": self.max_early,
             "split": self.split,
             "strategy": self.strategy,
             "speedup": self.speedup(baseline),
@@ -185,9 +192,10 @@ def tune(
     """The fastest of all plans here, and its settings, within a limit of the mean delay.
 
     Tried are: documents as they come, cut where a context ends (Plain-4D, the same with sharding per document or
-    adaptive, and Fixed-4D); whole documents packed for the layout's ranks, with outlier queues, with adaptive release
-    or with nothing waiting, in as many micro-batches as the scenario says or 2 or 4 times as many; Dynamic-CP, and both
-    together. With a limit of 0 every document is trained in the step that it arrives for.
+    adaptive, and Fixed-4D); whole documents packed for the layout's ranks, with outlier queues, with adaptive release,
+    also where long documents come up to 4 iterations early, or with nothing waiting, in as many micro-batches as the
+    scenario says or 2 or 4 times as many; Dynamic-CP, and both together. With a limit of 0 every document is trained in
+    the step that it arrives for.
 
     Settings are not tried in all combinations: `S_max` is chosen with queues and then kept, and sharding strategies are
     tried for one plan only.
@@ -202,9 +210,10 @@ def tune(
     Args:
         lengths: int[n] tokens of the documents in arrival order, see :func:`wlb.simulate`. All of them are tuned on,
             so give what is typical.
-        scenario: model, cluster, limits. `max_mean_delay` is kept by what is chosen. `max_tokens` is the most `S_max`
-            that is tried, by default what fits into memory; `cost_model` and `outlier_thresholds` are not used.
-            Dynamic-CP is left out on a cluster that it cannot plan for.
+        scenario: model, cluster, limits. `max_mean_delay` is kept by what is chosen; before its turn
+            counts as after. `max_tokens` is the most `S_max` that is tried, by default what fits into memory;
+            `cost_model` and `outlier_thresholds` are not used. Dynamic-CP is left out on a cluster that it cannot plan
+            for.
         by: what counts as fast. "tokens": tokens a second, for which cutting documents pays, since their tokens then
             attend to less. "flops": FLOPs of the documents as they are trained.
         progress: see :func:`wlb.simulate`.
@@ -243,7 +252,7 @@ class _Search:
         dynamic = obstacle(scenario) is None
         self._planner = planner_options(scenario, lengths) if dynamic else None
         packers = len(self._most) + dynamic * len(self._splits)
-        plans = packers * (len(PRICES) + 1) + 2 * (len(self._most) - 1) + dynamic
+        plans = (packers + len(self._most)) * (len(PRICES) + 1) + 2 * (len(self._most) - 1) + dynamic
         self._found: dict[Settings, Choice] = {}
         self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
 
@@ -318,6 +327,7 @@ class _Search:
             for price in self._prices(packer_options(setup, self._given.max_delay)):
                 settings = Settings(kind="adaptive_release", max_tokens=fits, delay_price=price, split=split)
                 yield self._choose(settings)
+                yield self._choose(dataclasses.replace(settings, kind="early", max_early=EARLY))
 
     def _planned(self) -> Iterator[Choice]:
         """Plans with groups of their own."""

@@ -55,7 +55,7 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
         ]
     else:
         lines += [
-            "# For BalancedBatchSampler.",
+            f"# For BalancedBatchSampler{f', with max_early={best.max_early}' if best.max_early else ''}.",
             f"packer = {_packer(tuning, max_tokens=best.max_tokens, cost_model=cost_model)}",
         ]
     sharding: dict[str, Any] = {"cp_size": scenario.layout.cp, "strategy": best.strategy}

@@ -19,6 +19,7 @@ _KIND_COLOURS: dict[Kind, str] = {
     "no_waiting": style.SOFT,
     "queues": "#5b9bc8",
     "adaptive_release": style.WLB,
+    "early": "#8e6bb3",
     "dynamic_cp": "#e3bd6b",
     "wlb_dynamic_cp": "#a3361f",
 }
