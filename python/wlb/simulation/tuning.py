@@ -136,6 +136,7 @@ class Choice(Settings):
             "outlier_thresholds": list(self.outlier_thresholds),
             "delay_price": self.delay_price,
             "max_early": self.max_early,
+            "early_mean": self.outcome.run.early_mean,
             "split": self.split,
             "strategy": self.strategy,
             "speedup": self.speedup(baseline),
