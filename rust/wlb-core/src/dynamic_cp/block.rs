@@ -4,6 +4,7 @@ use std::collections::BinaryHeap;
 
 use crate::ladder::Ladder;
 
+use super::by_room::ByRoom;
 use super::cost::Load;
 
 /// An aligned run of ranks in one micro-batch, being filled.
@@ -19,10 +20,15 @@ pub(super) struct Block {
 /// Blocks of one size.
 struct Size {
     members: Vec<u32>,
-    /// The weight of each of them that is not set aside.
-    ladder: Ladder,
-    /// Room and place of those that had too little.
-    aside: BinaryHeap<(i64, u32)>,
+    order: Order,
+}
+
+/// Blocks of one size by weight, and those that have room.
+enum Order {
+    /// Where ever less room is asked for: without those that had too little, which are set aside, by room and place.
+    Falling(Ladder, BinaryHeap<(i64, u32)>),
+    /// Where more may be asked for than before: those would come back and be set aside again, for every document.
+    Any(ByRoom),
 }
 
 /// Blocks of each size by weight, while they change.
@@ -31,10 +37,18 @@ pub(super) struct Sizes {
     sizes: Vec<Size>,
     /// Of each block, which of the sizes it has, and its place among those of it.
     places: Vec<(u32, u32)>,
+    /// The room that was asked for last.
+    tokens: i64,
 }
 
 impl Sizes {
-    pub(super) fn new(blocks: &[Block], weight: impl Fn(&Block) -> f64) -> Self {
+    /// Of blocks that weigh so much and have so much room. `falling`: no document is longer than the one before it.
+    pub(super) fn new(
+        blocks: &[Block],
+        falling: bool,
+        weight: impl Fn(&Block) -> f64,
+        room: impl Fn(&Block) -> i64,
+    ) -> Self {
         let mut different: Vec<u32> = blocks.iter().map(|block| block.cp_size).collect();
         different.sort_unstable();
         different.dedup();
@@ -46,32 +60,50 @@ impl Sizes {
             members[size].push(index as u32);
         }
         let of = |members: Vec<u32>| {
-            let ladder = Ladder::new(members.iter().map(|&block| weight(&blocks[block as usize])));
-            Size { members, ladder, aside: BinaryHeap::new() }
+            let blocks = members.iter().map(|&block| &blocks[block as usize]);
+            let order = if falling {
+                Order::Falling(Ladder::new(blocks.map(&weight)), BinaryHeap::new())
+            } else {
+                Order::Any(ByRoom::new(blocks.map(|block| (weight(block), room(block)))))
+            };
+            Size { members, order }
         };
-        Self { sizes: members.into_iter().map(of).collect(), places }
+        Self { sizes: members.into_iter().map(of).collect(), places, tokens: i64::MIN }
     }
 
-    /// Of each size that there is, the lightest blocks that will do, so `many` at most.
-    pub(super) fn lightest(&self, many: usize, will_do: impl Fn(usize) -> bool + Copy) -> impl Iterator<Item = usize> {
-        self.sizes.iter().flat_map(move |Size { members, ladder, .. }| {
-            ladder.ascending().map(|place| members[place] as usize).filter(move |&block| will_do(block)).take(many)
+    /// Of each size that there is, by weight, blocks with the room that was asked for last, and maybe others.
+    pub(super) fn ascending(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
+        self.sizes.iter().map(move |Size { members, order }| {
+            let (ladder, tree) = match order {
+                Order::Falling(ladder, _) => (Some(ladder.ascending()), None),
+                Order::Any(tree) => {
+                    let next = |&place: &usize| tree.next(Some(place), self.tokens);
+                    (None, Some(std::iter::successors(tree.next(None, self.tokens), next)))
+                }
+            };
+            let places = ladder.into_iter().flatten().chain(tree.into_iter().flatten());
+            places.map(|place| members[place] as usize)
         })
     }
 
     /// The lightest block of all sizes, the first of several.
     #[inline]
     pub(super) fn first(&self) -> Option<usize> {
-        let of_size = |Size { members, ladder, .. }: &Size| ladder.first().map(|(weight, at)| (weight, members[at]));
+        let of_size = |Size { members, order }: &Size| {
+            let (weight, place) = match order {
+                Order::Falling(ladder, _) => ladder.first()?,
+                Order::Any(tree) => tree.next(None, self.tokens).map(|place| (tree.weight(place), place))?,
+            };
+            Some((weight, members[place]))
+        };
         let lighter = |a: &(f64, u32), b: &(f64, u32)| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1));
         self.sizes.iter().filter_map(of_size).min_by(lighter).map(|(_, block)| block as usize)
     }
 
-    /// Sets blocks aside until the lightest of each size has so much room. Those that were set aside before, and have so
-    /// much, come back.
+    /// From here on blocks without so much room are none; those that were so before, and have so much, are.
     ///
     /// # Complexity
-    /// A logarithm for every block that was set since, as long as no more room is asked for than before.
+    /// A logarithm for every block that was set since, or for each size.
     pub(super) fn make_room(
         &mut self,
         tokens: i64,
@@ -79,7 +111,9 @@ impl Sizes {
         room: impl Fn(&Block) -> i64,
         weight: impl Fn(&Block) -> f64,
     ) {
-        for Size { members, ladder, aside } in &mut self.sizes {
+        self.tokens = tokens;
+        for Size { members, order } in &mut self.sizes {
+            let Order::Falling(ladder, aside) = order else { continue };
             let block = |place: usize| &blocks[members[place] as usize];
             while let Some((_, place)) = aside.peek().copied().filter(|&(room, _)| room >= tokens) {
                 aside.pop();
@@ -96,45 +130,61 @@ impl Sizes {
         }
     }
 
-    /// Sets one weight, of a block that is not set aside.
-    pub(super) fn set(&mut self, block: usize, weight: f64) {
+    /// Sets the weight and the room of one, which is not set aside.
+    #[inline]
+    pub(super) fn set(&mut self, block: usize, weight: f64, room: i64) {
         let (size, place) = self.places[block];
-        self.sizes[size as usize].ladder.set(place as usize, weight);
+        match &mut self.sizes[size as usize].order {
+            Order::Falling(ladder, _) => ladder.set(place as usize, weight),
+            Order::Any(tree) => tree.set(place as usize, weight, room),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use proptest::prelude::*;
 
     use super::{Block, Load, Sizes};
 
+    const MEMORY: i64 = 20;
+
+    fn block((size, seconds, tokens): (u32, u8, i64)) -> Block {
+        let load = Load { tokens, ..Load::default() };
+        Block { micro_batch: 0, first_rank: 0, cp_size: 1 << size, load, seconds: f64::from(seconds) }
+    }
+
+    fn room(block: &Block) -> i64 {
+        MEMORY - block.load.tokens
+    }
+
+    fn weight(block: &Block) -> f64 {
+        block.seconds
+    }
+
     proptest! {
         #[test]
         fn sizes_know_the_lightest_blocks_of_each(
-            start in proptest::collection::vec((0_u32..4, 0_u8..9), 1..20),
+            start in proptest::collection::vec((0_u32..4, 0_u8..9, 0_i64..20), 1..20),
             changes in proptest::collection::vec((any::<prop::sample::Index>(), 0_u8..9), 0..40),
-            many in 1_usize..4,
+            falling in any::<bool>(),
         ) {
-            let block = |&(size, seconds): &(u32, u8)| {
-                let (cp_size, load, seconds) = (1 << size, Load::default(), f64::from(seconds));
-                Block { micro_batch: 0, first_rank: 0, cp_size, load, seconds }
-            };
-            let mut blocks: Vec<Block> = start.iter().map(block).collect();
-            let mut sizes = Sizes::new(&blocks, |block| block.seconds);
+            let mut blocks: Vec<Block> = start.into_iter().map(block).collect();
+            let mut sizes = Sizes::new(&blocks, falling, weight, room);
             for (index, seconds) in changes {
                 let index = index.index(blocks.len());
                 blocks[index].seconds = f64::from(seconds);
-                sizes.set(index, blocks[index].seconds);
-                let will_do = |block: usize| !block.is_multiple_of(3);
-                let lightest = |cp_size: u32| {
-                    let of_size = (0..blocks.len()).filter(|&block| blocks[block].cp_size == cp_size && will_do(block));
+                sizes.set(index, blocks[index].seconds, room(&blocks[index]));
+                let of_size = |cp_size: u32| {
+                    let of_size = (0..blocks.len()).filter(|&block| blocks[block].cp_size == cp_size);
                     let mut of_size: Vec<usize> = of_size.collect();
                     of_size.sort_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds));
-                    of_size.into_iter().take(many)
+                    of_size
                 };
-                let expected: Vec<usize> = [1, 2, 4, 8].into_iter().flat_map(lightest).collect();
-                prop_assert_eq!(sizes.lightest(many, will_do).collect::<Vec<_>>(), expected);
+                let expected: Vec<usize> = [1, 2, 4, 8].into_iter().flat_map(of_size).collect();
+                prop_assert_eq!(sizes.ascending().flatten().collect::<Vec<_>>(), expected);
                 let first = (0..blocks.len()).min_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds));
                 prop_assert_eq!(sizes.first(), first);
             }
@@ -143,31 +193,60 @@ mod tests {
         #[test]
         fn the_lightest_of_each_size_have_room(
             start in proptest::collection::vec((0_u32..4, 0_u8..9, 0_i64..20), 1..20),
-            documents in proptest::collection::vec((1_i64..9, any::<prop::sample::Index>(), 0_u8..9), 0..40),
+            mut documents in proptest::collection::vec((1_i64..9, any::<prop::sample::Index>(), 0_u8..9), 0..40),
+            falling in any::<bool>(),
+            sorted in any::<bool>(),
         ) {
-            let block = |&(size, seconds, tokens): &(u32, u8, i64)| {
-                let (load, seconds) = (Load::default(), f64::from(seconds));
-                let mut block = Block { micro_batch: 0, first_rank: 0, cp_size: 1 << size, load, seconds };
-                block.load.tokens = tokens;
-                block
-            };
-            let mut blocks: Vec<Block> = start.iter().map(block).collect();
-            let room = |block: &Block| 20 - block.load.tokens;
-            let mut sizes = Sizes::new(&blocks, |block| block.seconds);
-            // In any order, of which falling is one.
+            let mut blocks: Vec<Block> = start.into_iter().map(block).collect();
+            let mut sizes = Sizes::new(&blocks, falling, weight, room);
+            // In any order, whatever was said.
+            if sorted {
+                documents.sort_by_key(|&(tokens, ..)| std::cmp::Reverse(tokens));
+            }
             for (tokens, index, seconds) in documents {
-                sizes.make_room(tokens, &blocks, room, |block| block.seconds);
+                sizes.make_room(tokens, &blocks, room, weight);
                 let lightest = |cp_size: u32| {
                     let fitting = (0..blocks.len()).filter(|&at| blocks[at].cp_size == cp_size && room(&blocks[at]) >= tokens);
                     fitting.min_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds))
                 };
                 let expected: Vec<usize> = [1, 2, 4, 8].into_iter().filter_map(lightest).collect();
-                prop_assert_eq!(sizes.lightest(1, |_| true).collect::<Vec<_>>(), expected.clone());
+                let found: Vec<usize> = sizes.ascending().filter_map(|mut of_size| of_size.next()).collect();
+                prop_assert_eq!(found, expected.clone());
+                let first = expected.iter().copied().min_by(|&a, &b| {
+                    blocks[a].seconds.total_cmp(&blocks[b].seconds).then(a.cmp(&b))
+                });
+                prop_assert_eq!(sizes.first(), first);
                 let Some(&chosen) = expected.get(index.index(4)) else { continue };
                 blocks[chosen].load.tokens += tokens;
                 blocks[chosen].seconds += f64::from(seconds);
-                sizes.set(chosen, blocks[chosen].seconds);
+                sizes.set(chosen, blocks[chosen].seconds, room(&blocks[chosen]));
             }
+        }
+    }
+
+    /// Few blocks are looked at for a document, where long and short ones take turns, too: the light blocks have no room
+    /// for the long ones.
+    #[test]
+    fn documents_in_any_order_move_few_blocks() {
+        for falling in [true, false] {
+            let (all, documents) = (2000, 2000);
+            let mut blocks: Vec<Block> = (0..all).map(|at| block((0, 0, if at < all / 2 { 15 } else { 0 }))).collect();
+            (0..all).for_each(|at| blocks[at].seconds = at as f64);
+            let looked = Cell::new(0);
+            let counted = |block: &Block| {
+                looked.set(looked.get() + 1);
+                room(block)
+            };
+            let mut sizes = Sizes::new(&blocks, falling, weight, counted);
+            for document in 0..documents {
+                let long = if falling { document < documents / 2 } else { document % 2 == 0 };
+                sizes.make_room(if long { 9 } else { 1 }, &blocks, counted, weight);
+                let chosen = sizes.first().unwrap_or(0);
+                assert_eq!(chosen >= all / 2, long);
+                blocks[chosen].seconds += 1e-3;
+                sizes.set(chosen, blocks[chosen].seconds, room(&blocks[chosen]));
+            }
+            assert!(looked.get() <= 4 * (all + documents), "{} in {} documents", looked.get(), documents);
         }
     }
 }

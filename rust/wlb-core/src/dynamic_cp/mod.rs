@@ -15,7 +15,7 @@
 //! | `relaxed` | from there to the best, if short documents could be divided at will |
 //! | `problem` | documents and the sizes that their groups may have |
 //! | `ranks` | ranks of a micro-batch that no group has yet, node by node |
-//! | `solver` | documents to blocks of ranks, for one number of micro-batches (`block`) |
+//! | `solver` | documents to blocks of ranks, for one number of micro-batches (`block`, `by_room`) |
 //! | `halving` | blocks to groups (`draft`) |
 //! | `tighten` | the groups of one micro-batch, in the shortest time that its ranks allow |
 //! | `refine` | a plan made faster by these, and, of few documents, by moving them |
@@ -32,6 +32,7 @@
 mod block;
 mod bound;
 mod by_column;
+mod by_room;
 mod check;
 mod columns;
 mod cost;

@@ -131,7 +131,9 @@ impl<'a> Blocks<'a> {
         let mut is_late = |blocks: &[Block]| late.as_mut().is_some_and(|late| late(&slowest(blocks, targets.len())));
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
         let weight = |block: &Block| if problem.is_full(&block.load) { f64::INFINITY } else { over(block) };
-        let mut by_time = Sizes::new(blocks, weight);
+        let makes_room = overflow == Overflow::NextLightest;
+        let room = |block: &Block| problem.room(block);
+        let mut by_time = Sizes::new(blocks, problem.is_by_length() || !makes_room, weight, room);
         let mut by_room: Option<Ladder> = None;
         let mut meter = Meter::default();
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about
@@ -152,20 +154,35 @@ impl<'a> Blocks<'a> {
                 Block { load, seconds: problem.cost.at(block.first_rank, &load, cp_size), ..*block }
             };
             let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
-            if overflow == Overflow::NextLightest {
-                by_time.make_room(document.load.tokens, blocks, |block| problem.room(block), weight);
+            if makes_room {
+                by_time.make_room(document.load.tokens, blocks, room, weight);
             }
             let mut chosen = by_time.first()?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
-                meter.spend(targets.len());
                 // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond
-                // its target.
-                let found = by_time.lightest(many, |block| fits(&with(&blocks[block])));
-                let all = found.map(|block| (block, with(&blocks[block])));
-                (chosen, after) = all.min_by(|a, b| over(&a.1).total_cmp(&over(&b.1)).then(a.0.cmp(&b.0)))?;
+                // its target. None that is later before than another with the document.
+                let mut least: Option<(usize, Block)> = None;
+                let mut looked = 0;
+                for of_size in by_time.ascending() {
+                    for block in of_size.filter(|&block| fits(&with(&blocks[block]))).take(many) {
+                        looked += 1;
+                        if least.as_ref().is_some_and(|(_, least)| over(&blocks[block]) > over(least)) {
+                            break;
+                        }
+                        let found = (block, with(&blocks[block]));
+                        let lighter = |(at, least): &(usize, Block)| {
+                            over(&found.1).total_cmp(&over(least)).then(block.cmp(at)).is_lt()
+                        };
+                        if least.as_ref().is_none_or(lighter) {
+                            least = Some(found);
+                        }
+                    }
+                }
+                meter.spend(looked);
+                (chosen, after) = least?;
             } else if !fits(&after) {
-                let rooms = || blocks.iter().map(|block| -problem.room(block) as f64);
+                let rooms = || blocks.iter().map(|block| -room(block) as f64);
                 chosen = by_room.get_or_insert_with(|| Ladder::new(rooms())).lightest();
                 after = with(&blocks[chosen]);
                 if !fits(&after) {
@@ -173,9 +190,9 @@ impl<'a> Blocks<'a> {
                 }
             }
             blocks[chosen] = after;
-            by_time.set(chosen, weight(&after));
+            by_time.set(chosen, weight(&after), room(&after));
             if let Some(by_room) = &mut by_room {
-                by_room.set(chosen, -problem.room(&after) as f64);
+                by_room.set(chosen, -room(&after) as f64);
             }
             assignment[place as usize] = chosen as u32;
         }

@@ -1,0 +1,231 @@
+//! The lightest of many blocks with so much room, while they change.
+
+use std::cmp::Ordering;
+
+use crate::interrupt::Meter;
+
+const NONE: u32 = u32::MAX;
+
+/// A search tree by weight, ties by index, each node with the most room of all beneath it (a treap: Seidel and Aragon,
+/// 1996), of priorities that are a hash of the index.
+///
+/// # Complexity
+/// A logarithm of the blocks, expected, for whatever is asked or changed.
+pub(super) struct ByRoom {
+    nodes: Vec<Node>,
+    root: u32,
+    meter: Meter,
+}
+
+#[derive(Clone, Copy)]
+struct Node {
+    weight: f64,
+    room: i64,
+    /// Of all in its subtree.
+    most: i64,
+    priority: u32,
+    lighter: u32,
+    heavier: u32,
+}
+
+impl ByRoom {
+    /// Blocks of these weights and rooms.
+    pub(super) fn new(blocks: impl Iterator<Item = (f64, i64)>) -> Self {
+        let node = |(index, (weight, room)): (usize, (f64, i64))| {
+            let (lighter, heavier) = (NONE, NONE);
+            Node { weight, room, most: room, priority: priority(index as u32), lighter, heavier }
+        };
+        let nodes: Vec<Node> = blocks.enumerate().map(node).collect();
+        let mut tree = Self { root: NONE, meter: Meter::default(), nodes };
+        for index in 0..tree.nodes.len() as u32 {
+            tree.root = tree.inserted(tree.root, index);
+        }
+        tree
+    }
+
+    /// The lightest with so much room, behind a block, if one is given, of those that weigh the same or more.
+    pub(super) fn next(&self, behind: Option<usize>, room: i64) -> Option<usize> {
+        let (mut at, mut above) = (self.root, None);
+        // The way to where it would be; on it, the last from which it goes to the lighter.
+        if let Some(index) = behind {
+            while at != NONE {
+                let node = &self.nodes[at as usize];
+                if self.order(index as u32, at) == Ordering::Less {
+                    above = if node.room >= room || self.most(node.heavier) >= room { Some(at) } else { above };
+                    at = node.lighter;
+                } else {
+                    at = node.heavier;
+                }
+            }
+            let above = above?;
+            if self.nodes[above as usize].room >= room {
+                return Some(above as usize);
+            }
+            at = self.nodes[above as usize].heavier;
+        }
+        loop {
+            let node = self.nodes.get(at as usize).filter(|node| node.most >= room)?;
+            if self.most(node.lighter) >= room {
+                at = node.lighter;
+            } else if node.room >= room {
+                return Some(at as usize);
+            } else {
+                at = node.heavier;
+            }
+        }
+    }
+
+    /// Its weight.
+    pub(super) fn weight(&self, index: usize) -> f64 {
+        self.nodes[index].weight
+    }
+
+    /// Sets the weight and the room of one.
+    pub(super) fn set(&mut self, index: usize, weight: f64, room: i64) {
+        let index = index as u32;
+        self.root = self.removed(self.root, index);
+        let node = &mut self.nodes[index as usize];
+        (node.weight, node.room, node.most) = (weight, room, room);
+        (node.lighter, node.heavier) = (NONE, NONE);
+        self.root = self.inserted(self.root, index);
+    }
+
+    fn order(&self, a: u32, b: u32) -> Ordering {
+        let [weight_a, weight_b] = [a, b].map(|index| self.nodes[index as usize].weight);
+        weight_a.total_cmp(&weight_b).then(a.cmp(&b))
+    }
+
+    fn most(&self, at: u32) -> i64 {
+        self.nodes.get(at as usize).map_or(i64::MIN, |node| node.most)
+    }
+
+    /// The subtree with another child on one side.
+    fn with(&mut self, at: u32, side: Ordering, child: u32) -> u32 {
+        let node = &mut self.nodes[at as usize];
+        if side == Ordering::Less {
+            node.lighter = child;
+        } else {
+            node.heavier = child;
+        }
+        let Node { room, lighter, heavier, .. } = *node;
+        self.nodes[at as usize].most = room.max(self.most(lighter)).max(self.most(heavier));
+        at
+    }
+
+    fn inserted(&mut self, at: u32, index: u32) -> u32 {
+        self.meter.spend(1);
+        if at == NONE {
+            return index;
+        }
+        let node = self.nodes[at as usize];
+        if self.nodes[index as usize].priority > node.priority {
+            let (lighter, heavier) = self.split(at, index);
+            self.with(index, Ordering::Less, lighter);
+            return self.with(index, Ordering::Greater, heavier);
+        }
+        let side = self.order(index, at);
+        let child = self.inserted(if side == Ordering::Less { node.lighter } else { node.heavier }, index);
+        self.with(at, side, child)
+    }
+
+    fn removed(&mut self, at: u32, index: u32) -> u32 {
+        self.meter.spend(1);
+        let node = self.nodes[at as usize];
+        if at == index {
+            return self.joined(node.lighter, node.heavier);
+        }
+        let side = self.order(index, at);
+        let child = self.removed(if side == Ordering::Less { node.lighter } else { node.heavier }, index);
+        self.with(at, side, child)
+    }
+
+    /// Those of a subtree that come before a block that is not in it, and the others.
+    fn split(&mut self, at: u32, index: u32) -> (u32, u32) {
+        self.meter.spend(1);
+        if at == NONE {
+            return (NONE, NONE);
+        }
+        let node = self.nodes[at as usize];
+        if self.order(index, at) == Ordering::Less {
+            let (before, others) = self.split(node.lighter, index);
+            (before, self.with(at, Ordering::Less, others))
+        } else {
+            let (before, others) = self.split(node.heavier, index);
+            (self.with(at, Ordering::Greater, before), others)
+        }
+    }
+
+    /// Two subtrees, of which one is all before the other, in one.
+    fn joined(&mut self, a: u32, b: u32) -> u32 {
+        self.meter.spend(1);
+        match [a, b].map(|at| self.nodes.get(at as usize).copied()) {
+            [None, _] => b,
+            [_, None] => a,
+            [Some(left), Some(right)] => {
+                if left.priority > right.priority {
+                    let heavier = self.joined(left.heavier, b);
+                    self.with(a, Ordering::Greater, heavier)
+                } else {
+                    let lighter = self.joined(a, right.lighter);
+                    self.with(b, Ordering::Less, lighter)
+                }
+            }
+        }
+    }
+}
+
+/// As good as drawn, the same everywhere (the finalizer of MurmurHash3).
+fn priority(index: u32) -> u32 {
+    let mixed = (index.wrapping_add(1) ^ (index >> 16)).wrapping_mul(0x85eb_ca6b);
+    let mixed = (mixed ^ (mixed >> 13)).wrapping_mul(0xc2b2_ae35);
+    mixed ^ (mixed >> 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{ByRoom, NONE};
+
+    /// The most nodes on a way down.
+    fn depth(tree: &ByRoom, at: u32) -> usize {
+        if at == NONE {
+            return 0;
+        }
+        let node = &tree.nodes[at as usize];
+        1 + depth(tree, node.lighter).max(depth(tree, node.heavier))
+    }
+
+    proptest! {
+        #[test]
+        fn the_lightest_with_room_are_found_in_order(
+            mut blocks in proptest::collection::vec((0_u8..9, 0_i64..9), 1..40),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), 0_u8..9, 0_i64..9, 0_i64..10), 0..60),
+        ) {
+            let mut tree = ByRoom::new(blocks.iter().map(|&(weight, room)| (f64::from(weight), room)));
+            for (index, weight, room, asked) in changes {
+                let index = index.index(blocks.len());
+                blocks[index] = (weight, room);
+                tree.set(index, f64::from(weight), room);
+                let mut expected: Vec<usize> = (0..blocks.len()).filter(|&at| blocks[at].1 >= asked).collect();
+                expected.sort_by_key(|&at| blocks[at].0);
+                let first = tree.next(None, asked);
+                let found: Vec<usize> = std::iter::successors(first, |&at| tree.next(Some(at), asked)).collect();
+                prop_assert_eq!(found, expected);
+            }
+        }
+    }
+
+    /// Weights that rise, fall, or are all the same: no way is much longer than the logarithm.
+    #[test]
+    fn no_order_makes_it_deep() {
+        let all = 1 << 14;
+        for weight in [|at: usize| at as f64, |at: usize| -(at as f64), |_: usize| 0.0] {
+            let mut tree = ByRoom::new((0..all).map(|at| (weight(at), 1)));
+            for at in 0..all {
+                tree.set(at, 1e6 + weight(at), 1);
+            }
+            assert!(depth(&tree, tree.root) < 4 * 14);
+        }
+    }
+}
