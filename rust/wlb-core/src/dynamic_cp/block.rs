@@ -152,8 +152,10 @@ mod tests {
     const MEMORY: i64 = 20;
 
     fn block((size, seconds, tokens): (u32, u8, i64)) -> Block {
-        let load = Load { tokens, ..Load::default() };
-        Block { micro_batch: 0, first_rank: 0, cp_size: 1 << size, load, seconds: f64::from(seconds) }
+        let (load, seconds) = (Load::default(), f64::from(seconds));
+        let mut block = Block { micro_batch: 0, first_rank: 0, cp_size: 1 << size, load, seconds };
+        block.load.tokens = tokens;
+        block
     }
 
     fn room(block: &Block) -> i64 {

@@ -244,6 +244,13 @@ impl GroupCost {
         self.with(communication, load, cp_size)
     }
 
+    /// What documents take more at least on a group that has others: their attention hides exchange of these, too.
+    #[inline]
+    pub(super) fn least_more(&self, load: &Load, cp_size: usize) -> f64 {
+        let ranks = cp_size as f64;
+        load.on(ranks) - self.communication.overlap * load.attention / ranks
+    }
+
     #[inline]
     fn with(&self, communication: Communication, load: &Load, cp_size: usize) -> f64 {
         let Communication { seconds_per_exchange, seconds_per_token, overlap } = communication;

@@ -8,7 +8,6 @@
 //! while halves of equal work can be found in it ([`Halving`]): less to exchange, same time.
 
 use crate::interrupt::Meter;
-use crate::ladder::Ladder;
 
 use super::block::{Block, Sizes};
 use super::cost::Load;
@@ -21,6 +20,8 @@ use super::ranks::FreeRanks;
 const SLACK: f64 = 1.0 + 1.0 / 256.0;
 /// Whether a solution becomes too late is asked so often. Costliest first, half of the documents are most of the work.
 const PARTS: usize = 4;
+/// Of seconds, what rounding may make of them.
+const ROUNDING: f64 = 1e-12;
 
 struct Blocks<'a> {
     problem: &'a Problem,
@@ -131,10 +132,12 @@ impl<'a> Blocks<'a> {
         let mut is_late = |blocks: &[Block]| late.as_mut().is_some_and(|late| late(&slowest(blocks, targets.len())));
         let over = |block: &Block| block.seconds - targets[block.micro_batch as usize];
         let weight = |block: &Block| if problem.is_full(&block.load) { f64::INFINITY } else { over(block) };
-        let makes_room = overflow == Overflow::NextLightest;
+        let longest = targets.iter().copied().fold(0.0, f64::max);
+        let (in_order, makes_room) = (problem.is_by_length(), overflow == Overflow::NextLightest);
         let room = |block: &Block| problem.room(block);
-        let mut by_time = Sizes::new(blocks, problem.is_by_length() || !makes_room, weight, room);
-        let mut by_room: Option<Ladder> = None;
+        let least_room = |block: &Block| -room(block) as f64;
+        let mut by_time = Sizes::new(blocks, in_order || !makes_room, weight, room);
+        let mut by_room: Option<Sizes> = None;
         let mut meter = Meter::default();
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about
         // the same. 12, 24 or 48 ranks have no more blocks of a size than this.
@@ -161,29 +164,37 @@ impl<'a> Blocks<'a> {
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
                 // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond
-                // its target. None that is later before than another with the document.
+                // its target.
                 let mut least: Option<(usize, Block)> = None;
-                let mut looked = 0;
                 for of_size in by_time.ascending() {
-                    for block in of_size.filter(|&block| fits(&with(&blocks[block]))).take(many) {
-                        looked += 1;
-                        if least.as_ref().is_some_and(|(_, least)| over(&blocks[block]) > over(least)) {
+                    let mut fitting = 0;
+                    for at in of_size {
+                        meter.spend(1);
+                        let block = &blocks[at];
+                        // Later than the least, whatever the documents hide of each other's exchange; but for rounding.
+                        let later = |(_, least): &(usize, Block)| {
+                            let more = problem.cost.least_more(&document.load, block.cp_size as usize);
+                            over(block) + more > over(least) + ROUNDING * (least.seconds + longest)
+                        };
+                        if fitting == many || least.as_ref().is_some_and(later) {
                             break;
                         }
-                        let found = (block, with(&blocks[block]));
-                        let lighter = |(at, least): &(usize, Block)| {
-                            over(&found.1).total_cmp(&over(least)).then(block.cmp(at)).is_lt()
+                        let found = with(block);
+                        if !fits(&found) {
+                            continue;
+                        }
+                        fitting += 1;
+                        let before = |(other, least): &(usize, Block)| {
+                            over(&found).total_cmp(&over(least)).then(at.cmp(other)).is_lt()
                         };
-                        if least.as_ref().is_none_or(lighter) {
-                            least = Some(found);
+                        if least.as_ref().is_none_or(before) {
+                            least = Some((at, found));
                         }
                     }
                 }
-                meter.spend(looked);
                 (chosen, after) = least?;
             } else if !fits(&after) {
-                let rooms = || blocks.iter().map(|block| -room(block) as f64);
-                chosen = by_room.get_or_insert_with(|| Ladder::new(rooms())).lightest();
+                chosen = by_room.get_or_insert_with(|| Sizes::new(blocks, in_order, least_room, room)).first()?;
                 after = with(&blocks[chosen]);
                 if !fits(&after) {
                     return None;
@@ -192,7 +203,7 @@ impl<'a> Blocks<'a> {
             blocks[chosen] = after;
             by_time.set(chosen, weight(&after), room(&after));
             if let Some(by_room) = &mut by_room {
-                by_room.set(chosen, -room(&after) as f64);
+                by_room.set(chosen, least_room(&after), room(&after));
             }
             assignment[place as usize] = chosen as u32;
         }

@@ -13,9 +13,6 @@ pub struct Buffers {
     meter: Meter,
     ends: Vec<f64>,
     pub(super) clocks: Vec<f64>,
-    /// What each op waited for, and the latest op of each rank: places in the sequence as in [`Instruction`].
-    before: Vec<u32>,
-    latest: Vec<u32>,
 }
 
 impl Pipeline {
@@ -73,37 +70,31 @@ impl Pipeline {
     ) -> f64 {
         let third = 1.0 / (3 * self.total_stages) as f64;
         buffers.meter.spend(self.instructions.len());
-        let Buffers { ends, clocks, before, latest, .. } = buffers;
+        let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
-        latest.clear();
-        latest.resize(self.num_ranks, NOTHING);
         // The end of each op, one further than its place; no op has ended before everything.
-        ends.clear();
         ends.resize(self.instructions.len() + 1, f64::NEG_INFINITY);
-        before.clear();
-        before.resize(self.instructions.len(), NOTHING);
-        for ((place, &Instruction { op, rank, input }), before) in
-            self.instructions.iter().enumerate().zip(before.iter_mut())
-        {
-            let (clock, latest) = (&mut clocks[usize::from(rank)], &mut latest[usize::from(rank)]);
+        ends[0] = f64::NEG_INFINITY;
+        let part = |op: &Op| if op.kind == Kind::Backward { third + third } else { third };
+        for (place, &Instruction { op, rank, input, .. }) in self.instructions.iter().enumerate() {
+            let clock = &mut clocks[usize::from(rank)];
             let arrival = ends[input as usize] + p2p_seconds;
-            let waits = arrival > *clock;
-            *before = if waits { input } else { *latest };
-            let parts = if op.kind == Kind::Backward { third + third } else { third };
-            *clock = if waits { arrival } else { *clock } + costs[op.micro_batch as usize] * parts;
-            *latest = place as u32 + 1;
+            let start = if arrival > *clock { arrival } else { *clock };
+            *clock = start + costs[op.micro_batch as usize] * part(&op);
             ends[place + 1] = *clock;
         }
         parts.clear();
         parts.resize(self.num_micro_batches, 0.0);
         let last = (0..self.num_ranks).reduce(|a, b| if clocks[b] > clocks[a] { b } else { a }).unwrap_or(0);
-        let mut place = latest[last];
+        let is_last = |instruction: &Instruction| usize::from(instruction.rank) == last;
+        let mut place = self.instructions.iter().rposition(is_last).map_or(NOTHING, |at| at as u32 + 1);
         while place != NOTHING {
-            let index = place as usize - 1;
-            let Op { kind, micro_batch, .. } = self.instructions[index].op;
-            parts[micro_batch as usize] += if kind == Kind::Backward { third + third } else { third };
-            place = before[index];
+            let Instruction { op, input, previous, .. } = self.instructions[place as usize - 1];
+            parts[op.micro_batch as usize] += part(&op);
+            // What it waited for.
+            let free = if previous == NOTHING { 0.0 } else { ends[previous as usize] };
+            place = if ends[input as usize] + p2p_seconds > free { input } else { previous };
         }
         clocks[last]
     }

@@ -18,6 +18,8 @@ pub(super) struct Instruction {
     /// The op on another rank that hands this one its input: one more than its place in the sequence, or [`NOTHING`].
     /// What an op needs from its own rank stands before it in the order.
     pub(super) input: u32,
+    /// The op before it on its own rank, in the same way.
+    pub(super) previous: u32,
 }
 
 /// A schedule made ready to be timed under any costs.
@@ -61,6 +63,7 @@ impl Pipeline {
         let mut backwards = forwards.clone();
         let mut instructions: Vec<Instruction> = Vec::with_capacity(orders.iter().map(Vec::len).sum());
         let mut next = vec![0; orders.len()];
+        let mut latest = vec![NOTHING; orders.len()];
         // Ranks that can go on; which op each of the others waits for.
         let mut ready: Vec<usize> = (0..orders.len()).rev().collect();
         let mut awaited = vec![None; orders.len()];
@@ -91,9 +94,10 @@ impl Pipeline {
                     input = if ranks[from] == rank { NOTHING } else { sender };
                 }
                 meter.spend(1);
-                instructions.push(Instruction { op, rank: rank as u16, input });
+                instructions.push(Instruction { op, rank: rank as u16, input, previous: latest[rank] });
                 next[rank] += 1;
                 let place = instructions.len() as u32;
+                latest[rank] = place;
                 let receiver = match op.kind {
                     Kind::Forward => {
                         forwards[here] = place;
