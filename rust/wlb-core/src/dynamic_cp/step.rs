@@ -30,9 +30,10 @@ use super::sweep;
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
 /// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
-/// the simulation of the best. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
-/// world_size) where memory binds. Twice that where groups may have any size. With several columns a bounded number of
-/// steps more.
+/// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of the
+/// groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
+/// world_size) where memory binds: mostly far less. Twice that where groups may have any size. With several columns a
+/// bounded number of steps more.
 ///
 /// # Example
 /// ```
