@@ -29,6 +29,7 @@
 
 pub mod cost;
 mod costliest_first;
+mod digest;
 pub mod dynamic_cp;
 pub mod error;
 mod interrupt;

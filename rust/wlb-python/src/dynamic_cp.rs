@@ -139,7 +139,7 @@ functions! {
         answer!(py, "DynamicCpPlan", plan {
             world_size, num_stages, num_virtual_stages, max_tokens_per_rank, max_documents, seconds, p2p_seconds,
             lower_bound, balanced_seconds;
-            _digest: plan.digest(),
+            _digest: run(py, lengths.len().max(world_size), || plan.digest())?,
             _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
             _cp_sizes: column(&plan.groups, |group| group.cp_size as i32),
             _tokens_per_rank: tokens_per_rank,

@@ -162,7 +162,8 @@ pub(crate) fn ranks(dp_size: Option<i64>, sync: Option<&str>) -> PyResult<Option
 #[derive(Clone, PartialEq)]
 pub(crate) struct Packing(pub(crate) Arc<core::Packing>);
 
-hashed_by!(Packing: |packing| packing.0.digest());
+// What micro-batches hold: a lookup shall not read the whole plan.
+hashed_by!(Packing: |packing| (&packing.0.tokens, packing.0.max_tokens));
 pickled_as_json!(Packing(core::Packing));
 
 properties! {
@@ -218,9 +219,6 @@ properties! {
     rank_imbalance: f64 = |packing| packing.0.rank_imbalance();
     /// float64[models]: :attr:`imbalance` under each cost model of a range, in its order; of a single one, that.
     imbalances: Array<Vec<f64>> = |packing| Array(packing.0.imbalances());
-    /// No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``: ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed
-    /// over columns. Of a range of cost models, none has a smaller ``imbalance``, times the mean cost. O(n log n) when it is first asked for.
-    lower_bound: f64 = |packing| packing.0.lower_bound();
     /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
     /// is the cost of the last document put into the heaviest micro-batch.
     length_fallbacks: usize = |packing| packing.0.length_fallbacks;
@@ -228,9 +226,16 @@ properties! {
 
 #[pymethods]
 impl Packing {
+    /// No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``: ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed
+    /// over columns. Of a range of cost models, none has a smaller ``imbalance``, times the mean cost. O(n log n) when it is first asked for.
+    #[getter]
+    fn lower_bound(&self, py: Python<'_>) -> PyResult<f64> {
+        run(py, self.0.pieces.len(), || self.0.lower_bound())
+    }
+
     /// Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents).
-    fn digest(&self) -> String {
-        self.0.digest()
+    fn digest(&self, py: Python<'_>) -> PyResult<String> {
+        run(py, self.0.pieces.len(), || self.0.digest())
     }
 
     fn __len__(&self) -> usize {
@@ -270,15 +275,14 @@ functions! {
     /// Raises:
     ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
     #[staticmethod]
-    fn from_assignment[](
+    fn from_assignment[py: Python<'_>](
         lengths, assignment, *, num_micro_batches, max_tokens,
         cost_model by read_costs_if_any: Option<CostModel> = None, costs?, limits?,
     ) -> PyResult<Self> {
         let given = document_costs(costs, limits.as_deref(), lengths.len())?;
         let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
-        core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, pricing)
-            .map(Self::from)
-            .map_err(raise)
+        let score = || core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, pricing);
+        run(py, lengths.len().saturating_add(num_micro_batches), score)?.map(Self::from).map_err(raise)
     }
 
     /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
@@ -385,8 +389,8 @@ functions! {
     ///
     /// Raises:
     ///     WlbError: a length or ``tokens_per_batch`` out of range.
-    fn batch_offsets[](lengths, *, tokens_per_batch) -> PyResult<Array<Vec<i64>>> {
-        let offsets = core::batch_offsets(&lengths, tokens_per_batch).map_err(raise)?;
+    fn batch_offsets[py: Python<'_>](lengths, *, tokens_per_batch) -> PyResult<Array<Vec<i64>>> {
+        let offsets = run(py, lengths.len(), || core::batch_offsets(&lengths, tokens_per_batch))?.map_err(raise)?;
         Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
     }
 
@@ -435,10 +439,11 @@ functions! {
     /// Raises:
     ///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
     #[allow(clippy::type_complexity, reason = "three arrays")]
-    fn split_documents[](
+    fn split_documents[py: Python<'_>](
         lengths, *, max_document_tokens,
     ) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
-        let pieces = core::split_documents(&lengths, i64::from(max_document_tokens)).map_err(raise)?;
+        let limit = i64::from(max_document_tokens);
+        let pieces = run(py, lengths.len(), || core::split_documents(&lengths, limit))?.map_err(raise)?;
         let piece_lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
         Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(piece_lengths)))
     }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::digest::Digest;
 use crate::packing::{Padding, Sync};
 use crate::pipeline::Schedule;
 
@@ -115,34 +116,34 @@ impl DynamicCpPlan {
     /// # Complexity
     /// O(documents + groups), BLAKE3.
     pub fn digest(&self) -> String {
-        let mut bytes = Vec::with_capacity(12 * self.documents.len() + 16 * self.groups.len() + 64);
+        let mut digest = Digest::new();
         for size in [self.world_size, self.num_stages, self.num_virtual_stages, self.num_micro_batches()] {
-            bytes.extend_from_slice(&(size as u64).to_le_bytes());
+            digest.add(&(size as u64).to_le_bytes());
         }
         for &offset in self.group_offsets.iter().chain(&self.document_offsets) {
-            bytes.extend_from_slice(&(offset as u64).to_le_bytes());
+            digest.add(&(offset as u64).to_le_bytes());
         }
         for group in &self.groups {
-            bytes.extend_from_slice(&group.first_rank.to_le_bytes());
-            bytes.extend_from_slice(&group.cp_size.to_le_bytes());
+            digest.add(&group.first_rank.to_le_bytes());
+            digest.add(&group.cp_size.to_le_bytes());
         }
         for (id, length) in self.documents.iter().zip(&self.lengths) {
-            bytes.extend_from_slice(&id.to_le_bytes());
-            bytes.extend_from_slice(&length.to_le_bytes());
+            digest.add(&id.to_le_bytes());
+            digest.add(&length.to_le_bytes());
         }
         if self.schedule.is_v_shaped() {
-            bytes.extend_from_slice(self.schedule.as_str().as_bytes());
+            digest.add(self.schedule.as_str().as_bytes());
         }
         if self.sync == Sync::MicroBatch {
-            bytes.extend_from_slice(self.sync.as_str().as_bytes());
+            digest.add(self.sync.as_str().as_bytes());
         }
         if let Some(padding) = &self.padding {
             let sizes = std::iter::once(padding.multiple_of()).chain(padding.buckets().iter().copied());
-            sizes.for_each(|size| bytes.extend_from_slice(&size.to_le_bytes()));
+            sizes.for_each(|size| digest.add(&size.to_le_bytes()));
         }
         if let Some(max_documents) = self.max_documents {
-            bytes.extend_from_slice(&(max_documents as u64).to_le_bytes());
+            digest.add(&(max_documents as u64).to_le_bytes());
         }
-        blake3::hash(&bytes).to_hex().to_string()
+        digest.finish()
     }
 }

@@ -183,7 +183,11 @@ fn divide(bins: Bins, pieces: &[Piece], costs: &[f64], unit: f64) -> (Vec<Head>,
         }
     }
     heads.push(Head { cost: 0.0, free_tokens: max_tokens, count: (bins.count - heads.len()) as f64 });
-    parts.sort_unstable_by(|a, b| a.density.total_cmp(&b.density));
+    let mut meter = Meter::default();
+    parts.sort_unstable_by(|a, b| {
+        meter.spend(1);
+        a.density.total_cmp(&b.density)
+    });
     (heads, parts)
 }
 
@@ -211,7 +215,9 @@ fn worst(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> Option<As
     let (mut free_cost, mut slope) = (0.0, 0.0);
     let mut tokens: f64 = parts.iter().map(|part| part.tokens).sum();
     let (mut cost, mut most, mut found) = (0.0, 0.0, None);
+    let mut meter = Meter::default();
     for part in parts {
+        meter.spend(1);
         let price = part.density;
         cost += part.cost;
         tokens -= part.tokens;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::cost::CostModel;
+use crate::digest::Digest;
 use crate::error::{Error, Result, from_json};
 
 use super::certificate::{Bins, Certificate, of_pieces, raised};
@@ -192,7 +193,12 @@ impl Packing {
     /// # Complexity
     /// O(n log n) for `n` pieces when it is first asked for.
     pub fn lower_bound(&self) -> f64 {
-        *self.certificate.bound.get_or_init(|| self.bound())
+        let known = &self.certificate.bound;
+        // Not inside the cell: who else asks, a signal handler too, would wait for what waits for him.
+        known.get().copied().unwrap_or_else(|| {
+            let bound = self.bound();
+            *known.get_or_init(|| bound)
+        })
     }
 
     fn bound(&self) -> f64 {
@@ -240,17 +246,17 @@ impl Packing {
     /// # Complexity
     /// O(pieces), BLAKE3.
     pub fn digest(&self) -> String {
-        let mut bytes = Vec::with_capacity(16 * (self.pieces.len() + self.leftover.len()) + 8 * self.offsets.len() + 8);
-        bytes.extend_from_slice(&(self.num_micro_batches() as u64).to_le_bytes());
+        let mut digest = Digest::new();
+        digest.add(&(self.num_micro_batches() as u64).to_le_bytes());
         for &offset in &self.offsets {
-            bytes.extend_from_slice(&(offset as u64).to_le_bytes());
+            digest.add(&(offset as u64).to_le_bytes());
         }
         for piece in self.pieces.iter().chain(&self.leftover) {
-            bytes.extend_from_slice(&piece.id.to_le_bytes());
-            bytes.extend_from_slice(&piece.start.to_le_bytes());
-            bytes.extend_from_slice(&piece.length.to_le_bytes());
+            digest.add(&piece.id.to_le_bytes());
+            digest.add(&piece.start.to_le_bytes());
+            digest.add(&piece.length.to_le_bytes());
         }
-        blake3::hash(&bytes).to_hex().to_string()
+        digest.finish()
     }
 
     /// The packing as JSON, for pickles.

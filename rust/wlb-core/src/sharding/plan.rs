@@ -1,6 +1,7 @@
 //! A shard: which segments of a micro-batch lie on which rank.
 
 use crate::cost::Mask;
+use crate::digest::Digest;
 
 use super::options::Strategy;
 
@@ -92,20 +93,20 @@ impl Shard {
 
     /// A hash of which token lies where; equal on two ranks iff their shards are equal.
     pub fn digest(&self) -> String {
-        let mut bytes = Vec::new();
+        let mut digest = Digest::new();
+        digest.add(&[u8::from(self.mask == Mask::Causal)]);
+        [self.lengths.len(), self.ranks.len()].iter().for_each(|&size| digest.add(&(size as u64).to_le_bytes()));
         for &length in &self.lengths {
-            bytes.extend_from_slice(&length.to_le_bytes());
+            digest.add(&length.to_le_bytes());
         }
         for segments in &self.ranks {
-            bytes.extend_from_slice(&(segments.len() as u64).to_le_bytes());
+            digest.add(&(segments.len() as u64).to_le_bytes());
             for segment in segments {
-                bytes.extend_from_slice(&segment.document.to_le_bytes());
-                bytes.extend_from_slice(&segment.start.to_le_bytes());
-                bytes.extend_from_slice(&segment.length.to_le_bytes());
+                digest.add(&segment.document.to_le_bytes());
+                digest.add(&segment.start.to_le_bytes());
+                digest.add(&segment.length.to_le_bytes());
             }
         }
-        let causal = [u8::from(self.mask == Mask::Causal)];
-        let sizes = [self.lengths.len() as u64, self.ranks.len() as u64].map(u64::to_le_bytes).concat();
-        blake3::Hasher::new().update(&causal).update(&sizes).update(&bytes).finalize().to_hex().to_string()
+        digest.finish()
     }
 }

@@ -1,0 +1,52 @@
+//! What is long asks whether it shall go on, also where it makes no plan.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::panic::UnwindSafe;
+
+use wlb_core::packing::{batch_offsets, split_documents};
+use wlb_core::sharding::Remainder;
+use wlb_core::{
+    CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, Packing, ShardOptions, Strategy, interruptible,
+    pack, shard,
+};
+
+/// Several times what passes between two checks.
+const DOCUMENTS: i64 = 1_000_000;
+
+fn is_ended<T>(work: impl FnOnce() -> T + UnwindSafe) -> bool {
+    matches!(interruptible(|| true, work), Err(Error::Interrupted))
+}
+
+#[test]
+fn long_work_around_a_plan_is_ended() {
+    let lengths: Vec<i64> = (0..DOCUMENTS).map(|index| 1 + index * 7919 % 2000).collect();
+    let lengths = Lengths::new("lengths", &lengths).unwrap();
+    let cost = CostModel::analytic(1.0, 100.0, Mask::Causal).unwrap();
+    let (method, leftover) = (Method::VarLength, Leftover::Return);
+    let options = PackOptions { num_micro_batches: 1000, max_tokens: 999_000, method, global_batches: 1, leftover };
+    let packing = pack(&lengths, &options, &cost).unwrap();
+    let assignment: Vec<i64> = packing.assignment.iter().map(|&micro_batch| i64::from(micro_batch)).collect();
+    assert!(is_ended(|| packing.digest()));
+    assert!(is_ended(|| packing.lower_bound()));
+    assert!(is_ended(|| Packing::from_assignment(&lengths, &assignment, 1000, 999_000, &cost)));
+    assert!(is_ended(|| split_documents(&lengths, 1000)));
+    assert!(is_ended(|| batch_offsets(&lengths, 1 << 20)));
+    // Nothing is left half done: what is asked for again is there.
+    assert_eq!(packing.digest().len(), 64);
+    assert!(packing.lower_bound() <= packing.step_cost());
+}
+
+#[test]
+fn the_hash_of_a_long_shard_is_ended() {
+    let lengths = Lengths::new("lengths", &[2048; 1000]).unwrap();
+    let options = ShardOptions {
+        cp_size: 512,
+        strategy: Strategy::PerDocument,
+        mask: Mask::Causal,
+        remainder: Remainder::Chunk,
+        hybrid_threshold: None,
+        max_imbalance: ShardOptions::MAX_IMBALANCE,
+    };
+    let cut = shard(&lengths, &options).unwrap();
+    assert!(is_ended(|| cut.digest()));
+}
