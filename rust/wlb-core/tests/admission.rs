@@ -34,8 +34,8 @@ impl Reader {
         }
     }
 
-    /// One step; gives its tokens.
-    fn step(&mut self, min_step_tokens: i64) -> i64 {
+    /// One step, whose documents come so many iterations before their turn where the rule knows turns; gives its tokens.
+    fn step(&mut self, min_step_tokens: i64, early: i64) -> i64 {
         let lengths = |next: &[(i64, i32, i32)]| next.iter().map(|&(.., length)| length).collect::<Vec<i32>>();
         let mut offered = lengths(&self.next);
         let admitted = loop {
@@ -52,7 +52,10 @@ impl Reader {
         let lengths = checked(&offered[..admitted]);
         let there =
             self.packer.pending_tokens() + offered[..admitted].iter().map(|&length| i64::from(length)).sum::<i64>();
-        let push = Push { ids: Some(&ids), starts: Some(&starts), min_step_tokens, ..Push::new(&lengths) };
+        // Each second one in order.
+        let early: Vec<i64> = (0..admitted as i64).map(|index| index % 2 * early).collect();
+        let early = (self.packer.config().release == Release::Adaptive).then_some(early.as_slice());
+        let push = Push { ids: Some(&ids), starts: Some(&starts), min_step_tokens, early, ..Push::new(&lengths) };
         let tokens = self.packer.push_pieces(&push).unwrap().num_tokens();
         let PackerConfig { num_micro_batches, max_tokens, .. } = *self.packer.config();
         // Single tokens may fill a micro-batch where the number of documents is limited.
@@ -83,11 +86,12 @@ proptest! {
     #![proptest_config(config(400))]
 
     /// The invariant of `docs/semantics.md`: any lengths, either release rule, any memory, steps with and without a
-    /// least number of tokens; and whatever is offered is admitted in the end, or refused.
+    /// least number of tokens and a most of work, documents in order and before their turn; and whatever is offered is admitted in the end, or refused.
     #[test]
     fn what_waits_stays_within_the_bounds(
         config in packer_config(), arrivals in prop::collection::vec(lengths(60, 4000), 1..6),
         shares in prop::collection::vec(prop_oneof![Just(0.0), 0.0..0.6], 1..6), cuts in any::<bool>(),
+        early in prop_oneof![Just(0), 0_i64..6, Just(40)],
     ) {
         let longest = config.max_document_tokens;
         let capacity = config.num_micro_batches as f64 * f64::from(config.max_tokens);
@@ -101,12 +105,12 @@ proptest! {
                 let scaled: Vec<i32> = arrivals.next().unwrap().iter().map(scale).collect();
                 reader.arrive(&scaled);
             }
-            reader.step((capacity * shares.next().unwrap()) as i64);
+            reader.step((capacity * shares.next().unwrap()) as i64, early);
         }
         let mut steps = 0;
         let ends = |config: &PackerConfig| config.release == Release::Fifo || config.max_delay.is_some();
         while !reader.next.is_empty() && ends(reader.packer.config()) {
-            reader.step(0);
+            reader.step(0, early);
             steps += 1;
             prop_assert!(steps < 100_000, "what is offered is never admitted");
         }
@@ -144,7 +148,7 @@ fn documents_that_do_not_fit_well_pile_up_only_where_nobody_asks() {
         let mut pushing = Packer::new(tight(4, release)).unwrap();
         for _ in 0..400 {
             asking.arrive(&[60; 6]);
-            asking.step(0);
+            asking.step(0, 0);
             pushing.push(&checked(&[60; 6]), None).unwrap();
         }
         assert!(asking.packer.metrics().delay_max() <= 16, "{:?}", asking.packer.metrics());
