@@ -47,11 +47,22 @@ SIZES = (
 ROOM = (1.02, 1.1, 1.5)
 ROOM_TO_SCALE = (1.0, 1.005, *ROOM)  # from no token to spare on
 # Where refined has the most to do beside var_length: documents cut at half of a micro-batch, few in each, little room.
-# With other costs than elsewhere, and other seeds.
-HARD = ((100, 25), (2000, 400), (2000, 500), (12_000, 3000), (40_000, 10_000), (200_000, 50_000))
+# With other costs than elsewhere, other seeds, and lengths with a heavier tail too: more pieces are halves then.
+HARD = (
+    (20, 2),
+    (50, 8),
+    (100, 25),
+    (500, 64),
+    (2000, 400),
+    (2000, 500),
+    (12_000, 3000),
+    (40_000, 10_000),
+    (200_000, 50_000),
+)
 HARD_ROOM = (1.005, 1.01, 1.02)
 HARD_LINEAR = (4_000.0, 36_000.0, 250_000.0)  # pairs that cost as much as a token
 HARD_SEEDS = (1, 2)
+HARD_LENGTHS = ("log-normal", "Pareto")
 Instance = tuple[str, Lengths, dict[str, Any]]  # where the lengths are from, and how they are packed
 Scaled = tuple[tuple[str, str], Lengths, dict[str, Any]]  # where documents are cut and how much room there is, likewise
 
@@ -143,19 +154,25 @@ def usual() -> Iterator[Scaled]:
 
 def hard() -> Iterator[Scaled]:
     """Documents cut at half of a micro-batch that has next to no room to spare, under several costs."""
-    for (documents, micro_batches), seed in itertools.product(HARD, HARD_SEEDS):
-        whole = drawn(documents, seed)
+    for (documents, micro_batches), kind, seed in itertools.product(HARD, HARD_LENGTHS, HARD_SEEDS):
+        whole = drawn(documents, seed) if kind == "log-normal" else heavy_tailed(documents, seed)
         mean = int(whole.sum()) / micro_batches
         lengths = wlb.split_documents(whole, max_document_tokens=int(mean / 2))[2]
         for linear, room in itertools.product(HARD_LINEAR, HARD_ROOM):
             model = wlb.CostModel(attention=1.0, linear=linear)
             plan = {"num_micro_batches": micro_batches, "max_tokens": int(room * mean) + 1, "cost_model": model}
-            yield (f"half a mean, linear {linear:.0f}", f"{room:.3f}"), lengths, plan
+            yield (f"half a mean, {kind}, linear {linear:.0f}", f"{room:.3f}"), lengths, plan
 
 
 def drawn(documents: int, seed: int) -> Lengths:
     """Log-normal lengths."""
     return np.exp(np.random.default_rng(seed).normal(7.0, 1.2, documents)).astype(np.int64).clip(16, 131072)
+
+
+def heavy_tailed(documents: int, seed: int) -> Lengths:
+    """Pareto lengths."""
+    uniform = np.random.default_rng(seed).random(documents)
+    return (300 / uniform ** (1 / 1.3)).astype(np.int64).clip(16, 131072)
 
 
 def scaled(console: Console, title: str, instances: Iterable[Scaled]) -> None:
