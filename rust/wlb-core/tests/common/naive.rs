@@ -640,7 +640,16 @@ fn least_loss(
         let holds = Holds::micro_batches(config);
         plan = urgent_only(listing, first, &holds, costs);
         let carried = plan.leftover.len();
-        place(&mut plan, &pieces, &leave, &holds, costs);
+        // Where these hold more of what goes first, the others pay for it.
+        let of_first: f64 = first.iter().filter(|&&i| plan.assignment[i] >= 0).map(|&i| cost(i)).sum();
+        let more = of_first > placed.iter().map(|&i| cost(i)).sum::<f64>();
+        let mut left = budget - of_first;
+        for i in leave {
+            if !more || cost(i) <= left {
+                place(&mut plan, &pieces, &[i], &holds, costs);
+                left -= if plan.assignment[i] >= 0 { cost(i) } else { 0.0 };
+            }
+        }
         plan.leftover.truncate(carried);
     }
     plan.list(&pieces);
@@ -974,14 +983,9 @@ impl Packer {
         self.costed_from = self.steps.len();
     }
 
-    /// Goes on under another configuration: what is queued is filed anew, oldest first.
-    pub(crate) fn reconfigure(&mut self, config: PackerConfig) {
-        let but_for_n = |config: &PackerConfig| {
-            let ranks = config.shape.ranks.map(|ranks| Ranks { dp_size: 1, ..ranks });
-            let shape = StepShape { ranks, tokens_per_batch: None, ..config.shape.clone() };
-            PackerConfig { num_micro_batches: 0, shape, ..config.clone() }
-        };
-        if but_for_n(&config) != but_for_n(&self.config) {
+    /// Goes on under another configuration: if it is another but for its ranks, what is queued is filed anew, oldest first.
+    pub(crate) fn reconfigure(&mut self, config: PackerConfig, is_another: bool) {
+        if is_another {
             let mut queued: Vec<Waiting> = std::mem::take(&mut self.queues).concat();
             queued.sort_by_key(|waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start));
             self.queues = empty_queues(&config);

@@ -109,7 +109,7 @@ impl Both {
                 assert_eq!(resumed.fingerprint(), self.packer.fingerprint());
                 assert_eq!(resumed.cost_history(), self.packer.cost_history());
                 let cost_model = self.oracle.config.cost_model.clone();
-                self.oracle.reconfigure(PackerConfig { cost_model, ..resumed.config().clone() });
+                self.oracle.reconfigure(PackerConfig { cost_model, ..resumed.config().clone() }, false);
                 self.packer = resumed;
             }
             Event::ResumeAs(config) => self.resume_as(config),
@@ -330,7 +330,7 @@ impl Both {
                     self.oracle.arrived = naive::Arrived::default();
                 }
                 self.packer = resumed;
-                self.oracle.reconfigure(config);
+                self.oracle.reconfigure(config, any_changed);
             }
             Err(Error::State { .. }) => {
                 assert!(too_long);

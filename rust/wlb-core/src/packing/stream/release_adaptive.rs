@@ -133,6 +133,11 @@ fn place_after(
         attempt(cut, &mut limit);
     }
     let by_rank = search.level.count < priced.num_micro_batches;
+    let costs = priced.costs.values();
+    let first_cost = |of: &Placement| -> f64 {
+        first.iter().filter(|&&index| of.assignment[index] >= 0).map(|&index| costs[index]).sum()
+    };
+    let by_ranks = first_cost(&search.first.placement);
     let placement = best.map_or(search.first.placement, |(_, placement)| placement);
     if !by_rank {
         return placement;
@@ -140,7 +145,15 @@ fn place_after(
     let leave = others.iter().copied().filter(|&index| placement.assignment[index] >= 0);
     let mut bins = Levelled::micro_batches(priced).place(priced, first);
     let carried = bins.placement.leftover.len();
-    leave.for_each(|index| bins.place(index, priced.lengths[index], priced.costs.values()[index]));
+    // Micro-batches may hold more of what goes first than ranks do, where a long document leaves room for short ones.
+    let of_first = first_cost(&bins.placement);
+    let mut left = if of_first > by_ranks { budget - of_first } else { f64::INFINITY };
+    for index in leave {
+        if costs[index] <= left {
+            bins.place(index, priced.lengths[index], costs[index]);
+            left -= if bins.placement.assignment[index] >= 0 { costs[index] } else { 0.0 };
+        }
+    }
     // What finds no room waits on.
     bins.placement.leftover.truncate(carried);
     bins.placement
