@@ -164,7 +164,8 @@ def search_layouts(
 
     Tried are all divisors of `gpus` as tensor-, context-, pipeline- and data-parallel sizes, with 1, 2, 4 or 8 stages
     of a pipeline rank, and all sizes of expert parallelism that divide the experts that there are, as far as the model,
-    the global batch, the schedule and the memory allow; on each Plain-4D, Fixed-4D, adaptive sharding, whole documents
+    the global batch, the schedule and the memory allow; on each Plain-4D, Fixed-4D, per-document and adaptive sharding
+    (with several context-parallel ranks), whole documents
     with and without adaptive release in as many micro-batches as the global batch has contexts, or 2 or 4 times as
     many, and Dynamic-CP with and without release. Dynamic-CP divides context- and data-parallel ranks itself: it is
     tried once for each of the other sizes, with the fewest context-parallel ranks.
