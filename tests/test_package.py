@@ -20,7 +20,7 @@ FILES = {
     "audit.py",
     "filling.py",
 }
-FILES |= {"ledger.py", "py.typed", "testing.py"}
+FILES |= {"ledger.py", "py.typed", "testing.py", "timings.py"}
 TEMPLATES = Path("cli", "output", "templates")
 
 

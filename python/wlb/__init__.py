@@ -15,6 +15,7 @@ The same lengths give the same plan, byte for byte, on every rank. Only numpy is
 """
 
 from wlb import _arrays, _core, profile
+from wlb import timings as timings
 from wlb._attach import attach
 from wlb._core import (
     BUILD_PROFILE,

@@ -33,7 +33,8 @@ def floats(argument: str, values: Any, least: int, most: int) -> NDArray[np.floa
     array = _array(argument, values, least, most)
     if array.dtype.kind not in "iuf":
         raise _refused(argument, f"must be real numbers, not {array.dtype}", given=values)
-    return array.astype(np.float64, order="C")
+    with np.errstate(over="ignore"):  # what is above float64 becomes infinite, and is refused by its index
+        return array.astype(np.float64, order="C")
 
 
 def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb._core import DELAY_PRICE, MAX_MEAN_DELAY, WlbError, split_documents
+from wlb._core import DELAY_PRICE, MAX_MEAN_DELAY, MAX_WORLD_SIZE, WlbError, split_documents
 from wlb._errors import check_integer, error
 from wlb.cluster.capacity import lacking_bytes, num_experts
 from wlb.cluster.hardware import Hardware
@@ -72,7 +72,10 @@ class LayoutSearch:
     simulated: int  # of these; the others cannot be faster than the last of `ranked`
     tightness: float  # least simulated time over its bound: below 1 the bound was none, and was lowered by as much
     again: Callable[[Objective], LayoutSearch] = field(repr=False, compare=False)
-    """The same search by another objective; what was simulated is not simulated again."""
+    """The same search by another objective; what was simulated is not simulated again. A pickle does not hold it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"again": _not_kept}
 
     @property
     def best(self) -> Choice:
@@ -200,9 +203,8 @@ def search_layouts(
         A pipeline of equal micro-batches for every candidate, some thousands on 1,024 GPUs, and a simulation for each
         that is not ruled out, typically some tens.
     """
-    if by not in get_args(Objective):
-        raise error("by", f"= {by!r}: must be one of {', '.join(get_args(Objective))}", value=by)
-    check_integer("gpus", gpus, minimum=1)
+    _check_objective(by)
+    check_integer("gpus", gpus, minimum=1, maximum=MAX_WORLD_SIZE)
     check_integer("tokens_per_batch", tokens_per_batch, minimum=context)
     if own is not None:
         own.check(model=model, world_size=gpus)
@@ -218,6 +220,15 @@ def search_layouts(
     }
     search = _Search(np.asarray(pieces, dtype=np.int64), options, progress or (lambda *_: None))
     return search.run(by, gpus, template or own or ParallelLayout(), own, prune=prune)
+
+
+def _check_objective(by: str) -> None:
+    if by not in get_args(Objective):
+        raise error("by", f"= {by!r}: must be one of {', '.join(get_args(Objective))}", value=by)
+
+
+def _not_kept(by: Objective) -> LayoutSearch:
+    raise error("by", "asks what a search that was pickled does not hold: search again", value=by)
 
 
 class _Search:
@@ -246,6 +257,7 @@ class _Search:
         self, by: Objective, gpus: int, template: ParallelLayout, own: ParallelLayout | None, *, prune: bool
     ) -> LayoutSearch:
         """Everything."""
+        _check_objective(by)
         self._by = by
         self._counts: Counter[str] = Counter()
         self._nearest: tuple[float, ParallelLayout] | None = None

@@ -26,7 +26,7 @@ def premises(simulation: Simulation) -> list[str]:
         f" micro-batches a step) would still idle {scenario.equal_bubble:.1%} of its time.",
         f"Assumed: computation hides {scenario.cp_overlap:.0%} of CP, {scenario.tp_overlap:.0%} of TP and"
         f" {scenario.dp_overlap:.0%} of DP communication{_experts(scenario)}. Gains rest on this and on the number of"
-        " micro-batches, those of Dynamic-CP most: try other values of cp_overlap, tp_overlap and micro_batches, and"
+        " micro-batches, those of Dynamic-CP most: try other values of cp_overlap, tp_overlap, num_micro_batches and"
         " other layouts.",
         f"Micro-batches of variable length have at most {scenario.limit:,} tokens; "
         + (f"in queues wait documents from {thresholds} tokens on." if thresholds else "no document waits in a queue."),

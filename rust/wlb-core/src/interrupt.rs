@@ -8,9 +8,8 @@
 //!
 //! A program that is built to abort on panics is never interrupted.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
-use std::rc::Rc;
 
 use crate::error::{Error, Result};
 
@@ -18,7 +17,7 @@ use crate::error::{Error, Result};
 pub(crate) const STEPS: usize = 1 << 18;
 
 thread_local! {
-    static CHECK: RefCell<Option<Rc<dyn Fn() -> bool>>> = const { RefCell::new(None) };
+    static CHECK: Cell<Option<Box<dyn Fn() -> bool>>> = const { Cell::new(None) };
 }
 
 /// What unwinding carries.
@@ -44,7 +43,7 @@ struct Interrupted;
 /// # Ok::<(), Error>(())
 /// ```
 pub fn interruptible<T>(check: impl Fn() -> bool + 'static, work: impl FnOnce() -> T + UnwindSafe) -> Result<T> {
-    let outer = CHECK.replace(Some(Rc::new(check)));
+    let outer = CHECK.replace(Some(Box::new(check)));
     let done = catch_unwind(work);
     CHECK.set(outer);
     done.or_else(|payload| match payload.downcast::<Interrupted>() {
@@ -55,9 +54,11 @@ pub fn interruptible<T>(check: impl Fn() -> bool + 'static, work: impl FnOnce() 
 
 /// Leaves the work if its caller wants that. For what takes far longer than a function call.
 pub(crate) fn check() {
-    // A copy: the check may do work of this crate.
-    let check = CHECK.with_borrow(Clone::clone);
-    if cfg!(panic = "unwind") && check.is_some_and(|check| check()) {
+    // Taken out while it is asked: it may do work of this crate, which is its own and not what it is asked about.
+    let Some(check) = CHECK.take() else { return };
+    let stop = check();
+    CHECK.set(Some(check));
+    if cfg!(panic = "unwind") && stop {
         resume_unwind(Box::new(Interrupted));
     }
 }

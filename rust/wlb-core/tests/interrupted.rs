@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::panic::UnwindSafe;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use wlb_core::packing::{batch_offsets, split_documents};
 use wlb_core::sharding::Remainder;
@@ -34,6 +35,25 @@ fn long_work_around_a_plan_is_ended() {
     // Nothing is left half done: what is asked for again is there.
     assert_eq!(packing.digest().len(), 64);
     assert!(packing.lower_bound() <= packing.step_cost());
+}
+
+/// A handler of signals may pack: that is its own work, of which the work that it interrupts is not asked.
+#[test]
+fn what_a_check_does_is_not_ended_by_it() {
+    static DEPTH: AtomicU32 = AtomicU32::new(0);
+    static ASKED: AtomicU32 = AtomicU32::new(0);
+    let work = || {
+        let lengths = Lengths::new("lengths", &vec![1; DOCUMENTS as usize]).unwrap();
+        split_documents(&lengths, 1).unwrap().len()
+    };
+    let check = move || {
+        assert_eq!(DEPTH.fetch_add(1, Ordering::Relaxed), 0, "asked while it is asked");
+        assert_eq!(work(), DOCUMENTS as usize);
+        DEPTH.fetch_sub(1, Ordering::Relaxed);
+        ASKED.fetch_add(1, Ordering::Relaxed) == 1
+    };
+    assert!(matches!(interruptible(check, work), Err(Error::Interrupted)));
+    assert_eq!(ASKED.load(Ordering::Relaxed), 2);
 }
 
 #[test]

@@ -160,6 +160,45 @@ fn the_bound_outlives_other_costs() {
     );
 }
 
+/// What waits is long, and says too much or too little of other costs: a guess gives way to the first documents.
+#[test]
+fn a_guess_ends_with_the_first_documents() {
+    let batch = checked(&std::iter::repeat_n(10, 30).chain([100]).collect::<Vec<i32>>());
+    let mut packer = Packer::new(bounded(Some(1.3))).unwrap();
+    for _ in 0..50 {
+        packer.push(&batch, None).unwrap();
+    }
+    packer.push(&checked(&[100; 4]), None).unwrap();
+    let model = CostModel::analytic(30.0, 1.0, Mask::Causal).unwrap();
+    packer.set_cost_model(model.clone()).unwrap();
+    let mut fresh = Packer::new(PackerConfig { cost_model: Some(model), ..bounded(Some(1.3)) }).unwrap();
+    for packer in [&mut packer, &mut fresh] {
+        packer.push(&batch, None).unwrap();
+    }
+    let arrived = |packer: &Packer| {
+        let text = packer.save();
+        let from = text.find("\"arrived\":").unwrap();
+        text[from..].split_once('}').unwrap().0.to_owned()
+    };
+    assert_eq!(arrived(&packer), arrived(&fresh));
+}
+
+/// States of before told the bound in contexts: another unit would be another bound, without a word.
+#[test]
+fn a_first_unit_beside_a_bound_is_no_small_change() {
+    let mut packer = Packer::new(bounded(Some(1.3))).unwrap();
+    packer.push(&checked(&[100, 30, 10]), None).unwrap();
+    let with = |tokens| {
+        let shape = StepShape { tokens_per_batch: Some(tokens), ..bounded(Some(1.3)).shape };
+        Packer::new(PackerConfig { shape, ..bounded(Some(1.3)) }).unwrap()
+    };
+    let error = with(200).restore(&packer.save(), false).unwrap_err().to_string();
+    assert!(error.contains("tokens_per_batch: saved None, in which max_step_cost is told, now 200"), "{error}");
+    with(200).restore(&packer.save(), true).unwrap();
+    with(bounded(None).tokens_per_batch()).restore(&packer.save(), false).unwrap();
+    with(100).restore(&with(200).save(), false).unwrap();
+}
+
 #[test]
 fn what_makes_no_sense_is_named() {
     for tokens in [0, -1, 601] {

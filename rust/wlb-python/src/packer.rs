@@ -22,7 +22,7 @@ use crate::error::{BacklogWarning, StateError, raise};
 use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple, properties};
 use crate::results::answer;
-use crate::run::{DETACH_FROM, handling_signals, run};
+use crate::run::{DETACH_FROM, calling_out, is_called_out, run};
 
 /// Packs a stream of global batches, holding outliers back until they can be balanced.
 ///
@@ -149,7 +149,7 @@ impl Packer {
                 OnBacklog::Error => return Err(raise(backlog)),
                 OnBacklog::Warn => {
                     let message = CString::new(backlog.to_string())?;
-                    PyErr::warn(py, &py.get_type::<BacklogWarning>(), &message, 1)?;
+                    calling_out(|| PyErr::warn(py, &py.get_type::<BacklogWarning>(), &message, 1))?;
                     self.warned.store(true, Ordering::Relaxed);
                 }
             }
@@ -182,8 +182,9 @@ impl Packer {
                 return Ok(Turn(&self.changing));
             }
             // The call that holds the turn may be the one that the handler interrupts: it would wait for itself.
-            if handling_signals() {
-                let problem = "a signal handler cannot change the packer while a call that changes it is under way";
+            if is_called_out() {
+                let problem = "a signal handler, or what shows a warning, cannot change the packer while a call that changes \
+                               it is under way";
                 return Err(PyRuntimeError::new_err(problem));
             }
             py.check_signals()?;
@@ -491,8 +492,9 @@ functions! {
     ///
     /// O(n).
     fn leads<'py>[&self, py: Python<'py>](lengths, *, tokens_per_batch, most) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let leads = self.lock().leads(&lengths, tokens_per_batch, most).map_err(raise)?;
-        Ok(PyArray1::from_vec(py, leads))
+        // Not in one expression: an exception is made where the lock is free, since Python may do anything meanwhile.
+        let leads = self.lock().leads(&lengths, tokens_per_batch, most);
+        Ok(PyArray1::from_vec(py, leads.map_err(raise)?))
     }
 
     /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
@@ -514,7 +516,8 @@ functions! {
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
     fn admits[&self](lengths, *, costs?) -> PyResult<usize> {
-        self.lock().admits(&lengths, table(&costs)).map_err(raise)
+        let admitted = self.lock().admits(&lengths, table(&costs)); // as in `leads`
+        admitted.map_err(raise)
     }
 
     /// Goes on where the saved packer stopped, under this packer's configuration.
@@ -523,7 +526,8 @@ functions! {
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
     ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``, ``dp_size`` or
-    ///         ``tokens_per_batch`` is always allowed.
+    ///         ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a ``max_step_cost``, which
+    ///         meant another number of tokens without it.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs

@@ -18,12 +18,20 @@ pub(crate) const DETACH_FROM: usize = 1024;
 const INTERVAL: Duration = Duration::from_millis(100);
 
 thread_local! {
-    static HANDLING: Cell<bool> = const { Cell::new(false) };
+    static CALLED_OUT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread runs a signal handler, in the middle of a call of [`run`].
-pub(crate) fn handling_signals() -> bool {
-    HANDLING.get()
+/// Whether this thread runs Python code of the user's, as a signal handler, in the middle of a call.
+pub(crate) fn is_called_out() -> bool {
+    CALLED_OUT.get()
+}
+
+/// Runs Python code of the user's in the middle of a call: what it asks of that call's object must not wait for the call.
+pub(crate) fn calling_out<T>(code: impl FnOnce() -> T) -> T {
+    let outer = CALLED_OUT.replace(true);
+    let done = code();
+    CALLED_OUT.set(outer);
+    done
 }
 
 /// Runs the core, without the GIL if there is enough to do. Signal handlers run meanwhile; what one of them raises
@@ -64,8 +72,5 @@ pub(crate) fn run<T: Send>(py: Python<'_>, size: usize, work: impl FnOnce() -> T
 
 /// Runs the handlers of signals that came; gives what one of them raises.
 fn handle_signals(py: Python<'_>) -> PyResult<()> {
-    let outer = HANDLING.replace(true);
-    let handled = py.check_signals();
-    HANDLING.set(outer);
-    handled
+    calling_out(|| py.check_signals())
 }

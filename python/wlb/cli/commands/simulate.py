@@ -16,7 +16,7 @@ from wlb.cli.output.simulation import simulation_report
 from wlb.cli.words import listed
 from wlb.cluster.hardware import GIB
 from wlb.simulation import DEFAULT, VARIANTS, defaults
-from wlb.simulation.variants import obstacles
+from wlb.simulation.variants import chosen, obstacles
 
 _HELP = (
     f"Methods with commas between, the baseline first: {', '.join(VARIANTS)}; by default all but"
@@ -45,10 +45,10 @@ def simulate(
         steps: global batches to form.
     """
     scenario = cluster.scenario()
+    names = tuple(chosen(defaults(scenario) if variants is None else variants))  # before long work: names may be wrong
     with output.progress() as bars:
         stream = reading.stream(source, scenario.setup(), bars, steps=steps)
         output.folder("simulate")
-        names = variants or defaults(scenario)
         simulation = wlb.simulate(stream.lengths, scenario, variants=names, progress=reporting(bars, "Simulating"))
         report = simulation_report(
             simulation,

@@ -50,6 +50,7 @@ COLUMNS = {
     "delay_mean": Column("delay", "mean", ".2f"),
     "delay_p99": Column("delay", "p99"),
     "delay_max": Column("delay", "max"),
+    "early_mean": Column("delay", "early", ".2f"),
     "memory_skew": Column("memory", "skew", ".2f"),
     "memory_skew_mean": Column("memory", "skew", ".2f"),
     "largest_micro_batch": Column("memory", "tokens"),

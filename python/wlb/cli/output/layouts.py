@@ -29,7 +29,7 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
     """What was found, ranked; `continued` is the command that finds the settings on the best layout."""
     best, scenario = search.best, search.best.outcome.scenario
     layout, gain = in_short(scenario.layout), search.gain(search.without)
-    others = {"without wlb": search.without, "own": search.own, "own, plain": search.own_without}
+    others = {"without wlb": search.without, "own": search.own, "own, without wlb": search.own_without}
     compared = [_values(search, choice, name) for name, choice in others.items() if choice is not None]
     ranked = [_values(search, choice) for choice in search.ranked]
     gains = [f"{gain:.3f} times the best layout without wlb"]
@@ -76,6 +76,7 @@ def _values(search: LayoutSearch, choice: Choice, name: str = "") -> dict[str, A
     parts: Mapping[str, float] = of["attribution"]
     worst = max(parts.keys() - {"compute"}, key=lambda name: (parts[name], name))
     what = COLUMNS[worst]
+    lost = f"{what.group}: {what.heading} {parts[worst]:.0%}" if parts[worst] > 0 else ""
     return {
         **of,
         "layout": in_short(outcome.scenario.layout),
@@ -84,5 +85,5 @@ def _values(search: LayoutSearch, choice: Choice, name: str = "") -> dict[str, A
         "tokens_per_second": outcome.tokens / outcome.steady_seconds,
         "gain": search.gain(choice),
         "gain_band": search.gain_band(choice),
-        "most_lost": f"{what.group}: {what.heading} {parts[worst]:.0%}",
+        "most_lost": lost,
     }

@@ -42,8 +42,10 @@ def _print_whole(table: RichTable, console: Console) -> None:
     """Prints a table that runs over where it is wider than the console: half a number is none."""
     width = console.width
     console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum)
-    console.print(table, crop=False)
-    console.width = width
+    try:
+        console.print(table, crop=False)
+    finally:
+        console.width = width
 
 
 def _for_terminal(table: Table) -> RichTable:

@@ -28,7 +28,7 @@ _NOTES = (
     "imbalance: MB: predicted time of the heaviest micro-batch over the mean of its step, mean over steps; CP:"
     " attention of the slowest context-parallel rank over the mean rank. Dynamic-CP makes the first and last"
     " micro-batch light, which shortens the pipeline's bubble.",
-    "delay: iterations from the reading of a token to its training. GiB: the fullest GPU, in its fullest step.",
+    "delay: iterations from the turn of a token to its training. GiB: the fullest GPU, in its fullest step.",
     LOST_NOTE,
 )
 

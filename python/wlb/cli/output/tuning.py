@@ -22,7 +22,8 @@ from wlb.simulation.words import assumptions, describe, kernel_sentence
 _NOTES = (
     "x: predicted tokens/s over Plain-4D's, on the same documents, as in a long stream; FLOPs: the same of the FLOPs"
     " that these take as they are trained, fewer where they are cut. imbalance: predicted time of"
-    " the heaviest micro-batch over the mean. delay: iterations that a token waits. GiB: the fullest GPU.",
+    " the heaviest micro-batch over the mean. delay: iterations that a token waits, and by which it comes early; the"
+    " limit is of both. GiB: the fullest GPU.",
     LOST_NOTE,
     "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
     " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
@@ -37,7 +38,7 @@ _FRONT = (
 )
 _SHOWN = (
     *("speedup", "speedup_flops", "speedup_band", "micro_batches_mean", "micro_batch_imbalance_mean", "cp_imbalance"),
-    *("lost_time", "delay_mean", "delay_max", "largest_micro_batch", "peak_bytes"),
+    *("lost_time", "delay_mean", "delay_max", "early_mean", "largest_micro_batch", "peak_bytes"),
 )
 
 

@@ -441,25 +441,29 @@ fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {
     }
 }
 
-/// What documents cost that came lately: costs and tokens, halved whenever they are of more than 256 global batches.
+/// What documents cost that came lately: costs and tokens, halved whenever they are of more than 256 global batches; and
+/// whether that is a guess.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Arrived(f64, f64);
+pub(crate) struct Arrived(f64, f64, bool);
 
 impl Arrived {
     /// With new documents: the most that those of a step may cost, infinite if there is no bound.
     pub(crate) fn budget(&mut self, new: &[(i32, f64)], config: &PackerConfig) -> f64 {
         let Some(times) = config.shape.max_cost else { return f64::INFINITY };
         let global_batch = global_batch(config);
+        if self.2 && !new.is_empty() {
+            *self = Self::default();
+        }
         for (length, cost) in new {
-            *self = Self(self.0 + cost, self.1 + f64::from(*length));
+            *self = Self(self.0 + cost, self.1 + f64::from(*length), false);
         }
         while self.1 > 256.0 * global_batch {
-            *self = Self(self.0 / 2.0, self.1 / 2.0);
+            *self = Self(self.0 / 2.0, self.1 / 2.0, self.2);
         }
         if self.1 == 0.0 { f64::INFINITY } else { times * (self.0 / self.1) * global_batch }
     }
 
-    /// Costs are others: as many times as high in the mean as those of what waits, in a global batch at most.
+    /// Costs are others: as many times as high in the mean as those of what waits, until a document comes.
     fn reprice(&mut self, waiting: &[Waiting], before: Option<&CostModel>, config: &PackerConfig) {
         let cost = |model: Option<&CostModel>| -> f64 {
             waiting.iter().map(|waiting| model.map_or(0.0, |model| model.cost(waiting.piece.length))).sum()
@@ -468,8 +472,7 @@ impl Arrived {
         if before == 0.0 || self.1 == 0.0 {
             return *self = Self::default();
         }
-        let kept = f64::min(1.0, global_batch(config) / self.1);
-        *self = Self(self.0 * kept * (now / before), self.1 * kept);
+        *self = Self(self.0 * (now / before), self.1, true);
         if self.0.is_infinite() {
             *self = Self::default();
         }
@@ -478,8 +481,12 @@ impl Arrived {
 
 /// Tokens of a global batch.
 fn global_batch(config: &PackerConfig) -> f64 {
-    let contexts = config.num_micro_batches as f64 * f64::from(config.max_document_tokens);
-    config.shape.tokens_per_batch.map_or(contexts, |tokens| tokens as f64)
+    config.shape.tokens_per_batch.map_or(contexts(config), |tokens| tokens as f64)
+}
+
+/// Tokens of a context for each micro-batch.
+pub(crate) fn contexts(config: &PackerConfig) -> f64 {
+    config.num_micro_batches as f64 * f64::from(config.max_document_tokens)
 }
 
 /// The adaptive rule: what is `due` leaves in its place, or first, if it finds no room so, or if the step costs too much.

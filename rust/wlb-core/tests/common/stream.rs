@@ -302,6 +302,14 @@ impl Both {
             ("max_step_cost", saved.shape.max_cost != config.shape.max_cost),
             // The multiple aside, which follows from the layout.
             ("token_buckets", buckets(&saved) != buckets(config)),
+            // The bound was told in contexts, and is not any more.
+            (
+                "tokens_per_batch",
+                saved.shape.max_cost.is_some()
+                    && saved.shape.max_cost == config.shape.max_cost
+                    && saved.shape.tokens_per_batch.is_none()
+                    && config.shape.tokens_per_batch.is_some_and(|tokens| tokens as f64 != naive::contexts(config)),
+            ),
         ];
         let any_changed = changed.iter().any(|&(_, differs)| differs);
         match resumed.restore(&text, false) {

@@ -67,7 +67,7 @@ impl Packer {
             waiting.map(|waiting| model.cost(waiting.piece.length)).sum()
         };
         let (before, now) = (waiting_costs(&self.config), waiting_costs(config));
-        self.arrived.reprice(before, now, config);
+        self.arrived.reprice(before, now);
     }
 
     /// The cost models that the packer has had; none if only one.

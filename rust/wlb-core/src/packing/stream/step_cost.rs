@@ -18,6 +18,9 @@ const REMEMBERED: f64 = 256.0;
 pub(super) struct Arrived {
     cost: f64,
     tokens: f64,
+    /// Of documents that cost what others say: only until one comes.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    is_guess: bool,
 }
 
 impl Arrived {
@@ -41,6 +44,9 @@ impl Arrived {
     /// Counts new documents, their lengths with their costs.
     pub(super) fn count(&mut self, new: impl Iterator<Item = (i32, f64)>, config: &PackerConfig) {
         for (length, cost) in new {
+            if self.is_guess {
+                *self = Self::default();
+            }
             self.cost += cost;
             self.tokens += f64::from(length);
         }
@@ -51,11 +57,10 @@ impl Arrived {
     }
 
     /// Costs are others from here on, and what came is gone: what waits says how many times as high they are, by what it cost
-    /// `before` and costs now. That is a guess, so it counts for a global batch at most, and soon for less than what comes.
+    /// `before` and costs now. That is a guess, since long documents wait, and holds only until new ones come.
     /// Where nothing waits there is nothing to bound before the next document.
-    pub(super) fn reprice(&mut self, before: f64, now: f64, config: &PackerConfig) {
-        let kept = (config.tokens_per_batch() as f64 / self.tokens).min(1.0);
-        let repriced = Self { cost: self.cost * kept * (now / before), tokens: self.tokens * kept };
+    pub(super) fn reprice(&mut self, before: f64, now: f64) {
+        let repriced = Self { cost: self.cost * (now / before), tokens: self.tokens, is_guess: true };
         let is_sound = before > 0.0 && self.tokens > 0.0 && repriced.cost.is_finite();
         *self = if is_sound { repriced } else { Self::default() };
     }
