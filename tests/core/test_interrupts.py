@@ -1,7 +1,9 @@
 """Signals in the middle of long calls: they end soon, with what the handler raises, and nothing is half done."""
 
+import gc
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -127,3 +129,41 @@ def test_a_handler_may_read_the_packer_but_not_change_it(stop_after: Callable[[f
     assert packer.flush()
     signal.signal(signal.SIGPROF, before)
     assert seen == [pending]
+
+
+def test_what_shows_a_warning_does_not_wait_for_the_push_that_warns() -> None:
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=1000, cost_model=COST, release="adaptive")
+    told: list[str] = []
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        with pytest.raises(RuntimeError, match="what shows a warning, cannot change the packer"):
+            packer.push([1])
+        told.append(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        packer.push(np.full(100, 900))
+    assert len(told) == 1
+
+
+def test_a_refusal_is_made_where_the_packer_can_be_read() -> None:
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=COST)
+
+    class Reads:
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            assert packer.pending == 0
+
+    before = gc.get_threshold()
+    try:
+        for _ in range(50):
+            Reads()
+            gc.set_threshold(1)  # what makes an exception collects, and what is collected reads the packer
+            with pytest.raises(wlb.WlbError, match="lengths"):
+                packer.admits([500])
+            gc.set_threshold(*before)
+    finally:
+        gc.set_threshold(*before)
