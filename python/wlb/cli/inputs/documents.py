@@ -105,7 +105,7 @@ def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     try:
         loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except Exception as error:  # of a broken header's parser, or of more memory than there is
-        raise CliError(f"{path} is no array of numpy: {error}") from None
+        raise CliError(f"{path}: is no array of numpy: {error}") from None
     if not isinstance(loaded, np.ndarray):
         raise CliError(f"{path}: holds several arrays; give a .npy with one")
     return loaded
