@@ -220,11 +220,8 @@ class Proof:
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
-        return found, (took, [pace.step_seconds(scenario, lengths, count) for lengths in self._even()])
-
-    def _even(self) -> list[list[int]]:
-        """Documents of a micro-batch of each of :data:`pace.KINDS`."""
-        return [[self._bench.context // many] * many for many in pace.KINDS]
+        sorts = pace.documents(self._bench.context)
+        return found, (took, [pace.step_seconds(scenario, lengths, count) for lengths in sorts])
 
     def _slices(
         self, layout: Layout, outcomes: Mapping[str, Outcome], scenario: wlb.Scenario
@@ -258,7 +255,8 @@ class Proof:
                 ),
             }
 
-        alone = [float(pace.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in self._even()]
+        sorts = pace.documents(self._bench.context)
+        alone = [float(pace.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in sorts]
         return found, (took, alone)
 
     def _link(self, layout: Layout, kind: str) -> Row:

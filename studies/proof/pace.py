@@ -52,7 +52,12 @@ def local(took: Floats) -> Floats:
 
 def parts(context: int, cp_size: int) -> list[list[Part]]:
     """Of each sort, the part of every context-parallel rank."""
-    return [parts_of([context // many] * many, cp_size) for many in KINDS]
+    return [parts_of(lengths, cp_size) for lengths in documents(context)]
+
+
+def documents(context: int) -> list[list[int]]:
+    """Lengths of the documents of a micro-batch of each sort."""
+    return [[context // many] * many for many in KINDS]
 
 
 def parts_of(lengths: list[int], cp_size: int) -> list[Part]:

@@ -29,6 +29,9 @@ WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed", "per_document")
 
 Sharding each document of a packed sequence is what Transformer Engine does with one (`qkv_format="thd"`)."""
 
+_CUT_ALIKE: tuple[Kind, ...] = ("plain", "per_document", "adaptive_cp")
+"""Kinds that cut documents every context, and differ in how they shard them alone."""
+
 RANKED = 5
 """So many of the fastest layouts are found: what by its bound is slower than the last of them is not simulated."""
 
@@ -203,7 +206,6 @@ def search_layouts(
         A pipeline of equal micro-batches for every candidate, some thousands on 1,024 GPUs, and a simulation for each
         that is not ruled out, typically some tens.
     """
-    _check_objective(by)
     check_integer("gpus", gpus, minimum=1, maximum=MAX_WORLD_SIZE)
     check_integer("tokens_per_batch", tokens_per_batch, minimum=context)
     if own is not None:
@@ -220,11 +222,6 @@ def search_layouts(
     }
     search = _Search(np.asarray(pieces, dtype=np.int64), options, progress or (lambda *_: None))
     return search.run(by, gpus, template or own or ParallelLayout(), own, prune=prune)
-
-
-def _check_objective(by: str) -> None:
-    if by not in get_args(Objective):
-        raise error("by", f"= {by!r}: must be one of {', '.join(get_args(Objective))}", value=by)
 
 
 def _not_kept(by: Objective) -> LayoutSearch:
@@ -257,7 +254,8 @@ class _Search:
         self, by: Objective, gpus: int, template: ParallelLayout, own: ParallelLayout | None, *, prune: bool
     ) -> LayoutSearch:
         """Everything."""
-        _check_objective(by)
+        if by not in get_args(Objective):
+            raise error("by", f"= {by!r}: must be one of {', '.join(get_args(Objective))}", value=by)
         self._by = by
         self._counts: Counter[str] = Counter()
         self._nearest: tuple[float, ParallelLayout] | None = None
@@ -350,8 +348,9 @@ class _Search:
         for scenario in sorted(scenarios, key=lambda scenario: scenario.layout.cp):
             layout = scenario.layout
             kinds: tuple[Kind, ...] = (*WITHOUT_WLB, "adaptive_cp")
-            for kind in kinds if layout.cp > 1 else kinds[:2]:  # one rank is sharded in one way
-                yield self._candidate(scenario, Settings(kind=kind, max_tokens=scenario.context))
+            for kind in kinds:
+                if layout.cp > 1 or kind not in _CUT_ALIKE[1:]:  # for one rank there is one way to shard
+                    yield self._candidate(scenario, Settings(kind=kind, max_tokens=scenario.context))
             for split in SPLITS:
                 if self._lacking(layout, split) != 0:
                     continue
@@ -372,11 +371,7 @@ class _Search:
 
     def _candidate(self, scenario: Scenario, settings: Settings) -> _Candidate:
         bound = self._bounds.seconds(scenario, settings)
-        if self._by == "flops" and settings.kind in (
-            "plain",
-            "per_document",
-            "adaptive_cp",
-        ):  # what Fixed-4D cuts is not known yet
+        if self._by == "flops" and settings.kind in _CUT_ALIKE:  # what Fixed-4D cuts is not known yet
             bound *= self._whole_flops / self._cut_flops
         return _Candidate(scenario, settings, bound)
 
