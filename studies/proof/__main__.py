@@ -29,14 +29,11 @@ from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
 
-SHORT_STEPS = 12
-"""Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
+PROBED_STEPS = 12
+"""Steps of few tokens, of which the median shows what a step takes beside its micro-batches; and of even ones."""
 
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
-Even = tuple[np.ndarray, list[float]]
-"""What even micro-batches took, [sorts, repetitions, turns], and what is predicted of each sort."""
-
 PACE = "even micro-batches: "  # among the methods of a run
 
 
@@ -155,8 +152,9 @@ class Proof:
         scenario, beside = self._probed(layout, hardware, link)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
-        made, (took, even) = measure(layout, outcomes, scenario)
-        found = pace.of(took, even)
+        made, took = measure(layout, outcomes)
+        # What was probed as it is run here: trained by processes, or by itself.
+        found = pace.of(took, link["even"] if kind == "processes" else beside["even"])
         for name, row in made.items():
             row |= predicted(outcomes[name], found)
         return {
@@ -187,25 +185,24 @@ class Proof:
             tokens = probe.few_tokens(self._bench.context)
             overhead = probe.of_steps(overhead, without, tokens, {int(count): took for count, took in steps.items()})
         self._bars.remove_task(task)
-        about = {"attention": found.attention, "error": found.error, **asdict(overhead)}
+        about = {"attention": found.attention, "error": found.error, "even": found.even, **asdict(overhead)}
         return self._bench.scenario(layout, hardware, profile, overhead), about
 
-    def _processes(
-        self, layout: Layout, outcomes: Mapping[str, Outcome], scenario: wlb.Scenario
-    ) -> tuple[dict[str, Row], Even]:
+    def _even(self, layout: Layout, turns: int) -> dict[str, processes.Steps]:
+        """Steps of even micro-batches, of each sort so many."""
+        count = self._bench.micro_batches or layout.sizes["pp"]
+        sorts = pace.parts(self._bench.context, layout.sizes["cp"])
+        return {f"{PACE}{sort}": [processes.even(layout, parts, count)] * turns for sort, parts in enumerate(sorts)}
+
+    def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], np.ndarray]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
-        count = scenario.micro_batches // layout.sizes["dp"]
-        most = max(map(len, work.steps.values()))
-        even = [
-            [processes.even(layout, parts, count)] * most
-            for parts in pace.parts(self._bench.context, layout.sizes["cp"])
-        ]
-        work = replace(work, steps=between(work.steps, {f"{PACE}{sort}": turns for sort, turns in enumerate(even)}))
+        even = self._even(layout, max(map(len, work.steps.values())))
+        work = replace(work, steps=between(work.steps, even))
         steps = sum(map(len, work.steps.values())) * self._options.repeats
         task = self._bars.add_task(f"{layout}, processes", total=steps)
         measured = processes.launch(work, lambda: self._bars.advance(task))
         self._bars.remove_task(task)
-        took = np.array([measured["seconds"][f"{PACE}{sort}"] for sort in range(len(even))])
+        took = np.array([measured["seconds"][sort] for sort in even])
         local = pace.local(took)
         found = {}
         for name in outcomes:
@@ -220,12 +217,9 @@ class Proof:
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
-        sorts = pace.documents(self._bench.context)
-        return found, (took, [pace.step_seconds(scenario, lengths, count) for lengths in sorts])
+        return found, took
 
-    def _slices(
-        self, layout: Layout, outcomes: Mapping[str, Outcome], scenario: wlb.Scenario
-    ) -> tuple[dict[str, Row], Even]:
+    def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], np.ndarray]:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
         task = self._bars.add_task(f"{layout}, slices", total=parts)
         measured, took = slices.measure(
@@ -254,10 +248,7 @@ class Proof:
                     slices.busy(outcome, measured[name]), layout, dynamic=outcome.pipelines == "rank"
                 ),
             }
-
-        sorts = pace.documents(self._bench.context)
-        alone = [float(pace.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in sorts]
-        return found, (took, alone)
+        return found, took
 
     def _link(self, layout: Layout, kind: str) -> Row:
         """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.
@@ -269,18 +260,21 @@ class Proof:
             size = min(size, max([2, *(Layout(name).world_size for name in self._options.layouts)]))
         if self._device == "cuda":
             size = min(size, torch.cuda.device_count())
-        if size < 2:
+        if kind == "slices" and size < 2:
             return {}
         task = self._bars.add_task(f"{layout}, link", total=None)
         ranks, steps = Layout(f"dp{size}"), {}
         if kind == "processes":
             ranks, counts = layout, [factor * layout.sizes["pp"] for factor in (2, 4)]
             parts = pace.parts_of([probe.few_tokens(self._bench.context) * layout.sizes["cp"]], layout.sizes["cp"])
-            steps = {str(count): [processes.even(layout, parts, count)] * SHORT_STEPS for count in counts}
+            steps = {str(count): [processes.even(layout, parts, count)] * PROBED_STEPS for count in counts}
+            steps |= self._even(layout, PROBED_STEPS)
         found = processes.launch(processes.Work(self._bench, ranks, steps, frozenset(), 1, self._device), lambda: None)
         self._bars.remove_task(task)
-        short = {count: float(np.median(took[0])) for count, took in found.get("seconds", {}).items()}
-        return {name: found[name] for name in ("link", "all_gather")} | {"short": short}
+        usual = {name: float(np.median(took[0])) for name, took in found.get("seconds", {}).items()}
+        even = [usual.pop(name) for name in list(usual) if name.startswith(PACE)]
+        links = {name: found[name] for name in ("link", "all_gather") if name in found}
+        return links | {"short": usual, "even": even}
 
     def _measured_profile(self) -> Path:
         if self._options.profile is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Probed:
     overhead: Overhead
     attention: tuple[float, float]  # forward and backward in the trainer, over what the profile has
     error: float  # of the probe's own micro-batches, predicted with these: median, without sign
+    even: tuple[float, ...]  # seconds of a micro-batch of each of `pace.KINDS`: both passes of all stages
 
 
 def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
@@ -97,7 +99,10 @@ def stages(
             runner.forget()
     finally:
         echo.stop()
-    return fit(np.median(seconds, axis=0), predicted, terms, scenario.layout.layers_of_stages(bench.model))
+    middle = np.median(seconds, axis=0)
+    even = [made.index((scenario.layout.cp, lengths)) for lengths in pace.documents(bench.context)]
+    found = fit(middle, predicted, terms, scenario.layout.layers_of_stages(bench.model))
+    return dataclasses.replace(found, even=tuple(middle[even].sum(axis=(1, 2)).tolist()))
 
 
 def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.int64]) -> Probed:
@@ -128,7 +133,7 @@ def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.i
         shares.append(1 + float(found[-1]))
         errors.append(np.abs(rows @ found - beyond))
     overhead = Overhead(forward=tuple(lines[0]), backward=tuple(lines[1]))
-    return Probed(overhead, (shares[0], shares[1]), float(np.median(errors)))
+    return Probed(overhead, (shares[0], shares[1]), float(np.median(errors)), ())
 
 
 def corrected(profile: Path, attention: tuple[float, float], path: Path) -> Path:
@@ -166,13 +171,13 @@ def of_steps(probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: dic
     known = dataclasses.replace(scenario, overhead=probed)
     (few, many), layout = sorted(seconds), scenario.layout
     lengths = [tokens * layout.cp]
-    costs, p2p = pace.pass_seconds(known, lengths)
-    alone, _ = pace.pass_seconds(known, lengths, alone=True)
+    costs, p2p = pass_seconds(known, lengths)
+    alone, _ = pass_seconds(known, lengths, alone=True)
 
     def predicted(count: int, more: float = 0.0) -> float:
         each = costs.copy()
         each[..., :2] += more
-        return pace.pipeline_seconds(known, each, p2p, count)
+        return pipeline_seconds(known, each, p2p, count)
 
     slope = (seconds[many] - seconds[few]) - (predicted(many) - predicted(few))
     op = slope / (2 * (many - few))  # a micro-batch more is a forward and a backward more on the longest path
@@ -182,3 +187,28 @@ def of_steps(probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: dic
     ]
     step = max(0.0, seconds[few] - predicted(few, op))
     return Overhead(forward=lines[0], backward=lines[1], step=step)
+
+
+def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: int) -> float:
+    """Predicted seconds of a step of `count` micro-batches that are all alike, by :func:`pass_seconds` of one."""
+    timeline = wlb.simulate_pipeline(
+        np.repeat(costs, count, axis=0), num_stages=scenario.layout.pp, p2p_seconds=np.repeat(p2p, count)
+    )
+    return float(timeline.seconds) + scenario.step_end
+
+
+def pass_seconds(scenario: wlb.Scenario, lengths: Sequence[int], *, alone: bool = False) -> tuple[Floats, Floats]:
+    """float64[1, stages, 3] of a micro-batch, float64[1] between its stages.
+
+    Args:
+        scenario: the layout, and what is predicted of it.
+        lengths: of the documents that a group of context-parallel ranks shares.
+        alone: what the slowest rank computes, without what it sends or waits for.
+    """
+    shard = wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
+    forward, backward = (scenario.rank_seconds(shard, passes=one).max(axis=0)[None] for one in ("forward", "backward"))
+    tokens = [int(shard.tokens_per_rank.max())]
+    each = scenario.stage_seconds(tokens, attention_forward=forward, attention_backward=backward)
+    if alone:
+        return each.computing, each.p2p
+    return each.seconds + scenario.exposed_dp(each.seconds), each.p2p

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,12 +232,26 @@ def test_even_micro_batches_stand_between_the_methods() -> None:
     assert list(command.between({"a": 1}, {"x": 2, "y": 3})) == ["x", "a", "y"]
 
 
+def test_even_micro_batches_are_probed_as_they_are_run() -> None:
+    """What the pace compares is the same work at two times, by itself and trained."""
+    (outcome,) = outcomes("dp2pp2cp2", "original").values()
+    sorts = pacing.documents(BENCH.context)
+    found = probing.stages(BENCH, outcome.scenario, [1, 2], device=CPU, thread_clock=True)
+    assert len(found.even) == len(sorts)
+    assert all(seconds > 0 for seconds in found.even)
+    (steps, again) = command.Proof._even(SimpleNamespace(_bench=BENCH), proof.Layout("dp2pp2cp2"), 3).values()  # type: ignore[arg-type]
+    assert len(steps) == len(again) == 3
+    assert [len(ranks) for ranks in steps[0]] == [2] * 4  # as many micro-batches as stages, dp 2 x cp 2 ranks
+    assert [part.lengths.tolist() for part in steps[0][0]] == [sorts[0]] * 2
+
+
 def test_even_steps_are_predicted_as_the_simulation_does() -> None:
     (outcome,) = outcomes("dp2pp2cp2", "original").values()
     scenario = dataclasses.replace(outcome.scenario, num_micro_batches=8)
     lengths = [BENCH.context] * 8
     (seconds,) = BENCH.simulate(np.array(lengths * 5), scenario, ["original"])["original"].seconds[:1]
-    assert pacing.step_seconds(scenario, lengths[:1], 4) == pytest.approx(seconds)
+    each = probing.pass_seconds(scenario, lengths[:1])
+    assert probing.pipeline_seconds(scenario, *each, 4) == pytest.approx(seconds)
 
 
 def test_programs_that_are_busy_are_seen() -> None:
