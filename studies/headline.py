@@ -2,8 +2,9 @@
 
 For every corpus, size of the global batch and share of hidden communication the layouts of all GPUs are searched twice:
 with every method, and with those that need nothing of wlb (Plain-4D and Fixed-4D, sharded per document where that is
-faster). The gain is the best of the first over the best of the second, each on the layout that suits it. Beside it
-stands what every method is worth on one layout, over that same best without wlb.
+faster). The gain is the best of the first over the best of the second, each on the layout that suits it. Both are then
+judged in orders of the documents that the search has not seen. Beside it stands what every method is worth on one
+layout, over that same best without wlb.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +28,7 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
 
-from common import CONTEXT, machine, rounded, sources, stream, write_record
+from common import CONTEXT, Lengths, machine, rounded, sources, stream, write_record
 
 import wlb
 from wlb.cluster.parallel import Fsdp
@@ -40,6 +41,7 @@ Row = dict[str, Any]
 MILLIONS = (0.5, 1, 4, 16)  # tokens of a global batch, of 2^20
 HIDDEN = (0.0, 0.5, 1.0)  # share of all communication that computation hides
 GAIN = 1.02  # below this a gain is none
+ORDERS = 4  # random orders of the documents, beside the one that is searched, in which what was found is judged
 LAYOUT = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)  # of the example in docs/simulation.md
 METHODS = ("plain", "adaptive_cp", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp")
 MEETING = 4  # millions of tokens of a global batch, where replicas also meet in every micro-batch
@@ -116,28 +118,29 @@ def command(lengths: Iterable[Path], tokens: int, least: int) -> str:
     return f"make headline LENGTHS={shlex.quote(names)} HEADLINE_FLAGS='--tokens {tokens} --least {least}'"
 
 
-def answer(
-    case: Case, lengths: np.ndarray[Any, np.dtype[np.int64]], millions: int, least: int, options: dict[str, Any]
-) -> list[Row]:
+def answer(case: Case, lengths: Lengths, millions: int, least: int, options: dict[str, Any]) -> list[Row]:
     """The best with wlb and without, and the gain: by tokens, and by FLOPs; and every method on one layout."""
     batch = int(case.millions * 2**20)
-    pieces = stream(lengths, max(millions * 2**20, least * batch), seed=0)
+    tokens = max(millions * 2**20, least * batch)
+    pieces = stream(lengths, tokens, seed=0)
+    others = [stream(lengths, tokens, seed=1 + seed) for seed in range(ORDERS)]
     assumed = options | dict.fromkeys(("cp_overlap", "tp_overlap", "dp_overlap"), case.hidden) | {"context": CONTEXT}
     template = wlb.ParallelLayout(fsdp=case.fsdp)
     search = search_layouts(pieces, tokens_per_batch=batch, template=template, by="tokens", **assumed)
-    rows = [gained(search)]
+    rows = [gained(search, others)]
     if case.fsdp == "zero1":
-        rows.append(gained(search.again("flops")))
+        rows.append(gained(search.again("flops"), others))
         if options["gpus"] == LAYOUT.world_size:
             rows[0]["one_layout"] = on_one_layout(pieces, batch, assumed, search.without)
     return [row | {"documents": pieces.size} for row in rows]
 
 
-def gained(search: LayoutSearch) -> Row:
-    """What a search found."""
+def gained(search: LayoutSearch, others: Iterable[Lengths]) -> Row:
+    """What a search found, and what that is worth in other orders."""
     return {
         "by": search.by,
         "gain": search.gain(search.without),
+        "orders": [in_order(search, pieces) for pieces in others],
         "band": list(search.gain_band(search.without)),
         "with": told(search, search.best),
         "without": told(search, search.without),
@@ -146,9 +149,17 @@ def gained(search: LayoutSearch) -> Row:
     }
 
 
-def on_one_layout(
-    lengths: np.ndarray[Any, np.dtype[np.int64]], batch: int, assumed: dict[str, Any], without: Choice
-) -> Row:
+def in_order(search: LayoutSearch, lengths: Lengths) -> float:
+    """The gain of the same two plans, made for these documents in this order."""
+
+    def again(choice: Choice) -> Choice:
+        variants = {choice.kind: choice.variant}
+        return replace(choice, outcome=wlb.simulate(lengths, choice.outcome.scenario, variants=variants).baseline)
+
+    return again(search.best).speedup(again(search.without).outcome, search.by)
+
+
+def on_one_layout(lengths: Lengths, batch: int, assumed: dict[str, Any], without: Choice) -> Row:
     """Every method on :data:`LAYOUT`: tokens a second over those of the best layout and plan without wlb."""
     cluster = {name: value for name, value in assumed.items() if name != "gpus"}
     scenario = wlb.Scenario(layout=LAYOUT, num_micro_batches=batch // CONTEXT, outlier_thresholds=(), **cluster)
@@ -188,11 +199,11 @@ def lines(record: Row) -> Iterator[str]:
     )
     yield ""
     for by in get_args(Objective):
-        gains = [row["gain"] for row in rows if row["by"] == by]
+        shown = [row for row in rows if row["by"] == by]
+        found, judged = (summary(gains) for gains in ([row["gain"] for row in shown], [unseen(row) for row in shown]))
         yield from wrapped(
-            f"- By {by if by == 'tokens' else 'FLOPs'}: {min(gains):.2f} to {max(gains):.2f}, in the middle"
-            f" {np.median(gains):.2f}; below {GAIN}, that is nothing, in {sum(gain < GAIN for gain in gains)} of"
-            f" {len(gains)} rows."
+            f"- By {by if by == 'tokens' else 'FLOPs'}: {found} of {len(shown)} rows. In orders that the search has not"
+            f" seen, the median of {ORDERS}: {judged}."
         )
     yield from wrapped(
         "- *Band*: the same two plans were attention 0.35 to 2.5 times as fast as assumed. *Hidden*: the share of all"
@@ -202,13 +213,14 @@ def lines(record: Row) -> Iterator[str]:
         " nothing of wlb is faster."
     )
     yield from wrapped(
-        "- Of one random order of the documents. In three orders the row of wheels_py, 1 M, 50% was 1.09, 1.19 and"
-        " 1.30, those of four other cases moved by 0.00 to 0.17: read the whole, not single rows."
+        f"- *Orders*: layouts and plans are searched for one random order of the documents. The least and the most that"
+        f" the same two gain in {ORDERS} others stand beside it: where they lie below the gain, some of it was chance."
     )
     for corpus in dict.fromkeys(row["corpus"] for row in rows):
         yield from ["", f"## {corpus}", ""]
-        yield "| global batch | hidden | by tokens | band | by FLOPs | band | best without wlb | best with it | delay |"
-        yield "| ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: |"
+        objectives = "by tokens | orders | band | by FLOPs | orders | band"
+        yield f"| global batch | hidden | {objectives} | best without wlb | best with it | delay |"
+        yield f"|{' ---: |' * 8} --- | --- | ---: |"
         for row in rows:
             if row["corpus"] == corpus and row["by"] == "tokens":
                 yield table_row(row, other(rows, row))
@@ -259,7 +271,26 @@ def meeting(rows: Iterable[Row]) -> Iterator[str]:
 
 def with_band(row: Row) -> str:
     """A gain and its band."""
-    return f"{row['gain']:.2f} ({' to '.join(f'{end:.2f}' for end in row['band'])})"
+    return f"{row['gain']:.2f} ({ends(row['band'])})"
+
+
+def unseen(row: Row) -> float:
+    """The gain in the middle of the orders that were not searched."""
+    return float(np.median(row["orders"]))
+
+
+def summary(gains: list[float]) -> str:
+    """Of all cases."""
+    nothing = sum(gain < GAIN for gain in gains)
+    return (
+        f"{min(gains):.2f} to {max(gains):.2f}, in the middle {np.median(gains):.2f}; below {GAIN}, that is nothing, in"
+        f" {nothing}"
+    )
+
+
+def ends(values: list[float]) -> str:
+    """The least and the most."""
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def other(rows: Iterable[Row], row: Row) -> Row:
@@ -270,15 +301,14 @@ def other(rows: Iterable[Row], row: Row) -> Row:
 
 def table_row(row: Row, flops: Row) -> str:
     """One case by both objectives; the plans are those by tokens."""
-    bands = [" to ".join(f"{end:.2f}" for end in one["band"]) for one in (row, flops)]
+    gains = [
+        cell for one in (row, flops) for cell in (f"**{one['gain']:.2f}**", ends(one["orders"]), ends(one["band"]))
+    ]
     plans = [f"{row[side]['plan']}, {row[side]['layout']}" for side in ("without", "with")]
     cells = [
         f"{row['millions']:g} M",
         f"{row['hidden']:.0%}",
-        f"**{row['gain']:.2f}**",
-        bands[0],
-        f"**{flops['gain']:.2f}**",
-        bands[1],
+        *gains,
         *plans,
         f"{row['with']['delay']:.2f}",
     ]

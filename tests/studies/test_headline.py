@@ -11,7 +11,8 @@ pytest.importorskip("rich")
 pytest.importorskip("cyclopts")
 
 import wlb
-from studies.headline import CONTEXT, LAYOUT, METHODS, on_one_layout, one_layout
+from studies.headline import CONTEXT, LAYOUT, METHODS, gained, on_one_layout, one_layout
+from wlb.simulation import search_layouts
 from wlb.simulation.tuning import Choice
 
 
@@ -37,3 +38,28 @@ def test_methods_on_one_layout_over_a_baseline_that_is_there() -> None:
     shown = list(one_layout([{"corpus": "mine", "millions": 0.5, "hidden": 0.5, "one_layout": found}]))[-1]
     assert shown.startswith("| mine | 0.5 M | 50% | 1.00 (1.00 to 1.00) | ")
     assert shown.count(" to ") == len(METHODS)
+
+
+def test_a_pair_of_plans_is_judged_in_an_order_that_was_not_searched() -> None:
+    """In the searched order the gain is the search's own; in another, that of the same plans made anew."""
+    lengths = np.random.default_rng(6).lognormal(9, 1.5, 300).astype(int).clip(1, CONTEXT)
+    other = np.random.default_rng(7).permutation(lengths)
+    search = search_layouts(
+        lengths,
+        model=wlb.ModelConfig.preset("llama2-7b"),
+        hardware=wlb.Hardware.preset("h100"),
+        gpus=16,
+        tokens_per_batch=4 * CONTEXT,
+        context=CONTEXT,
+        max_tokens=CONTEXT,
+    )
+    for one in (search, search.again("flops")):
+        row = gained(one, [lengths, other])
+        assert row["orders"][0] == pytest.approx(row["gain"], rel=1e-12)
+        assert row["orders"][1] != row["gain"]
+    best, without = search.best, search.without
+    seconds = [
+        wlb.simulate(other, choice.outcome.scenario, variants={"it": choice.variant}).baseline.steady_seconds
+        for choice in (without, best)
+    ]
+    assert gained(search, [other])["orders"] == pytest.approx([seconds[0] / seconds[1]], rel=1e-12)
