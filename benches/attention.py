@@ -216,7 +216,7 @@ def main() -> None:
 
     path = arguments.record or (RECORDS / f"attention-{name.replace(' ', '-').lower()}.json" if gpu else None)
     if path is not None:
-        write_record(path, record, indent=1)
+        write_record(path, record)
     report(record)
 
 

@@ -196,10 +196,10 @@ def markdown(table: Table) -> Iterator[str]:
         yield "| " + " | ".join(str(cell).replace("\n", " ").replace("|", "/") for cell in cells) + " |"
 
 
-def write_record(path: Path, record: Row, *, indent: int | None = None) -> None:
-    """The raw record, as JSON: on one line, or indented where people read it."""
+def write_record(path: Path, record: Row) -> None:
+    """The raw record, as JSON on one line: `python -m json.tool` shows it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=indent) + "\n")
+    path.write_text(json.dumps(record) + "\n")
 
 
 def rounded(value: Any) -> Any:

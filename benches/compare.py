@@ -469,7 +469,7 @@ def main() -> None:
         "broken_plans": found,
         "peers": peer_rows,
     }
-    write_record(arguments.record, rounded(record), indent=1)
+    write_record(arguments.record, rounded(record))
     arguments.page.write_text(page(lines, peer_rows, rows_of_peers, command, described))
 
     console = tables(170)

@@ -220,7 +220,7 @@ def main() -> None:
     for title in ("level", "speed", "dynamic", "dynamic speed", "optimum"):
         if title in record:
             show(title, record[title])
-    write_record(arguments.record, rounded(record), indent=1)
+    write_record(arguments.record, rounded(record))
 
 
 if __name__ == "__main__":

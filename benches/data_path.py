@@ -59,7 +59,7 @@ def main() -> None:
     for name, seconds in rows.items():
         table.add_row(name, f"{min(seconds) * 1e3:.2f}", f"{statistics.median(seconds) * 1e3:.2f}")
     console.print(table)
-    write_record(arguments.record, {"machine": machine(["torch"]), "context": CONTEXT, "rows_seconds": rows}, indent=1)
+    write_record(arguments.record, {"machine": machine(["torch"]), "context": CONTEXT, "rows_seconds": rows})
     console.print(f"wrote {arguments.record}")
 
 

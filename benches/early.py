@@ -80,7 +80,7 @@ def main() -> None:
             rows.append({"lengths": path.stem, "max_early": most, "displacement_at": levels, "points": points})
     Console(width=120).print(table)
     settings = {"micro_batches": given.micro_batches, "steps": given.steps, "seed": given.seed}
-    write_record(RECORDS / "early.json", {"machine": machine(), **settings, "rows": rounded(rows)}, indent=1)
+    write_record(RECORDS / "early.json", {"machine": machine(), **settings, "rows": rounded(rows)})
 
 
 if __name__ == "__main__":

@@ -355,7 +355,7 @@ def main() -> None:
     differences = [text for row in rows for text in row["differences"]] + flipped["differences"]
     command = f"make kills KILLS_FLAGS='{' '.join(sys.argv[1:])}'" if sys.argv[1:] else "make kills"
     record = {"machine": machine(["torch"]), "command": command, "kills": rows, "flips": flipped}
-    write_record(arguments.record, record, indent=1)
+    write_record(arguments.record, record)
     if differences:
         sys.exit("\n".join(differences))
 

@@ -52,9 +52,9 @@ def errors(rows: int, noise: float, seeds: int) -> list[float]:
         truth = np.array([COST.cost(part).sum() for part in parts]) * 1e-15
         measured = truth[:rows] * (1 + noise * rng.standard_normal(rows))
         fit = wlb.CostModel.fit(parts[:rows], measured)
-        told = np.array([fit.cost_model.cost(part).sum() for part in parts[rows:]])
-        told += fit.cost_model.terms.get("micro_batches", 0.0)
-        found.append(float(np.abs(told / truth[rows:] - 1).mean()))
+        predicted = np.array([fit.cost_model.cost(part).sum() for part in parts[rows:]])
+        predicted += fit.cost_model.terms.get("micro_batches", 0.0)
+        found.append(float(np.abs(predicted / truth[rows:] - 1).mean()))
     return found
 
 

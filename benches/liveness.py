@@ -158,7 +158,7 @@ def main() -> None:
         table.add_row(str(row["step"]), f"{row['resident_mb']:.0f}", f"{row['state_mb']:.2f}")
     console.print(table)
     source = arguments.lengths.name if arguments.lengths else "synthetic"
-    write_record(arguments.record, {"lengths": source, "waits": rows, "stream": grown}, indent=1)
+    write_record(arguments.record, {"lengths": source, "waits": rows, "stream": grown})
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main() -> None:
     with bars() as progress:
         rows = [measured(case) for case in progress.track(real.CASES, description="families")]
     record: Row = {"transformers": version("transformers"), "torch": version("torch"), "families": rows}
-    write_record(chosen.record, record, indent=1)
+    write_record(chosen.record, record)
     chosen.page.write_text(page(record))
 
 

@@ -367,7 +367,7 @@ def main() -> None:
         "step_seconds": arguments.step,
         "seconds": rounded(found),
     }
-    write_record(arguments.record, record, indent=None)
+    write_record(arguments.record, record)
     tables(150).print(f"wrote {arguments.record}")
 
 

@@ -146,7 +146,7 @@ def main() -> None:
         record["microseconds"][str(documents)] = values = times(synthetic(documents), model)
         table.add_row(str(documents), *(f"{value:.1f}" for value in values))
     console.print(table)
-    write_record(arguments.record, rounded(record), indent=1)
+    write_record(arguments.record, rounded(record))
 
 
 if __name__ == "__main__":

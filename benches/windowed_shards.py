@@ -125,7 +125,7 @@ def main() -> None:
             table.title = f"{title}; {name}, {len(batches)} micro-batches of {arguments.tokens} tokens"
             console.print(table)
             record["models"].setdefault(title, {})[name] = rows
-    write_record(arguments.record, rounded(record), indent=1)
+    write_record(arguments.record, rounded(record))
 
 
 if __name__ == "__main__":
