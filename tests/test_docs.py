@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -71,19 +73,21 @@ def needs_torch(page: Path) -> bool:
 
 
 def run(page: Path, folder: Path, torchrun: dict[str, str], writer: Connection) -> None:
-    """All blocks of a page as one script, in `folder`; sends the traceback, or nothing."""
+    """All blocks of a page as one script, in `folder`; sends the traceback, if there is one, and what was printed."""
     os.environ |= torchrun
     os.chdir(folder)
+    failure, printed = "", io.StringIO()
     try:
-        exec(compile(pasted(page), name_of(page), "exec"), {"__name__": "__main__"})
-        writer.send("")
+        with contextlib.redirect_stdout(printed):
+            exec(compile(pasted(page), name_of(page), "exec"), {"__name__": "__main__"})
     except BaseException:
-        writer.send(traceback.format_exc())
+        failure = traceback.format_exc()
+    writer.send((failure, printed.getvalue()))
     os._exit(0)
 
 
-def run_on_ranks(page: Path, folder: Path, ranks: list[dict[str, str]]) -> None:
-    """A forked process for each rank: to import torch anew would take most of the time."""
+def run_on_ranks(page: Path, folder: Path, ranks: list[dict[str, str]]) -> str:
+    """A forked process for each rank: to import torch anew would take most of the time. What the last one printed."""
     if needs_torch(page):
         pytest.importorskip("torch").set_num_threads(1)
         importlib.import_module("wlb.torch")
@@ -98,18 +102,35 @@ def run_on_ranks(page: Path, folder: Path, ranks: list[dict[str, str]]) -> None:
     try:
         for _, reader in processes:
             assert reader.poll(500), "no answer"
-            failure = reader.recv()
+            failure, printed = reader.recv()
             assert not failure, failure
     finally:
         for process, _ in processes:
             process.kill()
             process.join()
+    return str(printed)
+
+
+def output(page: Path) -> list[str]:
+    """Blocks that are no program. Those for other programs are run by the tests of these, asking `block`."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "trainers").glob("*.py"))
+    asked = re.findall(r'\bblock\("([^"]+)"', tests)
+    others = [found[2] for found in BLOCK.finditer(page.read_text()) if found[1] not in ("python", "console")]
+    return [text for text in others if not any(words in text for words in asked)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if pasted(page).strip()], ids=name_of)
 def test_python_blocks_run_as_pasted(page: Path, tmp_path: Path) -> None:
-    """In one process, in order, with nothing but what the page shows."""
-    run_on_ranks(page, tmp_path, [{}])
+    """In one process, in order, with nothing but what the page shows; and print what it says."""
+    printed = run_on_ranks(page, tmp_path, [{}])
+    for text in output(page):
+        assert text in printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_block_is_left_out(page: Path) -> None:
+    """What no Python of the page prints is a program that some test runs."""
+    assert pasted(page).strip() or not output(page)
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")

@@ -102,9 +102,10 @@ def hybrid(rank: int, steps: int) -> tuple[list[float], list[list[tuple[int, ...
     with (
         on_cpu(),
         warnings.catch_warnings(),
-        mock.patch.object(data_schedule, "BalancedCPScheduler", megatron.DynamicCpScheduler),
+        mock.patch.object(data_schedule, "BalancedCPScheduler"),  # and puts theirs back
     ):
         warnings.simplefilter("ignore")
+        exec(block("BalancedCPScheduler", "dynamic_cp.md"), {})
         run = Run(dynamic_cp=True, config={"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 16})
         initialize(run)
         model, optimizer = prepared(run)

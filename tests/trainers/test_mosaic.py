@@ -13,6 +13,7 @@ import numpy as np
 import processes
 import pytest
 import torch.distributed as dist
+from page import block
 from transformers import Trainer, TrainingArguments
 
 import wlb
@@ -216,13 +217,11 @@ def test_stratified_batches_keep_their_proportions(corpus: str, tmp_path: Path) 
 
 
 def test_the_page_says_what_runs(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-    code = re.findall(r"^```text\n(from streaming import.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
     monkeypatch.chdir(Path(corpus).parent)
     (Path(corpus).parent / "corpus").symlink_to(corpus)
     packer = wlb.Packer(num_micro_batches=4, max_tokens=512, cost_model=wlb.CostModel(attention=1.0, linear=50.0))
     names: dict[str, Any] = {"wt": wt, "packer": packer, "data_parallel_group": None}
-    exec(code, names)
+    exec(block("from streaming import"), names)
     steps = list(names["stream"])
     names["stream"].close()
     everything = list(chain(*chain(*map(tokens, steps))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import titan
 import torch
 from datasets import Dataset
+from page import block
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
@@ -548,10 +548,8 @@ def test_costs_are_those_that_torchtitan_counts() -> None:
 
 
 def page(rank: int, folder: Path) -> Any:
-    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-    block = next(block for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL) if "torchtitan" in block)
     names: dict[str, Any] = {"documents": titan.documents()}
-    exec(block, names)
+    exec(block("def llama3_balanced"), names)
     made = names["llama3_balanced"]()
     small = titan.config(folder, steps=3)
     for name in ("tokenizer", "dump_folder", "debug"):
