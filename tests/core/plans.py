@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 import wlb
+from wlb import _core
 
-METHODS: list[Any] = ["original", "fixed_length", "var_length", "var_length_fast", "refined"]
+METHODS: list[Any] = list(_core.METHODS)
 SHARDS: list[dict[str, Any]] = [
     {"strategy": "per_sequence"},
     {"strategy": "per_document"},

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 import wlb
 from plain import pieces_of
-from wlb import testing
+from wlb import _core, testing
 
 Batch = tuple[list[int], dict[str, Any]]  # lengths, and the arguments num_micro_batches and max_tokens
-EVERY_METHOD = ["original", "fixed_length", "var_length", "var_length_fast", "refined"]
+EVERY_METHOD = list(_core.METHODS)
 COST = wlb.CostModel(attention=1.0, linear=40.0)
 LENGTHS = [7, 90, 12, 40, 33, 1, 60, 25, 18, 71, 9, 44]
 
