@@ -1,4 +1,8 @@
-"""One way in: wlb for whatever trainer there is. Imports nothing of it before it is asked for."""
+"""One way in: wlb for whatever trainer there is.
+
+It names rooms above its own floor, and imports one only when it is given what that room is for: a program that calls
+`wlb.attach` has the trainer's packages, and one that does not needs none of them.
+"""
 
 from __future__ import annotations
 
