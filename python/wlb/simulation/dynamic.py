@@ -95,7 +95,7 @@ def dynamic_steps(
 ) -> Iterator[DynamicStep]:
     """The global batches, planned one by one with these arguments of :func:`wlb.plan_dynamic_cp`.
 
-    With documents on their way into a packer, what it lets go: those that cannot be balanced yet wait in it.
+    With a packer in front (`reading`), what it releases in each iteration is planned; what it holds comes later.
     """
     if reading is None:
         for begin, end in itertools.pairwise(stream.offsets.tolist()):

@@ -232,7 +232,7 @@ class Outcome(ABC):
 
 
 def noise_factors(scenario: Scenario, shape: tuple[int, ...]) -> Floats:
-    """Factors of mean 1, the same for every variant as far as its micro-batches go."""
+    """Log-normal factors of mean 1 on the times of micro-batches; all variants draw the same ones, from the start."""
     if not scenario.noise:
         return np.ones(shape)
     sigma = np.sqrt(np.log1p(scenario.noise**2))

@@ -112,7 +112,8 @@ def check_planner(scenario: Scenario) -> int:
             )
             raise error("max_tokens", message, value=scenario.max_tokens)
         return per_rank
-    # Of ranks that are no power of two fewer share the optimizer's state here than do: no less memory.
+    # Where the number of ranks is no power of two, `dp` is rounded down: fewer ranks share the optimizer's state here
+    # than really do, so that memory is never taken for less than it is.
     fits = max_tokens(
         scenario.model,
         dataclasses.replace(scenario.layout, cp=size, dp=max(1, _world_size(scenario) // size)),

@@ -174,7 +174,7 @@ class PackedRun(Trained):
         return (slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
     def micro_batch_lengths(self) -> Iterator[NDArray[np.int64]]:
-        """The lengths of every micro-batch's pieces, step by step; of none where a micro-batch is empty."""
+        """The lengths of every micro-batch's pieces, step by step; an empty array for an empty micro-batch."""
         return (self.length[pieces] for pieces in self.micro_batch_pieces())
 
     def summary(self) -> dict[str, Any]:

@@ -402,7 +402,7 @@ class _Search:
 
 
 def _need(choice: Choice) -> tuple[Any, ...]:
-    """What is wanted least, most important first; then time."""
+    """What decides between choices that are as fast: less to build and run, then less delay, then time."""
     return (choice.machinery, choice.delay, choice.outcome.steady_seconds)
 
 

@@ -168,7 +168,10 @@ class _Multiplied:
 
 
 def _multiply(parameters: Iterable[Tensor], factor: int) -> None:
-    """Multiplies gradients before they are accumulated; what has been accumulated is averaged as often as one likes."""
+    """Multiplies each gradient by the factor when a backward computes it, so once, before it is added to the others.
+
+    What is accumulated may be averaged over ranks more than once (in every micro-batch), and could not be corrected.
+    """
     if factor == 1:
         return
     for parameter in parameters:

@@ -574,7 +574,11 @@ class _Prover:
         )
 
     def _gradient(self, step: Step[PackedBatch], found: list[Tensor | None]) -> Check:
-        """Against that of documents alone, on the model without its wrapper, added up here."""
+        """The step's gradients against those of its documents one by one.
+
+        The latter are computed on the model without its wrapper and summed over the ranks here, so that neither the
+        wrapper's averages nor its communication are trusted.
+        """
         bare = unwrapped(self.model)
         parameters = list(self.model.parameters())
         hooks = [parameter._backward_hooks for parameter in parameters]

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LevelReport:
-    """What no cost model explains, since it is a rank's and not a document's.
+    """How much slower one replica, stage or rank is than the others: a cost model, which knows documents, cannot say.
 
     Attributes:
         residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. Of dp: time

@@ -43,12 +43,13 @@ use crate::run::{DETACH_FROM, calling_out, is_called_out, run};
 ///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has a limit is
 ///         memory, and takes no time.
 ///     outlier_thresholds: tokens, ascending; () holds nothing back. :func:`tune_outlier_thresholds` finds good ones.
-///     release: which waiting documents join a batch; "fifo" is the paper's rule, above. "adaptive" knows no thresholds: it holds the
-///         longest documents back, new or waiting, as many as balance is worth at ``delay_price``, and light ones while
-///         there is no room for them. It balances better and waits less; ``outlier_thresholds`` must be ().
-///     delay_price: with "adaptive": imbalance that the first iteration of waiting of a context for each micro-batch
-///         (``num_micro_batches * max_document_tokens`` tokens) costs, the second twice that...; default 0.03. Higher waits less;
-///         :func:`tune_delay_price` finds the one for a mean delay.
+///     release: which waiting documents join a batch. "fifo" is the paper's rule, above. "adaptive" has no thresholds
+///         (``outlier_thresholds`` must be ()): it holds the longest documents, new or waiting, as long as the step becomes
+///         so much more even that ``delay_price`` is paid, and short ones while there is no room for them. It balances
+///         better than "fifo" at less delay.
+///     delay_price: with "adaptive": how much shorter a step must become, relative to an even one, to be worth that a
+///         context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs twice
+///         as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the price.
 ///     max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive"; with "fifo" no
 ///         limit (the paper's rule), so that an outlier may wait for others of its length for ever. What keeps it: :meth:`bounds`.
 ///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.

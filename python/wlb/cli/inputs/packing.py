@@ -85,9 +85,10 @@ class Held(Delay):
     """What waits, and how long.
 
     Args:
-        release: fifo: queues with thresholds. adaptive: what cannot be balanced now waits; no thresholds.
-        delay_price: with adaptive release: the imbalance that the first iteration of waiting of a global batch is
-            worth; higher waits less. By default it is tuned.
+        release: fifo: queues with thresholds. adaptive: no thresholds; long documents wait where a step gains by it.
+        delay_price: with adaptive release: how much shorter a step must become, relative to an even one, to be worth
+            one iteration of delay for a global batch, such as 0.03; at a higher price less waits. By default it is
+            tuned to --max-mean-delay.
         num_queues: number of outlier queues; their thresholds are tuned.
         outlier_thresholds: thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.
     """

@@ -324,7 +324,10 @@ def _qwen4_exp(keys: Keys) -> Text:
 
 
 def _n_grams(keys: Keys, which: int, width: int) -> NGramEmbedding:
-    """The `which`-th layer's: a table for every head of every n-gram, of a prime of rows that no other has."""
+    """The embeddings of n-grams in the `which`-th of the layers that have them.
+
+    Each head of each n-gram has a table of its own, with a prime number of rows that no other table has.
+    """
     embedding = keys.integer("ple_embed_dim", default=keys.integer("hidden_size"))
     heads = (keys.positive("ngram_size", default=3) - 1) * keys.positive("heads_per_ngram", default=8)
     if not heads or embedding % heads:

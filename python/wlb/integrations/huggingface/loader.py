@@ -149,7 +149,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             state.num_train_epochs = loader.steps.num_epochs
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The optimizer has taken a step: the first of those that were given and not yet trained."""
+        """The optimizer has taken a step: that of the oldest batch that was handed out and not yet trained."""
         step, epochs = self._untrained.popleft()
         self._trained, self.line = step.snapshot, self._metrics.end_step(step)
         if epochs is not None:

@@ -213,7 +213,7 @@ class WlbDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """The micro-batches of this rank, step by step, to the end of the data; steps without a label are left out."""
-        # By its state it may have: no epoch is begun beyond the last.
+        # A state may stand at the end of the last epoch: then nothing is left, and no further epoch is begun.
         ended = isinstance(self.steps, StepLoader) and self.steps.ended
         while not ended:
             for step, _ in labelled_steps(self.steps):

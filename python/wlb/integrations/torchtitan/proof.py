@@ -116,7 +116,7 @@ class _Alone:
 
 
 class _Steps:
-    """The steps that the trainer would take of a loader made anew, which is read as it reads its own."""
+    """Steps for the proof, from a second loader that is read as the trainer reads its own, which stays as it is."""
 
     def __init__(self, trainer: Any) -> None:
         mesh = trainer.parallel_dims.get_optional_mesh("batch")

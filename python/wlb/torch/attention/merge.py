@@ -20,7 +20,7 @@ class AttendBackward(Protocol):
     def __call__(
         self, k: Tensor, v: Tensor, calls: Sequence[Call], into: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of `k` and `v`, in what sums are made in: new tensors, or `into`, whatever is in it."""
+        """Gradients of `k` and `v`, in the dtype of sums (`accumulator`): in new tensors, or written over `into`."""
         ...
 
 

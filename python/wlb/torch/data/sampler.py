@@ -270,7 +270,10 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
 
 
 def _moved(argument: str) -> wlb.WlbError:
-    """What an iteration says that would go on where it is not wanted, and then say that the next one begins there."""
+    """The error of a loop that goes on although its sampler was told to begin elsewhere.
+
+    Its next step would be one that nobody wants, and the state after it would be passed on as the sampler's.
+    """
     message = (
         "was given a state, another epoch or a second iteration while this one went on: leave the loop and begin again"
     )

@@ -88,7 +88,7 @@ class StepsAhead(Generic[S, P]):
         return made.step
 
     def after(self, work: Callable[[], T]) -> T:
-        """What `work` gives in the thread, once it has made what it makes.
+        """Runs `work` in the thread, after the step that is being made there, and gives its result.
 
         Raises:
             wlb.WlbError: It is closed.

@@ -195,7 +195,10 @@ class VarlenPipelineStage(PipelineStage):
                 module.reshard()
 
     def _unshard(self) -> None:
-        """Split backward passes look for weights before FSDP's hooks run, and leave out those that are sharded."""
+        """Gathers the weights that FSDP has sharded, for a backward in two parts.
+
+        It looks for weights before FSDP's own hooks would gather them, and would leave out all that are sharded.
+        """
         for module in self._fsdp_modules():
             module.unshard()
 

@@ -82,8 +82,8 @@ impl PipelineOptions {
             Schedule::GPipe => self.steady(rank, self.num_micro_batches, None),
             Schedule::OneForwardOneBackward => self.steady(rank, hops_to_last, None),
             Schedule::Interleaved => self.steady(rank, 2 * hops_to_last, None),
-            // What the warm-up lacks from the first rank on, the put-off weight gradients make up for: so every rank
-            // holds as many micro-batches, and has as much left to do when its last backwards trickle in.
+            // Later ranks warm up with fewer forwards, and put off as many more weight gradients instead: so all ranks
+            // hold equally many micro-batches, and have equally much to fill the gaps between the last backwards with.
             Schedule::ZbH1 | Schedule::InterleavedZeroBubble => self.steady(rank, hops_to_last, Some(rank)),
             Schedule::ZbH2 => self.steady(rank, 2 * hops_to_last, Some(2 * rank)),
             Schedule::ZbV => self.v_shaped(rank),
@@ -154,7 +154,7 @@ impl PipelineOptions {
             turns.forward(UP);
             turns.backward(DOWN, false);
         }
-        // From half of the way on in two: with even ranks behind the backward up, with odd ones before it.
+        // From half of these on, backwards are cut in two: on even ranks after the backward up, on odd ones before it.
         let half = rank.div_ceil(2);
         for turn in 0..=rank {
             turns.backward(UP, turn >= half + usize::from(rank.is_multiple_of(2)));

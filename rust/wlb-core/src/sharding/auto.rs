@@ -22,7 +22,7 @@ const ATTEMPTS: usize = 32;
 /// Lays every document on as few ranks as leave none with more than `max_imbalance` times the mean pairs. Where no
 /// share does that, the evenest way that was tried is taken; every document on all ranks is among them.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32], mask: Mask, max_imbalance: f64) {
-    // There are at most as many as tokens: an index has 31 bits.
+    // Indices fit: each document has at least one token, and there are at most 2^31 - 1 tokens.
     let documents: Vec<_> = longest_first(lengths).map(|(length, index)| (length, index as u32)).collect();
     let mut layer = Layer::new(&documents, ranks.cp_size(), mask, max_imbalance);
     match layer.largest_share(lengths, max_imbalance) {

@@ -69,7 +69,7 @@ impl Shard {
     /// O(segments of the rank).
     pub fn keys_moved(&self, rank: usize) -> i64 {
         let mut moved = 0;
-        // How far the rank sees the document at hand.
+        // The document at hand, and how many of its tokens the rank's queries have seen so far.
         let (mut document, mut seen) = (None, 0);
         for segment in &self.ranks[rank] {
             if document != Some(segment.document) {

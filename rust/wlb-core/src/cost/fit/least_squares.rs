@@ -20,8 +20,8 @@ const DEPENDENT: f64 = 1e-10;
 /// Columns that come or go in one search. Without rounding none comes twice to the same others, and few ever come twice.
 const MOST_TURNS: usize = 1000;
 
-/// `k` columns and a target, turned so that only `k` rows are left that matter: their upper triangle, the target in it, and
-/// what of the target no column reaches.
+/// A least-squares problem of `k` columns after a QR decomposition: the upper triangle, the target in the same `k` rows,
+/// and the part of the target that no column reaches.
 pub(super) struct System {
     /// Column by column, each of length 1; those of no rows with a value are 0.
     triangle: Vec<Vec<f64>>,
@@ -124,7 +124,8 @@ impl System {
                     refused.fill(false);
                     break;
                 }
-                // As far towards what is wanted as nothing becomes negative; who would, gets 0.
+                // From the present rates as far towards the wanted ones as all stay at 0 or above. The column that would
+                // be the first below 0 gets 0.
                 let reach = |column: usize, rate: f64| {
                     if rate > 0.0 { 1.0 } else { rates[column] / (rates[column] - rate) }
                 };

@@ -106,7 +106,7 @@ impl KernelModel {
                         let rate = seconds / query.pairs(self.mask, keys as i32);
                         check_seconds(path, rate)?;
                         rates.push(rate);
-                        // Where no segment can be: as with the fewest keys there are.
+                        // A segment has no fewer keys than queries. For fewer, the rate of the fewest keys measured.
                         rates[first..].iter_mut().filter(|rate| **rate == 0.0).for_each(|missing| *missing = rate);
                     }
                 }
@@ -126,7 +126,8 @@ impl KernelModel {
         for table in [&mut description.forward, &mut description.backward] {
             table.median_seconds.iter_mut().flatten().flatten().for_each(|seconds| *seconds *= factor);
         }
-        // Groups as large as before; where the heads do not divide so, as when GPUs share a key head, one.
+        // As many query heads for each key head as measured; a single key head where that does not divide the query heads,
+        // as when GPUs share a key head.
         let group = (description.num_heads / description.num_kv_heads).max(1);
         description.num_kv_heads = if num_heads % group == 0 { num_heads / group } else { 1 };
         description.num_heads = num_heads;
