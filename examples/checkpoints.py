@@ -159,16 +159,16 @@ def sentence(problems: dict[str, str]) -> str:
 
 def on_first_rank(work: Callable[[], T]) -> T:
     """What `work` gives there, or raises there, on every rank."""
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = work()
+            outcome[0] = work()
         except OSError as problem:
-            told[1] = problem
-    dist.broadcast_object_list(told)
-    if told[1] is not None:
-        raise told[1]
-    result: T = told[0]
+            outcome[1] = problem
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
     return result
 
 

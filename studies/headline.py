@@ -142,8 +142,8 @@ def gained(search: LayoutSearch, others: Iterable[Lengths]) -> Row:
         "gain": search.gain(search.without),
         "orders": [in_order(search, pieces) for pieces in others],
         "band": list(search.gain_band(search.without)),
-        "with": told(search, search.best),
-        "without": told(search, search.without),
+        "with": described(search, search.best),
+        "without": described(search, search.without),
         "simulated": search.simulated,
         "candidates": search.candidates,
     }
@@ -174,7 +174,7 @@ def on_one_layout(lengths: Lengths, batch: int, assumed: dict[str, Any], without
     return {name: row(outcome) for name, outcome in outcomes.items()}
 
 
-def told(search: LayoutSearch, choice: Choice) -> Row:
+def described(search: LayoutSearch, choice: Choice) -> Row:
     """A plan and its layout."""
     return {
         "plan": KINDS[choice.kind],

@@ -96,20 +96,20 @@ class Audit:
 
     def sentences(self) -> list[str]:
         """What was found, in words: each finding with its documents, then how much of the run holds."""
-        told = []
+        found = []
         for finding in self.findings:
-            told.append(f"✗ {finding}")
-            told += (f"    document {document} of epoch {epoch}" for epoch, document in finding.documents)
+            found.append(f"✗ {finding}")
+            found += (f"    document {document} of epoch {epoch}" for epoch, document in finding.documents)
         if self.sound:
-            told.append(f"✓ Sound: {self.proof}.")
+            found.append(f"✓ Sound: {self.proof}.")
         if self.superseded:
             steps = "step" if self.superseded == 1 else "steps"
-            told.append(f"{self.superseded:,} {steps} trained anew after going back to a checkpoint.")
+            found.append(f"{self.superseded:,} {steps} trained anew after going back to a checkpoint.")
         if not self.num_steps:
-            return [*told, "No step holds: go on from nothing that this run has saved."]
+            return [*found, "No step holds: go on from nothing that this run has saved."]
         last = self.first_step + self.num_steps - 1
         return [
-            *told,
+            *found,
             f"Steps {self.first_step} to {last} hold. A run may go on from the state after step {last}, {self.state},"
             " or from one before it.",
         ]
@@ -476,9 +476,7 @@ class _CompleteDocuments:
         if again := _twice(together, nowhere, nowhere, self.per_epoch):
             return [Finding("documents wait in the state that were trained", documents=again[0].documents)]
         ids, complete, _ = self._complete(together)
-        whole = self.complete.copy()
-        whole[np.isin(self.ids, waiting.ids)] = False
-        self.complete = whole
+        self.complete &= ~np.isin(self.ids, waiting.ids)
         return self._missing(ids, complete, read)
 
     def without_waiting(self, read: int) -> list[Finding]:

@@ -27,10 +27,10 @@ def document_lengths(*, max_length: int, min_size: int = 0, max_size: int = 40) 
 
 
 def cost_settings(*, exact: bool = False) -> st.SearchStrategy[dict[str, Any]]:
-    """Arguments of `wlb.CostModel`: `exact` ones have whole coefficients, so that sums of costs carry no rounding."""
-    whole = st.integers(0, 1000).map(float)
+    """Arguments of `wlb.CostModel`: `exact` ones have integers, so that sums of costs carry no rounding."""
+    integer = st.integers(0, 1000).map(float)
     real = st.floats(1e-12, 1e3)
-    coefficient = whole if exact else st.one_of(whole, real)
+    coefficient = integer if exact else st.one_of(integer, real)
     settings = st.fixed_dictionaries({"attention": coefficient, "linear": coefficient, "causal": st.booleans()})
     return settings.filter(lambda cost: cost["attention"] > 0 or cost["linear"] > 0)
 

@@ -149,12 +149,12 @@ class Proof:
     def _run(self, layout: Layout, kind: str) -> Row:
         link = self._link(layout, kind)
         hardware = machine.hardware(self._bench, self._profile, processes.link_of(link), layout.world_size)
-        scenario, beside = self._probed(layout, hardware, link)
+        scenario, alone = self._probed(layout, hardware, link)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
         made, took = measure(layout, outcomes)
         # What was probed as it is run here: trained by processes, or by itself.
-        found = pace.of(took, link["even"] if kind == "processes" else beside["even"])
+        found = pace.of(took, link["even"] if kind == "processes" else alone["even"])
         for name, row in made.items():
             row |= predicted(outcomes[name], found)
         return {
@@ -162,7 +162,7 @@ class Proof:
             "title": str(layout),
             "kind": kind,
             "link": link,
-            "beside": beside,
+            "beside": alone,
             "pace": {"seconds": found, "took": took.tolist()},
             "methods": made,
         }

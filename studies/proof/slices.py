@@ -90,21 +90,21 @@ class Stages:
 def measure(
     bench: Bench,
     outcomes: Mapping[str, Outcome],
-    beside: Sequence[Part] = (),
+    extra: Sequence[Part] = (),
     *,
     repeats: int,
     device: torch.device,
     thread_clock: bool,
     tick: Callable[[], None],
 ) -> tuple[dict[str, Floats], Floats]:
-    """float64 [repeats, parts, stages, 2] of every method: seconds of forward and backward; and those of `beside`.
+    """float64 [repeats, parts, stages, 2] of every method: seconds of forward and backward; and those of `extra`.
 
-    The latter are float64 [beside, repeats, steps], of both passes and all stages together.
+    The latter are float64 [extra, repeats, steps], of both passes and all stages together.
 
     Args:
         bench: the model.
         outcomes: plans, by method, of one layout.
-        beside: parts of no method that are run in turn with the methods, all of them once for each step.
+        extra: parts of no method that are run in turn with the methods, all of them once for each step.
         repeats: how often everything is run, one time after another.
         device: where.
         thread_clock: whether the processor time of this thread counts, not the wall's.
@@ -120,7 +120,7 @@ def measure(
     for name, found in parts.items():
         for index, part in enumerate(found):
             by_step.setdefault((part.step, name), []).append(index)
-    others = np.zeros((len(beside), repeats, 1 + max(step for step, _ in by_step)))
+    others = np.zeros((len(extra), repeats, 1 + max(step for step, _ in by_step)))
     echo.start(layout.size("dp_cp"))
     try:
         first = outcomes[next(iter(outcomes))]
@@ -130,7 +130,7 @@ def measure(
         for repeat in range(repeats):
             for turn, (step, name) in enumerate(steps):
                 if step != steps[turn - 1][0]:
-                    for sort, part in enumerate(beside):
+                    for sort, part in enumerate(extra):
                         others[sort, repeat, step] = stages.run(text.batch(part, device), part.cp_size).sum()
                 for index in by_step[step, name]:
                     part = parts[name][index]

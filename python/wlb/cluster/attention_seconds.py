@@ -46,7 +46,7 @@ def segment_seconds(
 
 
 def _window_seconds(kernel: KernelModel, queries: Integers, keys: Integers, window: int, passes: Passes) -> Floats:
-    whole = kernel.segment_seconds(queries, keys, passes=passes)
+    unlimited = kernel.segment_seconds(queries, keys, passes=passes)
     # A part of the segment, which stands for all of it where the window hides nothing.
     of_part = np.where(keys <= window, queries, np.minimum(queries, window))
     part_keys = np.minimum(keys, of_part + window - 1)
@@ -55,7 +55,7 @@ def _window_seconds(kernel: KernelModel, queries: Integers, keys: Integers, wind
     share = (_window_pairs(keys, window) - _window_pairs(keys - queries, window)) / (
         _window_pairs(part_keys, None) - _window_pairs(part_keys - of_part, None)
     )
-    return np.where(keys <= window, whole, np.minimum(part * share, whole))
+    return np.where(keys <= window, unlimited, np.minimum(part * share, unlimited))
 
 
 def _window_pairs(positions: Integers, window: int | None) -> Floats:

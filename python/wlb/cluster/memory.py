@@ -105,16 +105,16 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, *, se
     a, tp, h = layout.activation_bytes, layout.tp, model.hidden_size
     # Split over tensor-parallel ranks only by sequence parallelism: what norms are given, and what they give.
     by_token = float(layer.norms * (a * h + 4))
-    by_head, whole = 0.0, 0.0
+    by_head, on_each = 0.0, 0.0
     if not selective:
         by_token += len(layer.sublayers) * a * h
     for block in layer.blocks:
         kept = block.kept(h, kv_copies=_kv_copies(block, layout))
         by_head += a * kept.values + 4 * kept.statistics
-        whole += a * kept.rows
+        on_each += a * kept.rows
         if not selective:
             by_head += a * (kept.recomputed + (0 if layout.fused_ffn else kept.unfused))
-    return by_token / (tp if layout.sequence_parallel else 1) + by_head / tp + whole
+    return by_token / (tp if layout.sequence_parallel else 1) + by_head / tp + on_each
 
 
 def kv_width(attention: Attention, layout: ParallelLayout) -> int:
@@ -329,14 +329,14 @@ def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.in
 
 def _layer_parameters(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
     h, tp = model.hidden_size, layout.tp
-    whole = layer.norm_parameters(h)
+    on_each = layer.norm_parameters(h)
     copied = 0.0
     for block in layer.blocks:
-        whole += block.vectors(h) + sum(m.parameters(m.copies) for m in block.matrices(h) if not m.split)
+        on_each += block.vectors(h) + sum(m.parameters(m.copies) for m in block.matrices(h) if not m.split)
         if isinstance(block, Attention):
             copied += 2 * h * (kv_width(block, layout) - block.kv_width / tp)
     elsewhere = (layout.ep - 1) * _layer_experts(model, layout, layer)
-    return (layer.parameters(h) - whole) / tp + whole + copied - elsewhere
+    return (layer.parameters(h) - on_each) / tp + on_each + copied - elsewhere
 
 
 def _constant(
@@ -350,8 +350,8 @@ def _constant(
 
     def held(width: int, shared_from: int) -> Floats:
         """Bytes, shared out among the ranks that hold the same from that level on."""
-        whole = level < shared_from
-        return np.asarray(rest * width / (1 if whole else shards) + experts * width / (1 if whole else replicas))
+        shared = level >= shared_from
+        return np.asarray(rest * width / (shards if shared else 1) + experts * width / (replicas if shared else 1))
 
     gathered = np.zeros(layout.pp)
     if level >= 3 and shards > 1:

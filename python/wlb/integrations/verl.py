@@ -120,8 +120,8 @@ def rearrange_micro_batches(
         raise error("force_group_size", message, value=force_group_size)
     if longest > max_token_len:
         raise error("max_token_len", f"= {max_token_len}: a group of samples has {longest} tokens", value=max_token_len)
-    whole = _packed(tokens, work, max_token_len, None, divisor)
-    count = divisor if whole is None else len(whole)
+    least = _packed(tokens, work, max_token_len, None, divisor)
+    count = divisor if least is None else len(least)
     (count,) = _most([max(count, -(-(min_num_micro_batch or 1) // divisor) * divisor)], together)
     while True:
         if count > -fewest:

@@ -54,10 +54,12 @@ class Refused:
 
     def sentences(self) -> list[str]:
         """In words."""
-        told = [f"{count:,} {'layout' if count == 1 else 'layouts'}: {why}." for why, count in self.counts.items()]
+        sentences = [f"{count:,} {'layout' if count == 1 else 'layouts'}: {why}." for why, count in self.counts.items()]
         if self.nearest is not None:
-            told.append(f"Nearest to fitting: {in_short(self.nearest)} lacks {self.lacking_bytes / 2**30:.1f} GiB.")
-        return told
+            sentences.append(
+                f"Nearest to fitting: {in_short(self.nearest)} lacks {self.lacking_bytes / 2**30:.1f} GiB."
+            )
+        return sentences
 
 
 @dataclass(frozen=True)
@@ -265,8 +267,8 @@ class _Search:
         scenarios = [self._scenario(layout) for layout in self._layouts(gpus, template)]
         candidates = sorted(self._candidates(scenarios), key=lambda candidate: candidate.bound)
         if not candidates:
-            told = " ".join(self._refused().sentences())
-            raise error("gpus", f"= {gpus}: no layout is possible. {told}", value=gpus)
+            refused = " ".join(self._refused().sentences())
+            raise error("gpus", f"= {gpus}: no layout is possible. {refused}", value=gpus)
         self._total = len(candidates)
         if not prune:
             candidates = [dataclasses.replace(candidate, bound=0.0) for candidate in candidates]
@@ -425,7 +427,7 @@ class _Search:
 
 
 def _seconds(choice: Choice, by: Objective, whole_flops: float) -> float:
-    """Of the whole stream; by FLOPs for as many of them as whole documents have."""
+    """Seconds of the stream. By FLOPs: as if as many FLOPs were trained as uncut documents have."""
     work = whole_flops / choice.outcome.flops if by == "flops" else 1.0
     return work * choice.outcome.steady_seconds
 

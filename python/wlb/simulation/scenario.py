@@ -331,8 +331,8 @@ class Scenario:
         )
         if not self.overhead.forward:
             return made
-        beside = self.overhead.passes(tokens, cp_size=(layout or self.layout).cp)
-        return dataclasses.replace(made, seconds=np.maximum(made.seconds + beside, 0.0))
+        more = self.overhead.passes(tokens, cp_size=(layout or self.layout).cp)
+        return dataclasses.replace(made, seconds=np.maximum(made.seconds + more, 0.0))
 
     def attention_seconds(self, lengths: ArrayLike) -> float:
         """Seconds of whole documents' attention on one context-parallel rank, over all layers and passes.

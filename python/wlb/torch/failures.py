@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NoReturn
 
 import torch.distributed as dist
 
@@ -124,6 +124,13 @@ class Together:
         result = self._explained(own)
         vars(result)[_EXPLAINED] = self.activity.key
         return result
+
+    def explain(self, own: BaseException) -> NoReturn:
+        """Raises what :meth:`explained` gives, from what was raised here where that is something else."""
+        explained = self.explained(own)
+        if explained is own:
+            raise own
+        raise explained from own
 
     def _explained(self, own: BaseException) -> BaseException:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -343,10 +350,7 @@ def failures_explained(step: int | None = None) -> Iterator[None]:
         if not _depth:
             _training.end()
     assert own is not None
-    told = _training.explained(own)
-    if told is own:
-        raise own
-    raise told from own
+    _training.explain(own)
 
 
 @contextmanager

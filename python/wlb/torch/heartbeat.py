@@ -70,7 +70,7 @@ class Activity:
     failure: bytes | None = None
     in_vain: Callable[[bytes], None] | None = None
 
-    def told(self, threads: Mapping[int, list[Line]]) -> Place:
+    def place(self, threads: Mapping[int, list[Line]]) -> Place:
         """What it tells now; where each thread is."""
         lines = threads.get(self.thread, []) if self.busy else []
         found = waits(lines) if self.busy else False
@@ -229,11 +229,11 @@ class Heartbeat:
         """
 
         def work(store: Store) -> dict[int, Beat]:
-            told = list(ranks)
-            if not store.check([_key(rank) for rank in told]):
-                told = [rank for rank in told if store.check([_key(rank)])]
-            texts = store.multi_get([_key(rank) for rank in told]) if told else []
-            return {rank: Beat.of(text) for rank, text in zip(told, texts, strict=True)}
+            beating = list(ranks)
+            if not store.check([_key(rank) for rank in beating]):
+                beating = [rank for rank in beating if store.check([_key(rank)])]
+            texts = store.multi_get([_key(rank) for rank in beating]) if beating else []
+            return {rank: Beat.of(text) for rank, text in zip(beating, texts, strict=True)}
 
         return self.ask(work)
 
@@ -272,7 +272,7 @@ class Heartbeat:
         if self._ended is None and not main.is_alive():  # other threads keep the process
             self._ended = _how_it_ended()
         threads = stacks() if time.monotonic() < self._answers_until else {}
-        does = {activity.name: activity.told(threads) for activity in list(self._activities.values())}
+        does = {activity.name: activity.place(threads) for activity in list(self._activities.values())}
         beat = Beat(asked, where(threads.get(main.ident or 0, [])), self._ended, does)
         self._use(lambda store: store.set(_key(self.rank), beat.text()))
         for activity in list(self._activities.values()):

@@ -33,12 +33,12 @@ def show(report: Report, console: Console) -> None:
                 console.print()
         elif isinstance(block, Table):
             console.print(block.title, style="bold")
-            _print_whole(_for_terminal(block), console)
+            _print_uncut(_for_terminal(block), console)
         else:
             console.print(block.text, style="bold", soft_wrap=True)
 
 
-def _print_whole(table: RichTable, console: Console) -> None:
+def _print_uncut(table: RichTable, console: Console) -> None:
     """Prints a table that runs over where it is wider than the console: half a number is none."""
     width = console.width
     console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum)

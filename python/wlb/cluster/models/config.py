@@ -234,11 +234,11 @@ class ModelConfig:
             WlbError: the layers differ.
         """
         layer = self._one_layer("layer_parameters")
-        whole = layer.parameters(self.hidden_size)
+        all_of_them = layer.parameters(self.hidden_size)
         if experts is None:
-            return whole
+            return all_of_them
         each = sum(m.parameters(1) for m in layer.blocks[-1].matrices(self.hidden_size)[:2])
-        return whole + (experts - self.num_experts) * each
+        return all_of_them + (experts - self.num_experts) * each
 
     def _one_layer(self, what: str) -> Layer:
         if self.layers is not None:

@@ -16,7 +16,7 @@ from wlb.cluster.models.layers import Layer
 ImageFamily = Callable[[Keys, Keys, int], ImageEncoder]
 """From the whole config, its `vision_config`, and the width of the language model."""
 
-_WHOLE_IMAGE = Mask("bidirectional")
+_ALL_PATCHES = Mask("bidirectional")
 
 
 def _layer(keys: Keys, mask: Mask, *, gated: bool, bias: bool, norm_bias: bool) -> Layer:
@@ -43,7 +43,7 @@ def _qwen2_5(config: Keys, keys: Keys, text: int) -> ImageEncoder:
     everywhere = {*keys.integers("fullatt_block_indexes", (7, 15, 23, 31))}
     layers = []
     for index in range(keys.integer("depth")):
-        mask = _WHOLE_IMAGE if index in everywhere else Mask("bidirectional_window", side * side)
+        mask = _ALL_PATCHES if index in everywhere else Mask("bidirectional_window", side * side)
         layers.append(_layer(keys, mask, gated=True, bias=True, norm_bias=False))
     return ImageEncoder(
         hidden_size=hidden,
@@ -68,7 +68,7 @@ def _qwen2(config: Keys, keys: Keys, text: int) -> ImageEncoder:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        mask=_WHOLE_IMAGE,
+        mask=_ALL_PATCHES,
         qkv_bias=True,
         output_bias=True,
     )
@@ -91,7 +91,7 @@ def _qwen3(config: Keys, keys: Keys, text: int) -> ImageEncoder:
     deep = len(keys.integers("deepstack_visual_indexes", ()))
     return ImageEncoder(
         hidden_size=hidden,
-        layers=(_layer(keys, _WHOLE_IMAGE, gated=False, bias=True, norm_bias=True),) * keys.integer("depth"),
+        layers=(_layer(keys, _ALL_PATCHES, gated=False, bias=True, norm_bias=True),) * keys.integer("depth"),
         patch_values=_patch_values(keys),
         merge=merge,
         projection=_merger(hidden * merge, keys.integer("out_hidden_size")) * (1 + deep),
@@ -102,7 +102,7 @@ def _qwen3(config: Keys, keys: Keys, text: int) -> ImageEncoder:
 def _vit(keys: Keys) -> tuple[int, int, Layer]:
     """Width, patches of an image, and a layer of CLIP and SigLIP."""
     side = keys.integer("image_size") // keys.positive("patch_size")
-    layer = _layer(keys, _WHOLE_IMAGE, gated=False, bias=True, norm_bias=True)
+    layer = _layer(keys, _ALL_PATCHES, gated=False, bias=True, norm_bias=True)
     return keys.integer("hidden_size"), side * side, layer
 
 
@@ -162,7 +162,7 @@ def _mistral3(config: Keys, keys: Keys, text: int) -> ImageEncoder:
     if "vision_feature_layer" in config:
         config.integer("vision_feature_layer")  # of several, the projection would be wider
     bias = config.flag("multimodal_projector_bias")
-    layer = _layer(keys, _WHOLE_IMAGE, gated=True, bias=False, norm_bias=False)
+    layer = _layer(keys, _ALL_PATCHES, gated=True, bias=False, norm_bias=False)
     return ImageEncoder(
         hidden_size=hidden,
         layers=(layer,) * keys.integer("num_hidden_layers"),

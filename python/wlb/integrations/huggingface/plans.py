@@ -33,9 +33,9 @@ class Limits:
 
     def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
         """One for steps of so many micro-batches, for which so many tokens are read."""
-        told = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}
-        told["tokens_per_batch"] = tokens_per_batch
-        return self.loading.packer(num_micro_batches, **told | self.others)
+        arguments = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}
+        arguments["tokens_per_batch"] = tokens_per_batch
+        return self.loading.packer(num_micro_batches, **arguments | self.others)
 
     def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
         """The fewest, as many on all ranks, that hold so many tokens with room to spare."""

@@ -53,12 +53,12 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         position = getattr(packed_seq_params, "position", None)
         if position is None:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        whole = self.pg_collection.cp
+        group = self.pg_collection.cp
         self.pg_collection.cp = position
         try:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
-            self.pg_collection.cp = whole
+            self.pg_collection.cp = group
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]

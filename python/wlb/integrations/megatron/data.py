@@ -203,9 +203,9 @@ def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, 
     Raises:
         wlb.WlbError: With a Dynamic-CP plan, a group that it may ask for was not made.
     """
-    whole = parallel_state.get_context_parallel_group()
+    group = parallel_state.get_context_parallel_group()
     if not dynamic_cp:
-        return Ranks(lambda size: whole if size > 1 else None, whole, dynamic=False), config.context_parallel_size
+        return Ranks(lambda size: group if size > 1 else None, group, dynamic=False), config.context_parallel_size
     largest = planning.get("max_cp_size")
     if largest is None:
         largest = everyone.size()
@@ -215,7 +215,7 @@ def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, 
     for size in groups:
         if size > 1:
             groups[size] = _group_of(size, everyone)
-    return Ranks(groups.__getitem__, whole, dynamic=True), largest
+    return Ranks(groups.__getitem__, group, dynamic=True), largest
 
 
 def _group_of(size: int, everyone: Any) -> Any:

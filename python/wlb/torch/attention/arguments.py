@@ -48,8 +48,8 @@ def check_transport(transport: Transport, ulysses_size: int | None, size: int) -
         if ulysses_size is not None:
             raise error("ulysses_size", f"= {ulysses_size!r}: only for the transport 'usp'", value=ulysses_size)
         return size if transport == "ulysses" else 1
-    whole = isinstance(ulysses_size, int) and not isinstance(ulysses_size, bool)
-    if ulysses_size is None or not whole or ulysses_size < 1 or size % ulysses_size:
+    is_integer = isinstance(ulysses_size, int) and not isinstance(ulysses_size, bool)
+    if ulysses_size is None or not is_integer or ulysses_size < 1 or size % ulysses_size:
         raise error("ulysses_size", f"= {ulysses_size!r}: a divisor of the group's size {size}", value=ulysses_size)
     return ulysses_size
 
@@ -131,7 +131,7 @@ def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, ali
 
 
 def reach(window: int | None) -> int | None:
-    """The window, if it is one: no sequence has more tokens, and kernels count to there."""
+    """The window, or None where it hides nothing: no sequence is longer than `MAX_TOKENS`, and kernels take int32."""
     return None if window is None or window >= MAX_TOKENS else window
 
 

@@ -119,7 +119,7 @@ class CostSwitches:
             self._changes = dict(changes)
             self._begun = step
 
-    def told(self, state: dict[str, Any]) -> dict[str, Any]:
+    def saved_with(self, state: dict[str, Any]) -> dict[str, Any]:
         """A sealed state with the changes to come after it; itself where there are none.
 
         No step left it like that: it has moved from the state that one did leave, so that the chain of the steps is the

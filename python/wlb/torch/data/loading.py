@@ -81,20 +81,20 @@ class Loading:
             raise error("cost_model", "or config: give one of them, which says what documents cost")
         if self.cost_model is not None:
             return self.cost_model
-        told = config if isinstance(config, Mapping) else config.to_dict()
-        return wlb.ModelConfig.from_hugging_face(told).cost_model()
+        mapping = config if isinstance(config, Mapping) else config.to_dict()
+        return wlb.ModelConfig.from_hugging_face(mapping).cost_model()
 
     def packer(self, num_micro_batches: int, **others: Any) -> wlb.Packer:
         """For steps of so many micro-batches; `others` are what else `wlb.Packer` takes, and come first.
 
         Among them the `tokens_per_batch` that are read for a step, if they are no context for each micro-batch.
         """
-        told: dict[str, Any] = {"max_document_tokens": self.max_document_tokens, "oversize": self.oversize}
+        arguments: dict[str, Any] = {"max_document_tokens": self.max_document_tokens, "oversize": self.oversize}
         if self.max_delay:
-            told |= {"release": "adaptive", "max_delay": self.max_delay}
+            arguments |= {"release": "adaptive", "max_delay": self.max_delay}
         elif {"release", "outlier_thresholds"} & others.keys():
-            told["max_delay"] = 0  # a rule by which documents wait has a limit of its own
-        return wlb.Packer(num_micro_batches=num_micro_batches, **told | others)
+            arguments["max_delay"] = 0  # a rule by which documents wait has a limit of its own
+        return wlb.Packer(num_micro_batches=num_micro_batches, **arguments | others)
 
     def sampler(self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int) -> BalancedBatchSampler:
         """That of one data-parallel rank."""

@@ -49,10 +49,7 @@ class Peers:
             try:
                 self._group = _on_host(group, timeout=timeout, description=description)
             except BaseException as own:
-                told = making.explained(own)
-                if told is own:
-                    raise
-                raise told from own
+                making.explain(own)
             finally:
                 making.close()
         self.rank = 0 if self._group is None else self._group.rank()
@@ -77,10 +74,7 @@ class Peers:
             except BaseException as own:
                 if own is self._told:
                     raise
-                told = self._together.explained(own)
-                if told is own:
-                    raise
-                raise told from own
+                self._together.explain(own)
             finally:
                 self._together.end()
 
@@ -189,10 +183,7 @@ class Peers:
                 if (failure := self._together.failure()) is not None:
                     raise failure
         except RuntimeError as own:
-            told = self._together.explained(own)
-            if told is own:
-                raise
-            raise told from own
+            self._together.explain(own)
 
 
 def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description: str) -> dist.ProcessGroup:

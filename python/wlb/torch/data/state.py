@@ -178,7 +178,7 @@ class Snapshot:
     @property
     def state(self) -> dict[str, Any]:
         """Plain JSON values; the caller's own. With the changes of costs that were decided since it was taken."""
-        written = self._written if self._switches is None else self._switches.told(self._written)
+        written = self._written if self._switches is None else self._switches.saved_with(self._written)
         return copy.deepcopy(written)
 
     def __getstate__(self) -> dict[str, Any]:

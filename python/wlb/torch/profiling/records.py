@@ -36,8 +36,8 @@ class Records:
             text = path.read_text(encoding="utf-8") if path.exists() else ""
         except (OSError, ValueError) as problem:
             raise error("records", f"{str(path)!r} cannot be read: {problem}", value=str(path)) from problem
-        whole = text[: text.rfind("\n") + 1]  # a line is whole once its end is written
-        lines = whole.splitlines()
+        complete = text[: text.rfind("\n") + 1]  # a line is complete once its end is written
+        lines = complete.splitlines()
         if lines:
             # As JSON gives it back: tuples are lists there.
             _check_same(path, _parse(path, 1, lines[0]), json.loads(json.dumps(header)))
@@ -48,7 +48,7 @@ class Records:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("r+" if path.exists() else "w", encoding="utf-8")
-            file.seek(len(whole.encode()))
+            file.seek(len(complete.encode()))
             file.truncate()
             records = cls(file, found)
             if not lines:
