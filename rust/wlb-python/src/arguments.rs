@@ -34,10 +34,10 @@ macro_rules! arguments {
             use pyo3::prelude::*;
 
             $(
-                pub(crate) type $name = Option<super::$name>;
+                pub(crate) type $name = Option<$crate::arguments::$name>;
 
                 pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<$name> {
-                    if object.is_none() { Ok(None) } else { super::$name(object).map(Some) }
+                    if object.is_none() { Ok(None) } else { $crate::arguments::$name(object).map(Some) }
                 }
             )+
         }
