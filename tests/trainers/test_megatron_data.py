@@ -242,6 +242,15 @@ def test_its_own_schedulers_refuse_rows_that_quantized_kernels_do_not_take() -> 
     assert scheduler.get_groups_and_subsamples([(0, 64), (1, 128)], config)
 
 
+def test_multiples_below_one_are_named() -> None:
+    assert megatron.required_multiple(cp_size=4, tp_size=2) == 16
+    assert megatron.padded_lengths([1, 16, 17], pad_multiple=16).tolist() == [16, 16, 32]
+    with pytest.raises(wlb.WlbError, match="cp_size"):
+        megatron.required_multiple(cp_size=0)
+    with pytest.raises(wlb.WlbError, match="pad_multiple"):
+        megatron.padded_lengths([1], pad_multiple=0)
+
+
 @pytest.mark.parametrize("option", [{"token_buckets": [64]}, {"multiple_of_tokens": 8}, {"max_documents": 4}])
 def test_sizes_that_nothing_fills_up_to_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(wlb.WlbError, match=f"{next(iter(option))} is no option here"):
