@@ -21,7 +21,7 @@ Layers that are no attention (convolutions, state-space layers) mix documents un
 
 from wlb.integrations.huggingface.balance import balance
 from wlb.integrations.huggingface.balancing import balancing
-from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader, PackedCollator
+from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.streams import streams_of
 
-__all__ = ["MicroBatchCallback", "MicroBatchLoader", "PackedCollator", "balance", "balancing", "streams_of"]
+__all__ = ["MicroBatchCallback", "MicroBatchLoader", "balance", "balancing", "streams_of"]

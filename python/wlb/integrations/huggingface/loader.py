@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -12,40 +12,9 @@ from transformers.trainer_callback import ExportableState
 
 from wlb._errors import error
 from wlb.integrations.labelled import labelled_steps
-from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.documents import as_arrays
+from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
-
-
-@dataclass(frozen=True)
-class PackedCollator:
-    """Lays the documents of a micro-batch side by side in one row.
-
-    An empty micro-batch, legal in a plan, becomes one token that no loss counts: its rank stays in step.
-
-    Attributes:
-        flash_attention_kwargs: also give what flash attention wants, and `shift_labels`; off for models that take no
-            other arguments.
-    """
-
-    flash_attention_kwargs: bool = True
-
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Makes a batch of the documents, in their order.
-
-        Args:
-            features: of each document `input_ids` (int[d], a list, an array or a tensor), and if not all tokens count
-                `labels` (int[d], not shifted, -100 where none).
-
-        Returns:
-            As :meth:`wlb.torch.PackedBatch.as_hf`.
-
-        Raises:
-            wlb.WlbError: a document has no tokens, or not as many labels as tokens.
-        """
-        documents = [as_arrays(feature, number, "features") for number, feature in enumerate(features)]
-        return collate(documents).as_hf(plain=not self.flash_attention_kwargs)
 
 
 class MicroBatchLoader:
