@@ -1,6 +1,6 @@
 """What reading ahead buys: documents that come before their turn (`max_early`), against those that only wait.
 
-    python benches/early.py --lengths x.npy ...    # prints a table, writes the record
+    python benches/early.py [--lengths x.npy ...]    # prints a table, writes the record
 
 A stream is as in release.py, read by `BalancedBatchSampler`. Displacement is the mean, over tokens, of the iterations
 between the one in which a document comes in order and the one in which it is trained, before or after it
@@ -10,13 +10,23 @@ mean imbalance. The documents at the end of the stream, drained, count in the di
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import CONTEXT, RECORDS, Lengths, Row, llama_7b, machine, read_lengths, rounded, stream, write_record
-from rich.console import Console
+from common import (
+    CONTEXT,
+    Lengths,
+    Row,
+    llama_7b,
+    machine,
+    options,
+    parse,
+    rounded,
+    sources,
+    stream,
+    tables,
+    write_record,
+)
 from rich.table import Table
 
 import wlb
@@ -61,26 +71,25 @@ def at(level: float, points: list[Row], key: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--lengths", type=Path, nargs="+", required=True)
+    parser = options(__doc__, lengths=True, record="early.json")
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    given = parse(parser)
     table = Table("lengths", "max_early", *(f"displacement at {level}" for level in LEVELS), "worst step at 1.005")
     rows: list[dict[str, Any]] = []
-    for path in given.lengths:
-        lengths = stream(read_lengths(path), given.steps * given.micro_batches * CONTEXT, given.seed)
+    for name, documents in sources(given.lengths, documents=200_000).items():
+        lengths = stream(documents, given.steps * given.micro_batches * CONTEXT, given.seed)
         for most in MOST:
             points = [run(lengths, given.micro_batches, price, most) for price in PRICES]
             moved = [at(level, points, "displacement") for level in LEVELS]
             worst = at(1.005, points, "imbalance_worst")
-            table.add_row(path.stem, str(most), *(f"{value:.3f}" for value in moved), f"{worst:.3f}")
+            table.add_row(name, str(most), *(f"{value:.3f}" for value in moved), f"{worst:.3f}")
             levels = dict(zip(map(str, LEVELS), moved, strict=True))
-            rows.append({"lengths": path.stem, "max_early": most, "displacement_at": levels, "points": points})
-    Console(width=120).print(table)
+            rows.append({"lengths": name, "max_early": most, "displacement_at": levels, "points": points})
+    tables(120).print(table)
     settings = {"micro_batches": given.micro_batches, "steps": given.steps, "seed": given.seed}
-    write_record(RECORDS / "early.json", {"machine": machine(), **settings, "rows": rounded(rows)})
+    write_record(given.record, {"machine": machine(), **settings, "rows": rounded(rows)})
 
 
 if __name__ == "__main__":

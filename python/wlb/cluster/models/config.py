@@ -227,19 +227,6 @@ class ModelConfig:
             raise error("layers", message, value=self.name)
         return blocks.pop()
 
-    def layer_parameters(self, *, experts: int | None = None) -> int:
-        """Parameters of one of equal layers, with all experts or with that many.
-
-        Raises:
-            WlbError: the layers differ.
-        """
-        layer = self._one_layer("layer_parameters")
-        all_of_them = layer.parameters(self.hidden_size)
-        if experts is None:
-            return all_of_them
-        each = sum(m.parameters(1) for m in layer.blocks[-1].matrices(self.hidden_size)[:2])
-        return all_of_them + (experts - self.num_experts) * each
-
     def _one_layer(self, what: str) -> Layer:
         if self.layers is not None:
             raise error("layers", f"differ: {what} is of a model of equal layers", value=self.name)
