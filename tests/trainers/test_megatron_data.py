@@ -18,6 +18,7 @@ from processes import run as run_processes
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron_run import CONTEXT, Run, alone, build, configuration, documents, initialize, on_cpu
@@ -484,7 +485,8 @@ def scores(rank: int) -> tuple[np.ndarray, np.ndarray]:
         q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
         hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
         own = DotProductAttention(config, **make)(q, k[:, :, :2], v[:, :, :2], hidden)
-        packed = megatron.packed_seq_params(wlb.shard([12], cp_size=1), device="cpu")
+        ends = torch.tensor([0, 12], dtype=torch.int32)
+        packed = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=12, max_seqlen_kv=12)
         rows = q.squeeze(1), k[:, 0, :2], v[:, 0, :2]
         ours = megatron.PackedCoreAttention(config, **make)(*rows, packed_seq_params=packed)
         return ours.detach().reshape(12, -1).numpy(), own.detach()[:, 0].numpy()

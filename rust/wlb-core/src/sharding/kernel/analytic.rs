@@ -23,8 +23,6 @@ named_choices! {
 
 /// What [`KernelModel::analytic`] assumes of a GPU.
 struct Assumption {
-    /// Dense bfloat16 FLOP/s, as the vendor states it.
-    peak: f64,
     /// Share of the peak with unlimited keys, forward and backward.
     efficiency: [f64; 2],
     /// Rate below 256 queries, relative to the rate from there on.
@@ -32,11 +30,20 @@ struct Assumption {
 }
 
 impl Generation {
+    /// Dense bfloat16 FLOP/s, as the vendor states it.
+    pub fn peak_flops(self) -> f64 {
+        match self {
+            Self::A100 => 312e12,
+            Self::H100 | Self::H200 => 989e12,
+            Self::B200 => 2250e12,
+        }
+    }
+
     fn assumption(self) -> Assumption {
         match self {
-            Self::A100 => Assumption { peak: 312e12, efficiency: [0.70, 0.60], without_multicast: 1.0 },
-            Self::H100 | Self::H200 => Assumption { peak: 989e12, efficiency: [0.64, 0.575], without_multicast: 0.8 },
-            Self::B200 => Assumption { peak: 2250e12, efficiency: [0.70, 0.63], without_multicast: 0.8 },
+            Self::A100 => Assumption { efficiency: [0.70, 0.60], without_multicast: 1.0 },
+            Self::H100 | Self::H200 => Assumption { efficiency: [0.64, 0.575], without_multicast: 0.8 },
+            Self::B200 => Assumption { efficiency: [0.70, 0.63], without_multicast: 0.8 },
         }
     }
 }
@@ -67,7 +74,7 @@ impl KernelModel {
         if num_heads % num_kv_heads != 0 {
             return Err(Error::Combination { argument: "num_kv_heads", requirement: "must divide num_heads" });
         }
-        let Assumption { peak, efficiency, without_multicast } = generation.assumption();
+        let Assumption { efficiency, without_multicast } = generation.assumption();
         let query_lengths: Vec<i64> = (7..=13).map(|bit| 1 << bit).collect();
         let key_lengths: Vec<i64> = (7..=20).map(|bit| 1 << bit).collect();
         let flops_per_pair = (4 * num_heads * head_dim) as f64;
@@ -77,7 +84,7 @@ impl KernelModel {
                 let pairs = mask.segment_pairs((keys - queries) as i32, queries as i32, keys as i32) as f64;
                 let mean = pairs / queries as f64;
                 let multicast = if queries < 256 { without_multicast } else { 1.0 };
-                let rate = peak * efficiency[pass] * multicast * (mean / (mean + overhead));
+                let rate = generation.peak_flops() * efficiency[pass] * multicast * (mean / (mean + overhead));
                 pairs * flops_per_pair * work / rate
             };
             let row = |&queries: &i64| {
