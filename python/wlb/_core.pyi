@@ -42,6 +42,7 @@ __all__ = [
     "ON_BACKLOG",
     "OVERSIZE",
     "PASSES",
+    "PEAK_FLOPS",
     "RELEASES",
     "REMAINDERS",
     "SCHEDULES",
@@ -96,6 +97,7 @@ METHODS: tuple[Method, ...]
 ON_BACKLOG: tuple[OnBacklog, ...]
 OVERSIZE: tuple[Oversize, ...]
 PASSES: tuple[Passes, ...]
+PEAK_FLOPS: dict[Generation, float]
 RELEASES: tuple[Release, ...]
 REMAINDERS: tuple[Remainder, ...]
 SCHEDULES: tuple[Schedule, ...]

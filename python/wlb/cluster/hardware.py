@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb._choices import Generation
-from wlb._core import CostModel
+from wlb._core import PEAK_FLOPS, CostModel
 from wlb._errors import check_integer, check_positive, error
 from wlb.cluster.models import ModelConfig
 
@@ -133,7 +133,7 @@ def _preset(
     name: str,
     generation: Generation,
     *,
-    tflops: float,
+    peak_flops: float | None = None,
     mebibytes: int,
     gpus: int,
     links: int,
@@ -141,10 +141,10 @@ def _preset(
     network: float,
     attention: float,
 ) -> tuple[Hardware, Generation]:
-    """`link` in GB/s, `network` in Gb/s."""
+    """`link` in GB/s, `network` in Gb/s; `peak_flops` where it is not that of its generation."""
     hardware = Hardware(
         name=name,
-        peak_flops=tflops * 1e12,
+        peak_flops=peak_flops or PEAK_FLOPS[generation],
         memory_bytes=mebibytes * 2**20,
         gpus_per_node=gpus,
         intra_node=Link(latency=3.4e-6, bandwidth=links * link * 1e9),
@@ -154,14 +154,14 @@ def _preset(
     return hardware, generation
 
 
-_HOPPER: dict[str, Any] = {"tflops": 989, "gpus": 8, "links": 18, "link": 20.6, "network": 400, "attention": 0.85}
+_HOPPER: dict[str, Any] = {"gpus": 8, "links": 18, "link": 20.6, "network": 400, "attention": 0.85}
 _BLACKWELL: dict[str, Any] = {"links": 18, "link": 40.1, "network": 400}
 _GPUS = (
-    _preset("a100", "a100", tflops=312, mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90),
+    _preset("a100", "a100", mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90),
     _preset("h100", "h100", mebibytes=81559, **_HOPPER),
     _preset("h200", "h200", mebibytes=143771, **_HOPPER),
-    _preset("b200", "b200", tflops=2250, mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
-    _preset("gb200", "b200", tflops=2500, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
+    _preset("b200", "b200", mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
+    _preset("gb200", "b200", peak_flops=2.5e15, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
 )
 _PRESETS = {hardware.name: hardware for hardware, _ in _GPUS}
 GENERATIONS = {hardware.name: generation for hardware, generation in _GPUS}

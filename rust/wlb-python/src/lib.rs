@@ -1,8 +1,8 @@
 //! `wlb._core`: numpy in, plans out. Conversion only; every decision is made in `wlb-core`.
 //!
-//! Packings, shards and what makes them stay objects of the core, because other functions of it take them: their arrays are
-//! copied to numpy when somebody asks for them. What is only read (Dynamic-CP plans, bounds, metrics, tuning, simulated
-//! pipelines) crosses as numbers and arrays into dataclasses of `wlb._results`: see [`results`].
+//! Packings, shards and what makes them stay objects of the core, because other functions of it take them: their arrays
+//! are copied to numpy when somebody asks for them. What is only read (Dynamic-CP plans, bounds, metrics, tuning,
+//! simulated pipelines) crosses as numbers and arrays into dataclasses of `wlb._results`: see [`results`].
 
 use pyo3::prelude::*;
 
@@ -23,16 +23,17 @@ mod tune;
 
 /// The engine of wlb. Private: import its names from `wlb`.
 ///
-/// It needs the GIL, so that a free-threaded Python takes it back, with a warning: what is shared is guarded by locks that
-/// are held only with the GIL, which a process that forks relies on.
+/// It needs the GIL, so that a free-threaded Python takes it back, with a warning: what is shared is guarded by locks
+/// that are held only with the GIL, which a process that forks relies on.
 ///
-/// Its constants are what the core decides: for those that check before they ask it, offer the same choices, or count as it
-/// does.
+/// Its constants are what the core decides: for those that check before they ask it, offer the same choices, or count
+/// as it does.
 #[pymodule(gil_used = true)]
 mod _core {
     use pyo3::prelude::*;
-    use pyo3::types::PyTuple;
+    use pyo3::types::{PyDict, PyTuple};
     use wlb_core::packing::{Leftover, Method, Sync, stream};
+    use wlb_core::sharding::kernel::Generation;
     use wlb_core::{cost, dynamic_cp, limits, packing, pipeline, sharding};
 
     #[pymodule_export]
@@ -68,8 +69,13 @@ mod _core {
         module.add("MAX_MEAN_DELAY", packing::tune::MAX_MEAN_DELAY)?;
         module.add("DELAY_PRICE", stream::Release::Adaptive.default_price())?;
         module.add("IMBALANCE_RESOLUTION", stream::IMBALANCE_RESOLUTION)?;
+        let peaks = PyDict::new(module.py());
+        for name in Generation::NAMES {
+            peaks.set_item(name, name.parse::<Generation>().map_err(super::error::raise)?.peak_flops())?;
+        }
+        module.add("PEAK_FLOPS", peaks)?;
         let choices = [
-            ("GENERATIONS", sharding::kernel::Generation::NAMES),
+            ("GENERATIONS", Generation::NAMES),
             ("GROUP_SIZES", dynamic_cp::GroupSizes::NAMES),
             ("LEFTOVER", Leftover::NAMES),
             ("METHODS", Method::NAMES),
