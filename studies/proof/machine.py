@@ -12,6 +12,7 @@ import numpy as np
 
 import wlb
 from studies.proof import HEAD_DIM, Bench
+from wlb._core import pass_weights
 from wlb.torch.profiling import Grid, Profiler
 
 GIB = 2**30
@@ -59,7 +60,8 @@ def hardware(bench: Bench, path: Path, link: wlb.Link, ranks: int) -> wlb.Hardwa
     layer = bench.config.shape() | {"num_layers": 1, "vocab_size": 1}
     flops = wlb.CostModel.from_flops(**layer)
     rate = float(flops.linear_cost(tokens)[0] / linear.linear_cost(tokens)[0])
-    pairs = 3.5 * 4 * attention.num_heads * HEAD_DIM * float(wlb.pairs(tokens)[0])
+    weight, _ = pass_weights("forward_backward")
+    pairs = weight * 4 * attention.num_heads * HEAD_DIM * float(wlb.pairs(tokens)[0])
     relative = pairs / float(attention.segment_seconds(tokens, tokens, passes="forward_backward")[0]) / rate
     return wlb.Hardware(
         name=str(measured["gpu"]),

@@ -17,6 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 import wlb
 from wlb._choices import Oversize
+from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, check_options, error
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Limits, Streamed
@@ -47,7 +48,7 @@ def balance(
     max_tokens: int,
     max_document_tokens: int | None = None,
     oversize: Oversize = "split",
-    max_delay: int = 16,
+    max_delay: int = MAX_DELAY,
     tokens_per_batch: int | None = None,
     lengths: ArrayLike | None = None,
     cost_model: wlb.CostModel | None = None,

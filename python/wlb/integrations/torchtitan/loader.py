@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader
 
 import wlb
-from wlb._core import most_tokens, padded_tokens
+from wlb._core import MAX_DELAY, most_tokens, padded_tokens
 from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
@@ -75,7 +75,7 @@ class WlbDataLoader(BaseDataLoader):
         oversize: Literal["split", "truncate", "error"] = "split"
         """What happens to longer documents. Of split ones each token predicts the next one all the same."""
 
-        max_delay: int = 16
+        max_delay: int = MAX_DELAY
         """Most steps that a document waits for others; 0: none waits."""
 
         tokens_per_batch: int | None = None

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 import wlb
 from wlb._choices import Oversize
+from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
 from wlb.torch.data.sampler import BalancedBatchSampler
 
@@ -39,7 +40,7 @@ class Loading:
 
     max_document_tokens: int | None = None
     oversize: Oversize = "split"
-    max_delay: int = 16
+    max_delay: int = MAX_DELAY
     cost_model: wlb.CostModel | None = None
     lengths: ArrayLike | None = None
     num_epochs: int = 1
