@@ -7,14 +7,14 @@
 | :class:`IndexedDocuments`: `.bin` and `.idx` files | `documents` |
 | :func:`packed_layers`: wlb's attention in its layers; Dynamic-CP | `attention` |
 | :func:`install_schedulers`: plans in the place of Megatron-Core's schedulers | `scheduler`, `packing_scheduler` |
-| :func:`row_multiple`, :func:`required_multiple`: what its kernels want tokens to be multiples of | `packed` |
+| :func:`row_multiple`, :func:`required_multiple`: what its kernels want tokens to be multiples of | `multiples` |
 """
 
 from wlb.integrations.megatron.attention import PackedCoreAttention, PackedSelfAttention, packed_layers
 from wlb.integrations.megatron.data import data_iterator
 from wlb.integrations.megatron.documents import IndexedDocuments
 from wlb.integrations.megatron.iterator import DataIterator, MegatronStep
-from wlb.integrations.megatron.packed import padded_lengths, required_multiple, row_multiple
+from wlb.integrations.megatron.multiples import padded_lengths, required_multiple, row_multiple
 from wlb.integrations.megatron.packing_scheduler import install_schedulers
 from wlb.integrations.megatron.pretraining import MicroBatches, pretraining
 from wlb.integrations.megatron.rows import Batch, get_batch, loss_func, mean_loss

@@ -18,7 +18,7 @@ from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments, source
 from wlb.integrations.megatron.groups import NOT_HERE
 from wlb.integrations.megatron.iterator import DataIterator, Header
-from wlb.integrations.megatron.packed import required_multiple, row_multiple
+from wlb.integrations.megatron.multiples import required_multiple, row_multiple
 from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from wlb._errors import error
-from wlb.integrations.megatron.packed import padded_lengths
+from wlb.integrations.megatron.multiples import padded_lengths
 from wlb.torch.data.arrow import arrow_lengths
 from wlb.torch.data.batch import IGNORE
 from wlb.torch.data.documents import Document, Documents, Piece, cut

@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from wlb._errors import error
 from wlb.integrations.megatron.attention import PackedSelfAttention
-from wlb.integrations.megatron.packed import quantized_multiple
+from wlb.integrations.megatron.multiples import quantized_multiple
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # the first whose rows name their ranks; the last that was looked at
 

@@ -20,7 +20,7 @@ from wlb.integrations.megatron.groups import (
     planned,
     too_few,
 )
-from wlb.integrations.megatron.packed import quantized_multiple
+from wlb.integrations.megatron.multiples import quantized_multiple
 
 
 class DynamicCpScheduler:
