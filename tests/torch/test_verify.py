@@ -177,34 +177,10 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def divided_by_ddp() -> None:
-    model = ddp()
-    wt.verify(model, first_step(), train=by_hand(model, as_hf))
-
-
-def mean_of_fsdp2() -> None:
-    model = fsdp2()
-    wt.verify(model, first_step(), train=by_hand(model, as_hf))
-
-
-def mean_of_fsdp1() -> None:
-    model = fsdp1()
-    wt.verify(model, first_step(), train=by_hand(model, as_hf))
-
-
-def not_exchanged() -> None:
-    model = llama()
-    wt.verify(model, first_step(), train=by_hand(model, as_hf))
-
-
-def divided_by_accumulation() -> None:
-    model = ddp()
-    wt.verify(model, first_step(), train=by_hand(model, as_hf, scale=dist.get_world_size() / 4))
-
-
-def summed_ddp(rows: Callable[[PackedBatch], dict[str, Any]]) -> None:
-    model = ddp()
-    wt.verify(model, first_step(), train=by_hand(model, rows, scale=dist.get_world_size()))
+def stepped(make: Callable[[], nn.Module], rows: Any = as_hf, scale: float = 1.0) -> None:
+    """Losses divided by the labels of all ranks, times `scale`, whatever becomes of gradients after that."""
+    model = make()
+    wt.verify(model, first_step(), train=by_hand(model, rows, scale=scale))
 
 
 class Convolved(Network):
@@ -328,21 +304,29 @@ def fetched_ahead() -> None:
 
 
 TRAPS: dict[str, tuple[Callable[[], None], str, str]] = {
-    "DDP's division": (divided_by_ddp, "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
-    "fully_shard's mean": (mean_of_fsdp2, "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
-    "FSDP's mean": (mean_of_fsdp1, "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
-    "not exchanged": (not_exchanged, "model", "another gradient on each rank"),
-    "accumulation": (divided_by_accumulation, "model", "has 0.25 times the gradient"),
-    "use_cache": (lambda: summed_ddp(cached), "model", "see each other.*use_cache=False"),
-    "attention_mask": (lambda: summed_ddp(masked), "model", "see each other.*no attention_mask"),
-    "positions": (lambda: summed_ddp(unpositioned), "model", "see each other.*position_ids that begin anew"),
+    "DDP's division": (lambda: stepped(ddp), "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
+    "fully_shard's mean": (
+        lambda: stepped(fsdp2),
+        "model",
+        "has 0.5 times the gradient .* averaged over 2 ranks",
+    ),
+    "FSDP's mean": (lambda: stepped(fsdp1), "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
+    "not exchanged": (lambda: stepped(llama), "model", "another gradient on each rank"),
+    "accumulation": (lambda: stepped(ddp, scale=2 / 4), "model", "has 0.25 times the gradient"),
+    "use_cache": (lambda: stepped(ddp, cached, scale=2), "model", "see each other.*use_cache=False"),
+    "attention_mask": (lambda: stepped(ddp, masked, scale=2), "model", "see each other.*no attention_mask"),
+    "positions": (
+        lambda: stepped(ddp, unpositioned, scale=2),
+        "model",
+        "see each other.*position_ids that begin anew",
+    ),
     "learned positions": (
         lambda: wt.verify(Positioned(), first_step()),  # type: ignore[dict-item]
         "model",
         "do positions begin anew in every document",
     ),
     "convolution": (lambda: wt.verify(Convolved(), first_step()), "model", "It has Conv1d"),  # type: ignore[dict-item]
-    "labels shifted twice": (lambda: summed_ddp(shifted_twice), "model", "labels shifted twice"),
+    "labels shifted twice": (lambda: stepped(ddp, shifted_twice, scale=2), "model", "labels shifted twice"),
     "labels of rows": (
         lambda: counted_as(labels_of_a_row),
         "model",
