@@ -271,6 +271,8 @@ def _walk(ranks: Mapping[int, _RankLedger], until: int | None) -> tuple[list[dic
                 return [], [Finding(text, about["step"], rank)]
     steps: list[dict[str, Any]] = []
     numbers = sorted(step for step in main.lines if until is None or step < until)
+    if not numbers and until is None and _further(ranks) > 0:
+        return [], [Finding("is not in the ledger of rank 0, but others have later ones", 0, 0)]
     if not numbers:
         return [], []
     if numbers[0]:
@@ -301,7 +303,23 @@ def _walk(ranks: Mapping[int, _RankLedger], until: int | None) -> tuple[list[dic
                     return steps, [Finding(f"has pieces that cannot be read: {cause}", number, rank)]
             parts.append(pieces)
         steps.append({**line, "parts": parts})
+    if until is None and _further(ranks) > len(steps):
+        return steps, [Finding("is not in the ledger of rank 0, but others have later ones", len(steps), 0)]
     return steps, []
+
+
+def _further(ranks: Mapping[int, _RankLedger]) -> int:
+    """The last step that some rank has of the run that rank 0 wrote last; -1 for none."""
+
+    def runs(rank: int) -> list[tuple[Any, ...]]:
+        return [(about["step"], about["previous"], about["dp_size"]) for about in ranks[rank].about]
+
+    # What began alike, as often: a rank that was killed before its first line has those of a run before.
+    latest = runs(0)[-1]
+    alike = [
+        rank for rank in ranks if runs(rank)[-1:] == [latest] and runs(rank).count(latest) == runs(0).count(latest)
+    ]
+    return max((step for rank in alike for step in ranks[rank].lines), default=-1)
 
 
 def _belongs(state: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[Finding]:

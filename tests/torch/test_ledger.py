@@ -215,6 +215,22 @@ def test_what_diverges_is_named(change: Any, text: str, step: int | None, rank: 
         assert found.findings[0].documents
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_was_cut_off_is_seen(rank: int, tmp_path: Path) -> None:
+    """Wherever it ends, but for the last step, before which a rank may have been killed."""
+    steps = len(train(tmp_path, 2))
+    path = tmp_path / f"ledger-{rank:05d}.jsonl"
+    whole = path.read_bytes()
+    ends = np.cumsum([len(line) for line in whole.splitlines(keepends=True)]).tolist()
+    for end in sorted({*range(ends[0], len(whole), 97), *ends}):
+        path.write_bytes(whole[:end])
+        found, kept = audit(tmp_path), sum(end >= behind for behind in ends[1:])
+        assert found.num_steps == kept
+        assert found.sound == (kept >= steps - 1)
+        if not found.sound:
+            assert (found.findings[0].step, found.findings[0].rank) == (kept, rank)
+
+
 def test_a_state_a_step_too_far_loses_a_step(tmp_path: Path) -> None:
     """What a loader that something reads ahead says of itself: the ledger shows what was lost."""
     loader = step_loader()
