@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -103,6 +104,107 @@ def test_what_a_handler_raises_while_a_state_is_read_is_no_fault_of_the_state() 
     packer = wlb.Packer(**PACKER)
     with pytest.raises(Stop):
         packer.load_state_dict(Interrupted(packer.state_dict()))
+
+
+MANY = np.arange(1, 1_000_001)
+LISTED = MANY.tolist()
+READ: dict[str, Callable[[int], object]] = {
+    "int32": lambda size: wlb._arrays.integers("lengths", MANY[:size].astype(np.int32)),
+    "uint64": lambda size: wlb._arrays.integers("lengths", MANY[:size].astype(np.uint64)),
+    "floats": lambda size: wlb._arrays.floats("costs", MANY[:size], 1, 1),
+    "rows": lambda size: wlb._arrays.floats("costs", MANY[:size].reshape(-1, 2), 1, 2),
+    "a list": lambda size: wlb._arrays.integers("lengths", LISTED[:size]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_numpy_takes_no_more_than_a_part_at_a_time(name: str) -> None:
+    """Python handles signals between lines, of which it passes some for every part."""
+
+    def lines(size: int) -> int:
+        passed = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal passed
+            passed += event == "line"
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            READ[name](size)
+        finally:
+            sys.settrace(before)
+        return passed
+
+    assert lines(MANY.size) - lines(10) >= MANY.size // wlb._arrays._PART
+
+
+def of_many_waiting() -> tuple[wlb.Packer, dict[str, Any]]:
+    packer = wlb.Packer(**PACKER)
+    packer.push(np.full(1_000_000, 150_000))
+    return packer, packer.state_dict()
+
+
+@pytest.mark.parametrize("name", ["int64", "state_dict", "load_state_dict", "from_state_dict"])
+def test_the_bindings_listen_while_they_read_and_write(name: str) -> None:
+    """A good part of the signals that Python itself would handle in as much time of this process."""
+    if name == "int64":
+        many = np.ones(40_000_000, np.int64)
+        call: Callable[[], object] = lambda: wlb.batch_offsets(many, tokens_per_batch=1 << 31)  # noqa: E731
+    else:
+        packer, state = of_many_waiting()
+        call = {
+            "state_dict": packer.state_dict,
+            "load_state_dict": lambda: packer.load_state_dict(state),
+            "from_state_dict": lambda: wlb.Packer.from_state_dict(state),
+        }[name]
+    heard = 0
+
+    def listen(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard += 1
+
+    before = signal.signal(signal.SIGPROF, listen)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, 1e-3, 1e-3)
+        began = time.process_time()
+        call()
+        took, during, heard = time.process_time() - began, heard, 0
+        began = time.process_time()
+        while time.process_time() - began < took:
+            pass
+        by_python = heard
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+    assert during >= by_python / 4
+
+
+def test_long_lists_are_read_as_short_ones() -> None:
+    few = 400_000
+    values: list[Any] = [7] * few
+    assert (wlb._arrays.integers("lengths", values) == 7).all()
+    assert (wlb._arrays.floats("costs", values, 1, 1) == 7.0).all()
+    assert wlb._arrays.floats("costs", [[1.0, 2.0]] * few, 1, 2).shape == (few, 2)
+    for wrong, problem in [
+        (1.5, "must be an integer"),
+        ("7", "must be an integer"),
+        (2**63, "does not fit into int64"),
+    ]:
+        values[few - 1] = wrong
+        with pytest.raises(wlb.WlbError, match=problem) as caught:
+            wlb._arrays.integers("lengths", values)
+        assert caught.value.index == few - 1
+    values[few - 1] = [7]
+    with pytest.raises(wlb.WlbError, match="is no array of numbers"):
+        wlb._arrays.integers("lengths", values)
+
+
+def test_what_a_handler_raises_while_a_list_is_read_is_no_fault_of_the_list(
+    stop_after: Callable[[float], None],
+) -> None:
+    assert seconds_late(lambda: [wlb._arrays.integers("lengths", LISTED) for _ in range(50)], 0.05, stop_after) < 1.5
 
 
 def test_an_interrupted_flush_changes_nothing(stop_after: Callable[[float], None]) -> None:

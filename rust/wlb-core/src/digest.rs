@@ -1,5 +1,9 @@
 //! Hashes of what may be long.
 
+use std::io::{self, Write};
+
+use serde::Serialize;
+
 use crate::interrupt::Meter;
 
 /// Bytes that are hashed at once: few calls, and no second copy of what is hashed.
@@ -33,10 +37,29 @@ impl Digest {
         self.waiting.clear();
     }
 
+    /// Of what can be written as JSON, without the whole text.
+    pub(crate) fn of_json(value: &impl Serialize) -> String {
+        let mut digest = Self::new();
+        // Writing cannot fail, and what is hashed here can be written.
+        let _ = serde_json::to_writer(&mut digest, value);
+        digest.finish()
+    }
+
     /// In hexadecimal digits.
     pub(crate) fn finish(mut self) -> String {
         self.take_in();
         self.hasher.finalize().to_hex().to_string()
+    }
+}
+
+impl Write for Digest {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.add(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

@@ -1,9 +1,11 @@
 //! What is long asks whether it shall go on, also where it makes no plan.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::panic::UnwindSafe;
+use std::panic::{AssertUnwindSafe, UnwindSafe};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{batch_offsets, split_documents};
 use wlb_core::sharding::Remainder;
 use wlb_core::{
@@ -69,4 +71,46 @@ fn the_hash_of_a_long_shard_is_ended() {
     };
     let cut = shard(&lengths, &options).unwrap();
     assert!(is_ended(|| cut.digest()));
+}
+
+/// How often some work asks.
+fn checks(work: impl FnOnce() + UnwindSafe) -> u32 {
+    let asked = Arc::new(AtomicU32::new(0));
+    let seen = Arc::clone(&asked);
+    let check = move || {
+        seen.fetch_add(1, Ordering::Relaxed);
+        false
+    };
+    interruptible(check, work).unwrap();
+    asked.load(Ordering::Relaxed)
+}
+
+/// A state has four numbers for each document, which are written or read, and hashed as text: a check for 32,768 of them, each time.
+#[test]
+fn a_state_is_written_and_read_with_checks() {
+    let config = PackerConfig {
+        num_micro_batches: 1,
+        max_tokens: 4000,
+        max_document_tokens: 4000,
+        oversize: Oversize::default(),
+        outlier_thresholds: vec![100],
+        release: Release::Fifo,
+        delay_price: None,
+        max_delay: None,
+        method: StreamMethod::VarLength,
+        cost_model: Some(CostModel::analytic(1.0, 100.0, Mask::Causal).unwrap()),
+        limits: None,
+        shape: StepShape::default(),
+    };
+    let mut packer = Packer::new(config.clone()).unwrap();
+    let lengths: Vec<i64> = (0..DOCUMENTS).map(|index| 1 + index * 7919 % 2000).collect();
+    packer.push(&Lengths::new("lengths", &lengths).unwrap(), None).unwrap();
+    let text = packer.save();
+    let each_pass = (packer.pending() * 4 / 32_768) as u32;
+    assert!(checks(|| drop(packer.save())) >= 2 * each_pass);
+    assert!(checks(|| drop(Packer::load(&text).unwrap())) >= 2 * each_pass);
+    // Filed anew by other thresholds: sorted twice.
+    let mut other = Packer::new(PackerConfig { outlier_thresholds: vec![1000], ..config }).unwrap();
+    let changed = checks(AssertUnwindSafe(|| other.restore(&text, true).unwrap()));
+    assert!(changed > checks(|| drop(Packer::load(&text).unwrap())));
 }

@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use numpy::{PyArray1, PyArrayDyn, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{Element, PyArrayDyn, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyMapping};
@@ -12,44 +12,66 @@ use wlb_core::Lengths;
 use crate::error::{raise, refuse};
 use crate::results::declaration;
 
-/// Lengths that are copied at a time, so that the copy stays in a cache until it is checked.
+/// Numbers that are read at a time: a copy of them stays in a cache until it is checked, and signals are looked for after it.
 const PART: usize = 1 << 16;
 
 /// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
 /// without the GIL.
 pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
-    let Some(values) = int64_values(object) else {
-        return Lengths::new(argument, &integers(argument, object)?).map_err(raise);
-    };
-    let mut lengths = Lengths::with_capacity(values.len());
-    let mut copy = Vec::with_capacity(values.len().min(PART));
-    for part in values.chunks(PART) {
+    let array = int64_array(argument, object)?;
+    let mut lengths = Lengths::with_capacity(array.len());
+    let mut copy = Vec::with_capacity(array.len().min(PART));
+    in_parts(&array, |part| {
         copy.clear();
         copy.extend_from_slice(part);
-        lengths.extend(argument, &copy).map_err(raise)?;
-    }
-    // So many take some tenths of a second each time that they are passed over. Not within the loop: a handler may do
-    // anything, also to the array.
-    object.py().check_signals()?;
+        lengths.extend(argument, &copy).map_err(raise)
+    })?;
     Ok(lengths)
-}
-
-/// The values of an int64 array where they lie.
-fn int64_values<'a>(object: &'a Bound<'_, PyAny>) -> Option<&'a [i64]> {
-    let array = object.cast_exact::<PyArray1<i64>>().ok()?;
-    // SAFETY: read once, by who asks, with the GIL. That the memory is aligned and contiguous is checked.
-    unsafe { array.as_slice() }.ok()
 }
 
 /// Any int64 values, copied.
 pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-    if let Some(values) = int64_values(object) {
-        return Ok(values.to_vec());
+    copied(&int64_array(argument, object)?)
+}
+
+/// An int64 array as it is, and what is none as one.
+fn int64_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArrayDyn<i64>>> {
+    match object.cast_exact::<PyArrayDyn<i64>>() {
+        Ok(array) if array.ndim() == 1 && is_plain(array) => Ok(array.clone()),
+        _ => Ok(declaration(object.py(), "wlb._arrays.integers")?.call1((argument, object))?.cast_into()?),
     }
-    Ok(declaration(object.py(), "wlb._arrays.integers")?
-        .call1((argument, object))?
-        .cast_into::<PyArray1<i64>>()?
-        .to_vec()?)
+}
+
+/// Whether numbers lie one behind the other in memory.
+fn is_plain<T: Element>(array: &Bound<'_, PyArrayDyn<T>>) -> bool {
+    // SAFETY: nothing is read. That the memory is aligned and contiguous is checked.
+    array.is_c_contiguous() && unsafe { array.as_slice() }.is_ok()
+}
+
+fn copied<T: Element + Copy>(array: &Bound<'_, PyArrayDyn<T>>) -> PyResult<Vec<T>> {
+    let mut values = Vec::with_capacity(array.len());
+    in_parts(array, |part| {
+        values.extend_from_slice(part);
+        Ok(())
+    })?;
+    Ok(values)
+}
+
+/// Gives the numbers of an array, in C order, part by part. Signals are handled in between; a handler may do anything, also to the
+/// array, so where it lies is asked for each.
+fn in_parts<T: Element>(array: &Bound<'_, PyArrayDyn<T>>, mut take: impl FnMut(&[T]) -> PyResult<()>) -> PyResult<()> {
+    for first in (0..).step_by(PART) {
+        // SAFETY: read until `take` is done, which runs no Python, with the GIL. That the memory is aligned and contiguous is checked.
+        let values = unsafe { array.as_slice() }?;
+        let Some(part) = values.get(first..values.len().min(first + PART)).filter(|part| !part.is_empty()) else {
+            break;
+        };
+        take(part)?;
+        if part.len() == PART {
+            array.py().check_signals()?;
+        }
+    }
+    Ok(())
 }
 
 /// Any float64 values.
@@ -63,18 +85,20 @@ pub(crate) fn floats_of_shape(
     object: &Bound<'_, PyAny>,
     dimensions: RangeInclusive<usize>,
 ) -> PyResult<(Vec<f64>, Vec<usize>)> {
-    if let Ok(array) = object.cast_exact::<PyArrayDyn<f64>>()
-        && dimensions.contains(&array.ndim())
-        && array.is_c_contiguous()
-        // SAFETY: read once, here, with the GIL. That the memory is aligned and contiguous is checked.
-        && let Ok(values) = unsafe { array.as_slice() }
-    {
-        return Ok((values.to_vec(), array.shape().to_vec()));
+    let array = match object.cast_exact::<PyArrayDyn<f64>>() {
+        Ok(array) if dimensions.contains(&array.ndim()) && is_plain(array) => array.clone(),
+        _ => {
+            let (least, most) = dimensions.into_inner();
+            let array = declaration(object.py(), "wlb._arrays.floats")?.call1((argument, object, least, most))?;
+            array.cast_into()?
+        }
+    };
+    let shape = array.shape().to_vec();
+    let values = copied(&array)?;
+    if values.len() != shape.iter().product::<usize>() {
+        return Err(refuse(argument, None, None, "was resized while it was read"));
     }
-    let (least, most) = dimensions.into_inner();
-    let array = declaration(object.py(), "wlb._arrays.floats")?.call1((argument, object, least, most))?;
-    let array = array.cast_into::<PyArrayDyn<f64>>()?;
-    Ok((array.to_vec()?, array.shape().to_vec()))
+    Ok((values, shape))
 }
 
 /// Any float64 values of one dimension or two, with so many rows and columns. Copied.

@@ -11,6 +11,7 @@ mod convert;
 mod cost;
 mod dynamic_cp;
 mod error;
+mod json;
 mod kernel;
 mod packer;
 mod packing;

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use numpy::PyArray1;
-use pyo3::exceptions::{PyRecursionError, PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use wlb_core::CostModel as Model;
@@ -19,6 +19,7 @@ use crate::arguments::{self, functions};
 use crate::convert::choice;
 use crate::cost::{CostModel, read_costs, read_costs_if_any};
 use crate::error::{BacklogWarning, StateError, raise};
+use crate::json::{Problem, dumps, loads};
 use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple, properties};
 use crate::results::answer;
@@ -286,7 +287,8 @@ impl Packer {
     #[staticmethod]
     #[pyo3(signature = (state, on_backlog = "warn"))]
     fn from_state_dict(state: &Bound<'_, PyAny>, on_backlog: &str) -> PyResult<Self> {
-        let core = Core::load(&to_json(state)?).map_err(raise)?;
+        let json = to_json(state)?;
+        let core = run(state.py(), json.len() / BYTES_A_PIECE, || Core::load(&json))?.map_err(raise)?;
         Ok(Self::new_from(core, choice(on_backlog)?))
     }
 
@@ -348,8 +350,9 @@ impl Packer {
     /// Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
     /// the position of the data set that was *consumed*, not prefetched.
     fn state_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let json = self.lock().save();
-        py.import("json")?.call_method1("loads", (json,))
+        let core = self.lock().clone();
+        let text = run(py, core.pending(), || core.save())?;
+        loads(py, &text)
     }
 
     fn __repr__(&self) -> String {
@@ -537,7 +540,7 @@ functions! {
         state: &Bound<'_, PyAny>, *, allow_config_change = false,
     ) -> PyResult<()> {
         let json = to_json(state)?;
-        let loaded = self.change(py, json.len() / 16, |core| core.restore(&json, allow_config_change))?;
+        let loaded = self.change(py, json.len() / BYTES_A_PIECE, |core| core.restore(&json, allow_config_change))?;
         loaded.map_err(raise)
     }
 
@@ -612,25 +615,21 @@ pub(crate) fn config(
     })
 }
 
+/// Bytes of a state that take about as long as a piece of a push.
+const BYTES_A_PIECE: usize = 16;
+
 /// The JSON text of a state. What JSON cannot hold is no state.
 fn to_json(state: &Bound<'_, PyAny>) -> PyResult<String> {
-    let py = state.py();
     let refuse = |problem: String| {
         let error = StateError::new_err(format!("state: {problem}"));
         // Cannot fail: exceptions take attributes.
-        error.value(py).setattr("argument", "state").map(|()| error)
+        error.value(state.py()).setattr("argument", "state").map_or_else(|error| error, |()| error)
     };
     if !state.is_instance_of::<PyDict>() {
-        return Err(refuse(format!("is a {}, not a dict", state.get_type().name()?))?);
+        return Err(refuse(format!("is a {}, not a dict", state.get_type().name()?)));
     }
-    let options = PyDict::new(py);
-    options.set_item("allow_nan", false)?;
-    let text = py.import("json")?.call_method("dumps", (state,), Some(&options)).or_else(|error| {
-        // And no other: what a signal's handler raises is no fault of the state.
-        let refused = error.is_instance_of::<PyTypeError>(py)
-            || error.is_instance_of::<PyValueError>(py)
-            || error.is_instance_of::<PyRecursionError>(py);
-        Err(if refused { refuse(format!("is not plain JSON values ({error})"))? } else { error })
-    })?;
-    text.extract()
+    dumps(state).map_err(|problem| match problem {
+        Problem::Value(problem) => refuse(format!("is not plain JSON values ({problem})")),
+        Problem::Raised(error) => error,
+    })
 }

@@ -344,7 +344,7 @@ impl PartialEq for MicroBatch {
     }
 }
 
-hashed_by!(MicroBatch: |batch| (ids(batch.pieces()), starts(batch.pieces()), piece_lengths(batch.pieces())));
+hashed_by!(MicroBatch: |batch| (batch.pieces().len(), batch.pieces().first().map(|piece| piece.id), batch.tokens()));
 
 properties! {
     MicroBatch:
@@ -445,8 +445,11 @@ functions! {
     ) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
         let limit = i64::from(max_document_tokens);
         let pieces = run(py, lengths.len(), || core::split_documents(&lengths, limit))?.map_err(raise)?;
-        let piece_lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
-        Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(piece_lengths)))
+        let documents = ids(&pieces);
+        py.check_signals()?;
+        let starts = starts(&pieces);
+        py.check_signals()?;
+        Ok((Array(documents), Array(starts), Array(pieces.iter().map(|piece| i64::from(piece.length)).collect())))
     }
 }
 

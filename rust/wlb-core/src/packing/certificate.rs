@@ -13,7 +13,7 @@
 //! (Hardy, Littlewood and Polya); these are mixtures of the `min(., t)`. Both sides are linear between the documents'
 //! costs a token, so no other `t` is needed, and it is found without solving a program.
 
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -40,7 +40,41 @@ const LEAST_COST: f64 = 1e-280;
 pub struct Certificate {
     basis: Basis,
     /// Once it is known.
-    pub(super) bound: OnceLock<f64>,
+    pub(super) bound: Known,
+}
+
+/// A number once it is known. No lock: a process that is forked while another thread sets one would wait for it for ever.
+/// Who finds it meanwhile finds the same.
+#[derive(Debug)]
+pub(super) struct Known(AtomicU64);
+
+impl Known {
+    /// What is not known is no number.
+    pub(super) fn get(&self) -> Option<f64> {
+        Some(f64::from_bits(self.0.load(Ordering::Relaxed))).filter(|number| !number.is_nan())
+    }
+
+    pub(super) fn set(&self, number: f64) {
+        self.0.store(number.to_bits(), Ordering::Relaxed);
+    }
+}
+
+impl From<Option<f64>> for Known {
+    fn from(number: Option<f64>) -> Self {
+        Self(AtomicU64::new(number.unwrap_or(f64::NAN).to_bits()))
+    }
+}
+
+impl Default for Known {
+    fn default() -> Self {
+        None.into()
+    }
+}
+
+impl Clone for Known {
+    fn clone(&self) -> Self {
+        self.get().into()
+    }
 }
 
 /// What the pieces of a packing cost.
@@ -107,7 +141,7 @@ impl Serialize for Certificate {
 impl<'de> Deserialize<'de> for Certificate {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let bound = Option::<f64>::deserialize(deserializer)?;
-        Ok(Self { basis: Basis::Unknown, bound: bound.map_or_else(OnceLock::new, OnceLock::from) })
+        Ok(Self { basis: Basis::Unknown, bound: bound.into() })
     }
 }
 

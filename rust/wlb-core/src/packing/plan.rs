@@ -194,10 +194,10 @@ impl Packing {
     /// O(n log n) for `n` pieces when it is first asked for.
     pub fn lower_bound(&self) -> f64 {
         let known = &self.certificate.bound;
-        // Not inside the cell: who else asks, a signal handler too, would wait for what waits for him.
-        known.get().copied().unwrap_or_else(|| {
+        known.get().unwrap_or_else(|| {
             let bound = self.bound();
-            *known.get_or_init(|| bound)
+            known.set(bound);
+            bound
         })
     }
 

@@ -21,6 +21,7 @@
 mod admission;
 mod arrivals;
 mod brought_costs;
+mod column;
 mod config;
 mod cost_change;
 mod cost_history;

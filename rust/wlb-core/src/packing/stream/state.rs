@@ -2,12 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::digest::Digest;
 use crate::error::{Error, Result, from_json};
+use crate::interrupt::Meter;
 use crate::limits::MAX_ITERATION;
 use crate::packing::padding::Padding;
 use crate::packing::piece::Piece;
 
 use super::arrivals::MAX_EARLY;
+use super::column::Column;
 use super::config::PackerConfig;
 use super::cost_history::{CostHistory, fingerprint};
 use super::cost_rows::{CostRows, MOST_COST};
@@ -46,23 +49,23 @@ struct State {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Columns {
-    ids: Vec<i64>,
-    starts: Vec<i32>,
-    lengths: Vec<i32>,
-    arrived: Vec<u64>,
+    ids: Column<i64>,
+    starts: Column<i32>,
+    lengths: Column<i32>,
+    arrived: Column<u64>,
     /// Left out where none came early: states of such packers are as they always were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    turns: Option<Vec<u64>>,
+    turns: Option<Column<u64>>,
     /// Row by row, where documents bring their costs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    costs: Option<Vec<f64>>,
+    costs: Option<Column<f64>>,
 }
 
 impl Packer {
     /// The packer as JSON: configuration, queues, carried-over documents, iteration and metrics.
     ///
     /// # Complexity
-    /// O(pending).
+    /// O(pending); can be interrupted.
     pub fn save(&self) -> String {
         let mut state = State {
             format: FORMAT.to_owned(),
@@ -86,6 +89,9 @@ impl Packer {
     ///
     /// # Errors
     /// [`Error::State`] for anything that [`Packer::save`] did not write.
+    ///
+    /// # Complexity
+    /// A sort of what waits; can be interrupted.
     pub fn load(json: &str) -> Result<Self> {
         State::parse(json)?.restore()
     }
@@ -162,7 +168,12 @@ impl Packer {
 
     fn refile(&mut self, config: &PackerConfig) -> Result<()> {
         let mut waiting: Vec<Waiting> = self.queue.levels().iter().flatten().copied().collect();
-        waiting.sort_by_key(|waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start));
+        let mut meter = Meter::default();
+        waiting.sort_by(|a, b| {
+            meter.spend(1);
+            let key = |waiting: &Waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start);
+            key(a).cmp(&key(b))
+        });
         let limit = config.max_document_tokens;
         if let Some(long) = self.carried.iter().chain(&waiting).find(|waiting| waiting.piece.length > limit) {
             let Piece { id, length, .. } = long.piece;
@@ -182,6 +193,7 @@ impl Packer {
 
 impl State {
     fn parse(json: &str) -> Result<Self> {
+        let parsed = from_json::<Self>(json);
         // Whose file is it? Said before the many fields that a foreign one lacks.
         #[derive(Deserialize)]
         struct Header {
@@ -189,7 +201,10 @@ impl State {
             version: u32,
         }
         let problem = |(path, problem)| Error::State { path, problem };
-        let header: Header = from_json(json).map_err(problem)?;
+        let header = match &parsed {
+            Ok(state) => Header { format: state.format.clone(), version: state.version },
+            Err(_) => from_json(json).map_err(problem)?,
+        };
         if header.format != FORMAT {
             return Err(problem(("format".to_owned(), format!("{:?} is not {FORMAT:?}", header.format))));
         }
@@ -197,10 +212,10 @@ impl State {
             let found = header.version;
             return Err(problem(("version".to_owned(), format!("{found} is not {VERSION}, the one this wlb reads"))));
         }
-        from_json(json).map_err(problem)
+        parsed.map_err(problem)
     }
 
-    fn restore(self) -> Result<Packer> {
+    fn restore(mut self) -> Result<Packer> {
         let wrong =
             |path: &str, problem: &str| Err(Error::State { path: path.to_owned(), problem: problem.to_owned() });
         if let Err(error) = self.config.check() {
@@ -209,7 +224,8 @@ impl State {
         if self.fingerprint != fingerprint(&self.config, self.cost_history.as_ref()) {
             return wrong("fingerprint", "does not belong to the configuration");
         }
-        if self.digest != self.content_digest() {
+        let digest = std::mem::take(&mut self.digest);
+        if digest != self.content_digest() {
             return wrong("digest", "does not belong to the content: the state was changed after it was saved");
         }
         // A push stops at the limit; a flush may go past it, by no more than documents can wait.
@@ -243,7 +259,11 @@ impl State {
         }
         let carried = self.carried.waiting("carried", &self, &mut rows)?;
         let mut spans: Vec<Piece> = queue.levels().iter().flatten().chain(&carried).map(|w| w.piece).collect();
-        spans.sort_unstable_by_key(|piece| (piece.id, piece.start));
+        let mut meter = Meter::default();
+        spans.sort_unstable_by(|a, b| {
+            meter.spend(1);
+            (a.id, a.start).cmp(&(b.id, b.start))
+        });
         let overlap = |pair: &[Piece]| pair[0].id == pair[1].id && pair[0].start + pair[0].length > pair[1].start;
         if spans.windows(2).any(overlap) {
             return wrong("queues", "a document waits twice");
@@ -267,17 +287,19 @@ impl State {
         })
     }
 
+    /// Of a state whose digest is empty.
     fn content_digest(&self) -> String {
-        let content = Self { digest: String::new(), ..self.clone() };
-        blake3::hash(&serde_json::to_vec(&content).unwrap_or_default()).to_hex().to_string()
+        Digest::of_json(self)
     }
 }
 
 impl Columns {
     fn of<'a>(packer: &Packer, all: impl IntoIterator<Item = &'a Waiting>) -> Self {
-        let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Vec::new()), ..Self::default() };
-        let mut turns = Vec::new();
+        let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Column::default()), ..Self::default() };
+        let mut turns = Column::default();
+        let mut meter = Meter::default();
         for waiting in all {
+            meter.spend(1);
             columns.ids.push(waiting.piece.id);
             columns.starts.push(waiting.piece.start);
             columns.lengths.push(waiting.piece.length);
@@ -307,8 +329,10 @@ impl Columns {
             _ => return wrong(path, "its costs are not those of its documents".to_owned()),
         };
         let columns = limits.len();
+        let mut meter = Meter::default();
         (0..rows)
             .map(|row| {
+                meter.spend(8); // memory that is written for the first time
                 let piece = Piece { id: self.ids[row], start: self.starts[row], length: self.lengths[row] };
                 let arrived = self.arrived[row];
                 if piece.length < 1 || piece.length > limit {
