@@ -89,7 +89,7 @@ fn checks(work: impl FnOnce() + UnwindSafe) -> u32 {
 #[test]
 fn a_state_is_written_and_read_with_checks() {
     let config = PackerConfig {
-        num_micro_batches: 1,
+        num_micro_batches: 1 << 20, // so many in a level leave it together
         max_tokens: 4000,
         max_document_tokens: 4000,
         oversize: Oversize::default(),
