@@ -1,13 +1,12 @@
 //! Documents exchanged between two micro-batches, so that the heaviest becomes lighter.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::ops::Range;
 
 use crate::packing::placement::Placement;
 
 use super::documents::Documents;
 use super::steepest::ordered;
+use super::tournament::Tournament;
 
 /// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of tiny batches.
 /// Then, with the lightest micro-batch alone, as many again and one for each document: what one for one takes there.
@@ -53,13 +52,19 @@ struct Exchange {
 /// A document of a micro-batch: by its rank, longest first.
 #[derive(Clone, Copy)]
 struct Item {
-    length: i64,
     cost: f64,
+    length: i32,
     rank: u32,
 }
 
+impl Item {
+    fn tokens(&self) -> i64 {
+        i64::from(self.length)
+    }
+}
+
 /// No document: 0 tokens that cost nothing.
-const NONE: Item = Item { length: 0, cost: 0.0, rank: u32::MAX };
+const NONE: Item = Item { cost: 0.0, length: 0, rank: u32::MAX };
 
 /// What is in each micro-batch, in the order that searches need.
 struct Contents<'a> {
@@ -71,12 +76,11 @@ struct Contents<'a> {
     items: Vec<Vec<Item>>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
-    /// Micro-batches by cost, ties by index, from either end; with costs that they had once, too. Few of either end are ever
-    /// looked at: sorting all would take as long as all the rest.
-    lightest: BinaryHeap<Reverse<(u64, u32)>>,
-    heaviest: BinaryHeap<(u64, Reverse<u32>)>,
-    /// Of the search under way, taken off the lightest.
-    partners: Vec<(u64, u32)>,
+    /// Micro-batches by cost, ties by index, from either end.
+    lightest: Tournament,
+    heaviest: Tournament,
+    /// Of the search under way; all but the last are taken out of the lightest.
+    partners: Vec<usize>,
     /// How many more steps searches may take.
     steps: usize,
     /// And after them those that try the lightest partner alone.
@@ -119,9 +123,9 @@ impl Search<'_> {
         let (given_none, taken_none) = (has.len() - 1, offers.len() - 1);
         let (mut from, mut to, mut turn) = (0, 0, 0);
         for (i, given) in has[..given_none].iter().enumerate() {
-            let (most, fewest) = (given.length + self.room[0], given.length - self.room[1]);
-            from += offers[from..].iter().take_while(|taken| taken.length > most).count();
-            to += offers[to..].iter().take_while(|taken| taken.length >= fewest).count();
+            let (most, fewest) = (given.tokens() + self.room[0], given.tokens() - self.room[1]);
+            from += offers[from..].iter().take_while(|taken| taken.tokens() > most).count();
+            to += offers[to..].iter().take_while(|taken| taken.tokens() >= fewest).count();
             let is_before = |taken: &&Item| {
                 let [heavy, light] = self.after(given.cost, taken.cost);
                 heavy > light
@@ -142,7 +146,7 @@ impl Search<'_> {
         for i in 0..given_none {
             let mut first = 0;
             for j in i + 1..has.len() {
-                let (tokens, cost) = (has[i].length + has[j].length, has[i].cost + has[j].cost);
+                let (tokens, cost) = (has[i].tokens() + has[j].tokens(), has[i].cost + has[j].cost);
                 let (mut from, mut to, mut turn) = (offers.len(), offers.len(), offers.len());
                 if *left == 0 {
                     return;
@@ -161,10 +165,10 @@ impl Search<'_> {
                         // With shorter ones the light one gets too heavy.
                         break;
                     }
-                    let lacking = tokens - third.length;
+                    let lacking = tokens - third.tokens();
                     let (most, fewest) = (lacking + self.room[0], lacking - self.room[1]);
-                    from = next.max(boundary(&offers[..from], |fourth| fourth.length > most));
-                    to = next.max(boundary(&offers[..to], |fourth| fourth.length >= fewest));
+                    from = next.max(boundary(&offers[..from], |fourth| fourth.tokens() > most));
+                    to = next.max(boundary(&offers[..to], |fourth| fourth.tokens() >= fewest));
                     if from >= to {
                         continue;
                     }
@@ -212,7 +216,6 @@ impl<'a> Contents<'a> {
                 placed += 1;
             }
         }
-        let by_cost = || start.costs.iter().zip(0..).map(|(&cost, j)| (ordered(cost), j));
         Self {
             documents,
             first,
@@ -220,8 +223,8 @@ impl<'a> Contents<'a> {
             items: vec![Vec::new(); start.tokens.len()],
             tokens: start.tokens.clone(),
             costs: start.costs.clone(),
-            lightest: by_cost().map(Reverse).collect(),
-            heaviest: by_cost().map(|(cost, j)| (cost, Reverse(j))).collect(),
+            lightest: Tournament::new(start.costs.iter().map(|&cost| ordered(cost))),
+            heaviest: Tournament::new(start.costs.iter().map(|&cost| !ordered(cost))),
             partners: Vec::new(),
             steps: STEPS_MOST.min(STEPS + STEPS_EACH * start.tokens.len()),
             last_steps: STEPS_MOST + placed,
@@ -240,12 +243,11 @@ impl<'a> Contents<'a> {
         'search: for at_most_two in [false, true] {
             for turn in 0.. {
                 if turn == partners.len() {
-                    match self.next_lightest(partners.last().copied()) {
-                        Some(next) => partners.push(next),
-                        None => break,
-                    }
+                    partners.last().inspect(|&&last| self.lightest.set(last, Tournament::NONE));
+                    let Some(next) = self.lightest.least() else { break };
+                    partners.push(next);
                 }
-                let partner = partners[turn].1 as usize;
+                let partner = partners[turn];
                 if self.costs[partner] >= self.costs[heaviest] {
                     break;
                 }
@@ -274,20 +276,12 @@ impl<'a> Contents<'a> {
                 }
             }
         }
-        self.lightest.extend(partners.drain(..).map(Reverse));
+        for partner in partners.drain(..) {
+            self.lightest.set(partner, ordered(self.costs[partner]));
+        }
         self.partners = partners;
         self.steps = left;
         found
-    }
-
-    /// Takes the next one off, from the lightest on.
-    fn next_lightest(&mut self, last: Option<(u64, u32)>) -> Option<(u64, u32)> {
-        loop {
-            let Reverse(next) = self.lightest.pop()?;
-            if ordered(self.costs[next.1 as usize]) == next.0 && last != Some(next) {
-                return Some(next);
-            }
-        }
     }
 
     fn look_at(&mut self, j: usize) {
@@ -297,7 +291,7 @@ impl<'a> Contents<'a> {
             let mut rank = self.first[j];
             while rank != NONE.rank {
                 let document = &self.documents.longest_first[rank as usize];
-                items.push(Item { length: i64::from(document.length), cost: document.cost, rank });
+                items.push(Item { cost: document.cost, length: document.length, rank });
                 rank = self.next[rank as usize];
             }
             items.push(NONE);
@@ -311,27 +305,21 @@ impl<'a> Contents<'a> {
         self.put_in(heavy, taken);
         for (j, cost) in [heavy, light].into_iter().zip(exchange.costs) {
             self.costs[j] = cost;
-            self.lightest.push(Reverse((ordered(cost), j as u32)));
-            self.heaviest.push((ordered(cost), Reverse(j as u32)));
+            self.lightest.set(j, ordered(cost));
+            self.heaviest.set(j, !ordered(cost));
         }
     }
 
     /// The first of those that cost the most.
-    fn heaviest(&mut self) -> usize {
-        while let Some(&(cost, Reverse(j))) = self.heaviest.peek() {
-            if ordered(self.costs[j as usize]) == cost {
-                return j as usize;
-            }
-            self.heaviest.pop();
-        }
-        0
+    fn heaviest(&self) -> usize {
+        self.heaviest.least().unwrap_or(0)
     }
 
     fn take_out(&mut self, j: usize, places: [usize; 2]) -> [Item; 2] {
         let items = places.map(|place| self.items[j][place]);
         let gone = items.map(|item| item.rank);
         self.items[j].retain(|item| item.rank == NONE.rank || !gone.contains(&item.rank));
-        items.iter().for_each(|item| self.tokens[j] -= item.length);
+        items.iter().for_each(|item| self.tokens[j] -= item.tokens());
         items
     }
 
@@ -339,7 +327,7 @@ impl<'a> Contents<'a> {
         for item in items.into_iter().filter(|item| item.rank != NONE.rank) {
             let at = self.items[j].partition_point(|other| other.rank < item.rank);
             self.items[j].insert(at, item);
-            self.tokens[j] += item.length;
+            self.tokens[j] += item.tokens();
         }
     }
 
@@ -348,7 +336,7 @@ impl<'a> Contents<'a> {
         let mut placement = start.clone();
         for j in changed {
             let items = &self.items[j][..self.items[j].len() - 1];
-            placement.tokens[j] = items.iter().map(|item| item.length).sum();
+            placement.tokens[j] = items.iter().map(|item| item.tokens()).sum();
             placement.costs[j] = items.iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
             for item in items {
                 let document = self.documents.longest_first[item.rank as usize];

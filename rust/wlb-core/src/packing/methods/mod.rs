@@ -11,5 +11,6 @@ pub(super) mod minimax;
 pub(super) mod original;
 pub(super) mod refined;
 mod steepest;
+mod tournament;
 pub(super) mod var_length;
 pub(super) mod var_length_fast;

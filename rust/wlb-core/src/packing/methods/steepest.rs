@@ -2,12 +2,12 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::collections::binary_heap::PeekMut;
 
 use crate::interrupt::Meter;
 use crate::packing::placement::Placement;
 
 use super::documents::{Document, Documents};
+use super::tournament::Tournament;
 
 /// Longest first, each to the micro-batch that lacks the most cost per token of its room, among those with room for it
 /// whose cost stays within `target`; else to the least cost that has room.
@@ -39,7 +39,7 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
         meter.spend(1);
         if let Some(j) = by_slope.first(&placement, rank) {
             placement.put(index, j, document.length, document.cost);
-            by_slope.took(&placement, j, rank + 1);
+            by_slope.changed(&placement, j, rank + 1);
             if let Some(by_cost) = &mut by_cost {
                 by_cost.changed(&placement, j, rank + 1);
             }
@@ -50,7 +50,7 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             let by_cost = by_cost.get_or_insert_with(|| Takers::new(&first_fit, &placement, rank, f64::INFINITY, cost));
             let j = by_cost.first(&placement, rank)?;
             placement.put(index, j, document.length, document.cost);
-            by_cost.took(&placement, j, rank + 1);
+            by_cost.changed(&placement, j, rank + 1);
         }
     }
     if !start.leftover.is_empty() {
@@ -115,10 +115,8 @@ struct Takers<'a, W> {
     /// Most that a micro-batch may cost.
     target: f64,
     weight: W,
-    /// Weight, micro-batch, and its tokens when it was put here: with others by now, it is no longer true.
-    ready: BinaryHeap<Reverse<(u64, u32, u32)>>,
-    /// From this one on all are empty, and are in no heap: of several of one weight the first is next.
-    empty_from: usize,
+    /// By weight.
+    ready: Tournament,
     /// Of each document by rank, a micro-batch that waits for it, and of each micro-batch the next that waits for the same.
     waits_for: Vec<u32>,
     next: Vec<u32>,
@@ -141,22 +139,13 @@ impl<'a, W: Fn(&Placement, usize) -> f64> Takers<'a, W> {
             first_fit,
             target,
             weight,
-            ready: BinaryHeap::with_capacity(num_micro_batches),
-            empty_from: 0,
+            ready: Tournament::new(std::iter::repeat_n(Tournament::NONE, num_micro_batches)),
             waits_for: vec![NOBODY; first_fit.documents.longest_first.len()],
             next: vec![READY; num_micro_batches],
             rank,
         };
-        if rank > 0 || placement.tokens.iter().any(|&tokens| tokens > 0) {
-            takers.fill(placement, rank);
-        }
+        (0..num_micro_batches).for_each(|j| takers.changed(placement, j, rank));
         takers
-    }
-
-    fn fill(&mut self, placement: &Placement, rank: usize) {
-        let empty = self.empty_from..placement.tokens.len();
-        self.empty_from = placement.tokens.len();
-        empty.for_each(|j| self.changed(placement, j, rank));
     }
 
     fn fits(&self, placement: &Placement, j: usize, rank: usize) -> bool {
@@ -177,40 +166,7 @@ impl<'a, W: Fn(&Placement, usize) -> f64> Takers<'a, W> {
             }
             self.rank += 1;
         }
-        if self.empty_from < placement.tokens.len() {
-            if !self.fits(placement, self.empty_from, rank) {
-                self.fill(placement, rank);
-            } else {
-                let weight = ordered((self.weight)(placement, self.empty_from));
-                if self.ready.peek().is_none_or(|first| (weight, self.empty_from as u32) < (first.0.0, first.0.1)) {
-                    return Some(self.empty_from);
-                }
-            }
-        }
-        while let Some(&Reverse((_, j, tokens))) = self.ready.peek() {
-            if placement.tokens[j as usize] as u32 == tokens {
-                return Some(j as usize);
-            }
-            self.ready.pop();
-        }
-        None
-    }
-
-    /// The first took a document. The next has this rank.
-    fn took(&mut self, placement: &Placement, j: usize, rank: usize) {
-        if j == self.empty_from {
-            self.empty_from += 1;
-            self.changed(placement, j, rank);
-            return;
-        }
-        let fits = self.fits(placement, j, rank);
-        let Some(mut first) = self.ready.peek_mut() else { return };
-        if fits {
-            first.0 = (ordered((self.weight)(placement, j)), j as u32, placement.tokens[j] as u32);
-        } else {
-            PeekMut::pop(first);
-            self.wait(placement, j, rank);
-        }
+        self.ready.least()
     }
 
     /// A micro-batch holds other documents than before. The next has this rank.
@@ -219,9 +175,9 @@ impl<'a, W: Fn(&Placement, usize) -> f64> Takers<'a, W> {
             return; // it waits, and what it waited for is the earliest that it may take by now
         }
         if self.fits(placement, j, rank) {
-            let weight = ordered((self.weight)(placement, j));
-            self.ready.push(Reverse((weight, j as u32, placement.tokens[j] as u32)));
+            self.ready.set(j, ordered((self.weight)(placement, j)));
         } else {
+            self.ready.set(j, Tournament::NONE);
             self.wait(placement, j, rank);
         }
     }
