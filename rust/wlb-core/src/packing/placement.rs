@@ -42,6 +42,12 @@ impl Placement {
         Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
     }
 
+    /// The same documents, each placed elsewhere; nothing left over yet.
+    pub(super) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
+        let Self { length_fallbacks, longest, empty_cost, .. } = *self;
+        Self { assignment, tokens, costs, leftover: Vec::new(), length_fallbacks, longest, empty_cost }
+    }
+
     /// Cost of a micro-batch without documents.
     pub(super) fn empty_cost(&self) -> f64 {
         self.empty_cost

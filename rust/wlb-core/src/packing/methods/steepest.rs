@@ -21,12 +21,12 @@ use super::tournament::Tournament;
 /// # Complexity
 /// O(n log N), as long as few documents share a row of [`FirstFit`]; else O(n log n).
 pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
-    let mut placement = start.emptied();
-    placement.length_fallbacks = start.length_fallbacks;
+    let mut assignment = vec![-1; start.assignment.len()];
+    let mut held = vec![Held { tokens: 0, cost: start.empty_cost() }; start.tokens.len()];
     let first_fit = FirstFit::new(documents);
-    let slope = |placement: &Placement, j: usize| (placement.costs[j] - target) / room(placement, documents, j) as f64;
-    let cost = |placement: &Placement, j: usize| placement.costs[j];
-    let mut by_slope = Takers::new(&first_fit, &placement, 0, target, slope);
+    let slope = |held: &Held| (held.cost - target) / (documents.max_tokens - held.tokens) as f64;
+    let cost = |held: &Held| held.cost;
+    let mut by_slope = Takers::new(&first_fit, &held, 0, target, slope);
     let mut by_cost: Option<Takers<_>> = None; // most batches need it for a few documents at the end
     let mut unplaced = Vec::new();
     let mut meter = Meter::default();
@@ -37,22 +37,28 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             continue;
         }
         meter.spend(1);
-        if let Some(j) = by_slope.first(&placement, rank) {
-            placement.put(index, j, document.length, document.cost);
-            by_slope.changed(&placement, j, rank + 1);
+        let j = if let Some(j) = by_slope.first(&held, rank) {
+            held[j].put(document);
+            by_slope.changed(&held, j, rank + 1);
             if let Some(by_cost) = &mut by_cost {
-                by_cost.changed(&placement, j, rank + 1);
+                by_cost.changed(&held, j, rank + 1);
             }
+            j
         } else {
-            if by_cost.is_none() && most_room(&placement, documents) < i64::from(document.length) {
+            let room = |held: &Held| documents.max_tokens - held.tokens;
+            if by_cost.is_none() && held.iter().map(room).max() < Some(i64::from(document.length)) {
                 return None;
             }
-            let by_cost = by_cost.get_or_insert_with(|| Takers::new(&first_fit, &placement, rank, f64::INFINITY, cost));
-            let j = by_cost.first(&placement, rank)?;
-            placement.put(index, j, document.length, document.cost);
-            by_cost.changed(&placement, j, rank + 1);
-        }
+            let by_cost = by_cost.get_or_insert_with(|| Takers::new(&first_fit, &held, rank, f64::INFINITY, cost));
+            let j = by_cost.first(&held, rank)?;
+            held[j].put(document);
+            by_cost.changed(&held, j, rank + 1);
+            j
+        };
+        assignment[index] = j as i32;
     }
+    let (tokens, costs) = held.into_iter().map(|held| (held.tokens, held.cost)).unzip();
+    let mut placement = start.rearranged(assignment, tokens, costs);
     if !start.leftover.is_empty() {
         place_left_over(documents, &unplaced, start, ceiling, &mut placement);
     }
@@ -98,12 +104,22 @@ fn place_left_over(
     placement.leftover = start.leftover.iter().copied().filter(is_left).collect();
 }
 
-fn most_room(placement: &Placement, documents: &Documents) -> i64 {
-    documents.max_tokens - placement.tokens.iter().copied().min().unwrap_or(0)
-}
-
 fn room(placement: &Placement, documents: &Documents, micro_batch: usize) -> i64 {
     documents.max_tokens - placement.tokens[micro_batch]
+}
+
+/// What a micro-batch holds: side by side, since both are asked for wherever one is.
+#[derive(Clone)]
+struct Held {
+    tokens: i64,
+    cost: f64,
+}
+
+impl Held {
+    fn put(&mut self, document: &Document) {
+        self.tokens += i64::from(document.length);
+        self.cost += document.cost;
+    }
 }
 
 /// The micro-batches that may take a document, the one of least weight first, while documents come longest first.
@@ -132,9 +148,9 @@ const NOBODY: u32 = u32::MAX;
 /// In [`Takers::next`], of a micro-batch that does not wait.
 const READY: u32 = u32::MAX - 1;
 
-impl<'a, W: Fn(&Placement, usize) -> f64> Takers<'a, W> {
-    fn new(first_fit: &'a FirstFit<'a>, placement: &Placement, rank: usize, target: f64, weight: W) -> Self {
-        let num_micro_batches = placement.tokens.len();
+impl<'a, W: Fn(&Held) -> f64> Takers<'a, W> {
+    fn new(first_fit: &'a FirstFit<'a>, held: &[Held], rank: usize, target: f64, weight: W) -> Self {
+        let num_micro_batches = held.len();
         let mut takers = Self {
             first_fit,
             target,
@@ -144,24 +160,24 @@ impl<'a, W: Fn(&Placement, usize) -> f64> Takers<'a, W> {
             next: vec![READY; num_micro_batches],
             rank,
         };
-        (0..num_micro_batches).for_each(|j| takers.changed(placement, j, rank));
+        (0..num_micro_batches).for_each(|j| takers.changed(held, j, rank));
         takers
     }
 
-    fn fits(&self, placement: &Placement, j: usize, rank: usize) -> bool {
+    fn fits(&self, held: &Held, rank: usize) -> bool {
         self.first_fit.documents.longest_first.get(rank).is_some_and(|document| {
-            placement.tokens[j] + i64::from(document.length) <= self.first_fit.documents.max_tokens
-                && placement.costs[j] + document.cost <= self.target
+            held.tokens + i64::from(document.length) <= self.first_fit.documents.max_tokens
+                && held.cost + document.cost <= self.target
         })
     }
 
     /// The micro-batch of least weight that may take this document; ranks only ascend.
-    fn first(&mut self, placement: &Placement, rank: usize) -> Option<usize> {
+    fn first(&mut self, held: &[Held], rank: usize) -> Option<usize> {
         while self.rank <= rank {
-            let mut j = std::mem::replace(&mut self.waits_for[self.rank], NOBODY);
+            let mut j = self.waits_for[self.rank];
             while j != NOBODY {
                 let next = std::mem::replace(&mut self.next[j as usize], READY);
-                self.changed(placement, j as usize, rank);
+                self.changed(held, j as usize, rank);
                 j = next;
             }
             self.rank += 1;
@@ -170,20 +186,20 @@ impl<'a, W: Fn(&Placement, usize) -> f64> Takers<'a, W> {
     }
 
     /// A micro-batch holds other documents than before. The next has this rank.
-    fn changed(&mut self, placement: &Placement, j: usize, rank: usize) {
+    fn changed(&mut self, held: &[Held], j: usize, rank: usize) {
         if self.next[j] != READY {
             return; // it waits, and what it waited for is the earliest that it may take by now
         }
-        if self.fits(placement, j, rank) {
-            self.ready.set(j, ordered((self.weight)(placement, j)));
+        if self.fits(&held[j], rank) {
+            self.ready.set(j, ordered((self.weight)(&held[j])));
         } else {
             self.ready.set(j, Tournament::NONE);
-            self.wait(placement, j, rank);
+            self.wait(&held[j], j, rank);
         }
     }
 
-    fn wait(&mut self, placement: &Placement, j: usize, rank: usize) {
-        let fit = self.first_fit.of(rank + 1, placement.tokens[j], placement.costs[j], self.target);
+    fn wait(&mut self, held: &Held, j: usize, rank: usize) {
+        let fit = self.first_fit.of(rank + 1, held.tokens, held.cost, self.target);
         if fit < self.waits_for.len() {
             self.next[j] = std::mem::replace(&mut self.waits_for[fit], j as u32);
         }

@@ -26,7 +26,7 @@ impl Tournament {
         while let Some(below) = levels.last()
             && below.len() > 1
         {
-            levels.push(nodes(below.iter().map(|node| least(node).0)));
+            levels.push(nodes(below.iter().map(least)));
         }
         Self { levels }
     }
@@ -34,13 +34,13 @@ impl Tournament {
     /// The index of the least key, the lowest of several.
     #[inline]
     pub(super) fn least(&self) -> Option<usize> {
+        let least = least(self.levels.last()?.first()?);
         let mut at = 0;
-        let mut key = Self::NONE;
         for level in self.levels.iter().rev() {
-            let (least, child) = least(&level[at]);
-            (at, key) = (at * WIDTH + child, least);
+            let keys = &level[at].0;
+            at = at * WIDTH + (0..WIDTH).rev().fold(0, |child, i| if keys[i] == least { i } else { child });
         }
-        (key < Self::NONE).then_some(at)
+        (least < Self::NONE).then_some(at)
     }
 
     #[inline]
@@ -51,7 +51,7 @@ impl Tournament {
             if std::mem::replace(&mut node.0[at % WIDTH], key) == key {
                 return;
             }
-            (at, key) = (at / WIDTH, least(node).0);
+            (at, key) = (at / WIDTH, least(node));
         }
     }
 }
@@ -67,11 +67,11 @@ fn nodes(mut keys: impl Iterator<Item = u64>) -> Vec<Node> {
     nodes
 }
 
-/// The least key of a node, and whose it is. Without a branch: which it is cannot be predicted.
+/// The least key of a node. Without a branch, since which it is cannot be predicted, and with few steps one after another.
 #[inline]
-fn least(node: &Node) -> (u64, usize) {
-    let first = (node.0[0], 0);
-    (1..WIDTH).fold(first, |(least, at), i| if node.0[i] < least { (node.0[i], i) } else { (least, at) })
+fn least(node: &Node) -> u64 {
+    let [a, b, c, d, e, f, g, h] = node.0;
+    a.min(b).min(c.min(d)).min(e.min(f).min(g.min(h)))
 }
 
 #[cfg(test)]
