@@ -247,6 +247,14 @@ def test_a_window_that_is_not_used_hides_nothing() -> None:
         wlb.ModelConfig.from_hugging_face(LLAMA | changes)
 
 
+def test_a_window_that_no_document_fills_is_none() -> None:
+    whole = wlb.ModelConfig.from_hugging_face(LLAMA | {"max_position_embeddings": 2**33})
+    for size in (2**31 - 1, 2**31, 2**40):
+        assert wlb.ModelConfig.from_hugging_face(LLAMA | {"max_position_embeddings": 2**33, "sliding_window": size}) == whole
+        assert Mask("window", size) == Mask("chunk", size) == Mask()
+    assert Mask("window", 2**31 - 2).size == 2**31 - 2
+
+
 def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")

@@ -98,9 +98,23 @@ def test_terms_have_names_and_a_unit() -> None:
         _ = TABLES.terms
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, np.int64(2**40), 2**70])
+def test_a_window_that_no_document_fills_is_none(size: int) -> None:
+    plain = wlb.CostModel(attention=1.5, linear=2.0, windows={8: 3.0})
+    assert wlb.CostModel(attention=0.5, linear=2.0, windows={8: 3.0, size: 0.5}, chunks={size: 0.5}) == plain
+    assert wlb.CostModel(attention=0.5, linear=2.0, windows={8: 3.0, size: 0.5, 2**80: 0.5}) == plain
+    longest = wlb.CostModel(attention=0.0, linear=2.0, windows={2**31 - 2: 1.0})
+    assert longest.terms == {f"window_pairs[{2**31 - 2}]": 1.0, "tokens": 2.0}
+
+
 @pytest.mark.parametrize(
     ("terms", "argument"),
     [
+        ({"windows": {True: 1.0}}, "windows"),
+        ({"windows": {2.0**31: 1.0}}, "windows"),
+        ({"windows": {2**31: -1.0, 2**32: 2.0}}, "windows"),
+        ({"attention": -1.0, "windows": {2**31: 2.0}}, "attention"),
+        ({"windows": {2**31: 1.0}, "causal": False}, "windows"),
         ({"windows": {0: 1.0}}, "windows"),
         ({"windows": {8: -1.0}}, "windows"),
         ({"windows": [8]}, "windows"),

@@ -39,6 +39,14 @@ def test_times_without_noise_give_the_model_back(cost: wlb.CostModel) -> None:
     assert wlb.CostModel.from_json(fit.cost_model.to_json()) == fit.cost_model
 
 
+def test_a_window_that_no_document_fills_is_pairs() -> None:
+    rows = micro_batches(60, 1)
+    times = seconds(LOCAL, rows)
+    fit = wlb.CostModel.fit(rows, times, windows=(2**31, 1024, 2**40), chunks=[2**31 - 1])
+    assert fit.cost_model == wlb.CostModel.fit(rows, times, windows=(1024,)).cost_model
+    assert list(wlb.CostModel.fit(rows, times, windows=(2**31,), terms=["tokens"]).rates) == ["pairs", "tokens"]
+
+
 def test_ranks_share_pairs_and_tokens() -> None:
     rows = micro_batches(60, 1)
     fit = wlb.CostModel.fit(rows, seconds(DENSE, rows), ranks=[2] * 60)

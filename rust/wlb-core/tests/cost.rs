@@ -62,6 +62,23 @@ fn a_plain_model_has_the_json_it_always_had() {
 }
 
 #[test]
+fn a_window_or_chunk_that_no_document_fills_is_none() {
+    let none = Rates { attention: 1.75, linear: 2.0, windows: vec![(7, 3.0)], ..Rates::default() };
+    let whole = Rates {
+        attention: 1.0,
+        windows: vec![(7, 3.0), (i32::MAX, 0.25), (i32::MAX, 0.25)],
+        chunks: vec![(i32::MAX, 0.25)],
+        ..none.clone()
+    };
+    assert_eq!(CostModel::from_rates(&whole).unwrap(), CostModel::from_rates(&none).unwrap());
+    let longest = Rates { windows: vec![(i32::MAX - 1, 1.0)], ..Rates::default() };
+    assert_eq!(CostModel::from_rates(&longest).unwrap().rates().unwrap(), longest);
+    // Its rate does not make a wrong one right.
+    let negative = Rates { attention: -1.0, windows: vec![(i32::MAX, 2.0)], ..Rates::default() };
+    assert_eq!(CostModel::from_rates(&negative).unwrap_err().argument(), "attention");
+}
+
+#[test]
 fn terms_that_make_no_sense_are_named() {
     let good = Rates { linear: 1.0, ..Rates::default() };
     let argument = |rates: Rates| CostModel::from_rates(&rates).unwrap_err().argument();

@@ -8,6 +8,7 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyMapping};
 use wlb_core::Lengths;
+use wlb_core::limits::MAX_TOKENS;
 
 use crate::error::{raise, refuse};
 use crate::results::declaration;
@@ -129,7 +130,7 @@ pub(crate) fn rates_by_size(argument: &'static str, object: &Bound<'_, PyAny>) -
     };
     let entry = |entry: Bound<'_, PyAny>| {
         let (size, rate): (Bound<'_, PyAny>, Bound<'_, PyAny>) = entry.extract()?;
-        Ok((positive(argument, &size)?, real(argument, &rate)?))
+        Ok((extent(argument, &size)?, real(argument, &rate)?))
     };
     let mut rates = mapping.items()?.iter().map(entry).collect::<PyResult<Vec<_>>>()?;
     rates.sort_by_key(|&(size, _)| size);
@@ -141,9 +142,18 @@ pub(crate) fn sizes(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResu
     let Ok(listed) = object.try_iter() else {
         return Err(refuse(argument, None, Some(object), "must be a list of sizes"));
     };
-    let mut sizes = listed.map(|size| positive(argument, &size?)).collect::<PyResult<Vec<_>>>()?;
+    let mut sizes = listed.map(|size| extent(argument, &size?)).collect::<PyResult<Vec<_>>>()?;
     sizes.sort_unstable();
     Ok(sizes)
+}
+
+/// Tokens of a window or chunk; those longer than any document are alike.
+fn extent(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
+    let is_longer = |size: Bound<'_, PyAny>| size.gt(MAX_TOKENS);
+    if object.call_method0("__index__").and_then(is_longer).unwrap_or(false) {
+        return Ok(MAX_TOKENS as i32);
+    }
+    positive(argument, object)
 }
 
 /// One real number; a bool is none, nor is a complex number.
@@ -177,7 +187,7 @@ pub(crate) fn count(argument: &'static str, object: &Bound<'_, PyAny>, most: usi
 
 /// A number of tokens, from 1 to 2^31 - 1.
 pub(crate) fn positive(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
-    size(argument, object, 1, wlb_core::limits::MAX_TOKENS).map(|tokens| tokens as i32)
+    size(argument, object, 1, MAX_TOKENS).map(|tokens| tokens as i32)
 }
 
 /// A number of iterations, 0 or above.

@@ -67,7 +67,7 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///     linear: cost of one token; 0 or above, and not both 0.
 ///     causal: count ``d(d+1)/2`` pairs (default) or, for bidirectional masks, ``d*d``.
 ///     windows: ``{w: rate}``, cost of a pair under a sliding window of ``w`` keys: a query sees itself and the ``w - 1``
-///         before it. Causal only.
+///         before it. Causal only. From 2^31 - 1 on there is no window: the rate is added to ``attention``.
 ///     chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all before it in its
 ///         chunk. Causal only.
 ///     document: cost of every document, whatever its length.

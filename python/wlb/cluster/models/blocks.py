@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from wlb._core import MAX_TOKENS
 from wlb._errors import check_bool, check_integer
 
 
@@ -24,11 +25,17 @@ class Mask:
 
     ``full``: all up to itself; ``window``: the last `size` up to itself; ``chunk``: those up to itself in its chunk of
     `size` tokens; ``bidirectional``: the whole document, or image; ``bidirectional_window``: all of its square of at
-    most `size` patches of an image.
+    most `size` patches of an image. Of 2^31 - 1 tokens on, which no document fills, a window or chunk is ``full``.
     """
 
     kind: Literal["full", "window", "chunk", "bidirectional", "bidirectional_window"] = "full"
     size: int = 0
+
+    def __post_init__(self) -> None:
+        """A window or chunk that no document fills is none."""
+        if self.kind in ("window", "chunk") and self.size >= MAX_TOKENS:
+            object.__setattr__(self, "kind", "full")
+            object.__setattr__(self, "size", 0)
 
 
 @dataclass(frozen=True)

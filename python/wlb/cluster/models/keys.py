@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+from wlb._core import MAX_TOKENS
+
 T = TypeVar("T")
 
 # Keys that change FLOPs, parameters or memory in some family. One that is set to something and that the family at hand
@@ -174,9 +176,9 @@ class Keys:
         window = self.integer("sliding_window", default=0)
         if window < 0:
             raise Refused(f"has sliding_window = {window}: must not be negative", window)
-        context = self.integer("max_position_embeddings", default=0)
+        context = self.integer("max_position_embeddings", default=0) or MAX_TOKENS
         # Qwen writes a window and does not use it; a window no smaller than the context hides nothing.
-        return window if self.flag("use_sliding_window", default=True) and (not context or window < context) else 0
+        return window if self.flag("use_sliding_window", default=True) and window < min(context, MAX_TOKENS) else 0
 
     def only(self, name: str, expected: object) -> None:
         """Reads a key that may have one value alone.

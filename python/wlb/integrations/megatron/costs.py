@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import wlb
+from wlb._core import MAX_TOKENS
 from wlb._errors import error
 
 # Set, each makes layers cost what the sizes do not tell.
@@ -12,7 +13,6 @@ _UNLIKE = {
     "multi_latent_attention": "latent attention",
     "is_hybrid_model": "Mamba layers",
     "experimental_attention_variant": "another attention",
-    "window_size": "windows",
     "heterogeneous_block_specs": "layers that differ",
     "moe_shared_expert_intermediate_size": "shared experts",
     "mtp_num_layers": "layers of multi-token prediction",
@@ -32,6 +32,8 @@ def cost_of(config: Any, *, vocab_size: int) -> wlb.CostModel:
     if config is None:
         raise error("cost_model", "is missing: what documents cost is known from it, or from the model's configuration")
     found = [words for name, words in _UNLIKE.items() if getattr(config, name, None)]
+    if 0 <= (getattr(config, "window_size", None) or (-1, 0))[0] < MAX_TOKENS - 1:  # keys before the query's own
+        found.append("windows")
     if getattr(config, "num_moe_experts", None) and getattr(config, "moe_layer_freq", 1) != 1:
         found.append("layers with and without experts")
     if found:

@@ -9,7 +9,7 @@ use crate::limits::MAX_MICRO_BATCHES;
 
 use super::curve::{Curve, check_rate};
 use super::mask::{LocalMask, Mask};
-use super::rates::{Rates, Unit, check_local};
+use super::rates::{Rates, Unit, check_local, hides_nothing};
 
 /// Cost of documents: `W(d) = W_a(d) + W_l(d) + document`, where attention `W_a` grows with the pairs and `W_l` with
 /// the tokens; and a constant for every micro-batch.
@@ -84,15 +84,23 @@ impl CostModel {
     pub fn from_rates(rates: &Rates) -> Result<Self> {
         check_local("windows", &rates.windows, rates.mask)?;
         check_local("chunks", &rates.chunks, rates.mask)?;
-        let terms = |of: &[(i32, f64)]| of.iter().copied().filter(|&(_, rate)| rate > 0.0).collect();
+        check_rate("attention", rates.attention)?;
         // Adding zero makes -0.0 the 0.0 that it equals: equal models have equal hashes and fingerprints.
+        let mut attention = rates.attention + 0.0;
+        let mut terms = |of: &[(i32, f64)]| {
+            let priced = of.iter().copied().filter(|&(_, rate)| rate > 0.0);
+            let (whole, local): (Vec<_>, Vec<_>) = priced.partition(|&(size, _)| hides_nothing(size));
+            whole.iter().for_each(|(_, rate)| attention += rate);
+            local
+        };
+        let (windows, chunks) = (terms(&rates.windows), terms(&rates.chunks));
         let model = Self {
-            windows: terms(&rates.windows),
-            chunks: terms(&rates.chunks),
+            windows,
+            chunks,
             document: rates.document + 0.0,
             micro_batch: rates.micro_batch + 0.0,
             unit: rates.unit,
-            ..Self::plain(Curve::Rate(rates.attention + 0.0), Curve::Rate(rates.linear + 0.0), rates.mask)
+            ..Self::plain(Curve::Rate(attention), Curve::Rate(rates.linear + 0.0), rates.mask)
         };
         model.check()?;
         Ok(model)

@@ -24,9 +24,10 @@ pub struct Rates {
     pub linear: f64,
     /// Which keys a query attends to, where nothing below says less.
     pub mask: Mask,
-    /// Of a pair under a sliding window: `(keys, rate)`, ascending by keys. Only under a causal mask.
+    /// Of a pair under a sliding window: `(keys, rate)`, ascending by keys. Only under a causal mask. One of [`MAX_TOKENS`]
+    /// is none: its rate is added to `attention`.
     pub windows: Vec<(i32, f64)>,
-    /// Of a pair inside chunks: `(tokens, rate)`, ascending by tokens. Only under a causal mask.
+    /// Of a pair inside chunks: `(tokens, rate)`, ascending by tokens. Only under a causal mask. One of [`MAX_TOKENS`] is none.
     pub chunks: Vec<(i32, f64)>,
     /// Of a document, whatever its length.
     pub document: f64,
@@ -34,6 +35,11 @@ pub struct Rates {
     pub micro_batch: f64,
     /// What one unit of these is; none where the user does not say.
     pub unit: Option<Unit>,
+}
+
+/// Whether a window, or a chunk, of so many tokens is none: see [`MAX_TOKENS`].
+pub(super) fn hides_nothing(size: i32) -> bool {
+    i64::from(size) >= MAX_TOKENS
 }
 
 /// Checks the rates of pairs under windows or in chunks.
@@ -48,7 +54,7 @@ pub(super) fn check_local(argument: &'static str, terms: &[(i32, f64)], mask: Ma
     let mut previous = 0;
     for (index, &(size, rate)) in terms.iter().enumerate() {
         check_range(argument, i64::from(size), 1, MAX_TOKENS)?;
-        if size <= previous {
+        if size <= previous && !hides_nothing(size) {
             return Err(Error::Entry { argument, index, value: f64::from(size), requirement: "sizes must ascend" });
         }
         if !(rate.is_finite() && rate >= 0.0) {

@@ -2,7 +2,7 @@
 
 use crate::cost::mask::{LocalMask, Mask};
 use crate::cost::model::CostModel;
-use crate::cost::rates::{Rates, Unit, check_local};
+use crate::cost::rates::{Rates, Unit, check_local, hides_nothing};
 use crate::error::{Error, Result};
 use crate::interrupt::Meter;
 
@@ -153,15 +153,20 @@ fn terms_of(options: &FitOptions) -> Result<Vec<Term>> {
     let unweighted = |sizes: &[i32]| sizes.iter().map(|&size| (size, 0.0)).collect::<Vec<_>>();
     check_local("windows", &unweighted(&options.windows), options.mask)?;
     check_local("chunks", &unweighted(&options.chunks), options.mask)?;
-    let asked = |term: &Term| {
-        matches!(term, Term::Local(_)) || options.terms.as_ref().is_none_or(|names| names.contains(&term.name()))
+    let pairs = Term::Pairs(options.mask);
+    let local = |sizes: &[i32], mask: fn(i32) -> LocalMask| {
+        sizes.iter().map(|&size| if hides_nothing(size) { pairs } else { Term::Local(mask(size)) }).collect::<Vec<_>>()
     };
-    let windows = options.windows.iter().map(|&size| Term::Local(LocalMask::Window(size)));
-    let chunks = options.chunks.iter().map(|&size| Term::Local(LocalMask::Chunk(size)));
-    let terms: Vec<Term> = [Term::Tokens, Term::Pairs(options.mask)]
+    let (windows, chunks) = (local(&options.windows, LocalMask::Window), local(&options.chunks, LocalMask::Chunk));
+    let asked = |term: &Term| {
+        windows.contains(term)
+            || chunks.contains(term)
+            || options.terms.as_ref().is_none_or(|names| names.contains(&term.name()))
+    };
+    let is_local = |term: &Term| matches!(term, Term::Local(_));
+    let terms: Vec<Term> = [Term::Tokens, pairs]
         .into_iter()
-        .chain(windows)
-        .chain(chunks)
+        .chain(windows.iter().chain(&chunks).copied().filter(is_local))
         .chain([Term::Documents, Term::MicroBatches])
         .filter(asked)
         .collect();
