@@ -27,6 +27,7 @@ import wlb
 import wlb.torch as wt
 from wlb.integrations import megatron
 from wlb.integrations.megatron import refusals
+from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments
 
 COST = wlb.CostModel(attention=1.0, linear=64.0)
@@ -271,6 +272,17 @@ def test_a_scheduler_takes_costs_from_the_model() -> None:
         megatron.DynamicCpScheduler(64, World(4), cost_model=COST, max_cp_size=2).get_groups_and_subsamples(
             [(0, 8)], None
         )
+
+
+@pytest.mark.parametrize("sizes", [(2**31 - 2, 0), (2**40, 0), (-1, 0)])
+def test_a_window_that_no_document_fills_costs_what_none_does(sizes: tuple[int, int]) -> None:
+    config = configuration(Run())
+    plain = cost_of(config, vocab_size=8)
+    config.window_size = sizes
+    assert cost_of(config, vocab_size=8) == plain
+    config.window_size = (2**31 - 3, 0)
+    with pytest.raises(wlb.WlbError, match="windows"):
+        cost_of(config, vocab_size=8)
 
 
 def refused(changes: dict[str, Any], options: dict[str, Any]) -> str | None:
