@@ -248,9 +248,10 @@ def test_a_window_that_is_not_used_hides_nothing() -> None:
 
 
 def test_a_window_that_no_document_fills_is_none() -> None:
-    whole = wlb.ModelConfig.from_hugging_face(LLAMA | {"max_position_embeddings": 2**33})
+    long = LLAMA | {"max_position_embeddings": 2**33}
+    whole = wlb.ModelConfig.from_hugging_face(long)
     for size in (2**31 - 1, 2**31, 2**40):
-        assert wlb.ModelConfig.from_hugging_face(LLAMA | {"max_position_embeddings": 2**33, "sliding_window": size}) == whole
+        assert wlb.ModelConfig.from_hugging_face(long | {"sliding_window": size}) == whole
         assert Mask("window", size) == Mask("chunk", size) == Mask()
     assert Mask("window", 2**31 - 2).size == 2**31 - 2
 
