@@ -56,7 +56,7 @@ use crate::run::{DETACH_FROM, calling_out, is_called_out, run};
 ///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
 ///     oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
 ///     method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there on as
-///         ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, in two to five times the time.
+///         ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, mostly in twice the time.
 ///         Where ``max_tokens`` binds it also finds room for documents that were carried over.
 ///     dp_size: data-parallel ranks that every step is planned for, as :func:`pack` does it with what leaves: documents are exchanged
 ///         between ranks, and ``packing.deal(dp_size)`` gives every rank's micro-batches. It divides ``num_micro_batches``, and like

@@ -48,8 +48,7 @@ pub(in crate::packing) fn pack(
 /// there may be placed as well; other documents of the batch are left alone.
 ///
 /// # Complexity
-/// O(n log N) for `n` documents and `N` micro-batches, and a bounded number of exchanges: about twice the time of Algorithm 1, up to five
-/// times where a few documents fill a micro-batch that has next to no room to spare.
+/// O(n log N) for `n` documents and `N` micro-batches, and a bounded number of exchanges.
 pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
     improve(start, || Documents::new(lengths, costs, max_tokens))
 }
