@@ -34,12 +34,12 @@ impl Ladder {
     /// A ladder over `weights`: numbers, infinity included; at most `MAX_MICRO_BATCHES`.
     pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
         let end = weights.len() as u32;
-        let mut rungs: Vec<Rung> = weights.map(|weight| Rung { weight, lighter: end, heavier: end }).collect();
-        rungs.push(Rung { weight: f64::INFINITY, lighter: end, heavier: end });
-        let mut order: Vec<u32> = (0..end).collect();
-        order.sort_by(|&a, &b| rungs[a as usize].weight.total_cmp(&rungs[b as usize].weight));
+        let mut order: Vec<(f64, u32)> = weights.zip(0..).collect();
+        let rung = |weight| Rung { weight, lighter: end, heavier: end };
+        let rungs = order.iter().map(|&(weight, _)| weight).chain([f64::INFINITY]).map(rung).collect();
+        order.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         let mut ladder = Self { rungs, finger: end, meter: Meter::default() };
-        for index in order {
+        for (_, index) in order {
             ladder.insert_below(index, end);
         }
         ladder
@@ -107,6 +107,11 @@ impl Ladder {
         // So that unlinking it once more changes no other.
         let rung = &mut self.rungs[index as usize];
         (rung.lighter, rung.heavier) = (index, index);
+    }
+
+    /// Sets the weight of one that was taken out to what it was.
+    pub(crate) fn put_back(&mut self, index: usize) {
+        self.set(index, self.rungs[index].weight);
     }
 
     /// Sets one weight.

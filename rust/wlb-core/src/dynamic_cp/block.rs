@@ -21,12 +21,23 @@ pub(super) struct Block {
 struct Size {
     members: Vec<u32>,
     order: Order,
+    /// The weight of the lightest that the order has, and its place.
+    first: Option<(f64, usize)>,
+}
+
+impl Size {
+    fn find_first(&mut self, tokens: i64) {
+        self.first = match &self.order {
+            Order::Falling { ladder, .. } => ladder.first(),
+            Order::Any(tree) => tree.next(None, tokens).map(|place| (tree.weight(place), place)),
+        };
+    }
 }
 
 /// Blocks of one size by weight, and those that have room.
 enum Order {
     /// Where ever less room is asked for: without those that had too little, which are set aside, by room and place.
-    Falling(Ladder, BinaryHeap<(i64, u32)>),
+    Falling { ladder: Ladder, rooms: Vec<i64>, aside: BinaryHeap<(i64, u32)> },
     /// Where more may be asked for than before: those would come back and be set aside again, for every document.
     Any(ByRoom),
 }
@@ -62,20 +73,23 @@ impl Sizes {
         let of = |members: Vec<u32>| {
             let blocks = members.iter().map(|&block| &blocks[block as usize]);
             let order = if falling {
-                Order::Falling(Ladder::new(blocks.map(&weight)), BinaryHeap::new())
+                let rooms = blocks.clone().map(&room).collect();
+                Order::Falling { ladder: Ladder::new(blocks.map(&weight)), rooms, aside: BinaryHeap::new() }
             } else {
                 Order::Any(ByRoom::new(blocks.map(|block| (weight(block), room(block)))))
             };
-            Size { members, order }
+            let mut size = Size { members, order, first: None };
+            size.find_first(i64::MIN);
+            size
         };
         Self { sizes: members.into_iter().map(of).collect(), places, tokens: i64::MIN }
     }
 
     /// Of each size that there is, by weight, blocks with the room that was asked for last, and maybe others.
     pub(super) fn ascending(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
-        self.sizes.iter().map(move |Size { members, order }| {
+        self.sizes.iter().map(move |Size { members, order, .. }| {
             let (ladder, tree) = match order {
-                Order::Falling(ladder, _) => (Some(ladder.ascending()), None),
+                Order::Falling { ladder, .. } => (Some(ladder.ascending()), None),
                 Order::Any(tree) => {
                     let next = |&place: &usize| tree.next(Some(place), self.tokens);
                     (None, Some(std::iter::successors(tree.next(None, self.tokens), next)))
@@ -89,44 +103,35 @@ impl Sizes {
     /// The lightest block of all sizes, the first of several.
     #[inline]
     pub(super) fn first(&self) -> Option<usize> {
-        let of_size = |Size { members, order }: &Size| {
-            let (weight, place) = match order {
-                Order::Falling(ladder, _) => ladder.first()?,
-                Order::Any(tree) => tree.next(None, self.tokens).map(|place| (tree.weight(place), place))?,
-            };
-            Some((weight, members[place]))
-        };
-        let lighter = |a: &(f64, u32), b: &(f64, u32)| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1));
-        self.sizes.iter().filter_map(of_size).min_by(lighter).map(|(_, block)| block as usize)
+        let block = |&(_, size, place): &(f64, &Size, usize)| size.members[place];
+        let firsts = self.sizes.iter().filter_map(|size| size.first.map(|(weight, place)| (weight, size, place)));
+        let lightest = firsts.min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| block(a).cmp(&block(b))))?;
+        Some(block(&lightest) as usize)
     }
 
     /// From here on blocks without so much room are none; those that were so before, and have so much, are.
     ///
     /// # Complexity
     /// A logarithm for every block that was set since, or for each size.
-    pub(super) fn make_room(
-        &mut self,
-        tokens: i64,
-        blocks: &[Block],
-        room: impl Fn(&Block) -> i64,
-        weight: impl Fn(&Block) -> f64,
-    ) {
+    #[inline]
+    pub(super) fn make_room(&mut self, tokens: i64) {
         self.tokens = tokens;
-        for Size { members, order } in &mut self.sizes {
-            let Order::Falling(ladder, aside) = order else { continue };
-            let block = |place: usize| &blocks[members[place] as usize];
-            while let Some((_, place)) = aside.peek().copied().filter(|&(room, _)| room >= tokens) {
-                aside.pop();
-                ladder.set(place as usize, weight(block(place as usize)));
-            }
-            while let Some((_, place)) = ladder.first() {
-                let room = room(block(place));
-                if room >= tokens {
-                    break;
+        for size in &mut self.sizes {
+            if let Order::Falling { ladder, rooms, aside } = &mut size.order {
+                let is_full = |first: Option<(f64, usize)>| first.is_some_and(|(_, place)| rooms[place] < tokens);
+                if !is_full(size.first) && aside.peek().is_none_or(|&(room, _)| room < tokens) {
+                    continue;
                 }
-                ladder.remove(place);
-                aside.push((room, place as u32));
+                while let Some((_, place)) = aside.peek().copied().filter(|&(room, _)| room >= tokens) {
+                    aside.pop();
+                    ladder.put_back(place as usize);
+                }
+                while let Some((_, place)) = ladder.first().filter(|&first| is_full(Some(first))) {
+                    ladder.remove(place);
+                    aside.push((rooms[place], place as u32));
+                }
             }
+            size.find_first(tokens);
         }
     }
 
@@ -134,10 +139,15 @@ impl Sizes {
     #[inline]
     pub(super) fn set(&mut self, block: usize, weight: f64, room: i64) {
         let (size, place) = self.places[block];
-        match &mut self.sizes[size as usize].order {
-            Order::Falling(ladder, _) => ladder.set(place as usize, weight),
+        let size = &mut self.sizes[size as usize];
+        match &mut size.order {
+            Order::Falling { ladder, rooms, .. } => {
+                rooms[place as usize] = room;
+                ladder.set(place as usize, weight);
+            }
             Order::Any(tree) => tree.set(place as usize, weight, room),
         }
+        size.find_first(self.tokens);
     }
 }
 
@@ -206,7 +216,7 @@ mod tests {
                 documents.sort_by_key(|&(tokens, ..)| std::cmp::Reverse(tokens));
             }
             for (tokens, index, seconds) in documents {
-                sizes.make_room(tokens, &blocks, room, weight);
+                sizes.make_room(tokens);
                 let lightest = |cp_size: u32| {
                     let fitting = (0..blocks.len()).filter(|&at| blocks[at].cp_size == cp_size && room(&blocks[at]) >= tokens);
                     fitting.min_by(|&a, &b| blocks[a].seconds.total_cmp(&blocks[b].seconds))
@@ -242,7 +252,7 @@ mod tests {
             let mut sizes = Sizes::new(&blocks, falling, weight, counted);
             for document in 0..documents {
                 let long = if falling { document < documents / 2 } else { document % 2 == 0 };
-                sizes.make_room(if long { 9 } else { 1 }, &blocks, counted, weight);
+                sizes.make_room(if long { 9 } else { 1 });
                 let chosen = sizes.first().unwrap_or(0);
                 assert_eq!(chosen >= all / 2, long);
                 blocks[chosen].seconds += 1e-3;

@@ -275,6 +275,15 @@ impl Least {
     }
 }
 
+/// Micro-batches take at least this long that together take so many `seconds` of the whole model, whatever each takes.
+pub(super) fn of_sum(seconds: f64, options: &DynamicCpOptions, num_micro_batches: usize) -> f64 {
+    let sum = seconds / options.num_stages as f64;
+    if options.num_virtual_stages > 1 || options.num_stages == 1 {
+        return sum;
+    }
+    fill_and_drain(sum, options.num_stages as f64, num_micro_batches)
+}
+
 /// At most `most` micro-batches of together `sum`.
 ///
 /// A path: forwards on the first stage up to that of `i`, this up to the last stage, everything there up to `k >= i`,

@@ -244,6 +244,12 @@ impl GroupCost {
         self.with(communication, load, cp_size)
     }
 
+    /// The same as if exchange were free.
+    #[inline]
+    pub(super) fn computing(&self, load: &Load, cp_size: usize) -> f64 {
+        self.micro_batch_seconds + load.on(cp_size as f64)
+    }
+
     /// What documents take more at least on a group that has others: their attention hides exchange of these, too.
     #[inline]
     pub(super) fn least_more(&self, load: &Load, cp_size: usize) -> f64 {
@@ -262,6 +268,6 @@ impl GroupCost {
             exchanges * seconds_per_exchange + load.tokens as f64 * (exchanges / ranks) * seconds_per_token
         };
         let exposed = (exchange - overlap * load.attention / ranks).max(0.0);
-        self.micro_batch_seconds + load.on(ranks) + exposed
+        self.computing(load, cp_size) + exposed
     }
 }

@@ -137,7 +137,8 @@ impl<'a> Blocks<'a> {
         let room = |block: &Block| problem.room(block);
         let least_room = |block: &Block| -room(block) as f64;
         let mut by_time = Sizes::new(blocks, in_order || !makes_room, weight, room);
-        let mut by_room: Option<Sizes> = None;
+        let (mut by_room, mut with_room): (Option<Sizes>, Option<Sizes>) = (None, None);
+        let mut without_room = 0;
         let mut meter = Meter::default();
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about
         // the same. 12, 24 or 48 ranks have no more blocks of a size than this.
@@ -158,15 +159,22 @@ impl<'a> Blocks<'a> {
             };
             let fits = |block: &Block| problem.fits(&block.load, block.cp_size as usize);
             if makes_room {
-                by_time.make_room(document.load.tokens, blocks, room, weight);
+                by_time.make_room(document.load.tokens);
+            }
+            if let Some(with_room) = &mut with_room {
+                with_room.make_room(document.load.tokens);
             }
             let mut chosen = by_time.first()?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
                 // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond
-                // its target.
+                // its target. Where many have no room, an order of its own leaves them out.
                 let mut least: Option<(usize, Block)> = None;
-                for of_size in by_time.ascending() {
+                if !makes_room && without_room > blocks.len() && with_room.is_none() {
+                    let sizes = with_room.insert(Sizes::new(blocks, in_order, weight, room));
+                    sizes.make_room(document.load.tokens);
+                }
+                for of_size in with_room.as_ref().unwrap_or(&by_time).ascending() {
                     let mut fitting = 0;
                     for at in of_size {
                         meter.spend(1);
@@ -181,6 +189,7 @@ impl<'a> Blocks<'a> {
                         }
                         let found = with(block);
                         if !fits(&found) {
+                            without_room += 1;
                             continue;
                         }
                         fitting += 1;
@@ -204,6 +213,9 @@ impl<'a> Blocks<'a> {
             by_time.set(chosen, weight(&after), room(&after));
             if let Some(by_room) = &mut by_room {
                 by_room.set(chosen, least_room(&after), room(&after));
+            }
+            if let Some(with_room) = &mut with_room {
+                with_room.set(chosen, weight(&after), room(&after));
             }
             assignment[place as usize] = chosen as u32;
         }

@@ -237,33 +237,47 @@ impl<'a> Search<'a> {
         Ok(pipeline)
     }
 
-    /// Targets after a few steps, from the shape that is faster.
-    fn candidate(&mut self, num_micro_batches: usize) -> Result<Candidate> {
+    /// Targets after a few steps, from the shape that is faster. None where even the least that any targets take is
+    /// `hopeless`: its promise is that least.
+    fn candidate(&mut self, num_micro_batches: usize, hopeless: f64) -> Result<Candidate> {
         let options = self.options.pipeline(num_micro_batches);
         let pipeline = self.pipeline(num_micro_batches)?;
         let problem = self.problem;
-        let demand = self.demand.take();
-        let mut begin = |shape: Vec<f64>| {
-            let work = match &demand {
+        let begin = |shape: Vec<f64>| {
+            let work = match &self.demand {
                 Some(demand) => demand.work(shape.iter().sum()),
                 None => problem.total_work / problem.world_size as f64,
             };
-            let mut relaxed = Relaxed::new(problem, &shape, work);
-            self.descend(&mut relaxed, 1, &pipeline);
-            relaxed
+            Relaxed::new(problem, &shape, work)
         };
         let shape = |ends: f64| shape::shape(&options, ends, problem.heaviest());
         let work = problem.total_work / problem.world_size as f64;
         // Where exchange costs, documents take longer than it knows.
         let around = problem.cost.is_free().then(|| shape::around(&options, problem.longest(), work)).flatten();
         let other = around.or_else(|| shape::heavier_first(&options).map(shape));
-        let mut relaxed = begin(shape(1.0));
-        if let Some(other) = other.map(begin).filter(|other| other.seconds < relaxed.seconds) {
-            relaxed = other;
+        let (mut relaxed, other) = (begin(shape(1.0)), other.map(begin));
+        let least = |relaxed: &Relaxed| bound::of_sum(relaxed.start.iter().sum(), self.options, num_micro_batches);
+        let least = other.iter().map(least).fold(least(&relaxed), f64::min);
+        if least * (1.0 - SAME) > hopeless {
+            relaxed.seconds = least;
+            return Ok(Candidate { num_micro_batches, relaxed });
+        }
+        self.descend(&mut relaxed, 1, &pipeline);
+        if let Some(mut other) = other {
+            self.descend(&mut other, 1, &pipeline);
+            if other.seconds < relaxed.seconds {
+                relaxed = other;
+            }
         }
         self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
-        self.demand = demand;
         Ok(Candidate { num_micro_batches, relaxed })
+    }
+
+    /// A number of micro-batches that promises more seconds changes nothing: neither the best, nor what was noted of it.
+    fn hopeless(&self, num_micro_batches: usize) -> f64 {
+        let noted = self.sweep.iter().find(|&&(tried, _)| tried == num_micro_batches);
+        let (Some(best), Some(&(_, seconds))) = (&self.best, noted) else { return f64::INFINITY };
+        seconds.max(best.price(self.options) / (PROMISE * price(self.options, num_micro_batches, 1.0)))
     }
 
     fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
@@ -274,7 +288,8 @@ impl<'a> Search<'a> {
     /// The candidate whose targets promise most first.
     fn all(&mut self, counts: &[usize]) -> Result<()> {
         let near: Vec<usize> = counts.iter().copied().filter(|&count| self.is_near(count)).collect();
-        let mut candidates = near.into_iter().map(|count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
+        let mut candidates =
+            near.into_iter().map(|count| self.candidate(count, self.hopeless(count))).collect::<Result<Vec<_>>>()?;
         // What promises the same as with the gain before is the same problem.
         let promise = |candidate: &Candidate| (candidate.num_micro_batches, candidate.relaxed.seconds);
         let before = std::mem::replace(&mut self.promises, candidates.iter().map(promise).collect());
@@ -324,7 +339,8 @@ impl<'a> Search<'a> {
     /// blocks for all numbers of micro-batches, smaller ones for the best, and the best size for those close to it.
     fn as_if_free(&mut self, counts: &[usize]) -> Result<()> {
         let largest = self.problem.largest_group;
-        let mut candidates = counts.iter().map(|&count| self.candidate(count)).collect::<Result<Vec<_>>>()?;
+        let mut candidates =
+            counts.iter().map(|&count| self.candidate(count, f64::INFINITY)).collect::<Result<Vec<_>>>()?;
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
         for candidate in &mut candidates {
             let promised = price(self.options, candidate.num_micro_batches, candidate.relaxed.seconds) * PROMISE;
@@ -375,7 +391,7 @@ impl<'a> Search<'a> {
     /// documents, a time that each micro-batch should take says little. `evenly`: as much work for every micro-batch.
     fn plainly(&mut self, counts: &[usize], evenly: bool) -> Result<()> {
         for &count in counts {
-            let candidate = self.candidate(count)?;
+            let candidate = self.candidate(count, f64::INFINITY)?;
             let pipeline = self.pipeline(count)?;
             let targets = &candidate.relaxed.targets;
             let even = vec![targets.iter().sum::<f64>() / count as f64; count];
@@ -441,7 +457,7 @@ impl<'a> Search<'a> {
             }
             for count in new {
                 all.push(count);
-                let candidate = self.candidate(count)?;
+                let candidate = self.candidate(count, f64::INFINITY)?;
                 self.attempt(candidate)?;
             }
         }
@@ -496,15 +512,15 @@ impl<'a> Search<'a> {
             self.fitting = Some((price, base));
         }
         let found = Best { num_micro_batches, draft, order, seconds };
-        if self.best.as_ref().is_none_or(beats) {
-            self.best = Some(found.clone());
-            self.suited = Some((self.problem, base));
-        }
         if self.problem.documents.len() <= SMALL {
             self.others.retain(|other| other.num_micro_batches != num_micro_batches || other.seconds < seconds);
             if self.others.iter().all(|other| other.num_micro_batches != num_micro_batches) {
-                self.others.push(found);
+                self.others.push(found.clone());
             }
+        }
+        if self.best.as_ref().is_none_or(beats) {
+            self.best = Some(found);
+            self.suited = Some((self.problem, base));
         }
         Ok(seconds)
     }
@@ -526,10 +542,7 @@ impl<'a> Search<'a> {
         if !few {
             found.extend(self.best.clone());
         }
-        let mut standing = match self.best.clone() {
-            Some(best) => self.simulated_price(&best)?,
-            None => f64::INFINITY,
-        };
+        let mut standing = None;
         for Best { num_micro_batches, draft, order, .. } in found {
             let pipeline = self.pipeline(num_micro_batches)?;
             let problem = self.problem;
@@ -544,15 +557,15 @@ impl<'a> Search<'a> {
             let seconds = if few { refined.improve(step, TRIES) } else { step(&refined.costs()) };
             let draft = refined.into_draft();
             let candidate = Best { num_micro_batches, draft, order, seconds };
-            let beats = |best: &Best| candidate.price(self.options) < best.price(self.options);
-            if !self.best.as_ref().is_some_and(beats) {
-                continue;
-            }
+            let beaten = |best: &Best| candidate.price(self.options) < best.price(self.options);
+            let Some(best) = self.best.clone().filter(beaten) else { continue };
             // The estimate lets no group wait for another's ranks, so a plan may win by it and lose by the clock.
             let simulated = self.simulated_price(&candidate)?;
-            if simulated < standing && self.fits_memory(&pipeline, &candidate.draft, &candidate.order)? {
+            let before = standing.map_or_else(|| self.simulated_price(&best), Ok)?;
+            standing = Some(before);
+            if simulated < before && self.fits_memory(&pipeline, &candidate.draft, &candidate.order)? {
                 self.note(num_micro_batches, seconds);
-                standing = simulated;
+                standing = Some(simulated);
                 self.best = Some(candidate);
             }
         }
@@ -595,7 +608,7 @@ impl<'a> Search<'a> {
         let mut count = most;
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);
-            let candidate = self.candidate(count)?;
+            let candidate = self.candidate(count, f64::INFINITY)?;
             let (pipeline, base) = (self.pipeline(count)?, self.problem.largest_group);
             self.solve(&candidate, base, &pipeline)?;
             self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;

@@ -89,8 +89,11 @@ impl Shares {
             let load = problem.documents[document as usize].load;
             let with = |group: &Share| {
                 let (load, cp_size) = (group.load + load, group.cp_size as usize);
+                if !problem.fits(&load, cp_size) || problem.cost.computing(&load, cp_size) > seconds {
+                    return None;
+                }
                 let takes = problem.cost.seconds(&load, cp_size);
-                (problem.fits(&load, cp_size) && takes <= seconds).then_some((load, takes))
+                (takes <= seconds).then_some((load, takes))
             };
             if let Some((group, (load, takes))) =
                 groups.iter_mut().find_map(|group| Some(with(group)).flatten().map(|with| (group, with)))
