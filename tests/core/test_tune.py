@@ -41,13 +41,19 @@ def measure(
     packing: dict[str, Any],
     delay_price: float | None,
     thresholds: tuple[int, ...] = (),
+    max_early: int = 0,
 ) -> tuple[list[float], float]:
-    """What a packer does to the sample at this price or with these thresholds, and the time it loses."""
+    """What a packer does to the sample at this price or with these thresholds, and the time it loses.
+
+    The delay counts both ways, before the turn of a document and after it.
+    """
     release = "fifo" if delay_price is None else "adaptive"
     packer = wlb.Packer(outlier_thresholds=thresholds, release=release, delay_price=delay_price, **packing)
-    reading = Reading(np.asarray(lengths), packer, tokens_per_batch)
+    reading = Reading(np.asarray(lengths), packer, tokens_per_batch, max_early=max_early)
     steps = [step.packing.costs for step in reading.steps() if step.seconds is not None and step.packing.num_tokens]
-    figures = [getattr(reading.packer.metrics(), name) for name in POINT_FIELDS]
+    metrics = reading.packer.metrics()
+    figures = [getattr(metrics, name) for name in POINT_FIELDS]
+    figures[POINT_FIELDS.index("delay_mean")] += metrics.early_mean
     dp_size = packing.get("dp_size", packer.num_micro_batches)
     total = sum(costs.sum() / dp_size for costs in steps)
     return figures, sum(step_cost(costs, dp_size, packing.get("sync")) for costs in steps) / total if total else 1.0
@@ -233,6 +239,61 @@ def test_points_are_what_the_packer_does_by_costs_of_documents(
         ]
         heaviest, mean = (sum(of(step, axis=0).sum() for step in steps) for of in (np.max, np.mean))
         assert point.lost_time == pytest.approx(heaviest / mean if steps else 1.0)
+
+
+@given(
+    testing.document_lengths(max_length=200, min_size=1, max_size=60),
+    testing.cost_models(),
+    st.integers(1, 5),
+    st.sampled_from([60, 150, 400]),
+)
+def test_points_are_what_a_reader_does_that_takes_documents_early(
+    lengths: list[int], cost: wlb.CostModel, max_early: int, tokens_per_batch: int
+) -> None:
+    packing: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 220, "cost_model": cost}
+    result = wlb.tune_delay_price(lengths, **packing, tokens_per_batch=tokens_per_batch, max_early=max_early)
+    for point in [result.best, *result.pareto]:
+        figures, lost_time = measure(lengths, tokens_per_batch, packing, point.delay_price, max_early=max_early)
+        assert [getattr(point, name) for name in POINT_FIELDS] == figures
+        assert point.lost_time == pytest.approx(lost_time)
+    for point in result.judged:
+        orders = [reordered(np.asarray(lengths), order) for order in (1, 2, 3)]
+        judged = [measure(order, tokens_per_batch, packing, point.delay_price, max_early=max_early) for order in orders]
+        assert point.held_out_lost_time == pytest.approx(np.mean([lost_time for _, lost_time in judged]))
+        assert point.held_out_delay == pytest.approx(
+            np.mean([figures[POINT_FIELDS.index("delay_mean")] for figures, _ in judged])
+        )
+
+
+def test_whole_documents_come_early_and_pieces_do_not(corpus: NDArray[np.int64]) -> None:
+    packing: dict[str, Any] = {
+        "num_micro_batches": 8,
+        "max_tokens": 200_000,
+        "cost_model": wlb.CostModel(attention=1.0, linear=20_000.0),
+        "tokens_per_batch": 1_000_000,
+        "max_mean_delay": 1.0,
+    }
+    whole, in_turn = (
+        wlb.tune_delay_price(corpus[:1500], max_document_tokens=131072, max_early=early, **packing) for early in (4, 0)
+    )
+    assert [fields(point) for point in whole.pareto] != [fields(point) for point in in_turn.pareto]
+    cut = np.maximum(corpus[:300], 2001)  # each longer than a document may be
+    pieces, in_turn = (
+        wlb.tune_delay_price(cut, max_document_tokens=2000, max_early=early, **packing) for early in (4, 0)
+    )
+    assert [fields(point) for point in pieces.pareto] == [fields(point) for point in in_turn.pareto]
+
+
+@pytest.mark.parametrize("max_early", [-1, 1025])
+def test_how_early_documents_come_is_bounded(max_early: int) -> None:
+    shape: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 10}
+    with pytest.raises(wlb.WlbError, match="from 0 to 1024") as raised:
+        wlb.tune_delay_price(
+            [3, 4, 5], cost_model=wlb.CostModel(attention=1.0, linear=1.0), max_early=max_early, **shape
+        )
+    assert (raised.value.argument, raised.value.value) == ("max_early", max_early)
+    with pytest.raises(wlb.WlbError, match="max_early: needs a cost model"):
+        wlb.tune_delay_price([3, 4, 5], costs=[1.0, 2.0, 3.0], max_early=2, **shape)
 
 
 @given(

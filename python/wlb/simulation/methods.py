@@ -226,16 +226,18 @@ def tune_waiting(
     costs: NDArray[np.float64] | None = None,
     limits: tuple[float, ...] = (),
     max_step_cost: float | None = None,
+    max_early: int = 0,
 ) -> TuneResult:
     """The best of what may wait, for these documents and a packer with these arguments.
 
     With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
-    release within a bound on the work of steps, by :func:`wlb.tune_delay_price`. `costs` and `limits` are those of
+    release within a bound on the work of steps, with documents up to `max_early` iterations before their turn, by
+    :func:`wlb.tune_delay_price`. `costs` and `limits` are those of
     documents that bring them.
     """
     options = {**packer, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:
-        return tune_delay_price(lengths, max_step_cost=max_step_cost, **options)
+        return tune_delay_price(lengths, max_step_cost=max_step_cost, max_early=max_early, **options)
     if costs is not None:
         options["limits"] = limits
     return tune_outlier_thresholds(lengths, num_queues=queues, **options)

@@ -325,10 +325,13 @@ class _Search:
                 yield self._choose(Settings(kind="no_waiting", max_tokens=fits, split=split))
                 yield self._queues(fits, self._thresholds(fits, split).thresholds, split)
             setup = dataclasses.replace(self._scenario, max_tokens=fits).setup(split=split)
-            for price in self._prices(packer_options(setup, self._given.max_delay)):
-                settings = Settings(kind="adaptive_release", max_tokens=fits, delay_price=price, split=split)
-                yield self._choose(settings)
-                yield self._choose(dataclasses.replace(settings, kind="early", max_early=EARLY))
+            packer = packer_options(setup, self._given.max_delay)
+            for price in self._prices(packer):
+                yield self._choose(Settings(kind="adaptive_release", max_tokens=fits, delay_price=price, split=split))
+            for price in self._prices(packer, EARLY):
+                yield self._choose(
+                    Settings(kind="early", max_tokens=fits, delay_price=price, max_early=EARLY, split=split)
+                )
 
     def _planned(self) -> Iterator[Choice]:
         """Plans with groups of their own."""
@@ -341,7 +344,7 @@ class _Search:
                 settings = Settings(kind="wlb_dynamic_cp", max_tokens=limit, delay_price=price, split=split)
                 yield self._choose(dataclasses.replace(settings, strategy="per_document"))
 
-    def _prices(self, packer: dict[str, Any]) -> tuple[float, ...]:
+    def _prices(self, packer: dict[str, Any], max_early: int = 0) -> tuple[float, ...]:
         """Prices of delay to try, for a packer with these arguments."""
         if not self._given.max_mean_delay:
             return PRICES
@@ -351,6 +354,7 @@ class _Search:
             queues=None,
             max_mean_delay=self._given.max_mean_delay,
             max_step_cost=self._given.max_step_cost,
+            max_early=max_early,
         )
         assert tuned.delay_price is not None
         return (*PRICES, tuned.delay_price)

@@ -131,7 +131,7 @@ proptest! {
         let packer =
             PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, method, ..simple(n, vec![], max_delay) };
         let (packer, tokens_per_batch) = reading(packer, share);
-        let options = TuneOptions { packer: packer.clone(), max_mean_delay };
+        let options = TuneOptions { packer: packer.clone(), max_mean_delay, max_early: 0 };
         let lengths = checked(&lengths);
         let tuned = match num_queues {
             Some(num_queues) => tune_outlier_thresholds(&lengths, num_queues, &options),
@@ -178,7 +178,7 @@ proptest! {
         let lengths = [lengths, vec![last]].concat();
         let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, vec![], max_delay) };
         let (packer, tokens_per_batch) = reading(packer, share);
-        let options = TuneOptions { packer: packer.clone(), max_mean_delay };
+        let options = TuneOptions { packer: packer.clone(), max_mean_delay, max_early: 0 };
         let tuned = tune_delay_price(&checked(&lengths), &options).unwrap();
         let default = Release::Adaptive.default_price();
         let (mut lost, mut worst, mut delay) = (Vec::new(), Vec::new(), Vec::new());

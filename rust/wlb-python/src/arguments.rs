@@ -153,6 +153,7 @@ arguments! {
     max_delay: u64 = iterations();
     max_document_tokens: i32 = positive();
     max_documents: usize = count(MAX_TOKENS as usize);
+    max_early: i64 = integer();
     max_mean_delay: f64 = real();
     max_imbalance: f64 = real();
     max_micro_batches: usize = count(MAX_MICRO_BATCHES);

@@ -51,7 +51,7 @@ functions! {
         let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, tokens_per_batch, ..StepShape::default() };
         let packer =
             config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-        let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay)?;
+        let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay, 0)?;
         let sample = Sample { lengths: &lengths, costs: table(&costs) };
         let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(sample, num_queues, &options))?;
         result(py, &tuned.map_err(raise)?)
@@ -72,6 +72,8 @@ functions! {
     ///         ``cost_columns=1``.
     ///     max_mean_delay: most mean token delay, in iterations.
     ///     tokens_per_batch, dp_size, sync: as for :func:`tune_outlier_thresholds`.
+    ///     max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
+    ///         ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
     ///
     /// Returns:
     ///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
@@ -88,7 +90,7 @@ functions! {
     fn tune_delay_price<'py>[py: Python<'py>](
         lengths, *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<CostModel> = None, costs?,
         max_mean_delay = 0.6, max_delay?, max_document_tokens?, tokens_per_batch?, method: &str = "var_length",
-        max_step_cost?, dp_size?, sync: Option<&str> = None, max_documents?,
+        max_step_cost?, dp_size?, sync: Option<&str> = None, max_documents?, max_early = 0,
     ) -> PyResult<Bound<'py, PyAny>> {
         let max_cost = max_step_cost;
         let shape =
@@ -102,7 +104,7 @@ functions! {
             max_document_tokens,
             method,
         )?;
-        let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay)?;
+        let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay, max_early)?;
         let sample = Sample { lengths: &lengths, costs: table(&costs) };
         let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(sample, &options))?;
         result(py, &tuned.map_err(raise)?)
@@ -114,6 +116,7 @@ fn options(
     costs: &Option<arguments::Table>,
     limits: Option<Vec<f64>>,
     max_mean_delay: f64,
+    max_early: i64,
 ) -> PyResult<TuneOptions> {
     let wrong = |argument, requirement| Err(raise(Error::Combination { argument, requirement }));
     match (&packer.cost_model, costs) {
@@ -123,7 +126,7 @@ fn options(
         (Some(_), None) | (None, Some(_)) => {}
     }
     packer.limits = column_limits(costs.as_ref().map(|(_, _, columns)| *columns), limits)?;
-    Ok(TuneOptions { packer, max_mean_delay })
+    Ok(TuneOptions { packer, max_mean_delay, max_early })
 }
 
 fn result<'py>(py: Python<'py>, tuned: &Tuned) -> PyResult<Bound<'py, PyAny>> {

@@ -11,7 +11,7 @@ use super::outlier_queue::Waiting;
 use super::packer::Packer;
 
 /// Iterations that a document comes before its turn, at most.
-pub(super) const MAX_EARLY: i64 = 1024;
+pub(in crate::packing) const MAX_EARLY: i64 = 1024;
 
 /// What enters a packer in one iteration.
 #[derive(Clone, Copy, Debug)]

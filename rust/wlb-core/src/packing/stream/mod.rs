@@ -42,6 +42,7 @@ mod state;
 mod step_cost;
 
 pub use admission::{Bounds, OnBacklog};
+pub(super) use arrivals::MAX_EARLY;
 pub use arrivals::Push;
 pub use config::{Oversize, PackerConfig, Release, StreamMethod};
 pub use cost_history::CostHistory;

@@ -60,7 +60,7 @@ pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPo
     let orders = (1..=ORDERS)
         .map(|order| {
             let order = reordered(sample.lengths.len(), order);
-            sample.reordered(&order, |other| Reading::new(other, &search.config))
+            sample.reordered(&order, |other| Reading::new(other, &search.config, search.max_early))
         })
         .collect::<Result<Vec<Reading>>>()?;
     let limit = search.max_mean_delay;
@@ -116,7 +116,7 @@ fn judge(search: &Search, orders: &[Reading], point: &TunedPoint) -> Result<Judg
         let metrics = run.packer.metrics();
         lost_times.push(run.lost_time);
         held_out.imbalance_worst = held_out.imbalance_worst.max(metrics.imbalance_worst());
-        held_out.delay_mean += metrics.delay_mean() / orders.len() as f64;
+        held_out.delay_mean += (metrics.delay_mean() + metrics.early_mean()) / orders.len() as f64;
     }
     held_out.lost_time = lost_times.iter().sum::<f64>() / orders.len() as f64;
     Ok(Judged { point: TunedPoint { held_out: Some(held_out), ..point.clone() }, lost_times, held_out })

@@ -62,7 +62,7 @@ const BISECTIONS: u32 = 6;
 ///     shape: StepShape::default(),
 /// };
 /// let sample: Vec<i64> = (0..40).map(|i| [1000, 300, 200, 100][i % 4]).collect();
-/// let options = TuneOptions { packer, max_mean_delay: 1.0 };
+/// let options = TuneOptions { packer, max_mean_delay: 1.0, max_early: 0 };
 /// let tuned = tune_delay_price(&Lengths::new("lengths", &sample)?, &options)?;
 /// assert!(tuned.best.delay_mean <= 1.0 && tuned.best.delay_price.is_some());
 /// # Ok::<(), wlb_core::Error>(())

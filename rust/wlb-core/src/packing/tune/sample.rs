@@ -50,7 +50,8 @@ impl Sample<'_> {
             });
             (rows.collect(), costs.columns)
         });
-        Ok(Pieces { lengths: Lengths::new("lengths", &tokens)?, costs })
+        let whole = pieces.iter().map(|piece| piece.length == self.lengths[piece.id as usize]).collect();
+        Ok(Pieces { lengths: Lengths::new("lengths", &tokens)?, whole, costs })
     }
 
     /// The documents in another order: those with these indices.
@@ -77,18 +78,26 @@ fn of_costs(error: Error) -> Error {
 /// A sample, cut.
 pub(super) struct Pieces {
     pub(super) lengths: Lengths,
+    /// Whether each is all of its document.
+    pub(super) whole: Vec<bool>,
     /// Rows of costs, and the numbers in one.
-    costs: Option<(Vec<f64>, usize)>,
+    costs: Rows,
+}
+
+/// Costs of some pieces: rows, and the numbers in one.
+type Rows = Option<(Vec<f64>, usize)>;
+
+/// The same as a packer takes them.
+pub(super) fn table(rows: &Rows) -> Option<CostTable<'_>> {
+    rows.as_ref().map(|(values, columns)| CostTable { values, columns: *columns })
 }
 
 impl Pieces {
-    /// Some of them in a row.
-    pub(super) fn slice(&self, from: usize, to: usize) -> Result<(Lengths, Option<CostTable<'_>>)> {
-        let tokens: Vec<i64> = self.lengths[from..to].iter().map(|&length| i64::from(length)).collect();
-        let costs = self
-            .costs
-            .as_ref()
-            .map(|(values, columns)| CostTable { values: &values[from * columns..to * columns], columns: *columns });
-        Ok((Lengths::new("lengths", &tokens)?, costs))
+    /// Some of them.
+    pub(super) fn of(&self, pieces: &[usize]) -> Result<(Lengths, Rows)> {
+        let tokens: Vec<i64> = pieces.iter().map(|&piece| i64::from(self.lengths[piece])).collect();
+        let rows = table(&self.costs)
+            .map(|costs| (pieces.iter().flat_map(|&piece| costs.row(piece)).copied().collect(), costs.columns));
+        Ok((Lengths::new("lengths", &tokens)?, rows))
     }
 }

@@ -2,8 +2,8 @@
 
 use std::cmp::Ordering;
 
-use crate::error::{Error, Result};
-use crate::packing::stream::{Packer, PackerConfig, Release};
+use crate::error::{Error, Result, check_range};
+use crate::packing::stream::{MAX_EARLY, Packer, PackerConfig, Release};
 
 use super::options::TuneOptions;
 use super::reading::Reading;
@@ -14,6 +14,7 @@ use super::tuned::{Tuned, TunedPoint};
 pub(super) struct Search {
     pub(super) config: PackerConfig,
     pub(super) max_mean_delay: f64,
+    pub(super) max_early: i64,
     pub(super) longest: i32,
     pub(super) reading: Reading,
     pub(super) points: Vec<TunedPoint>,
@@ -34,8 +35,20 @@ impl Search {
         let outlier_thresholds = Vec::new();
         let config = PackerConfig { release, outlier_thresholds, delay_price, ..options.packer.clone() };
         sample.check(&config)?;
-        let reading = Reading::new(sample, &config)?;
-        Ok(Self { config, max_mean_delay, longest: reading.longest(), reading, points: Vec::new() })
+        check_range("max_early", options.max_early, 0, MAX_EARLY)?;
+        if options.max_early > 0 && config.cost_model.is_none() {
+            let requirement = "needs a cost model: where documents bring their costs, none comes early";
+            return Err(Error::Combination { argument: "max_early", requirement });
+        }
+        let reading = Reading::new(sample, &config, options.max_early)?;
+        Ok(Self {
+            config,
+            max_mean_delay,
+            max_early: options.max_early,
+            longest: reading.longest(),
+            reading,
+            points: Vec::new(),
+        })
     }
 
     /// Runs the packer over the sample, unless this has been tried.
@@ -51,7 +64,7 @@ impl Search {
             imbalance_mean: metrics.imbalance_mean(),
             imbalance_p95: metrics.imbalance_percentile(0.95),
             imbalance_worst: metrics.imbalance_worst(),
-            delay_mean: metrics.delay_mean(),
+            delay_mean: metrics.delay_mean() + metrics.early_mean(),
             delay_max: metrics.delay_max(),
             memory_skew_mean: metrics.memory_skew_mean(),
             lost_time: run.lost_time,

@@ -13,7 +13,8 @@ pub struct TunedPoint {
     pub imbalance_p95: f64,
     /// Worst step.
     pub imbalance_worst: f64,
-    /// Mean token delay, in iterations, of all documents, those flushed at the end of the sample included.
+    /// Mean token delay, in iterations, of all documents, those flushed at the end of the sample included; where documents
+    /// come early, with the iterations before their turn.
     pub delay_mean: f64,
     /// Longest wait of a document, in iterations.
     pub delay_max: u64,
@@ -33,7 +34,7 @@ pub struct HeldOut {
     pub lost_time: f64,
     /// Worst step of any order.
     pub imbalance_worst: f64,
-    /// Mean token delay, in iterations, mean over the orders.
+    /// Mean token delay, in iterations, with those before the turn; mean over the orders.
     pub delay_mean: f64,
 }
 
