@@ -318,8 +318,8 @@ fn longest_first(
     best
 }
 
-/// Few documents, in worlds of any size: what anybody would do first is hardly ever faster. Of 960 such steps (seeds 1 to
-/// 20; it takes a minute) two are over 1 % longer than that, by at most 1.5 %; of the 288 here, one.
+/// Few documents, in worlds of any size: what anybody would do first is never much faster. Of 960 such steps (seeds 1 to
+/// 20; it takes a minute) none is over 0.4 % longer than that.
 #[test]
 fn few_documents_take_hardly_longer_than_longest_first() {
     let cost = CostModel::analytic(1.0, 3000.0, Mask::Causal).unwrap();
@@ -353,8 +353,8 @@ fn few_documents_take_hardly_longer_than_longest_first() {
             over.push(plan.seconds / plain - 1.0);
         }
     }
-    let slower: Vec<f64> = over.iter().copied().filter(|&over| over > 0.01).collect();
-    assert!(slower.len() <= 1 && slower.iter().all(|&over| over < 0.015), "{slower:?}");
+    let slower: Vec<f64> = over.iter().copied().filter(|&over| over > 0.004).collect();
+    assert!(slower.is_empty(), "{slower:?}");
 }
 
 proptest! {

@@ -105,9 +105,17 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
     }
     search.refine()?;
     if problem.documents.len() <= SMALL {
-        for evenly in [false, true] {
-            search.plainly(&counts, evenly)?;
+        for (evenly, rising) in [(false, false), (true, false), (true, true)] {
+            let before = search.best.clone();
+            search.plainly(&counts, evenly, rising)?;
             search.refine()?;
+            // Shorter by the estimate may be longer by the clock.
+            if rising
+                && let (Some(before), Some(after)) = (before, search.best.clone())
+                && search.simulated_price(&before)? < search.simulated_price(&after)?
+            {
+                search.best = Some(before);
+            }
         }
     }
     let Some(best) = search.best.take() else {
@@ -389,14 +397,18 @@ impl<'a> Search<'a> {
 
     /// Plans documents as plainly as can be, blocks of one size for all of them but those that need more memory: of few
     /// documents, a time that each micro-batch should take says little. `evenly`: as much work for every micro-batch.
-    fn plainly(&mut self, counts: &[usize], evenly: bool) -> Result<()> {
+    /// `rising`: the longest last.
+    fn plainly(&mut self, counts: &[usize], evenly: bool, rising: bool) -> Result<()> {
         for &count in counts {
             let candidate = self.candidate(count, f64::INFINITY)?;
             let pipeline = self.pipeline(count)?;
             let targets = &candidate.relaxed.targets;
             let even = vec![targets.iter().sum::<f64>() / count as f64; count];
+            let targets = if evenly { &even } else { targets };
+            let places: Vec<f64> = (0..count).map(|place| place as f64).collect();
+            let shape = if rising { &places } else { targets };
             for size in self.problem.plain_sizes() {
-                self.solve_within(&candidate, if evenly { &even } else { targets }, size, f64::INFINITY, &pipeline)?;
+                self.solve_within(&candidate, (targets, shape), size, f64::INFINITY, &pipeline)?;
             }
         }
         Ok(())
@@ -475,14 +487,15 @@ impl<'a> Search<'a> {
     /// The same with other targets.
     fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
         let full = targets.iter().copied().fold(0.0, f64::max);
-        self.solve_within(candidate, targets, base, full, pipeline)
+        self.solve_within(candidate, (targets, targets), base, full, pipeline)
     }
 
-    /// The same where documents get larger blocks only if those of `base` take longer than `full`.
+    /// The same where documents get larger blocks only if those of `base` take longer than `full`, and the order of
+    /// micro-batches is that of another shape.
     fn solve_within(
         &mut self,
         candidate: &Candidate,
-        targets: &[f64],
+        (targets, shape): (&[f64], &[f64]),
         base: usize,
         full: f64,
         pipeline: &Pipeline,
@@ -491,7 +504,7 @@ impl<'a> Search<'a> {
         let (problem, options, limit) = (self.problem, self.options, self.limit);
         let mut given_up = None;
         let mut late = |costs: &[f64]| {
-            let seconds = self.timed(costs, targets, pipeline).map_or(f64::INFINITY, |timed| timed.0);
+            let seconds = self.timed(costs, shape, pipeline).map_or(f64::INFINITY, |timed| timed.0);
             given_up = Some(seconds).filter(|&seconds| price(options, num_micro_batches, seconds) > limit);
             given_up.is_some()
         };
@@ -501,7 +514,7 @@ impl<'a> Search<'a> {
             self.note(num_micro_batches, seconds);
         }
         let Some(draft) = draft else { return Ok(given_up.unwrap_or(f64::INFINITY)) };
-        let (seconds, order) = self.timed(&draft.costs(), targets, pipeline)?;
+        let (seconds, order) = self.timed(&draft.costs(), shape, pipeline)?;
         if !self.fits_memory(pipeline, &draft, &order)? {
             return Ok(f64::INFINITY);
         }
@@ -526,8 +539,8 @@ impl<'a> Search<'a> {
     }
 
     /// Seconds of a step whose micro-batches take so much, and their order in it.
-    fn timed(&mut self, costs: &[f64], targets: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
-        let order = shape::arrange(costs, targets);
+    fn timed(&mut self, costs: &[f64], shape: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
+        let order = shape::arrange(costs, shape);
         let p2p = [self.options.p2p_seconds];
         let times = Times::per_micro_batch(costs)?.with_p2p(&p2p)?;
         Ok((pipeline.makespan_in_order(&times, &order, &mut self.buffers), order))
